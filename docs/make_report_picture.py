@@ -1,6 +1,6 @@
-"""Draw docs/images/report.png and report_text.png from the pages of two examples, in headless Chromium.
+"""Draw docs/images/report*.png from the pages of two examples, in headless Chromium.
 
-The top of the page of the digits, and the samples on the page of the small language model.
+The top and the costs of the page of the digits, and the samples on the page of the small language model.
 
 Needs ``pip install '.[examples,report]' playwright`` and a Chromium of the system; then
 ``python docs/make_report_picture.py``.
@@ -42,6 +42,8 @@ def draw(profile: Profile, figures: int, picture: Path, element: str | None = No
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    draw(packprop.profile(*digits(), timeline=True), 6, IMAGES / "report.png")
+    found = packprop.profile(*digits(), timeline=True)
+    draw(found, 6, IMAGES / "report.png")
+    draw(found, 6, IMAGES / "report_costs.png", "section[aria-labelledby=title-costs]")
     text = packprop.profile(*language_model(), decode=decode, curvature=False)
     draw(text, 3, IMAGES / "report_text.png", ".samples")

@@ -24,7 +24,12 @@ from packprop.engine.probes import ASKED, by_groups, nothing_recorded, require_a
 from packprop.engine.request import Request, settle_loss_inputs
 from packprop.engine.saving import Hook, ResultSaver, factor_of
 from packprop.errors import BadInput, PackpropWarning
-from packprop.graph.completeness import EXTEND_FIRST, UNSEEN, require_complete, require_differentiable
+from packprop.graph.completeness import (
+    MARK_THE_LOSS,
+    UNKNOWN_LOSS,
+    require_complete,
+    require_differentiable,
+)
 from packprop.graph.graph import Graph
 from packprop.graph.terms import meets_samples_unseen
 from packprop.graph.walk import walk
@@ -34,7 +39,6 @@ from packprop.memory.planning import chunk_sizes_of_pass
 from packprop.memory.search import budget_of
 from packprop.recording.aside import OwnMode
 from packprop.recording.compiled import warn_of_compiled
-from packprop.recording.marks import note_hooks
 from packprop.recording.switch import drop_stale_recording
 from packprop.samples.documents import without_plan
 from packprop.samples.locating import check_graph
@@ -44,8 +48,8 @@ from packprop.tensors.traced import decided, is_traced
 from packprop.types import Extensions, Seed, check_extensions
 
 NOT_RECORDED = (
-    "A backward pass inside `with backpack(...)` met no recorded use of a parameter: nothing but gradients was "
-    f"computed. The forward pass ran on a module that is not extended, {UNSEEN}. Instead: {EXTEND_FIRST}."
+    "A backward pass inside `with backpack(...)` met no use of a parameter: nothing but gradients was "
+    f"computed, because {UNKNOWN_LOSS}. Instead: {MARK_THE_LOSS}."
 )
 
 SIZES_OF_CHUNKS = "sizes of chunks"
@@ -179,10 +183,6 @@ class Backpack(OwnMode):
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         call = None
-        if func is Tensor.register_hook and not self._running:
-            out = func(*args, **kwargs)
-            note_hooks(args[0])
-            return out
         if func is Tensor.backward:
             call = BackwardCall.of_tensor(*args, **kwargs)
         elif func is torch.autograd.backward:
@@ -224,7 +224,7 @@ class Backpack(OwnMode):
         if not graph.uses:
             require_complete(graph)
             if self._probes is not None or self._clipping is not None:
-                raise nothing_recorded(EXTEND_FIRST, ASKED if self._clipping is None else self._clipping.asked)
+                raise nothing_recorded(MARK_THE_LOSS, ASKED if self._clipping is None else self._clipping.asked)
             if meets_samples_unseen(graph):
                 warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=6)
         saver = ResultSaver(graph, self._hook, self._loss_scale)

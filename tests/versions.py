@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from packprop.recording import saved_hooks
+from packprop.eager import pieces
 
 needs_hooks = pytest.mark.skipif(
-    saved_hooks._top is None, reason="PyTorch 2.6 does not tell which hooks on saved tensors are in force"
+    pieces._top is None, reason="PyTorch 2.6 does not tell which hooks on saved tensors are in force"
 )
 """For tests of what is not held inside checkpoints and ``save_on_cpu``."""
 
@@ -42,7 +42,7 @@ needs_unwrapping = pytest.mark.skipif(
 """For refusals of what ran inside transforms of ``torch.func``."""
 
 needs_every_case = pytest.mark.skipif(
-    saved_hooks._top is None or INSTANCE_NORM_WRITES, reason="older versions of PyTorch have fewer cases"
+    pieces._top is None or INSTANCE_NORM_WRITES, reason="older versions of PyTorch have fewer cases"
 )
 """For tests of the list of all cases."""
 

@@ -167,10 +167,3 @@ def transposed_patches(
     # The kernel is read backwards: its axes inside i = c * prod(kernel) are flipped.
     unfolded: Tensor = rows.unflatten(-1, (-1, *kernel))
     return unfolded.flip([*range(-len(kernel), 0)]).flatten(-len(kernel) - 1)
-
-
-def as_tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """Return an option of a convolution, once for each spatial axis."""
-    if isinstance(value, int):
-        return (value,) * dims
-    return tuple(value) * dims if len(value) == 1 else tuple(value)

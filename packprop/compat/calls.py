@@ -30,11 +30,11 @@ from torch.nn.modules import loss
 from packprop.compat.custom_module.branching import Branch, Parallel
 from packprop.compat.custom_module.reduce_tuple import ReduceTuple
 from packprop.errors import PackpropError
-from packprop.functions.building import SavedTensor
 from packprop.graph.graph import ReachedUse
-from packprop.recording.marks import ForwardCall, RecordedUse, marks_of
+from packprop.recording.marks import ForwardCall, Use, graph_is_kept, marks_of
 from packprop.recording.switch import is_recording_disabled
 from packprop.tensors.nesting import tensors_in
+from packprop.tensors.state import version
 
 CALL = "packprop.call"
 KEPT, HANDLE = "_packprop_kept_call", "_packprop_call_handle"
@@ -63,15 +63,17 @@ def are_calls_kept() -> bool:
 
 
 @dataclass(eq=False)
-class ModuleCall(RecordedUse):
+class ModuleCall(Use):
     """One call of an extended module, hung on the nodes that made its outputs.
 
     Args:
+        held: Whether the tensors are kept although a backward pass frees the graph.
         order: Later calls have larger numbers.
         kind: The class of the module.
         taken: A name for a tensor that the module itself uses for something else.
     """
 
+    held: bool = False
     order: int = 0
     kind: type[nn.Module] = nn.Module
     taken: str | None = None
@@ -79,20 +81,37 @@ class ModuleCall(RecordedUse):
     @property
     def module(self) -> nn.Module | None:
         """The module, as long as it lives."""
-        return self.forward.module()
+        return None if self.forward is None else self.forward.module()
 
     def release(self, _: Any = None) -> None:
         """Forget the tensors when a backward pass frees the graph that they belong to."""
-        super().release(_)
-        if self.made is None:
+        if not self.held and not graph_is_kept():
             self.drop()
 
     def drop(self) -> None:
         """Forget the tensors: no pass will need them again."""
-        self.made = None
         module = self.module
         if module is not None and (kept := module.__dict__.get(KEPT)) is not None and kept.call is self:
             forget_call(module)
+
+
+class SavedTensor:
+    """A tensor that a module took or made, which must not change before the backward pass needs it."""
+
+    def __init__(self, tensor: Tensor, module: str) -> None:
+        self._tensor, self._module, self._before = tensor, module, version(tensor)
+
+    def __call__(self) -> Tensor:
+        """The tensor; raises if it was changed."""
+        if version(self._tensor) != self._before:
+            raise PackpropError(
+                "A per-sample quantity was asked for.",
+                f"an input of the call of {self._module}, of shape {list(self._tensor.shape)}",
+                "it was changed in place after the module had used it",
+                "use the out-of-place version of the operation that changes it, or clone it first; call "
+                "backward() before an optimizer's step",
+            )
+        return self._tensor
 
 
 @dataclass(eq=False)
@@ -145,9 +164,7 @@ def _keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     kind = type(module)
     call = ModuleCall(kind.__name__, [], [], shapes, forward, order=next(_number), kind=kind, taken=taken)
     if taken is None:
-        saved = [
-            SavedTensor(t, f"the call of {call.name}") for t in attributes.values() if isinstance(t, Tensor)
-        ]
+        saved = [SavedTensor(t, call.name) for t in attributes.values() if isinstance(t, Tensor)]
         module.__dict__.update(attributes, **{KEPT: _Kept(call, list(attributes), saved)})
     for index, tensor in enumerate(outputs):
         node = tensor.grad_fn

@@ -178,7 +178,7 @@ def _columns_for(
     if not extension.expects_backpropagation_quantities():
         return None
     known = extension.module_extensions
-    modules = {use: use.recorded.forward.module() for use in uses}
+    modules = {use: None if use.recorded.forward is None else use.recorded.forward.module() for use in uses}
     if not isinstance(extension, Catalogued) and any(map(is_loss_class, known)):
         return None
     wanted = [use for use, module in modules.items() if type(module) in known and 0 in use.nodes]

@@ -97,7 +97,8 @@ def _described(module: nn.Module, parameters: dict[int, Tensor], seen: set[int])
         elif not value:
             continue
         elif name.endswith("_hooks"):  # of all kinds, as torch.nn.Module has them
-            found += (name, *(_Same(hook) for hook in value.values() if not _is_own(hook)))
+            others = [_Same(hook) for hook in value.values() if not _is_own(hook)]
+            found += (name, *others) if others else ()
         elif name.startswith("_"):
             continue
         elif kind in CONTAINERS:

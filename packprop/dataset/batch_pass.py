@@ -25,6 +25,7 @@ from packprop.dataset.ranks import Ranks
 from packprop.dataset.state import MergedResults
 from packprop.dataset.stored import StoredResults
 from packprop.distributed.sharded import require_sharded, swept
+from packprop.engine.accumulator import Log
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes
 from packprop.engine.loss_terms import reduction_and_divisor
@@ -77,6 +78,7 @@ class BatchPass:
         batch: The batch as the data gave it.
         number: Its number among those of all ranks.
         sharded: The ranks, if ``fully_shard`` has sharded the model over them; see NOTE [Sharded passes].
+        log: Called after each chunk of samples, as ``BackwardPass`` calls it.
     """
 
     asked: str
@@ -91,6 +93,7 @@ class BatchPass:
     batch: Any = None
     number: int = 0
     sharded: Ranks | None = None
+    log: Log | None = None
 
     def __post_init__(self) -> None:
         self._names = {id(parameter): name for name, parameter in named_parameters(self.model)}
@@ -212,7 +215,7 @@ class BatchPass:
         request = Request(
             graph, self.parts, self.chunk_sizes, draws=draws, known=known if self.second else None
         )
-        BackwardPass(request, done).run(None)
+        BackwardPass(request, done, self.log).run(None)
         graph.release(keep=False)
 
     def _name_of(self, graph: Graph, leaf: Tensor) -> str:

@@ -12,9 +12,6 @@ from packprop.distributed.ranks import AllRanks
 from packprop.distributed.residence import ASKED, Residence, group_of
 from packprop.errors import PackpropError
 from packprop.graph.graph import Graph, ReachedUse
-from packprop.recording.regions import RecomputedInputs
-from packprop.tensors.hooks import owner_of
-from packprop.tensors.sharding import is_of_sharding
 from packprop.types import Extension
 
 
@@ -100,7 +97,4 @@ def require_sharded(
 
 def _is_sharded_inside(use: ReachedUse) -> bool:
     """Tell whether a use is in a checkpoint with a module inside that ``fully_shard`` was called on."""
-    source = use.recorded.source
-    return isinstance(source, RecomputedInputs) and any(
-        is_of_sharding(owner_of(hook)) for hook in source.region.hooks
-    )
+    return False

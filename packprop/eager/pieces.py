@@ -14,7 +14,6 @@ from torch.autograd import graph
 
 from packprop.eager.choices import Choices, bad
 from packprop.errors import BadInput
-from packprop.recording.saved_hooks import hooks_in_force
 from packprop.tensors.nesting import map_instances, map_tensors
 from packprop.tensors.precision import accumulation_dtype
 from packprop.tensors.state import version
@@ -247,7 +246,7 @@ def surroundings(autocast: Autocast, backward: bool = False) -> AbstractContextM
     ]
     # Under hooks, even ones that do nothing, PyTorch no longer notices a change of a saved tensor: so this sets
     # hooks only if others are active. In 2.6 a branch inside a checkpoint is evaluated once more.
-    if hooks_in_force() is not None:
+    if _hooks_in_force() is not None:
         contexts.append(graph.saved_tensors_hooks(_same, _same))
     if not contexts:
         return NOTHING
@@ -264,3 +263,14 @@ def _same(tensor: Tensor) -> Tensor:
 def devices_of(leaves: list[Any]) -> set[torch.device]:
     """Return the devices of the tensors among the leaves."""
     return {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def _hooks_in_force() -> Any:
+    """The hooks on saved tensors that autograd gives to what it saves now.
+
+    Asks a private function, as no public one tells whether there are any. PyTorch 2.6 cannot be asked.
+    """
+    return None if _top is None else _top(False)
+
+
+_top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)

@@ -17,7 +17,7 @@ from packprop.algebra.partial import ONE, Extent
 from packprop.algebra.statistics import Statistic, per_sample_grad
 from packprop.algebra.structures import Dense, Outer, Statistical
 from packprop.engine.chunks import start_after
-from packprop.engine.contributions import Build, Contribution, joint_structure, unreached
+from packprop.engine.contributions import Build, Contribution, joined_once, joint_structure, unreached, uses_of
 from packprop.engine.finite import FiniteCheck
 from packprop.engine.kept_chunks import Kept
 from packprop.engine.partial_results import Begin, PartialResults
@@ -70,6 +70,10 @@ class Accumulator:
 
         ``build`` makes the structure that they are taken of, by default that of all uses together.
         """
+        for use, _, _ in contributions:
+            if use.prepare is not None:
+                use.prepare()
+        contributions = joined_once(contributions)
         first_pass = [task for task in tasks if task.row.after is None]
         second_pass = [task for task in tasks if task.row.after is not None]
         again = {tuple(chosen or ()): group for chosen, group in by_subsampling(second_pass)}
@@ -97,9 +101,6 @@ class Accumulator:
 
         ``kept``: what a first pass keeps of its chunks for a second one.
         """
-        for use, _, _ in contributions:
-            if use.prepare is not None:
-                use.prepare()
         samples = self._graph.samples
         count = samples if chosen is None else len(chosen)
         whole = any(task.row.whole for task in tasks)
@@ -143,7 +144,7 @@ class Accumulator:
             for task, value in zip(tasks, values, strict=True):
                 self._partial.at(leaf, task).put(value, columns, extent)
             if self._log is not None:
-                self._log(leaf, [use for use, _, _ in contributions], structure, step)
+                self._log(leaf, uses_of(contributions), structure, step)
             if kept is not None and not is_second:
                 kept.keep(structure, extent)
             del structure, values, value  # before the next chunk has its own

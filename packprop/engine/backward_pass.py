@@ -21,7 +21,6 @@ from packprop.engine.partial_results import Begin, cubes_of_factors
 from packprop.engine.request import Request, Task, require_possible, tasks_by_seed
 from packprop.errors import PackpropError
 from packprop.functions.entry import ArrivedCotangents
-from packprop.recording.regions import opened
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.long_work import expect, long_work
 from packprop.types import ENTRYWISE, EXACT, GRADIENT, GRADIENT_BY_TOKEN, HESSIAN, INPUTS, Extension, Seed
@@ -122,9 +121,8 @@ class BackwardPass:
         """Statistics of the inputs alone: every use is visited without a cotangent."""
         uses = self._request.graph.uses
         collector = Collector(self.results, uses, tasks)
-        with opened((use.recorded.source for use in uses), self._request.create_graph):
-            for use in uses:
-                collector.visit(use, ArrivedCotangents([None] * len(use.recorded.shapes)))
+        for use in uses:
+            collector.visit(use, ArrivedCotangents([None] * len(use.recorded.shapes)))
 
 
 def long_work_of(extensions: Sequence[Extension], bar: bool = True) -> contextlib.AbstractContextManager[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from packprop.algebra.scaling import with_factors
 from packprop.algebra.structures import (
     ByToken,
     Diagonal,
+    Outer,
     Product,
     Statistical,
     Structure,
@@ -21,6 +23,7 @@ from packprop.functions.entry import Samples
 from packprop.graph.graph import ReachedUse
 from packprop.graph.site import Site
 from packprop.tensors.device import device_kind
+from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype
 
 Contribution = tuple[ReachedUse, Site, list[Tensor | None]]
@@ -30,6 +33,62 @@ Contribution = tuple[ReachedUse, Site, list[Tensor | None]]
 Build = Callable[[list[Contribution], Samples, int | None], Statistical]
 """From the contributions to a leaf, a choice of samples, and the bytes of one sample that an algorithm may
 hold, to the structure that statistics are taken of."""
+
+
+MANY = 8
+"""From so many uses on they are joined once, and not again for each chunk of samples."""
+
+
+@dataclass(frozen=True)
+class JoinedSite(Site):
+    """In place of the sites of many uses of a leaf, such as the steps of a recurrence.
+
+    Args:
+        whole: Their joint structure, for all samples.
+        uses: The uses.
+    """
+
+    whole: Outer
+    uses: Sequence[ReachedUse]
+
+    def structure_of(
+        self,
+        cotangents: Sequence[Tensor | None],
+        where: Sequence[Layout],
+        samples: Samples,
+        held: int | None = None,
+    ) -> Structure:
+        """The part of the joint structure that belongs to some samples."""
+        whole = self.whole if held is None else replace(self.whole, held=held)
+        if isinstance(samples, slice) and samples == slice(None):
+            return whole
+        assert whole.cotangent is not None
+        cotangent = select_samples(whole.cotangent, samples, 1)
+        return replace(whole, given=select_samples(whole.x, samples), cotangent=cotangent)
+
+
+def joined_once(contributions: list[Contribution]) -> list[Contribution]:
+    """One contribution in place of many to a leaf, if all uses are affine and took their inputs as they are."""
+    if len(contributions) < MANY:
+        return contributions
+    for _, site, cotangents in contributions:
+        fans = site.entry.fans
+        if fans is None or fans.channels or not site.direct or all(each is None for each in cotangents):
+            return contributions
+    whole = joint_structure(contributions, slice(None), None)
+    if not isinstance(whole, Outer) or whole.cotangent is None:
+        return contributions
+    (use, site, cotangents), *_ = contributions
+    uses = [each for each, _, _ in contributions]
+    return [(use, JoinedSite(site.entry, site.leaf, whole, uses), cotangents)]
+
+
+def uses_of(contributions: Sequence[Contribution]) -> Sequence[ReachedUse]:
+    """The uses that contributions come from."""
+    uses: list[ReachedUse] = []
+    for use, site, _ in contributions:
+        uses += site.uses if isinstance(site, JoinedSite) else [use]
+    return uses
 
 
 def unreached(use: ReachedUse, site: Site, like: Tensor, columns: int = 1) -> Contribution:
@@ -43,6 +102,8 @@ def extents_of(use: ReachedUse, site: Site, samples: int, held: int | None) -> E
 
     ``held``: bytes of one sample that an algorithm may hold if another holds less.
     """
+    if isinstance(site, JoinedSite):
+        return site.whole.extents._replace(held=held)
     fans = site.entry.fans
     if fans is None or not site.direct:
         return None

@@ -22,7 +22,6 @@ from packprop.graph.graph import ReachedUse
 from packprop.graph.restriction import split_leaves
 from packprop.graph.site import Site
 from packprop.graph.sweep import SweepOptions, Watch, sweep
-from packprop.recording.regions import opened
 
 WORTH_SUMMING = 2**22
 """From this many multiplications on, it is worth an effort not to compute a weight's gradient twice."""
@@ -112,6 +111,8 @@ class GradientPass:
         graph = self._request.graph
         self._require_parameters_alone(ASKED, "its gradient would not be clipped")
         sums = ClippedSums(self._request, clip, self._results)
+        for use in graph.uses:  # contributions are kept until all norms are known
+            use.waits = True
         collector = Collector(
             self._results, graph.uses, tasks, last=True, first_tasks=sums.tasks, keep=sums.keep
         )
@@ -144,7 +145,7 @@ class GradientPass:
         edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
         terms = list(graph.in_terms.values())
         of_terms = term_gradients(graph, terms)
-        options = SweepOptions(frees=not graph.kept)
+        options = SweepOptions(frees=not graph.kept and not graph.calls_nodes)
         sweep(edges, graph.root_gradients(), graph.uses, collector.visit, options)
         collector.flush()
         gradients = take()
@@ -163,18 +164,15 @@ class GradientPass:
         def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
             with self._autocast.switched(False):
                 collector.visit(use, cotangents)
-            if not graph.kept:
-                use.release()
 
-        with opened((use.recorded.source for use in graph.uses), self._request.create_graph):
-            watch = Watch(graph.uses, visit, accumulate=True, hooks=graph.hooks)
-            complete = False
-            terms = term_gradients(graph, summed)
-            try:
-                backward(others if summed else None)
-                complete = True
-            finally:
-                watch.close(complete)
+        watch = Watch(graph.uses, visit, accumulate=True, hooks=graph.hooks)
+        complete = False
+        terms = term_gradients(graph, summed)
+        try:
+            backward(others if summed else None)
+            complete = True
+        finally:
+            watch.close(complete)
         collector.flush()
         gradients = self._results.take_gradients(summed)
         gradients += [(leaf, term) for leaf, term in zip(summed, terms, strict=True) if term is not None]
@@ -218,7 +216,4 @@ class GradientPass:
         """The user's own pass, when all that was asked for is there."""
         if self._backward is None:
             return
-        if not self._request.graph.kept:
-            for use in self._request.graph.uses:
-                use.release()
         self._backward(None)

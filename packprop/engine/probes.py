@@ -121,7 +121,7 @@ def require_alone(probes: Any, has_budget: bool, joins_ranks: bool) -> None:
 
 def nothing_recorded(instead: str, asked: str = ASKED) -> PackpropError:
     """The error for a pass that meets no use: it would be a plain one, with the gradients of all samples."""
-    return PackpropError(asked, "the loss", "it meets no recorded use of a parameter", instead)
+    return PackpropError(asked, "the loss", "no use of a parameter is known", instead)
 
 
 def by_groups(

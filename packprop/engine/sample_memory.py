@@ -12,7 +12,7 @@ from packprop.algebra.factors import LARGEST_FACTOR
 from packprop.algebra.formation import MATRICES, OF_ROWS, forms_no_rows
 from packprop.algebra.one_by_one import goes_one_by_one
 from packprop.algebra.statistics import Statistic, per_sample_grad
-from packprop.engine.contributions import Contribution, extents_of
+from packprop.engine.contributions import Contribution, JoinedSite, extents_of
 from packprop.graph.site import Site
 
 
@@ -64,6 +64,8 @@ class SampleMemory(NamedTuple):
         places = zip(use.layouts, use.recorded.shapes, strict=True)
         outputs = sum(layout.front_shape(shape)[1:].numel() for layout, shape in places)
         extents = extents_of(use, site, samples, held)
+        if isinstance(site, JoinedSite) and extents is not None:
+            outputs = extents.positions * extents.groups * extents.fan_out
         if extents is not None and outputs % (extents.groups * extents.fan_out):
             extents = None
         scratch = site.entry.scratch.per_column

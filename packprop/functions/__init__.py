@@ -1,18 +1,18 @@
-"""Torch functions and losses by name: how parameters enter them, and how they curve.
+"""How parameters enter nodes of the autograd graph, and how losses curve.
 
 Here are the names that users need to register functions and losses of their own.
 """
 
-from packprop.functions import rules
-from packprop.functions.building import affine, scaled
-from packprop.functions.entry import Call, Entry, Scratch
+from packprop.functions.building import affine, rowwise, scaled, select_samples
+from packprop.functions.entry import Entry, Scratch
 from packprop.functions.losses import Loss, Root, bernoulli_root, gaussian_root, register_loss, softmax_root
+from packprop.functions.node_calls import NodeCall
 from packprop.functions.registry import register_use
 
 __all__ = [
-    "Call",
     "Entry",
     "Loss",
+    "NodeCall",
     "Root",
     "Scratch",
     "affine",
@@ -20,7 +20,8 @@ __all__ = [
     "gaussian_root",
     "register_loss",
     "register_use",
-    "rules",
+    "rowwise",
     "scaled",
+    "select_samples",
     "softmax_root",
 ]

@@ -1,77 +1,20 @@
-"""What rules are made of: saved tensors, choices of samples, and the two common kinds of entries."""
+"""Parts of rules: choices of samples, and the two common kinds of entries."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from packprop.algebra.order import fold_swapped, fold_to
 from packprop.algebra.structures import Dense, Outer, Structure, filled_up
-from packprop.errors import PackpropError
-from packprop.functions.entry import (
-    Call,
-    Cotangents,
-    Entry,
-    Fans,
-    Samples,
-    Scratch,
-    StructureOf,
-    Taken,
-    name_of,
-)
+from packprop.functions.entry import Cotangents, Entry, Fans, Samples, Scratch, StructureOf
+from packprop.functions.node_calls import NodeCall
 from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype
-from packprop.tensors.state import version
-
-
-class _Current(threading.local):
-    taken: tuple[Taken, ...] = ()
-
-
-_current = _Current()
-"""What had gone into the call whose entries are being made in this thread, if that was earlier."""
-
-
-@contextlib.contextmanager
-def as_it_was(call: Call) -> Iterator[None]:
-    """Inside, inputs of a call are saved as they were when it was made."""
-    before, _current.taken = _current.taken, call.taken or ()
-    try:
-        yield
-    finally:
-        _current.taken = before
-
-
-class SavedTensor:
-    """An input of a function, which must not change before it is needed in the backward pass."""
-
-    def __init__(self, tensor: Tensor, function_name: str) -> None:
-        earlier = [each.version for each in _current.taken if each.tensor is tensor]
-        self._version_before = earlier[0] if earlier else version(tensor)
-        self._tensor, self._function_name = tensor, function_name
-
-    def __call__(self) -> Tensor:
-        """The tensor; raises if it was changed."""
-        if version(self._tensor) != self._version_before:
-            raise changed_since(self._function_name, self._tensor)
-        return self._tensor
-
-
-def changed_since(name: str, tensor: Tensor) -> PackpropError:
-    """The error for an input that was changed after the function ``name`` had used it."""
-    return PackpropError(
-        "A per-sample quantity was asked for.",
-        f"an input of {name}, of shape {list(tensor.shape)}",
-        "it was changed in place after the function had used it",
-        "use the out-of-place version of the operation that changes it, or clone it first; call backward() "
-        "before an optimizer's step",
-    )
 
 
 def select_samples(tensor: Tensor, samples: Samples, skip: int = 0) -> Tensor:
@@ -83,40 +26,49 @@ def select_samples(tensor: Tensor, samples: Samples, skip: int = 0) -> Tensor:
     return tensor.to(accumulation_dtype(tensor.dtype))
 
 
-def rowwise(build: Callable[..., Structure], name: str, *inputs: Tensor) -> StructureOf:
+def rowwise(build: Callable[..., Structure], *inputs: Callable[[], Tensor]) -> StructureOf:
     """``structure_of`` for inputs that hold the samples on the same axis as the output.
 
     ``build`` is given the cotangent ``[v, n, ...]`` and the inputs ``[n, ...]`` of the chosen samples.
     """
-    saved_inputs = [SavedTensor(tensor, name) for tensor in inputs]
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
         layout, cotangent = layouts[0], cotangents[0]
         if cotangent is not None:
             cotangent = select_samples(layout.to_front(cotangent, 1), samples, 1)
-        inputs = (select_samples(layout.to_front(saved()), samples) for saved in saved_inputs)
-        structure = build(cotangent, *inputs)
+        chosen = (select_samples(layout.to_front(saved()), samples) for saved in inputs)
+        structure = build(cotangent, *chosen)
         return structure if layout.rows is None else filled_up(structure)
 
     return structure_of
 
 
-def affine(call: Call, x: Tensor, weight: Tensor, *, transposed: bool = False) -> Entry:
-    """A weight ``[o, i]`` (``[i, o]`` if ``transposed``) applied to the last axis of ``x``."""
-    fold = (fold_swapped if transposed else fold_to)(weight.shape)
-    fan_in = x.shape[-1]
-    fan_out = weight.numel() // fan_in
+def affine(call: NodeCall, x: Callable[[], Tensor], *, transposed: bool = False, factor: float = 1.0) -> Entry:
+    """A weight ``[o, i]`` that is applied to the last axis of an input ``[..., i]``.
+
+    Args:
+        call: The node, and the place of the weight.
+        x: Returns the input.
+        transposed: Whether the node takes the weight as ``[i, o]``.
+        factor: A number that the product is multiplied by.
+    """
+    operand = call.operand
+    shape = operand.tensor.shape
+    fold = (fold_swapped if transposed != operand.is_transposed else fold_to)(shape)
+    fan_in = operand.shape[0 if transposed else -1]
+    fan_out = math.prod(shape) // fan_in
 
     def build(cotangent: Tensor | None, x: Tensor) -> Structure:
         if cotangent is not None:
             cotangent = cotangent.reshape(*cotangent.shape[:2], -1, 1, fan_out)
+            cotangent = cotangent if factor == 1.0 else cotangent * factor
         return Outer(x.reshape(x.shape[0], -1, 1, fan_in), cotangent, fold)
 
     last = len(call.shape) - 1
     return Entry(
-        weight,
+        operand.tensor,
         "Outer",
-        rowwise(build, name_of(call.function), x),
+        rowwise(build, x),
         admits=lambda axis: axis != last,
         scratch=Scratch(inputs_only=fan_in),
         fans=Fans(1, fan_in, fan_out),
@@ -125,30 +77,22 @@ def affine(call: Call, x: Tensor, weight: Tensor, *, transposed: bool = False) -
 
 
 def scaled(
-    call: Call,
-    parameter: Tensor,
+    call: NodeCall,
     factor: Callable[[], Tensor] | float = 1.0,
     *,
     aligned: Sequence[int] | None = None,
-    window: tuple[int, int] | None = None,
     linear: bool = False,
 ) -> Entry:
     """A parameter that multiplies entries of the output: ``y = parameter * factor + ...``.
 
     Args:
-        call: The call.
-        parameter: The parameter, broadcast against the output.
-        factor: What multiplies it, computed when needed, broadcast against the output; or a number.
-        aligned: The parameter's shape among the output's axes, where it is not aligned on the right; of an
-            expanded parameter, its own or that of what it was expanded from.
-        window: Axis of the output and offset of the part that the parameter makes up (concatenation).
-        linear: Whether ``factor`` is known not to depend on the parameter; numbers and saved tensors do not.
+        call: The node, and the place of the parameter.
+        factor: Returns what multiplies it, broadcast against the output; or a number.
+        aligned: The parameter's shape among the output's axes, where it is not aligned on the right.
+        linear: Whether ``factor`` is known not to depend on the parameter; numbers do not.
     """
-    source = call.unexpanded(parameter)
-    if aligned is None or math.prod(aligned) == source.numel():  # else autograd goes through the expansion
-        parameter = source
-    dims = len(call.shape)
-    broadcast_shape = tuple(aligned or (1,) * (dims - parameter.dim()) + tuple(parameter.shape))
+    parameter = call.operand.tensor
+    broadcast_shape = tuple(aligned or call.aligned)
 
     def structure_of(
         cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples, power: int = 1
@@ -156,31 +100,27 @@ def scaled(
         layout, cotangent = layouts[0], cotangents[0]
         if cotangent is None:
             return Dense(None)
-        if window is not None:
-            axis, offset = window
-            cotangent = cotangent.narrow(axis + 1, offset, broadcast_shape[axis])
         product = select_samples(layout.to_front(cotangent, 1), samples, 1)
         if callable(factor):
             shape = torch.Size(cotangent.shape[1:])
             product = product * select_samples(layout.to_front(factor().expand(shape)), samples) ** power
         elif factor != 1.0:
             product = product * factor**power
-        rows = _sum_over_broadcast(product, layout, broadcast_shape, samples)
+        rows = sum_over_broadcast(product, layout, broadcast_shape, samples)
         return Dense(rows.reshape(*rows.shape[:2], *parameter.shape))
 
-    linear = linear or not callable(factor) or isinstance(factor, SavedTensor)
+    linear = linear or not callable(factor)
     return Entry(
         parameter,
         "Scale",
         structure_of,
-        admits=lambda axis: window is None or axis != window[0],
         linear=linear,
         constant=not callable(factor),
         squares=functools.partial(structure_of, power=2) if linear else None,
     )
 
 
-def _sum_over_broadcast(
+def sum_over_broadcast(
     product: Tensor, layout: Layout, broadcast_shape: tuple[int, ...], samples: Samples
 ) -> Tensor:
     """Sum ``[v, n, (k), *rest]`` over the axes that a parameter is broadcast over, but for the samples.

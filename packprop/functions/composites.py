@@ -1,4 +1,4 @@
-"""Functions of torch that are written in Python, and whose parts are worth seeing one by one."""
+"""Functions of torch that are written in Python, and that call a loss function."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ import torch.nn.functional as F
 
 COMPOSITES: frozenset[Callable[..., Any]] = frozenset(
     getattr(F, name)
-    for name in ("multi_head_attention_forward", "linear_cross_entropy")  # the second is new in PyTorch 2.13
+    for name in ("linear_cross_entropy",)  # new in PyTorch 2.13
     if hasattr(F, name)
 )
-"""Functions whose body calls other torch functions.
-
-Each projection of attention is a linear function; a head with its loss is a linear function and a loss.
-"""
+"""Functions whose body calls a loss function: a head with its loss is a linear function and a loss."""
 
 
 def has_parts(kwargs: dict[str, Any]) -> bool:

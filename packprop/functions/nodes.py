@@ -137,11 +137,17 @@ DOERS: dict[str, Callable[..., Any]] = dict.fromkeys(
 """Those that do something else besides, each with what hands gradients on in its place."""
 
 
+def function_of(node: Node) -> Any:
+    """The class of the function behind a node that is written in Python: this has no public name."""
+    kind: Any = type(node)
+    return kind._forward_cls
+
+
 def is_identity(node: Node) -> bool:
     """Whether a node is one of ``IDENTITIES``, and no user's own of the same name."""
     if node.name() not in IDENTITIES or not isinstance(node, BackwardCFunction):
         return False
-    function: Any = type(node)._forward_cls
+    function = function_of(node)
     return f"{function.__module__}.{function.__qualname__}" == IDENTITIES[node.name()]
 
 
@@ -196,6 +202,15 @@ def _uses_running_statistics(node: Node) -> bool:
     The flag that it saved has no public name; a node without the flag counts as nonlinear.
     """
     return hasattr(node, "_saved_training") and node._saved_training is False
+
+
+def made_by(node: Any) -> list[Any]:
+    """Shape, dtype and device of each tensor that a node made; the leaf that a node stands for.
+
+    This reads a private attribute of autograd nodes: no public one says how many outputs there are.
+    """
+    leaf = getattr(node, "variable", None)
+    return list(node._input_metadata) if leaf is None else [leaf]
 
 
 def axis_of_rows(node: Node, axes: int) -> int:
@@ -265,5 +280,5 @@ def is_once_differentiable(node: Node) -> bool:
         return False
     if is_without_second_derivative(node):
         return True
-    backward = getattr(type(node)._forward_cls, "backward", None)
+    backward = getattr(function_of(node), "backward", None)
     return getattr(backward, "__globals__", None) is vars(torch.autograd.function)

@@ -15,8 +15,8 @@ from packprop.tensors.repeated import Products, of_columns, one_by_one
 def pulled(outputs: Sequence[Any], parameter: Tensor, columns: Sequence[Tensor]) -> Tensor:
     """Vector-Jacobian products of every column ``[v, *y]`` with a parameter, ``[v, *p]``.
 
-    # NOTE [Autograd in rules]
-    This is the one place where a rule calls autograd: PyTorch itself differentiates what has no rule.
+    # NOTE [Autograd below parameters]
+    PyTorch itself differentiates what was computed from parameters alone: no sample has a part in it.
     """
     differentiable = torch.is_grad_enabled()
 

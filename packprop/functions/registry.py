@@ -1,97 +1,136 @@
-"""The table of rules, and the entries of a call: by its rule, or by the fallback."""
+"""The table of rules, by node: PyTorch's own nodes by name, and users' functions by their class."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
-from packprop.functions.building import as_it_was
-from packprop.functions.entry import Call, Entry
-from packprop.functions.fallback import fallback
-from packprop.tensors.nesting import tensors_in
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
-Rule = Callable[..., Iterable[Entry] | None]
-"""From a call and its arguments to entries; ``None``: use the fallback."""
+from packprop.errors import BadInput
+from packprop.functions.entry import Entry
+from packprop.functions.node_calls import Form, NodeCall
+from packprop.functions.nodes import function_of, short_name
 
-
-RULES: dict[Callable[..., Any], Rule] = {}
-"""Torch function -> rule."""
-
-
-LATER: dict[Rule, tuple[tuple[int, str], ...]] = {}
-"""Rule that can wait -> the arguments that must be parameters for that; see ``made_later``."""
+NodeRule = Callable[[NodeCall], Entry | None]
+"""From a node and the place of a parameter to its entry; ``None``: the node is called for each sample."""
 
 
-def made_later(*weights: tuple[int, str]) -> Callable[[Rule], Rule]:
-    """Say that a rule can wait until its entries are asked for: most backward passes ask for none.
-
-    Until then the call is kept with all that went in. So the entries of the rule must hold these tensors
-    themselves, apart from small ones; autograd keeps them as well, then. What the rule saves must have gone in
-    as it is (``SavedTensor``, ``rowwise``), and it must look at nothing else but shapes.
+class Rule(NamedTuple):
+    """A rule, and what it needs of a leaf.
 
     Args:
-        weights: Arguments, by place and name, that must be parameters; otherwise the entries hold less.
+        entry_of: The rule.
+        form: What it needs of a leaf that only changed its form on the way.
+        is_own: Whether a user registered it.
     """
 
-    def note(rule: Rule) -> Rule:
-        LATER[rule] = weights
-        return rule
-
-    return note
+    entry_of: NodeRule
+    form: Form = "entries"
+    is_own: bool = False
 
 
-def can_wait(call: Call) -> bool:
-    """Whether the entries of a call may be made later, without keeping more than they would."""
-    rule = RULES.get(call.function)
-    if rule is None:
-        return True  # the fallback holds the call as it is
-    weights = LATER.get(rule)
-    if weights is None:
-        return False
-    args, kwargs = call.args, call.kwargs
-    for place, name in weights:
-        if not call.consumes(args[place] if place < len(args) else kwargs.get(name)):
-            return False
-    return CHANGEABLE.isdisjoint(map(type, (*args, *kwargs.values())))
+RULES: dict[Any, Rule] = {}
+"""Name of a node of PyTorch's own, or class of a user's function -> rule."""
 
 
-CHANGEABLE = frozenset({list, dict})
-"""Types of arguments that the caller may change after the call."""
+def rule_of(*names: str, form: Form = "entries") -> Callable[[NodeRule], NodeRule]:
+    """Register a rule of the library for nodes with these names."""
 
-
-def register_use(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
-    """Say how parameters enter a torch function, or an overridable function of your own.
-
-    The decorated rule is called as ``rule(call, *args, **kwargs)`` with the arguments of the function and
-    returns entries, made with ``affine``, ``scaled`` or ``Entry`` itself; ``None`` means: use the fallback.
-    """
-
-    def register(rule: Rule) -> Rule:
-        RULES.update(dict.fromkeys(functions, rule))
+    def register(rule: NodeRule) -> NodeRule:
+        RULES.update(dict.fromkeys(names, Rule(rule, form)))
         return rule
 
     return register
 
 
-def entries_of(call: Call) -> list[Entry]:
-    """One entry for each parameter of a call: by its rule, or by the fallback."""
-    empty = any(not parameter.numel() for parameter in call.parameters)  # rules divide by extents
-    rule = None if empty or _has_complex_numbers(call) else RULES.get(call.function)
-    with as_it_was(call):
-        by_rule = list(rule(call, *call.args, **call.kwargs) or ()) if rule else []
-        by_rule = [entry for entry in by_rule if call.trains(entry.parameter)]
-        described = {id(entry.parameter) for entry in by_rule}
-        return by_rule + [
-            fallback(call, parameter)
-            for parameter in call.parameters
-            if id(parameter) not in described and id(call.unexpanded(parameter)) not in described
-        ]
+def register_use(
+    *functions: type[torch.autograd.Function] | str,
+) -> Callable[[NodeRule], NodeRule]:
+    """Say how parameters enter a ``torch.autograd.Function`` of your own.
 
+    The decorated rule is called as ``rule(call)`` with a ``NodeCall``: the node that the function left on the
+    graph, and one parameter that was given to it. It returns the parameter's entry, made with ``affine``,
+    ``scaled`` or
+    ``Entry`` itself; ``None`` means: call the function's backward for each sample. Functions that are made of
+    functions of torch need no rule.
 
-def _has_complex_numbers(call: Call) -> bool:
-    """Whether a call takes complex numbers: rules are written for real ones.
+    Args:
+        functions: Classes of functions; or names of nodes, as ``tensor.grad_fn.name()`` tells them, for
+            functions that a library has written in another language.
 
-    A real parameter gets the real part of the cotangent times the conjugate of what multiplies the parameter.
-    Autograd knows that of every function, and so does the fallback.
+    Raises:
+        BadInput: If one of them is neither.
     """
-    return any(tensor.is_complex() for tensor in tensors_in((call.args, call.kwargs)))
+    for each in functions or (None,):
+        is_function = isinstance(each, type) and issubclass(each, torch.autograd.Function)
+        if not is_function and not (isinstance(each, str) and each):
+            raise BadInput(
+                "register_use(...) was called.",
+                "no function" if each is None else f"argument {each!r}",
+                "a rule belongs to a class derived from torch.autograd.Function, or to a node of the graph by "
+                "its name; functions made of functions of torch need none",
+                "decorate the rule with @packprop.register_use(MyFunction), or with "
+                "@packprop.register_use(output.grad_fn.name())",
+            )
+
+    def register(rule: NodeRule) -> NodeRule:
+        for each in functions:
+            RULES[short_name(each) if isinstance(each, str) else each] = Rule(rule, "shape", is_own=True)
+        return rule
+
+    return register
+
+
+def rule_for(node: Node) -> Rule | None:
+    """The rule for a node, if there is one."""
+    if _current.ignored:
+        return None
+    if isinstance(node, BackwardCFunction):
+        by_class = RULES.get(function_of(node))
+        return by_class if by_class is not None else RULES.get(node.name())
+    return RULES.get(short_name(node.name()))
+
+
+def checked(call: NodeCall, rule: Rule) -> Entry | None:
+    """The entry that a rule makes.
+
+    Raises:
+        BadInput: If a user's rule returns something else.
+    """
+    entry = rule.entry_of(call)
+    if not rule.is_own or entry is None:
+        return entry
+    name = getattr(rule.entry_of, "__name__", repr(rule.entry_of))
+    if not isinstance(entry, Entry) or entry.parameter is not call.operand.tensor:
+        made = "an entry of another tensor" if isinstance(entry, Entry) else f"{type(entry).__name__}"
+        raise BadInput(
+            "A quantity beyond the gradient was asked for.",
+            f"the rule {name} that is registered for {call.node.name()}",
+            f"it returned {made}, where the entry of one parameter or None was expected",
+            "return affine(call, ...), scaled(call, ...) or Entry(call.operand.tensor, ...); None leaves the "
+            "parameter to PyTorch's own derivative of each sample",
+        )
+    return entry
+
+
+class _Current(threading.local):
+    ignored: bool = False
+
+
+_current = _Current()
+"""Whether this thread leaves rules aside."""
+
+
+@contextlib.contextmanager
+def without_rules() -> Iterator[None]:
+    """Inside, no rule is known in this thread: each node is called for each sample."""
+    before, _current.ignored = _current.ignored, True
+    try:
+        yield
+    finally:
+        _current.ignored = before

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from packprop.functions.entry import Entry
+from packprop.functions.entry import Cotangents, Entry, Samples
 from packprop.graph.graph import Graph, ReachedUse, ReentrantCheckpoint
-from packprop.recording.inputs import without_inputs
-from packprop.recording.reentrant import Rerun, refused, run_again
-from packprop.recording.regions import differs
+from packprop.recording.marks import InputSource
+from packprop.recording.reentrant import Rerun, differs, refused, run_again
+from packprop.tensors.layout import Layout
 
 
 def uses_inside(checkpoint: ReentrantCheckpoint, reached: set[int]) -> list[ReachedUse]:
@@ -36,9 +38,11 @@ def uses_inside(checkpoint: ReentrantCheckpoint, reached: set[int]) -> list[Reac
     for use in graph.uses:
         recorded = use.recorded
         source = ReentrantInputs(checkpoint, len(checkpoint.uses))
-        entries = without_inputs(recorded.entries or (), source)
-        inside = replace(recorded, made=entries, edges=[], source=source)
-        checkpoint.uses.append(ReachedUse(inside, checkpoint=checkpoint))
+        entries = without_inputs(recorded.entries, source)
+        inside = replace(recorded, entries=entries, edges=[], source=source)
+        checkpoint.uses.append(
+            ReachedUse(inside, checkpoint=checkpoint, undecided=use.undecided, suspect=use.suspect)
+        )
     graph.drop_checkpoint_uses()
     return checkpoint.uses
 
@@ -58,11 +62,37 @@ def walk_again(checkpoint: ReentrantCheckpoint) -> tuple[Rerun, Graph]:
     graph = checkpoint.walk(roots)
     if checkpoint.uses and _calls(checkpoint.uses) != _calls(graph.uses):
         raise differs("a layer", "it called other functions")
+    for inside, outside in zip(graph.uses, checkpoint.uses, strict=False):
+        inside.layouts = outside.layouts
     return rerun, graph
 
 
 def _calls(uses: list[ReachedUse]) -> list[tuple[str, list[torch.Size]]]:
     return [(use.recorded.name, use.recorded.shapes) for use in uses]
+
+
+def without_inputs(entries: Iterable[Entry], source: InputSource) -> list[Entry]:
+    """The same entries, which fetch their inputs each time that a structure is built."""
+
+    def fetching(number: int, name: str) -> Callable[..., Any]:
+        def structure_of(cotangents: Cotangents, layouts: Any, samples: Samples) -> Any:
+            return getattr(source.fetch()[number], name)(cotangents, layouts, samples)
+
+        return structure_of
+
+    return [
+        replace(
+            entry,
+            structure_of=fetching(number, "structure_of"),
+            squares=None if entry.squares is None else fetching(number, "squares"),
+            calls_node=_calls_none,  # the nodes of this run are gone
+        )
+        for number, entry in enumerate(entries)
+    ]
+
+
+def _calls_none(layouts: Sequence[Layout]) -> None:
+    """No node of a graph that is there is called."""
 
 
 @dataclass(eq=False)
@@ -97,6 +127,3 @@ class ReentrantInputs:
     def taken(self) -> None:
         """Drop the entries: somebody else holds them now."""
         self.live = None
-
-    def release(self) -> None:
-        """Nothing is kept from one pass to the next."""

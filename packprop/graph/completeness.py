@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
-from packprop.algebra.structures import Structure
 from packprop.errors import FreedGraph, PackpropError
-from packprop.functions.entry import Cotangents, Entry, Samples, Scratch, StructureOf
-from packprop.functions.fallback import pulled_samplewise
-from packprop.functions.nodes import is_change_of_view
-from packprop.graph.graph import EAGER, Graph, ReachedUse
+from packprop.graph.graph import EAGER, Graph
 from packprop.graph.search import nodes_above
-from packprop.graph.site import Site
-from packprop.graph.traversal import made_by
-from packprop.recording.compiled import UNCOMPILED, is_compiled_region
+from packprop.recording.compiled import is_compiled_region
 from packprop.recording.compiled import refused as refused_compiled
-from packprop.recording.marks import EXTENDED, ForwardCall, RecordedUse
-from packprop.recording.reentrant import refused
+from packprop.recording.marks import EXTENDED
+from packprop.recording.reentrant import is_reentrant, refused
 from packprop.recording.transforms import refused as refused_transformed
 from packprop.tensors.hooks import Hooks
-from packprop.tensors.layout import Layout
 from packprop.tensors.precision import is_for_storage
 from packprop.tensors.sharding import (
     is_distributed,
@@ -35,40 +26,34 @@ from packprop.tensors.sharding import (
     shards_by_whole,
 )
 
-UNSEEN = (
-    "before extend() was called, under packprop.disable(), inside a transform of torch.func (vmap), or in what "
-    "torch.compile or torch.jit compiled, where functions are not recorded"
+UNKNOWN_LOSS = (
+    "nothing says where the loss begins: neither a loss function of torch whose node tells it, nor an extended "
+    "loss, nor the output of an extended model lies between it and the parameters"
 )
-"""Where a forward pass ran that left no use on its graph, in messages."""
+"""Why packprop finds no use of a parameter, in messages."""
 
 
-WITHOUT_COMPILER = (
-    f"if torch.compile compiled it, {UNCOMPILED}; if torch.jit did, call the module as it was before it was "
-    "traced or scripted"
-)
-
-
-EXTEND_FIRST = (
-    "call packprop.extend(model) first, then run the forward pass again, outside of disable(); "
-    f"{WITHOUT_COMPILER}"
+MARK_THE_LOSS = (
+    "call a loss function of torch; or extend the model (`packprop.extend(model)` before its forward pass); or "
+    "call your own loss as an extended module, or inside `with packprop.record():`"
 )
 """What to do then."""
 
 
 def require_alive(graph: Graph) -> None:
     """Raise if an earlier pass has freed the graph."""
-    freed = any(use.recorded.made is None for use in graph.uses)
-    if freed or any(loss.call.released for loss in graph.losses):
-        raise _freed("the first pass freed the graph, and the inputs that were recorded on it")
+    if any(loss.call.released for loss in graph.losses):
+        raise freed("the first pass freed the graph, and what the loss was given")
 
 
 def require_loss_inputs(graph: Graph) -> None:
     """Raise if an earlier pass that was refused has let go of what the losses were given."""
     if any(loss.call.without_input for loss in graph.losses):
-        raise _freed("the first pass, which was refused, freed what the loss was given")
+        raise freed("the first pass, which was refused, freed what the loss was given")
 
 
-def _freed(why: str) -> FreedGraph:
+def freed(why: str) -> FreedGraph:
+    """The error for a graph that an earlier pass has freed."""
     return FreedGraph(
         "A second backward pass through one graph was asked for.",
         "the loss that backward() was called on",
@@ -150,24 +135,9 @@ def require_separable(graph: Graph) -> None:
         )
 
 
-def find_after_loss(graph: Graph, order: list[Node], neighbours: dict[Node, list[Node]]) -> None:
-    """Declare uses between a loss and the root missing: what they add is no loss of a sample.
-
-    Args:
-        graph: Loses these uses; their leaves are added to what is missing.
-        order: Nodes, each after all that lie upstream of it.
-        neighbours: The upstream neighbours of each node.
-    """
-    after: set[Node] = set()
-    losses = {loss.node for loss in graph.losses}
-    for node in order:
-        if any(above in losses or above in after for above in neighbours[node]):
-            after.add(node)
-    for use in list(graph.uses):
-        nodes = [node for node in use.anchors if node in after]
-        if nodes:
-            graph.uses.remove(use)
-            graph.missing += [(site.leaf, nodes[0]) for site in use.sites]
+def is_owned(leaf: Tensor) -> bool:
+    """Whether a leaf belongs to an extended module."""
+    return any(leaf is parameter for module in EXTENDED for parameter in module.parameters())
 
 
 def find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequence[Tensor] | None) -> None:
@@ -197,53 +167,6 @@ def reached_without_loss(graph: Graph, starts: list[Node], neighbours: dict[Node
                 seen.add(upstream)
                 stack.append(upstream)
     return seen
-
-
-def adopt_missing(graph: Graph, without_loss: set[Node], uses: dict[RecordedUse, ReachedUse]) -> None:
-    """Treat a node that no torch function made as a use: cotangents are pulled back through it alone.
-
-    Custom autograd functions and assignments make such nodes. The result is exact only where no other path
-    leads from the node to the parameter, so other cases stay missing.
-
-    Args:
-        graph: Gets the uses.
-        without_loss: Nodes that are reached without passing a recorded loss.
-        uses: Gets the uses, too.
-    """
-    if not graph.missing:
-        return
-    times = Counter(id(leaf) for leaf, _ in graph.missing)
-    used = {id(leaf) for leaf in graph.leaves()}
-    kept = []
-    for leaf, node in graph.missing:
-        alone = times[id(leaf)] == 1 and id(leaf) not in used
-        foreign = isinstance(node, BackwardCFunction) and node.name() != EAGER and not is_compiled_region(node)
-        foreign |= is_change_of_view(node)
-        if not (alone and foreign and graph.losses) or node in without_loss:
-            kept.append((leaf, node))
-            continue
-        shapes = _output_shapes(node)
-        entry = Entry(leaf, "Dense", _pulled_through(node, len(shapes), leaf), scratch=Scratch(leaf.numel()))
-        edges = [GradientEdge(above, output) for above, output in node.next_functions if above is not None]
-        recorded = RecordedUse(node.name(), [entry], edges, shapes, ForwardCall(lambda: None))
-        use = ReachedUse(recorded, {index: (node, index) for index in range(len(shapes))})
-        use.sites.append(Site(entry, leaf))
-        uses[recorded] = use
-        graph.uses.append(use)
-    graph.missing = kept
-
-
-def _output_shapes(node: Node) -> list[torch.Size]:
-    return [torch.Size(made.shape) for made in made_by(node)]
-
-
-def _pulled_through(node: Node, outputs: int, leaf: Tensor) -> StructureOf:
-    edges = [GradientEdge(node, index) for index in range(outputs)]
-
-    def structure_of(cotangents: Cotangents, where: Sequence[Layout], samples: Samples) -> Structure:
-        return pulled_samplewise(edges, leaf, cotangents, where, samples)
-
-    return structure_of
 
 
 def require_unsharded(modules: Iterable[nn.Module], hooks: Hooks) -> None:
@@ -302,7 +225,7 @@ def require_differentiable(graph: Graph) -> None:
 
 
 def require_complete(graph: Graph) -> None:
-    """Raise unless every use of every wanted parameter was recorded."""
+    """Raise unless every use of every wanted parameter is known."""
     if graph.transformed:
         module = graph.transformed[0].module()
         raise refused_transformed("the model" if module is None else f"a {type(module).__name__}")
@@ -314,26 +237,23 @@ def require_complete(graph: Graph) -> None:
     if node == EAGER:
         why = "eager_backward() has already summed this parameter's gradient over the samples"
         instead = "leave the branch outside eager_backward(), or set requires_grad=False on the parameter"
+    elif is_reentrant(consumer):
+        raise refused("a parameter is one of its arguments, where reentrant checkpointing cuts the graph")
     elif is_compiled_region(consumer):
         raise refused_compiled(f"parameter {name!r}")
     elif node == "AccumulateGrad":
         why, instead = "the loss is the parameter itself", "leave it out of this loss"
     elif not graph.uses:
-        why = (
-            f"its module is extended, but no use of it was recorded: the forward pass ran {UNSEEN}; or this is "
-            "a penalty whose constants may hold samples"
-        )
-        instead = f"{EXTEND_FIRST}. Call backward() of a penalty outside of `with backpack(...)`"
+        why = f"no use of it is known: {UNKNOWN_LOSS}; or this is a penalty whose constants may hold samples"
+        instead = f"{MARK_THE_LOSS}. Call backward() of a penalty outside of `with backpack(...)`"
     else:
         why = (
-            f"{node} consumes it outside of every recorded function (outside an extended module's forward "
-            "pass, under disable(), in what torch.compile or torch.jit compiled, in an assignment, in "
-            "derivatives that torch.autograd.grad made with create_graph=True), where it may meet samples, or "
-            "in a term that is not simply added to the loss"
+            f"{node} consumes it where no loss tells whose samples it meets, in a term that is not simply "
+            "added to the loss, or whose constants may hold samples"
         )
         instead = (
-            "run that function inside the extended module or inside `with packprop.record():`; add penalties "
-            "to the loss, with their constants in buffers of an extended module; or set requires_grad=False "
-            f"on the parameter; {WITHOUT_COMPILER}"
+            "add penalties to the loss, with their constants in buffers of an extended module; let a loss "
+            "function of torch, or an extended loss, make each other term; or set requires_grad=False on the "
+            "parameter"
         )
     raise PackpropError("A quantity beyond the gradient was asked for.", f"parameter {name!r}", why, instead)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from packprop.functions.entry import Entry
 from packprop.functions.losses import Loss
 from packprop.graph.links import Entrance, entrance_of
 from packprop.graph.site import Site
-from packprop.recording.marks import EXTENDED, ForwardCall, RecordedLoss, RecordedUse
+from packprop.recording.marks import EXTENDED, ForwardCall, RecordedLoss, Use
 from packprop.tensors.hooks import Hooks
 from packprop.tensors.layout import Layout
 from packprop.tensors.names import named_parameters
@@ -35,7 +35,7 @@ class ReachedUse:
     """A use that the backward pass will reach.
 
     Args:
-        recorded: What was recorded of it in the forward pass.
+        recorded: What was read of it off the graph.
         nodes: For each of its outputs that the pass reaches: index of the output -> node, and which of the
             node's outputs it is.
         sites: Leaves that enter it.
@@ -44,9 +44,16 @@ class ReachedUse:
         checkpoint: The reentrant checkpoint that it is in; it has no nodes then.
         through: Reentrant checkpoints without any use, which a sweep to it may come through.
         prepare: Has its parameters put together, if they are sharded between processes.
+        reordered: Whether its inputs come from a function that takes rows as data say.
+        undecided: Notes that samples meet behind a use that takes no data for certain, with their number; says
+            whether it is made of parameters alone then. ``None`` where data enter for certain.
+        suspect: Whether it takes tensors in which samples meet, and has mixed them if they are apart here.
+        waits: Whether what its node saved is read when it is visited: a leaf of it waits for other uses, by
+            which time the node may be freed, or a checkpoint keeps it.
+        read: Makes the entries again, with what the node saved, if the use was read off the graph.
     """
 
-    recorded: RecordedUse
+    recorded: Use
     nodes: dict[int, tuple[Node, int]] = field(default_factory=dict)
     sites: list[Site] = field(default_factory=list)
     is_end: bool = False
@@ -54,6 +61,11 @@ class ReachedUse:
     checkpoint: ReentrantCheckpoint | None = None
     through: Sequence[ReentrantCheckpoint] = ()
     prepare: Callable[[], None] | None = None
+    reordered: bool = False
+    undecided: Callable[[ReachedUse, int], bool] | None = None
+    suspect: bool = False
+    waits: bool = True
+    read: Callable[[], list[Entry]] | None = None
 
     @property
     def anchors(self) -> list[Node]:
@@ -68,22 +80,21 @@ class ReachedUse:
     def entries(self) -> list[Entry]:
         """Entries with their inputs."""
         source = self.recorded.source
-        return list(self.recorded.entries or ()) if source is None else source.fetch()
+        if source is not None:
+            return source.fetch()
+        return self.recorded.entries if self.read is None else self.read()
 
     def take(self) -> list[Site]:
         """The sites with their inputs. Inputs that were computed again are handed over: no copy stays here."""
         source, entries = self.recorded.source, self.recorded.entries
-        if source is None or entries is None:
+        if source is not None:
+            with_inputs = source.fetch()
+            source.taken()
+            return [site.renewed(entries, with_inputs) for site in self.sites]
+        if self.read is None or not self.waits:
             return self.sites
-        with_inputs = source.fetch()
-        source.taken()
-        return [site.renewed(entries, with_inputs) for site in self.sites]
-
-    def release(self) -> None:
-        """Drop what the inputs are computed from, as autograd does with the graph in its last pass."""
-        if self.recorded.source is not None:
-            self.recorded.source.release()
-            self.recorded.drop()
+        held = {id(entry): own for entry, own in zip(entries, self.read(), strict=True)}
+        return [Site(held[id(site.entry)], site.leaf) for site in self.sites]
 
 
 @dataclass(eq=False)
@@ -180,6 +191,8 @@ class Graph:
         source_layouts: Where the inputs of the losses (without losses: the outputs of the model) hold the
             samples; set when samples are located.
         asked: What errors about samples say was asked for.
+        reading: What was read off the graph, if something was.
+        again: Walks once more, after more was found out about what was read.
     """
 
     roots: Sequence[Tensor]
@@ -204,6 +217,8 @@ class Graph:
     samples: int = 0
     source_layouts: list[Layout] = field(default_factory=list)
     asked: str = "Quantities of single samples were asked for."
+    reading: Any = None
+    again: Callable[[], Graph] | None = None
 
     @property
     def documents(self) -> Tensor | None:
@@ -214,8 +229,8 @@ class Graph:
 
     @property
     def forwards(self) -> list[ForwardCall]:
-        """The outermost calls that uses were recorded in."""
-        forwards = [use.recorded.forward for use in self.uses] + [forward for _, forward, _ in self.outputs]
+        """The calls of extended models that the pass goes through."""
+        forwards = [forward for _, forward, _ in self.outputs]
         return list({id(forward): forward for forward in forwards}.values())
 
     @property
@@ -264,17 +279,27 @@ class Graph:
         return all(use.recorded.source is None for use in self.uses)
 
     @property
+    def calls_nodes(self) -> bool:
+        """Whether nodes are called, or pulled back through, to build structures: the graph must be there."""
+        return any(
+            not site.direct or site.entry.calls_node(use.layouts) is not None
+            for use in self.uses
+            for site in use.sites
+        )
+
+    @property
     def ties_computed_parameters(self) -> bool:
         """Whether a leaf enters several uses, one of them through a tensor computed from parameters.
 
         Such a leaf is dealt with when the last of its uses is reached. By then the user's own pass has freed
         part of the graph between leaf and tensor.
         """
-        sites: dict[int, list[Site]] = {}
+        sites: dict[int, list[bool]] = {}
         for use in self.uses:
             for site in use.sites:
-                sites.setdefault(id(site.leaf), []).append(site)
-        return any(len(own) > 1 and not all(site.direct for site in own) for own in sites.values())
+                needs_graph = not site.direct or site.entry.calls_node(use.layouts) is not None
+                sites.setdefault(id(site.leaf), []).append(needs_graph)
+        return any(len(own) > 1 and any(own) for own in sites.values())
 
     @property
     def shards_computed_parameters(self) -> bool:
@@ -326,8 +351,8 @@ class Graph:
             keep: Whether the graph is retained after the pass.
         """
         self.kept = keep
-        for record in self._records():
-            record.held = True
+        for loss in self.losses:
+            loss.call.held = True
 
     def release_losses(self) -> None:
         """Let the last pass free the inputs of losses along with its nodes: they are as large as any tensor."""
@@ -348,14 +373,7 @@ class Graph:
     def release(self, keep: bool) -> None:
         """End the pass: drop what uses and losses saved, unless the graph is retained."""
         self.drop_checkpoint_uses()
-        for record in self._records():
-            record.held = False
+        for loss in self.losses:
+            loss.call.held = False
             if not keep:
-                if isinstance(record, RecordedUse):
-                    record.drop()
-                else:
-                    record.args, record.kwargs, record.released = (), {}, True
-
-    def _records(self) -> Iterator[RecordedUse | RecordedLoss]:
-        yield from (use.recorded for use in self.uses)
-        yield from (loss.call for loss in self.losses)
+                loss.call.args, loss.call.kwargs, loss.call.released = (), {}, True

@@ -19,7 +19,6 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.functions.losses import of_node
 from packprop.graph.graph import Graph, OpenPlace
 from packprop.graph.traversal import made_by
-from packprop.recording.marks import LOSS, marks_of
 
 
 def find_open_places(graph: Graph, starts: list[Node], neighbours: dict[Node, list[Node]]) -> None:
@@ -36,10 +35,11 @@ def find_open_places(graph: Graph, starts: list[Node], neighbours: dict[Node, li
         edge.node: (edge, shape) for edge, forward, shape in graph.outputs if forward.has_parameters and shape
     }
     uses = {node: use for use in graph.uses for node, _ in use.nodes.values()}
+    losses = {loss.node for loss in graph.losses}
     stack, seen = list(starts), set(starts)
     while stack:
         node = stack.pop()
-        if LOSS in marks_of(node):
+        if node in losses:
             continue
         if (place := _of_loss(node)) is not None:
             told[place.edge.node, place.edge.output_nr] = place

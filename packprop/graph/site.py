@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from packprop.algebra.structures import Dense, Outer, Structure, rows, with_squares
 from packprop.functions.entry import Entry, Samples
+from packprop.functions.node_calls import Computed
 from packprop.functions.nodes import RESHAPES, name_of_node
 from packprop.functions.pulling import pulled
-from packprop.recording.regions import differs
+from packprop.recording.reentrant import differs
 from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype
 
@@ -39,7 +40,7 @@ class Site:
         if parameter is None:
             same = False
         elif not self.direct:
-            same = not parameter.is_leaf
+            same = isinstance(parameter, Computed) or not parameter.is_leaf
         else:  # a leaf that the function makes itself, and lets require gradients, is another one each time
             same = _is_whole(parameter, self.leaf) or _is_made_alike(parameter, self.leaf)
         if not same:
@@ -89,7 +90,7 @@ class Site:
         return Dense(_pull_back(self.entry.parameter, self.leaf, rows(structure)))
 
 
-def _is_whole(parameter: Tensor, leaf: Tensor) -> bool:
+def _is_whole(parameter: Tensor | Computed, leaf: Tensor) -> bool:
     """Whether a parameter is a leaf, or was reshaped from it and has the same entries at the same places.
 
     A head that is given to its loss in the shape of the classes comes back to the shape of the layer so. What
@@ -97,6 +98,8 @@ def _is_whole(parameter: Tensor, leaf: Tensor) -> bool:
     """
     if parameter is leaf:
         return True
+    if isinstance(parameter, Computed):
+        return False
     node = parameter.grad_fn
     if node is None or parameter.shape != leaf.shape or parameter.dtype != leaf.dtype:
         return False
@@ -115,8 +118,9 @@ def _is_made_alike(tensor: Tensor, other: Tensor) -> bool:
     return tensor.is_leaf and tensor.shape == other.shape and tensor.dtype == other.dtype
 
 
-def _pull_back(parameter: Tensor, leaf: Tensor, gradients: Tensor) -> Tensor:
+def _pull_back(parameter: Tensor | Computed, leaf: Tensor, gradients: Tensor) -> Tensor:
     """From gradients of a computed parameter ``[v, n, *d]`` to gradients of a leaf ``[v, n, *p]``."""
     flat = gradients.flatten(0, 1).to(parameter.dtype)
-    at_leaf: Tensor = pulled([parameter], leaf, [flat]).unflatten(0, gradients.shape[:2])
+    outputs = [parameter.edge if isinstance(parameter, Computed) else parameter]
+    at_leaf: Tensor = pulled(outputs, leaf, [flat]).unflatten(0, gradients.shape[:2])
     return at_leaf.to(accumulation_dtype(at_leaf.dtype))

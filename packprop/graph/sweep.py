@@ -20,7 +20,7 @@ from packprop.graph.checkpoint_uses import ReentrantInputs, walk_again
 from packprop.graph.graph import Graph, ReachedUse, ReentrantCheckpoint
 from packprop.graph.pull import pull_columns
 from packprop.graph.search import nodes_above
-from packprop.recording.regions import opened
+from packprop.recording.reentrant import refused
 from packprop.tensors.hooks import Hooks
 
 Visit = Callable[[ReachedUse, list[Tensor | None]], None]
@@ -186,14 +186,13 @@ class Watch:
     ) -> None:
         """Run a pass through a checkpoint's graph that accumulates gradients, and watch the uses in it."""
         graph.hold(False)
-        with opened((use.recorded.source for use in graph.uses), False):
-            watch = Watch(graph.uses, visit, self._needs_inputs, accumulate=True, hooks=graph.hooks)
-            complete = False
-            try:
-                torch.autograd.backward(outputs, seeds)
-                complete = True
-            finally:
-                watch.close(complete)
+        watch = Watch(graph.uses, visit, self._needs_inputs, accumulate=True, hooks=graph.hooks)
+        complete = False
+        try:
+            torch.autograd.backward(outputs, seeds)
+            complete = True
+        finally:
+            watch.close(complete)
 
     def note(self, use: ReachedUse, index: int, cotangent: Tensor | None) -> None:
         """Note one cotangent ``[v, *y]``; visit the use if it was the last."""
@@ -263,42 +262,58 @@ def sweep(
         empty: Reentrant checkpoints without uses that a sweep to the leaves may come through.
     """
     batched, create_graph = options.batched, options.create_graph
-    with opened((use.recorded.source for use in uses), create_graph, options.needs_inputs):
-        watched = [] if batched else [use for use in uses if not use.is_end]
-        ends = [
-            (use, index, GradientEdge(node, output))
-            for use in uses
-            if batched or use.is_end
-            for index, (node, output) in use.nodes.items()
-        ]
-        above_checkpoints = [_edge_above(checkpoint) for checkpoint in checkpoints_of(uses)]
-        wanted = [*(edge for _, _, edge in ends), *above_checkpoints, *map(get_gradient_edge, leaves)]
-        gradients: Sequence[Tensor | None]
-        empty = [*empty, *empty_checkpoints(uses)]
-        watch = Watch(watched, visit, options.needs_inputs, options=options, empty=empty)
-        unmasking = unmasked(outputs) if options.unmasked else contextlib.nullcontext()
-        complete = False
-        with torch.set_grad_enabled(create_graph), unmasking:
-            try:
-                if len(outputs) == 1 and not watched and all(edge[:2] == outputs[0][:2] for edge in wanted):
-                    gradients = [seeds[0]] * len(wanted)  # seeds are fed in where they are wanted
-                else:
-                    gradients = pull_columns(
-                        outputs,
-                        wanted,
-                        seeds,
-                        batched=batched,
-                        create_graph=create_graph,
-                        retain_graph=not options.frees,
-                    )
-                for (use, index, _), cotangent in zip(ends, gradients[: len(ends)], strict=True):
-                    if cotangent is not None and not batched:
-                        cotangent = cotangent.unsqueeze(0)
-                    watch.note(use, index, cotangent)
-                complete = True
-            finally:
-                watch.close(complete)
-        return gradients[len(ends) + len(above_checkpoints) :]
+    calling = {use: _operands_of_called(use) for use in uses} if options.needs_inputs and not batched else {}
+    watched = [] if batched else [use for use in uses if not use.is_end or calling.get(use)]
+    ends = [
+        (use, index, GradientEdge(node, output))
+        for use in uses
+        if batched or (use.is_end and not calling.get(use))
+        for index, (node, output) in use.nodes.items()
+    ]
+    above_checkpoints = [_edge_above(checkpoint) for checkpoint in checkpoints_of(uses)]
+    called = [edge for edges in calling.values() for edge in edges]
+    wanted = [
+        *(edge for _, _, edge in ends),
+        *above_checkpoints,
+        *called,
+        *map(get_gradient_edge, leaves),
+    ]
+    gradients: Sequence[Tensor | None]
+    empty = [*empty, *empty_checkpoints(uses)]
+    watch = Watch(watched, visit, options.needs_inputs, options=options, empty=empty)
+    unmasking = unmasked(outputs) if options.unmasked else contextlib.nullcontext()
+    complete = False
+    with torch.set_grad_enabled(create_graph), unmasking:
+        try:
+            if len(outputs) == 1 and not watched and all(edge[:2] == outputs[0][:2] for edge in wanted):
+                gradients = [seeds[0]] * len(wanted)  # seeds are fed in where they are wanted
+            else:
+                gradients = pull_columns(
+                    outputs,
+                    wanted,
+                    seeds,
+                    batched=batched,
+                    create_graph=create_graph,
+                    retain_graph=not options.frees,
+                )
+            for (use, index, _), cotangent in zip(ends, gradients[: len(ends)], strict=True):
+                if cotangent is not None and not batched:
+                    cotangent = cotangent.unsqueeze(0)
+                watch.note(use, index, cotangent)
+            complete = True
+        except RuntimeError as error:
+            if "selective activation checkpoint" in str(error):
+                raise refused("a selective one gives what it kept to one pass alone") from error
+            raise
+        finally:
+            watch.close(complete)
+    return gradients[len(wanted) - len(leaves) :]
+
+
+def _operands_of_called(use: ReachedUse) -> list[GradientEdge]:
+    """Where the parameters of a node come from that is called in a visit; see NOTE [Nodes as functions]."""
+    edges = [site.entry.calls_node(use.layouts) for site in use.sites] if use.layouts else []
+    return [edge for edge in edges if edge is not None]
 
 
 @contextlib.contextmanager

@@ -40,10 +40,11 @@ from packprop.graph.completeness import nested
 from packprop.graph.graph import Graph
 from packprop.graph.search import nodes_above
 from packprop.graph.traversal import depth_first, made_by, upstream_of
-from packprop.recording.marks import CHOSEN, EXTENDED, marks_of
+from packprop.recording.marks import EXTENDED
 from packprop.recording.reentrant import is_reentrant
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.sharding import named_wholes
+from packprop.tensors.state import storage_of
 
 
 def settle_terms(graph: Graph, starts: Sequence[Node]) -> None:
@@ -85,13 +86,12 @@ class _Terms:
         own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         own += [*graph.leaves(), *(whole for module in modules for _, whole in named_wholes(module))]
         self._owned = {id(tensor) for tensor in own}
-        inputs = [tensor for call in graph.forwards for ref in call.inputs if (tensor := ref()) is not None]
         if is_dry_run():  # nothing has an address, and no constants are looked at
-            own, inputs = [], []
+            own = []
+        self._data_storages: set[int] = {place for forward in graph.forwards for place in forward.storages}
+        if not is_dry_run():
+            self._data_storages -= {storage_of(tensor) for tensor in own}
         self._known = {_place_of(tensor) for tensor in own}
-        self._data_storages = {_storage_of(tensor) for tensor in inputs} - {
-            _storage_of(tensor) for tensor in own
-        }
         self._data: set[Node] = set()
         self._after_loss: set[Node] = set()
         self._parametric: set[Node] = set()
@@ -177,8 +177,6 @@ class _Terms:
         if not data:
             if terms:
                 self._sort_term(node, list(terms))
-            if CHOSEN in marks_of(node):  # data chose the part of the parameter that is left
-                self._bad.add(node)
             return
         self._data.add(node)
         if any(each in self._after_loss or each in self._losses for each in data.values()):
@@ -222,7 +220,7 @@ class _Terms:
         if all_seen and name in WHOLE and name not in HIDING:
             return True
         constants = _constants_of(node)
-        if constants is None or any(_storage_of(tensor) in self._data_storages for tensor in constants):
+        if constants is None or any(storage_of(tensor) in self._data_storages for tensor in constants):
             return False
         if name in ENTRY_BY_ENTRY:
             operands = [place for place in terms if above[place] not in self._wide]
@@ -274,11 +272,3 @@ def _place_of(tensor: Tensor) -> tuple[int, int] | None:
         return tensor.data_ptr(), tensor.numel()
     except (RuntimeError, NotImplementedError):
         return None
-
-
-def _storage_of(tensor: Tensor) -> int:
-    """Where the memory begins that a tensor shares with its views; 0 for tensors that do not say."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return 0

@@ -50,12 +50,3 @@ def made_by(node: Node) -> list[Any]:
     This reads a private attribute of autograd nodes: no public one says how many outputs there are.
     """
     return list(node._input_metadata)
-
-
-def has_complex_numbers(node: Node) -> bool:
-    """Whether a node takes or makes complex numbers."""
-    made = [*made_by(node)]
-    for above, output in node.next_functions:
-        if above is not None:
-            made.append(made_by(above)[output])
-    return any(each.dtype.is_complex for each in made)

@@ -1,42 +1,42 @@
-"""Find what a backward pass will go through: its uses and losses, from the roots of the graph on.
-
-# NOTE [Stepping over a use]
-A function such as ``F.linear`` makes several nodes. The walk steps from a use's node to where its inputs came
-from, over whatever lies between; so an edge into a parameter that the walk still meets belongs to no use.
-"""
+"""Find what a backward pass will go through: its uses and losses, from the roots of the graph on."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from packprop.errors import PackpropError
-from packprop.functions.nodes import WITHOUT_DERIVATIVE
+from packprop.functions.losses.read import loss_of_node
+from packprop.functions.nodes import NORMALISATIONS, WITHOUT_DERIVATIVE, name_of_node
 from packprop.functions.operands import options_of
+from packprop.functions.saved import keeps_elsewhere
 from packprop.graph.checkpoint_uses import uses_inside
 from packprop.graph.completeness import (
-    adopt_missing,
-    find_after_loss,
     find_missing,
+    freed,
+    is_owned,
     reached_without_loss,
     require_alive,
     require_derivatives,
     require_known_shards,
 )
 from packprop.graph.graph import Graph, ReachedLoss, ReachedUse, ReentrantCheckpoint
-from packprop.graph.hidden_order import hides_order, own_options
-from packprop.graph.hooks import hooks_on, is_of_interest
+from packprop.graph.hooks import has_older_hooks, hooks_on, is_of_interest
 from packprop.graph.open_paths import find_open_places
-from packprop.graph.search import nodes_above
+from packprop.graph.reading import Reading
+from packprop.graph.reorderings import axes_reordered, own_options
+from packprop.graph.search import leaves_of, nodes_above
 from packprop.graph.site import Site
 from packprop.graph.terms import settle_terms
-from packprop.graph.traversal import depth_first, upstream_of
-from packprop.recording.marks import LOSS, MIXES, OUTPUT, REORDERS, TRANSFORMED, USE, RecordedUse, marks_of
-from packprop.recording.reentrant import is_reentrant
+from packprop.graph.traversal import depth_first, made_by, upstream_of
+from packprop.recording.marks import EXTENDED, LOSS, OUTPUT, TRANSFORMED, RecordedLoss, marks_of
+from packprop.recording.reentrant import is_reentrant, refused
+from packprop.tensors.state import version
 
 SAME_AS = {"ReshapeAliasBackward0": "ViewBackward0"}
 """Nodes that have another name while a pass is traced."""
@@ -47,19 +47,17 @@ class _Trail:
     """What the walk saw on its way.
 
     Args:
-        uses: Uses in the order in which they were met.
-        neighbours: The upstream neighbours of each node, over uses.
+        neighbours: The upstream neighbours of each node; of a use those that lead to data.
         order: Nodes, each after all that lie upstream of it.
         names: Names of nodes.
-        places: Their numbers among the names.
-        options: What they take beside tensors, and along which axes they put rows in another order.
-        consumed: Leaves that are met outside of all uses, and the nodes that consume them.
+        places: The number of each node, in the order in which they were met.
+        options: Options of nodes.
+        consumed: Leaves, each with a node that takes it.
         of_interest: Nodes that hooks may be on.
-        cut: Nodes that have no derivative.
-        checkpoint_places: For each reentrant checkpoint, how many uses were met before it.
+        cut: Nodes of functions that have no derivative.
+        reentrant: Reentrant checkpoints by their nodes.
     """
 
-    uses: dict[RecordedUse, ReachedUse] = field(default_factory=dict)
     neighbours: dict[Node, list[Node]] = field(default_factory=dict)
     order: list[Node] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -68,7 +66,25 @@ class _Trail:
     consumed: list[tuple[Tensor, Node]] = field(default_factory=list)
     of_interest: list[Node] = field(default_factory=list)
     cut: list[Node] = field(default_factory=list)
-    checkpoint_places: list[int] = field(default_factory=list)
+    reentrant: dict[Node, ReentrantCheckpoint] = field(default_factory=dict)
+
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Where each node's inputs come from, by number."""
+        return tuple(
+            (-1 if above is None else self.places.get(above, -1), output)
+            for node in self.places
+            for above, output in node.next_functions
+        )
+
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of first outputs; empty for tensors without one."""
+        found = []
+        for node in self.places:
+            try:
+                found.append(tuple(made_by(node)[0].shape) if node.next_functions else ())
+            except RuntimeError:  # of nested tensors
+                found.append(())
+        return tuple(found)
 
 
 def walk(
@@ -77,6 +93,7 @@ def walk(
     wanted: Sequence[Tensor] | None,
     *,
     unshards: bool = False,
+    inside: bool = False,
 ) -> Graph:
     """Find what a backward pass from ``roots`` will go through.
 
@@ -85,46 +102,49 @@ def walk(
         gradients: What is fed in at each root; ``None`` for one.
         wanted: Leaves to restrict to; ``None`` for all.
         unshards: Whether the caller has sharded parameters put together where it sweeps.
+        inside: Whether the roots are outputs of a reentrant checkpoint.
 
     Raises:
-        PackpropError: If a parameter's uses were not all recorded, samples are mixed by a known layer, or a
-            recorded graph was freed.
+        PackpropError: If a parameter has no gradients of samples, or the graph was freed.
     """
     graph = Graph(roots, gradients)
     starts = [root.grad_fn for root in roots if root.grad_fn is not None]
     trail = _follow(graph, starts, wanted)
-    _look_inside(graph, trail)
-    trail.names += [use.recorded.name for checkpoint in graph.checkpoints for use in checkpoint.uses]
-    graph.uses = list(trail.uses.values())
     require_alive(graph)
-    _find_sites(graph, wanted, trail)
+    _read_losses(graph, trail)
+    _drop_inner_outputs(graph)
+    _read_uses(graph, trail, wanted, starts if inside else None)
+    _look_inside(graph, trail)
+    _note_order(graph, trail)
     require_derivatives(graph, trail.cut)
     find_missing(graph, trail.consumed, wanted)
-    find_after_loss(graph, trail.order, trail.neighbours)
     if graph.missing or (trail.consumed and graph.losses):
         settle_terms(graph, starts)
     find_open_places(graph, starts, trail.neighbours)
     without_loss = reached_without_loss(graph, starts, trail.neighbours)
-    adopt_missing(graph, without_loss, trail.uses)
     graph.without_loss = [
         graph.label(use) for use in graph.uses if any(node in without_loss for node in use.anchors)
     ]
-    _mark_ends(trail)
+    _mark_ends(graph, trail)
     empty = [checkpoint for checkpoint in graph.checkpoints if not checkpoint.uses]
-    for use in trail.uses.values():
+    times = Counter(id(site.leaf) for use in graph.uses for site in use.sites)
+    for use in graph.uses:
         use.through = empty
+        tied = any(times[id(site.leaf)] > 1 for site in use.sites)
+        use.waits = tied or any(keeps_elsewhere(node) for node, _ in use.nodes.values())
     tensors = [*roots, *(loss.call.input for loss in graph.losses), *graph.leaves()]
-    graph.hooks = hooks_on(trail.of_interest, trail.uses, graph.forwards, tensors)
+    of_interest = trail.order if has_older_hooks(graph.modules) else trail.of_interest
+    graph.hooks = hooks_on(of_interest, tensors)
     require_known_shards(graph, unshards)
+    graph.again = lambda: walk(roots, gradients, wanted, unshards=unshards, inside=inside)
     graph.structure, graph.signature = _structure(graph, trail.names), _signature(graph, trail)
     return graph
 
 
 def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -> _Trail:
-    """Go through all nodes once; the graph gets losses, outputs, checkpoints and layers that mix samples."""
+    """Go through all nodes once; note marked losses and outputs, checkpoints, layers that mix samples."""
     trail = _Trail()
-    steps = depth_first(starts, lambda node: _neighbours_over_uses(node, trail.uses), trail.neighbours)
-    for node, done in steps:
+    for node, done in depth_first(starts, upstream_of, trail.neighbours):
         if done:
             trail.order.append(node)
             continue
@@ -132,53 +152,152 @@ def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -
         trail.places[node] = len(trail.names)
         trail.names.append(SAME_AS.get(name, name))
         trail.options += options_of(node)
-        if is_of_interest(name, marks):
-            trail.of_interest.append(node)
-        if LOSS in marks:
-            call, output = marks[LOSS]
-            graph.losses.append(ReachedLoss(call, node, output))
-        if OUTPUT in marks:
-            forward, output, shape = marks[OUTPUT]
-            graph.outputs.append((GradientEdge(node, output), forward, shape))
-        if TRANSFORMED in marks:
-            graph.transformed.append(marks[TRANSFORMED])
-        if REORDERS in marks:
-            output, shape, axes = marks[REORDERS]
-            if axes:
-                graph.reorderings.append((GradientEdge(node, output), shape, axes))
-            trail.options.append(axes)
-        elif USE not in marks and LOSS not in marks and not is_reentrant(node):
-            graph.hides_order |= hides_order(node)
-            trail.options.append(own_options(node))
+        if marks or is_of_interest(name, marks):
+            _note_marks(graph, trail, node, name, marks)
         if is_reentrant(node):
-            graph.checkpoints.append(
-                ReentrantCheckpoint(
-                    node, lambda inside: walk(inside, [None] * len(inside), wanted, unshards=True)
-                )
+            checkpoint = ReentrantCheckpoint(
+                node, lambda roots: walk(roots, [None] * len(roots), wanted, unshards=True, inside=True)
             )
-            trail.checkpoint_places.append(len(trail.uses))
+            graph.checkpoints.append(checkpoint)
+            trail.reentrant[node] = checkpoint
+        if name_of_node(node) in NORMALISATIONS and _takes_statistics(node):
+            graph.mixers.append(_layer_of(graph, node))
         if name == WITHOUT_DERIVATIVE:
             trail.cut.append(node)
-        if MIXES in marks:
-            graph.mixers.append(marks[MIXES].name)
-        if USE not in marks:
-            for upstream in trail.neighbours[node]:
-                leaf = getattr(upstream, "variable", None)
-                if leaf is not None:
-                    trail.consumed.append((leaf, node))
+        for upstream in trail.neighbours[node]:
+            leaf = getattr(upstream, "variable", None)
+            if leaf is not None:
+                trail.consumed.append((leaf, node))
     return trail
 
 
-def _neighbours_over_uses(node: Node, uses: dict[RecordedUse, ReachedUse]) -> list[Node]:
-    """A node's upstream neighbours; at a use, which is noted, the nodes that its inputs came from."""
-    marks = marks_of(node).get(USE)
-    if marks is None:
-        return upstream_of(node)
-    neighbours = []
-    for use, index, output in marks:
-        uses.setdefault(use, ReachedUse(use)).nodes[index] = (node, output)
-        neighbours += [edge.node for edge in use.edges]
-    return neighbours
+def _note_marks(graph: Graph, trail: _Trail, node: Node, name: str, marks: dict[str, Any]) -> None:
+    if is_of_interest(name, marks):
+        trail.of_interest.append(node)
+    if LOSS in marks:
+        call, output = marks[LOSS]
+        graph.losses.append(ReachedLoss(call, node, output))
+    if OUTPUT in marks:
+        forward, output, shape = marks[OUTPUT]
+        graph.outputs.append((GradientEdge(node, output), forward, shape))
+    if TRANSFORMED in marks:
+        graph.transformed.append(marks[TRANSFORMED])
+
+
+def _note_order(graph: Graph, trail: _Trail) -> None:
+    """Note where data decide on the order of rows: not those of parameters, of tables for instance."""
+    parameters = set() if graph.reading is None else graph.reading.made_of_parameters
+    reordered: set[Node] = set()
+    losses = {loss.node for loss in graph.losses}
+    for node in trail.order:
+        above = node.next_functions[0][0] if node.next_functions else None
+        is_leaf = hasattr(node, "variable")
+        if is_leaf or above in parameters or node in losses or node in trail.reentrant:
+            axes: frozenset[int] | None = frozenset()
+        else:
+            axes = axes_reordered(node)
+        if axes is None:
+            graph.hides_order = True
+        elif axes:
+            graph.reorderings.append((GradientEdge(node, 0), made_by(node)[0].shape, axes))
+        trail.options += [axes, own_options(node)]
+        if axes is None or axes or any(each in reordered for each in trail.neighbours[node]):
+            reordered.add(node)
+    for use in graph.uses:
+        use.reordered = any(node in reordered for node in use.anchors)
+
+
+def _read_losses(graph: Graph, trail: _Trail) -> None:
+    """Find the losses that nobody marked, and that their nodes tell."""
+    inside: set[Node] = set()
+    for loss in graph.losses:
+        inside.update(nodes_above([loss.node], loss.call.edge.node))
+    try:
+        for node in trail.places:
+            read = None if node in inside else loss_of_node(node)
+            if read is not None:
+                given = read.args[0]
+                call = RecordedLoss(*read, given.shape, version(given))
+                graph.losses.append(ReachedLoss(call, node, 0))
+    except RuntimeError as error:
+        raise freed("the first pass freed the graph, and what the loss was given") from error
+
+
+def _drop_inner_outputs(graph: Graph) -> None:
+    """Forget outputs of models that are parts of other models that were called."""
+    modules = graph.modules
+    if len(modules) > 1:
+        parts = {id(child) for module in modules for child in module.modules() if child is not module}
+        graph.outputs = [each for each in graph.outputs if id(each[1].module()) not in parts]
+
+
+def _read_uses(graph: Graph, trail: _Trail, wanted: Sequence[Tensor] | None, ends: list[Node] | None) -> None:
+    """Read the uses off the graph; see NOTE [Uses in the graph].
+
+    ``ends``: Nodes that samples reach, if these are not those of losses and outputs of models.
+    """
+    inside = ends is not None
+    leaves = _parameters(graph, trail, inside)
+    if not leaves:
+        return
+    if ends is None:
+        ends = [loss.call.edge.node for loss in graph.losses]
+        ends += [edge.node for edge, forward, _ in graph.outputs if forward.has_parameters]
+    after: set[Node] = set()
+    losses = {loss.node for loss in graph.losses}
+    for node in trail.order:
+        if any(above in losses or above in after for above in trail.neighbours[node]):
+            after.add(node)
+    structure = hash((tuple(trail.names), trail.edges(), trail.shapes()))
+    graph.reading = reading = Reading(graph, trail.order, trail.places, leaves, structure)
+    reading.sort(set(nodes_above(ends)), after | losses)
+    if inside and any(start in reading.made_of_parameters for start in ends):
+        raise refused("a tensor made of parameters alone leaves it, and what becomes of it is out of sight")
+    settled = reading.settled
+    trail.consumed = [(leaf, node) for leaf, node in trail.consumed if node not in settled]
+    for node in trail.order:
+        if node not in settled and node not in reading.made_of_parameters:
+            for above in trail.neighbours[node]:
+                if above in settled and above in reading.made_of_parameters:
+                    trail.consumed += [(leaf, node) for leaf in leaves_of(above)]
+    chosen = None if wanted is None else {id(leaf) for leaf in wanted}
+    for node in reversed(trail.order):
+        use = reading.uses.get(node)
+        if use is not None:
+            graph.uses.append(use)
+            trail.neighbours[node] = [edge.node for edge in use.recorded.edges]
+            _find_sites(graph, use, chosen, trail)
+
+
+def _parameters(graph: Graph, trail: _Trail, inside: bool) -> dict[int, Tensor]:
+    """The leaves that count as parameters, by identity.
+
+    Other tensors that require gradients are data, unless they stand in the places of all parameters, as in
+    ``torch.func.functional_call``.
+    """
+    leaves = {id(leaf): leaf for leaf, _ in trail.consumed}
+    own = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, nn.Parameter) or is_owned(leaf)}
+    if own or inside:
+        return own
+    given = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
+    return {key: leaf for key, leaf in leaves.items() if key not in given}
+
+
+def _takes_statistics(node: Any) -> bool:
+    """Whether a batch normalisation took its statistics from several rows of its input."""
+    return bool(getattr(node, "_saved_training", False)) and made_by(node)[0].shape[0] > 1
+
+
+def _layer_of(graph: Graph, node: Node) -> str:
+    """What messages call a layer, by the parameters that enter its node."""
+    leaves = {
+        id(leaf) for above, _ in node.next_functions[1:] if above is not None for leaf in leaves_of(above)
+    }
+    for module in [*graph.modules, *EXTENDED]:
+        for path, child in module.named_modules():
+            if any(id(parameter) in leaves for parameter in child.parameters(recurse=False)):
+                return f"{path!r} ({type(child).__name__})" if path else type(child).__name__
+    return "batch_norm"
 
 
 def _look_inside(graph: Graph, trail: _Trail) -> None:
@@ -187,76 +306,50 @@ def _look_inside(graph: Graph, trail: _Trail) -> None:
         return
     reached: dict[Node, set[int]] = {checkpoint.node: set() for checkpoint in graph.checkpoints}
     edges = [get_gradient_edge(root) for root in graph.roots if root.grad_fn is not None]
-    for node in trail.neighbours:
-        marks = marks_of(node).get(USE)
-        if marks is None:
-            edges += [GradientEdge(above, output) for above, output in node.next_functions if above is not None]
-        else:
-            edges += [edge for use, _, _ in marks for edge in use.edges]
+    for node in trail.order:
+        edges += [GradientEdge(above, output) for above, output in node.next_functions if above is not None]
     for node, output, *_ in edges:
         if node in reached:
             reached[node].add(output)
-    uses = list(trail.uses.items())
-    places = zip(graph.checkpoints, trail.checkpoint_places, strict=True)
-    for checkpoint, place in reversed(list(places)):
-        inside = uses_inside(checkpoint, reached[checkpoint.node])
-        uses[place:place] = [(use.recorded, use) for use in inside]
-    trail.uses = dict(uses)
+    place = {node: number for number, node in enumerate(reversed(trail.order))}
+    for node in sorted(trail.reentrant, key=lambda node: place[node]):
+        checkpoint = trail.reentrant[node]
+        inside = uses_inside(checkpoint, reached[node])
+        trail.names += [use.recorded.name for use in inside]
+        graph.uses += inside
+        for use in inside:
+            _find_sites(graph, use, None, trail)
+    numbers = {id(use): number for number, use in enumerate(graph.uses)}
+    graph.uses.sort(key=lambda use: (min(place.get(each, 0) for each in use.anchors), numbers[id(use)]))
 
 
-def _mark_ends(trail: _Trail) -> None:
+def _mark_ends(graph: Graph, trail: _Trail) -> None:
     """Mark the uses that have no other use upstream; those in checkpoints have no nodes, and are left out."""
     use_upstream: dict[Node, bool] = {}
-    anchors = {node for use in trail.uses.values() for node in use.anchors}
+    anchors = {node for use in graph.uses for node in use.anchors}
     for node in trail.order:
         use_upstream[node] = any(
             use_upstream.get(above, False) or above in anchors for above in trail.neighbours[node]
         )
-    for use in trail.uses.values():
+    for use in graph.uses:
         use.is_end = use.checkpoint is None and not any(use_upstream[node] for node in use.anchors)
 
 
-def _find_sites(graph: Graph, wanted: Sequence[Tensor] | None, trail: _Trail) -> None:
-    """Trace the parameters of every use to the leaves that they are computed from."""
-    chosen = None if wanted is None else {id(leaf) for leaf in wanted}
-    leaves: dict[int, list[Tensor]] = {}
-    for use in graph.uses:
-        for entry in use.recorded.entries or ():
-            parameter = entry.parameter
-            if id(parameter) not in leaves:
-                leaves[id(parameter)] = _leaves_of(parameter, trail)
-            for leaf in leaves[id(parameter)]:
-                if chosen is None or id(leaf) in chosen:
-                    use.sites.append(Site(entry, leaf))
-    for use in graph.uses:
-        for site in use.sites:
-            if site.entry.refusal is not None:
-                raise PackpropError(
-                    "A quantity beyond the gradient was asked for.",
-                    f"parameter {graph.name(site.leaf)!r} in {use.recorded.name}",
-                    *site.entry.refusal,
-                )
-
-
-def _leaves_of(parameter: Tensor, trail: _Trail) -> list[Tensor]:
-    if parameter.grad_fn is None:
-        return [parameter]
-    leaves: dict[int, Tensor] = {}
-    for node in nodes_above([parameter.grad_fn]):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            leaves[id(leaf)] = leaf
-        marks = marks_of(node)
-        if is_of_interest(node.name(), marks):
-            trail.of_interest.append(node)
-        if USE in marks:
+def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None, trail: _Trail) -> None:
+    """Trace the parameters of a use to the leaves that they are computed from."""
+    for entry in use.recorded.entries:
+        parameter = entry.parameter
+        own = (
+            [parameter] if isinstance(parameter, Tensor) and parameter.is_leaf else leaves_of(parameter.grad_fn)
+        )
+        use.sites += [Site(entry, leaf) for leaf in own if chosen is None or id(leaf) in chosen]
+    for site in use.sites:
+        if site.entry.refusal is not None:
             raise PackpropError(
                 "A quantity beyond the gradient was asked for.",
-                f"a tensor of shape {list(parameter.shape)} that is used like a parameter",
-                "it depends on the samples through a function that was not seen",
-                "register the function with packprop.register_use, or call it through torch functions",
+                f"parameter {graph.name(site.leaf)!r} in {use.recorded.name}",
+                *site.entry.refusal,
             )
-    return list(leaves.values())
 
 
 def _structure(graph: Graph, names: list[str]) -> int:
@@ -267,14 +360,12 @@ def _structure(graph: Graph, names: list[str]) -> int:
 
 def _signature(graph: Graph, trail: _Trail) -> int:
     """A number that is equal for passes of equal structure, shapes and options."""
-    uses = tuple((use.recorded.name, tuple(use.recorded.shapes), use.recorded.options) for use in graph.uses)
-    losses = tuple((loss.call.function, loss.call.shape, loss.call.documents is None) for loss in graph.losses)
-    input_shapes = tuple((*forward.sizes, forward.declared) for forward in graph.forwards)
-    open_paths = tuple(place.shape for place in graph.open), tuple(loss.is_open for loss in graph.losses)
-    edges = tuple(
-        (-1 if above is None else trail.places.get(above, -1), output)
-        for node in trail.places
-        for above, output in node.next_functions
+    uses = tuple((use.recorded.name, tuple(use.recorded.shapes)) for use in graph.uses)
+    losses = tuple(
+        (loss.call.function, loss.call.shape, loss.call.declared, loss.call.documents is None)
+        for loss in graph.losses
     )
-    named = tuple(trail.names), tuple(trail.options), edges
-    return hash((named, uses, losses, input_shapes, open_paths, bool(graph.without_loss)))
+    declared = tuple(forward.declared for forward in graph.forwards)
+    open_paths = tuple(place.shape for place in graph.open), tuple(loss.is_open for loss in graph.losses)
+    named = tuple(trail.names), tuple(trail.options), trail.edges()
+    return hash((named, uses, losses, declared, open_paths, bool(graph.without_loss)))

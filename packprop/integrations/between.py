@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,19 @@ from packprop.monitor.monitor import Monitor
 from packprop.monitor.step import MonitoredStep
 
 
+class _Opened(threading.local):
+    between: StepBetween | None = None
+
+
+_opened = _Opened()
+"""The owner of the open step in this thread."""
+
+
 class StepBetween:
     """Watches from one call to another.
+
+    A trainer that fails in a step tells nobody. After a backward pass that failed, those that follow are plain
+    ones; when the next trainer begins a step, the one that failed is forgotten, and its model as it was.
 
     Args:
         options: Arguments of ``Monitor``. The model comes with the first step.
@@ -24,15 +36,18 @@ class StepBetween:
     def __init__(self, options: Mapping[str, Any], trainer: Callable[[Values, int], None] | None) -> None:
         self._options, self._trainer = dict(options), trainer
         self._step: MonitoredStep | None = None
+        self._run: object = None
         self.monitor: Monitor | None = None
 
-    def begin(self, model: nn.Module, number: int, scaler: Any = None) -> None:
+    def begin(self, model: nn.Module, number: int, scaler: Any = None, *, run: object = None) -> None:
         """Watch the step of this number, if it is its turn.
 
         Args:
             model: The model that is trained.
             number: The number of the step.
             scaler: The gradient scaler that multiplies losses, if there is one; only monitored steps read it.
+            run: An object that the trainer makes for each run. ``begin`` abandons a step that another run has
+                left open.
 
         Raises:
             BadInput: For arguments that ``Monitor`` refuses.
@@ -43,22 +58,32 @@ class StepBetween:
             known = [each for each in (*logs, self._trainer) if each is not None]
             self.monitor = Monitor(model, log=known, **self._options)
         self.abandon()
+        left = _opened.between
+        if left is not None and left._run is not run:
+            left.abandon()
         if self.monitor.is_due(number):
             self._step = self.monitor.begin(number, 1.0 if scaler is None else scaler.get_scale())
-            self._step.open()
+            self._step.open(gives_up=True)
+            _opened.between, self._run = self, run
 
     def end(self) -> None:
         """Pass on the measured values."""
-        step, self._step = self._step, None
+        step = self._closed()
         if step is not None:
-            step.close()
             step.finish()
 
     def abandon(self) -> None:
         """Restore the model; forget a step that has not ended."""
+        self._closed()
+
+    def _closed(self) -> MonitoredStep | None:
         step, self._step = self._step, None
         if step is not None:
             step.close()
+            self._run = None
+            if _opened.between is self:
+                _opened.between = None
+        return step
 
 
 def numbers_in(values: Values, prefix: str) -> dict[str, float]:

@@ -52,7 +52,7 @@ class MonitorCallback(Callback):  # type: ignore[misc,unused-ignore]  # as the l
         if self._number != trainer.global_step:
             self._number, self._trainer = trainer.global_step, trainer
             scaler = getattr(trainer.precision_plugin, "scaler", None)
-            self._between.begin(pl_module, trainer.global_step, scaler)
+            self._between.begin(pl_module, trainer.global_step, scaler, run=trainer)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

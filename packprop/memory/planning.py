@@ -175,14 +175,14 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
     calls = [forward for forward in graph.forwards if forward.has_parameters]
     model = calls[0].module() if len(calls) == 1 else None
     alone = len(graph.losses) == len(graph.roots) == 1
-    if model is None or len(calls[0].arguments) != 1 or not alone:
+    if model is None or not alone:
         raise BadInput(
             "backpack(memory=...) was entered.",
             f"a backward pass through {len(calls)} calls of models and {len(graph.losses)} recorded losses",
             "a budget alone suffices for one call of one model followed by one loss",
             "make a plan of the step, packprop.plan(...), and give that as memory",
         )
-    args, kwargs = calls[0].arguments[0]
+    args, kwargs = calls[0].args, calls[0].kwargs
     call = graph.losses[0].call
     loss_args, loss_kwargs = map_tensors(TensorSpec.of, (call.args, call.kwargs))
 

@@ -145,6 +145,7 @@ class Monitor:
         self._trace = SampleGGNTrace(traced) if "ggn_trace" in self._quantities else None
         self._noise: dict[str, deque[GradientNoise]] = {}
         self._next, self._current = 0, UNWATCHED
+        self._told = set[str]()
         self._warned = False
         self._spikes = SpikeWatch(on_spike, decode, reach)
         self.last: Values | None = None
@@ -214,7 +215,12 @@ class Monitor:
 
         self._begun = time.monotonic()
         step = MonitoredStep(
-            self._model, number, watch, updates="update_ratio" in self._quantities, done=self._log
+            self._model,
+            number,
+            watch,
+            updates="update_ratio" in self._quantities,
+            done=self._log,
+            told=self._told,
         )
         self._current = step
         return step

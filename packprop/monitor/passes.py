@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,11 +20,14 @@ from packprop.engine.nothing import samples_of_nothing
 from packprop.errors import PackpropError
 from packprop.graph.graph import Graph
 from packprop.graph.walk import walk
-from packprop.recording.marks import EXTENDED, RecordedUse
+from packprop.recording.marks import EXTENDED, marks_of
 from packprop.recording.switch import disable
 from packprop.reports.profile.quantities import SampleGGNTrace
 from packprop.tensors.names import named_parameters
 from packprop.types import GRADIENT, Extension, Row
+
+MONITORED = "packprop.monitored"
+"""Key in the metadata of a node: the step that has counted its samples."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,10 +118,11 @@ class MonitoredPass(Backpack):
             name: parameter for name, parameter in named_parameters(model) if parameter.requires_grad
         }
         self._reached: list[Any] = []
-        self._uses: weakref.WeakSet[RecordedUse] = weakref.WeakSet()
         self.brought: list[PassValues] = []
         self.gradients: dict[str, Tensor] = {}
         self.seen = False
+        self.gives_up = self.given_up = False
+        """Leave passes after a failed one unwatched; and a flag that one has failed."""
 
     def __exit__(self, *error: Any) -> None:
         self.seen = self.seen or self._seen
@@ -128,20 +131,24 @@ class MonitoredPass(Backpack):
 
     def _chunk_sizes(self, graph: Graph) -> ChunkSizes:
         """Return those of any pass; note the tensors that values will be saved on, and the path of the pass."""
-        uses = [use.recorded for use in graph.uses]
-        if any(use in self._uses for use in uses):
+        marks = [marks_of(node) for use in graph.uses for node in use.anchors]
+        if any(mark.get(MONITORED) == id(self) for mark in marks):
             raise PackpropError(
                 "Monitor: a step was to be monitored.",
                 "two backward passes of it through one forward pass",
                 "passes of a step are passes over different samples, and these would be counted twice",
                 "add the losses up, and call backward() once",
             )
-        self._uses.update(uses)
+        for mark in marks:
+            mark[MONITORED] = id(self)
         self._reached = [graph.home(leaf) for leaf in graph.leaves()]
         return super()._chunk_sizes(graph)
 
     def _backward(self, call: BackwardCall, backward: Callable[[], None]) -> None:
         """Run a pass, and take off its results."""
+        if self.given_up:
+            return backward()
+        self.given_up = self.gives_up
         bend = None
         if self._sharpness and not call.is_refused_by_torch:
             has_entries = samples_of_nothing(walk(call.roots, call.gradients, call.leaves)) is None
@@ -151,6 +158,7 @@ class MonitoredPass(Backpack):
             super()._backward(call, backward)
         finally:
             values = self._take_off()
+        self.given_up = False
         if values is not None:
             values.bend = bend
             self.brought.append(values)

@@ -65,6 +65,7 @@ class MonitoredStep(Step):
         watch: Makes the watch over its passes.
         updates: Measure the optimizer's update.
         done: A function to call at the end with the step and its values.
+        told: Notices that an earlier step has given, and that this one does not repeat.
     """
 
     monitored = True
@@ -77,10 +78,11 @@ class MonitoredStep(Step):
         *,
         updates: bool,
         done: Callable[[MonitoredStep, StepValues], None],
+        told: set[str],
     ) -> None:
         self.number, self.identifiers = number, list[Any]()
         self.is_open = False
-        self._model, self._done, self._updates = model, done, updates
+        self._model, self._done, self._updates, self._told = model, done, updates, told
         self._pass, self._contexts = watch(), contextlib.ExitStack()
         self._before: dict[str, Tensor] | None = None
 
@@ -88,15 +90,17 @@ class MonitoredStep(Step):
         """Name the next samples: one identifier for each, in the order of the batch."""
         self.identifiers += identifiers.tolist() if isinstance(identifiers, Tensor) else list(identifiers)
 
-    def open(self) -> None:
-        """Begin to watch."""
-        if innermost() is not None:
+    def open(self, gives_up: bool = False) -> None:
+        """Begin to watch; with ``gives_up``, watch no pass after one that has failed."""
+        around = innermost()
+        if around is not None and not (isinstance(around, MonitoredPass) and around.given_up):
             raise BadInput(
                 ASKED,
                 "a `with backpack(...)` that is around it",
                 "the inner one of two takes over the backward pass, so that the outer one would save nothing",
                 "put `with backpack(...)` around the steps that are not monitored: `if not step.monitored`",
             )
+        self._pass.gives_up = gives_up
         if self._updates and self._before is None:
             self._before = {name: p.detach().clone() for name, p in self._trainable()}
         with contextlib.ExitStack() as contexts:
@@ -118,7 +122,8 @@ class MonitoredStep(Step):
             warnings.warn(NOTHING_SEEN, PackpropWarning, stacklevel=3)
             return
         updates = self._updated()
-        if self._updates and not updates:
+        if self._updates and not updates and NO_UPDATE not in self._told:
+            self._told.add(NO_UPDATE)
             warnings.warn(NO_UPDATE, PackpropWarning, stacklevel=3)
         self._done(self, measured(passes, self._pass.gradients, updates))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -21,12 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from packprop.functions.composites import body_of, has_parts
 from packprop.tensors.nesting import tensors_in
-
-_PLAIN = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
-"""What classes of tensors have that take no function over."""
-
 
 CHOOSERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 """Modules of PyTorch that compute otherwise under a torch-function mode."""
@@ -38,14 +33,6 @@ TRACER = "torch.fx.experimental.proxy_tensor"
 
 class OwnMode(TorchFunctionMode):
     """A torch-function mode of packprop's, which can be taken off for a while."""
-
-    def look_inside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a composite function so that this mode sees the functions that it is made of."""
-        TorchFunctionMode.__enter__(self)  # while a mode is asked, it is not in force
-        try:
-            return body_of(function)(*args, **kwargs)
-        finally:
-            TorchFunctionMode.__exit__(self, None, None, None)
 
 
 class Nesting:
@@ -82,13 +69,11 @@ class Absence:
     Args:
         owner: The Python frame of the call.
         modes: What was taken off, the outermost first.
-        from_samples: Whether the inputs depend on the samples.
         nesting: Calls of the module.
     """
 
     owner: FrameType
     modes: list[OwnMode]
-    from_samples: bool
     nesting: Nesting
 
 
@@ -110,23 +95,14 @@ def chooses_freely(module: nn.Module, inputs: Any) -> bool:
     return _no_other_mode_in_force()
 
 
-def can_look_inside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether nobody else, no other mode and no class of the arguments, takes a composite function over."""
-    return (
-        has_parts(kwargs)
-        and _no_other_mode_in_force()
-        and all(type(tensor).__torch_function__ in _PLAIN for tensor in tensors_in((args, kwargs)))
-    )
-
-
-def step_aside(module: nn.Module, owner: FrameType, from_samples: bool) -> None:
+def step_aside(module: nn.Module, owner: FrameType) -> None:
     """Take the modes off while a module is called, until ``step_back``."""
     nesting = Nesting()
     nesting.enter(module)
     modes = _modes_in_force()
     for mode in reversed(modes):
         TorchFunctionMode.__exit__(mode, None, None, None)
-    current.absence = Absence(owner, modes, from_samples, nesting)
+    current.absence = Absence(owner, modes, nesting)
 
 
 def step_back() -> None:

@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,15 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from packprop.functions.entry import Call, Entry
+from packprop.functions.entry import Entry
 from packprop.functions.losses.description import input_of
-from packprop.functions.nodes import LINEAR, is_change_of_view, name_of_node
-from packprop.functions.registry import entries_of
-from packprop.recording.inputs import InputSource
-from packprop.tensors.hooks import HookDictionary, dictionary_of
+from packprop.tensors.dry import TensorSpec, is_dry_run
+from packprop.tensors.hooks import dictionary_of
+from packprop.tensors.nesting import map_tensors, tensors_in
+from packprop.tensors.state import storage_of
 
-USE, LOSS, OUTPUT, TRANSFORMED, REORDERS, MIXES, HOOKS, HOOKED, CHOSEN = (
-    f"packprop.{mark}"
-    for mark in ("use", "loss", "output", "transformed", "reorders", "mixes", "hooks", "hooked", "chosen")
+LOSS, OUTPUT, TRANSFORMED, HOOKS, RETAINS = (
+    f"packprop.{mark}" for mark in ("loss", "output", "transformed", "hooks", "retains")
 )
 """Keys of the marks in the ``metadata`` of a node."""
 
@@ -89,109 +88,73 @@ def _copied_handles(module: nn.Module | None, handles: list[RemovableHandle]) ->
 
 @dataclass
 class ForwardCall:
-    """The outermost call that a use was recorded in.
+    """A call of an extended model.
 
     Args:
-        module: The module that was called, or nothing inside ``record()``.
-        sizes: Shapes of the tensors that went in.
+        module: The module that was called, or nothing.
         declared: The axis of what the loss takes that was declared to hold the samples, if one was.
-        inputs: The tensors that went in, unless it is the call of a loss; they are not kept alive.
+        args: What went in, tensors without their data.
+        kwargs: What went in by name.
         leaves: Inputs that are leaves and require gradients: they are data, not parameters.
-        reordered: Whether data may have decided the order of rows along any axis.
-        arguments: What went in, tensors without their data.
-        made: The tensors that came up while it was recorded, as far as they are still there.
+        storages: Where the memory of the inputs begins.
     """
 
     module: Callable[[], nn.Module | None]
-    sizes: list[torch.Size] = field(default_factory=list)
     declared: int | None = None
-    inputs: list[weakref.ref[Tensor]] = field(default_factory=list)
+    args: Any = ()
+    kwargs: Any = field(default_factory=dict)
     leaves: list[weakref.ref[Tensor]] = field(default_factory=list)
-    reordered: bool = False
-    arguments: list[Any] = field(default_factory=list)
-    made: Callable[[], Iterable[Tensor]] = tuple
+    storages: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        given = list(tensors_in((self.args, self.kwargs)))
+        if any(tensor.is_nested and tensor.layout == torch.strided for tensor in given):  # these have no shape
+            self.args, self.kwargs = (), {}
+            return
+        if not is_dry_run():
+            self.storages = [place for tensor in given if (place := storage_of(tensor))]
+        self.leaves = [weakref.ref(tensor) for tensor in given if tensor.requires_grad and tensor.is_leaf]
+        self.args, self.kwargs = map_tensors(TensorSpec.of, (self.args, self.kwargs))
 
     @property
     def has_parameters(self) -> bool:
-        """Whether the module that was called has parameters."""
+        """Whether the module that was called has parameters; assumed of one that is gone."""
         module = self.module()
-        return module is not None and next(module.parameters(), None) is not None
-
-    def owns(self, parameter: Tensor) -> bool:
-        """Whether a parameter belongs to the module that was called, if there is one, or to an extended one."""
-        module = self.module()
-        if module is None:
-            return True
-        return any(parameter is own for each in (module, *EXTENDED) for own in each.parameters())
+        return module is None or next(module.parameters(), None) is not None
 
 
 @dataclass(eq=False)
-class Mixer:
-    """A layer that mixed samples. Its name in the model is looked up when it is asked for.
-
-    Args:
-        forward: The outermost call that it was called in.
-        kind: Name of its class.
-        module: The layer, as long as it lives.
-    """
-
-    forward: ForwardCall
-    kind: str
-    module: Callable[[], nn.Module | None]
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-        root, module = self.forward.module(), self.module()
-        modules = () if root is None or module is None else root.named_modules()
-        path = next((path for path, child in modules if child is module), "")
-        return f"{path!r} ({self.kind})" if path else self.kind
-
-
-@dataclass(eq=False)
-class RecordedUse:
-    """One call of a torch function that consumed trainable parameters, left on the nodes that it made.
+class Use:
+    """A node in which parameters meet samples, as it was read off the graph.
 
     Args:
         name: Name of the function.
-        made: How each parameter enters it, or the call that this is made of when it is asked for; ``None`` once
-            the graph was freed.
-        edges: Where the inputs that depend on samples came from.
+        entries: How each parameter enters it.
+        edges: Where its other inputs came from.
         shapes: Shapes of its outputs.
-        forward: The outermost call that it was recorded in.
-        source: Where its inputs are found, if it does not hold them.
-        held: Whether the inputs are kept although a backward pass frees the graph.
-        reordered: Whether its inputs come from a function that takes rows out of their order.
-        options: Axes, equations and other integers and texts that it was given.
-        hooks: The user's hooks on its outputs: a sweep meets also those on outputs that lead nowhere.
+        forward: A call of an extended module that it stands for, for extensions that look at modules.
+        source: Where its inputs are found, if they are not on the node.
     """
 
     name: str
-    made: list[Entry] | Call | None
+    entries: list[Entry]
     edges: list[GradientEdge]
     shapes: list[torch.Size]
-    forward: ForwardCall
+    forward: ForwardCall | None = None
     source: InputSource | None = None
-    held: bool = False
-    reordered: bool = False
-    options: Any = None
-    hooks: list[HookDictionary] = field(default_factory=list)
 
-    @property
-    def entries(self) -> list[Entry] | None:
-        """How each parameter enters it; ``None`` once the graph was freed."""
-        if isinstance(self.made, Call):
-            self.made = entries_of(self.made)
-        return self.made
 
-    def release(self, _: Any = None) -> None:
-        """Drop the inputs when a backward pass frees the graph that they belong to."""
-        if not self.held and not graph_is_kept():
-            self.drop()
+class InputSource(Protocol):
+    """Where a use finds its inputs if its node is in no graph."""
 
-    def drop(self) -> None:
-        """Forget the inputs."""
-        self.made = self.source = None
+    def ready(self) -> list[Entry] | None:
+        """Entries with their inputs, if these are at hand."""
+
+    def fetch(self) -> list[Entry]:
+        """Entries with their inputs, even if these must be computed again."""
+
+    def taken(self) -> None:
+        """The caller has taken the entries: do not keep them any longer."""
 
 
 @dataclass(eq=False)
@@ -206,6 +169,7 @@ class RecordedLoss:
         released: Whether the arguments were dropped.
         without_input: Whether numbers that are not there took the place of the input, to save its memory.
         number: Larger than that of any loss that was called before.
+        declared: The axis of its input that was declared to hold the samples, if one was.
         documents: The document of each position of its input, if that was declared.
     """
 
@@ -219,6 +183,7 @@ class RecordedLoss:
     released: bool = False
     without_input: bool = False
     number: int = field(default_factory=itertools.count().__next__)
+    declared: int | None = None
     documents: Tensor | None = None
 
     @property
@@ -237,7 +202,7 @@ class RecordedLoss:
         self.without_input = True
 
     def release(self, _: Any = None) -> None:
-        """As ``RecordedUse.release``."""
+        """Drop the arguments when a backward pass frees the graph that they belong to."""
         if not self.held and not graph_is_kept():
             self.args, self.kwargs, self.released = (), {}, True
 
@@ -255,23 +220,6 @@ def edge_of(tensor: Tensor) -> GradientEdge:
     return GradientEdge(node, tensor.output_nr)
 
 
-def edge_before(changed: Tensor, edge: GradientEdge) -> GradientEdge:
-    """Where the history of a tensor goes on that was changed in place, if it went on from ``edge`` before.
-
-    A view gets a new history then: through the nodes that make the view, and that of the change, to where its
-    base came from. The node that made the view before is in no graph any more.
-    """
-    node = changed.grad_fn
-    if node is None or (edge.node, edge.output_nr) in node.next_functions:
-        return edge
-    while node is not None and name_of_node(node) in LINEAR:
-        node = node.next_functions[0][0]
-    if node is None or not is_change_of_view(node):
-        return edge
-    base, number = node.next_functions[0]
-    return edge if base is None else GradientEdge(base, number)
-
-
 def note_hooks(tensor: Tensor) -> None:
     """Leave a tensor's hooks on the node that made it: they run even if nobody holds the tensor any more."""
     if tensor.grad_fn is None:
@@ -279,10 +227,15 @@ def note_hooks(tensor: Tensor) -> None:
     hooks = dictionary_of(tensor)
     if hooks is None:
         return
-    marks = marks_of(tensor.grad_fn)
-    for noted in (marks.setdefault(HOOKS, []), *(use.hooks for use, _, _ in marks.get(USE, ()))):
-        if not any(hooks is known for known in noted):
-            noted.append(hooks)
+    noted = marks_of(tensor.grad_fn).setdefault(HOOKS, [])
+    if not any(hooks is known for known in noted):
+        noted.append(hooks)
+
+
+def note_retained(tensor: Tensor) -> None:
+    """Leave a tensor that retains its gradient on the node that made it."""
+    if tensor.grad_fn is not None:
+        marks_of(tensor.grad_fn).setdefault(RETAINS, []).append(weakref.ref(tensor))
 
 
 def nodes_above(nodes: Iterable[Node | None], end: Node | None = None) -> Iterator[Node]:

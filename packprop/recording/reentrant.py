@@ -3,7 +3,7 @@
 # NOTE [Reentrant checkpoints]
 Autograd does not record the forward pass of a reentrant checkpoint, so nothing in it can be found from the
 loss, and its backward pass refuses to be part of ``torch.autograd.grad``. During a pass of packprop both are
-worked around: the checkpoint's function is run again, as its node would do it, with recording on. It is run
+worked around: the checkpoint's function is run again, as its node would do it. It is run
 once when the graph is walked, to see what is in it, and again each time that a sweep comes through the node,
 which then sweeps the graph that was just made. No tensor of that graph is kept from one run to the next.
 """
@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.checkpoint import detach_variable, set_device_states
 
 from packprop.errors import FreedGraph, PackpropError
-from packprop.recording.marks import USE, marks_of, nodes_above
-from packprop.recording.switch import recording
 
 FIELDS = frozenset(
     {"run_function", "inputs", "tensor_indices", "preserve_rng_state", "device_type", "cpu_autocast_kwargs"}
@@ -82,7 +80,7 @@ def refused(why: str) -> PackpropError:
 
 
 def run_again(node: Any) -> Rerun:
-    """Run a checkpoint's function as its node does, with gradients and with recording on."""
+    """Run a checkpoint's function as its node does, with gradients."""
     inputs = list(node.inputs)
     try:
         saved = node.saved_tensors
@@ -109,24 +107,11 @@ def run_again(node: Any) -> Rerun:
         if node.device_autocast_kwargs is not None:
             stack.enter_context(torch.autocast(node.device_type, **node.device_autocast_kwargs))
         stack.enter_context(torch.autocast("cpu", **node.cpu_autocast_kwargs))
-        stack.enter_context(recording([leaves[place] for place in _places_of_data(node)]))
         outputs = node.run_function(*leaves)
     values = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
     return Rerun(leaves, tuple(value if isinstance(value, Tensor) else None for value in values))
 
 
-def _places_of_data(node: Any) -> list[int]:
-    """Places of the arguments that depend on samples: all that are not made of parameters alone."""
-    pairs = zip(node.tensor_indices, node.next_functions, strict=True)
-    return [place for place, (upstream, _) in pairs if upstream is None or _depends_on_samples(upstream)]
-
-
-def _depends_on_samples(start: Node) -> bool:
-    """Whether a use, another checkpoint or a leaf that is no parameter lies upstream."""
-    for node in nodes_above([start]):
-        leaf = getattr(node, "variable", None)
-        if USE in marks_of(node) or node.name() == NAME:
-            return True
-        if leaf is not None and not isinstance(leaf, nn.Parameter):
-            return True
-    return False
+def differs(where: str, why: str) -> PackpropError:
+    """The error for a checkpoint that does something else when it is run again."""
+    return refused(f"{where} in it was run again, and {why} than the first time")

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.nn.modules.module import _global_backward_hooks
 
-from packprop.errors import BadInput, PackpropWarning
+from packprop.errors import BadInput
 from packprop.recording import aside
 from packprop.recording.axes import AXIS, check_documents, check_sample_axis
-from packprop.recording.compiled import is_compiled, is_traced_over, note_compiled, warn_of_compiled
-from packprop.recording.marks import EXTENDED, HANDLES, HOOKED, LOSS, Handles, marks_of, nodes_above
-from packprop.recording.recorder import Recorder, current, require_loss
-from packprop.recording.regions import current_replay, region_under
-from packprop.recording.saved_hooks import hooks_in_force
-from packprop.tensors.nesting import tensors_in
+from packprop.recording.compiled import is_traced_over, note_compiled
+from packprop.recording.hooks import watch_hooks
+from packprop.recording.marks import EXTENDED, HANDLES, LOSS, Handles, marks_of, nodes_above
+from packprop.recording.recorder import LossRecorder, current, mark_outputs, require_loss
 
 # What goes in comes out, and a type checker knows it for what it is.
 Module = TypeVar("Module", bound=nn.Module)
@@ -81,17 +76,28 @@ def extend(
         check_sample_axis("extend(module, sample_axis=...) was called.", sample_axis)
         module.__dict__[AXIS] = sample_axis
     EXTENDED.add(module)
+    if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+        return module
+    if HANDLES not in module.__dict__:
+        if next(module.parameters(), None) is None:
+            begin = module.register_forward_pre_hook(_begin_loss)
+            end = module.register_forward_hook(_end_loss, with_kwargs=True, always_call=True)
+            module.__dict__[HANDLES] = Handles(module, [begin, end])
+        else:
+            handle = module.register_forward_hook(_mark_outputs, with_kwargs=True)
+            module.__dict__[HANDLES] = Handles(module, [handle])
     for child in module.modules():
-        if isinstance(child, torch.jit.ScriptModule):  # takes no hooks, and calls no torch function
-            continue
-        if HANDLES not in child.__dict__:
-            chooses = isinstance(child, aside.CHOOSERS) or is_compiled(child)
-            begin = _begin_choosing if chooses else _begin
-            handle = child.register_forward_pre_hook(begin, with_kwargs=True)
-            child.__dict__[HANDLES] = Handles(child, [handle])
-            if chooses or child is module:
-                _watch_end(child)
+        if isinstance(child, aside.CHOOSERS) and CHOOSING not in child.__dict__:
+            child.__dict__[CHOOSING] = [
+                child.register_forward_pre_hook(_step_aside, with_kwargs=True),
+                child.register_forward_hook(_step_back, always_call=True),
+            ]
+    watch_hooks()
     return module
+
+
+CHOOSING = "_packprop_choosing"
+"""Attribute of an attention module: the handles of hooks that take packprop's modes off in its calls."""
 
 
 def restore(module: Module) -> Module:
@@ -99,7 +105,7 @@ def restore(module: Module) -> Module:
     for child in module.modules():
         EXTENDED.discard(child)
         child.__dict__.pop(AXIS, None)
-        for handle in child.__dict__.pop(HANDLES, ()):
+        for handle in (*child.__dict__.pop(HANDLES, ()), *child.__dict__.pop(CHOOSING, ())):
             handle.remove()
     return module
 
@@ -108,146 +114,75 @@ def restore(module: Module) -> Module:
 def extended(model: nn.Module) -> Iterator[None]:
     """Extend a model inside, and leave its modules as they were."""
     extended_before = [module for module in model.modules() if is_extended(module)]
-    others = [module for module in model.modules() if not is_extended(module)]
     extend(model)
     try:
         yield
     finally:
-        for module in others:
-            restore(module)
-        for module in extended_before:  # restoring a module restores those in it
-            if not is_extended(module):
-                extend(module)
+        restore(model)
+        for module in extended_before:
+            extend(module)
 
 
 def is_extended(module: nn.Module) -> bool:
-    """Whether forward passes of this module are recorded."""
+    """Whether ``extend`` was called on this module."""
     return HANDLES in module.__dict__
 
 
-def _watch_end(module: nn.Module) -> None:
-    """From now on, be told when a call of an extended module ends: most are only called inside others.
-
-    The list of handles is shared with copies of the module that share its hooks.
-    """
-    handles = module.__dict__.get(HANDLES, ())
-    if len(handles) == 1:
-        handles.append(module.register_forward_hook(_end, with_kwargs=True, always_call=True))
-
-
-def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # torch.jit.script compiles hooks, and cannot compile this one: call packprop.restore(model) before
+def _is_left_alone() -> bool:
+    """Whether nothing is marked: under ``disable``, without gradients, or while a compiler runs the module."""
     if (compiles := is_compiling()) or is_traced_over():
         if compiles:
             note_compiled()
-        return
-    if module._backward_hooks or _global_backward_hooks:
-        _watch_end(module)
-    recorder = current.recorder
-    if (
-        recorder is None
-        or recorder.nesting.outermost is None
-        or recorder.nesting.outermost is module
-        or aside.current.absence is not None
-        or current_replay() is not None
-        or (recorder.owner is not None and not aside.is_running(recorder.owner, module))
-    ):
-        _begin_outermost(module, (args, kwargs), sys._getframe(1))
+        return True
+    return current.disabled or not torch.is_grad_enabled()
 
 
-def _begin_choosing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """``_begin``, for a module that packprop's modes may have to be off for."""
+def _mark_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     # torch.jit.script compiles hooks, and cannot compile this one: call packprop.restore(model) before
-    if (compiles := is_compiling()) or is_traced_over():
-        if compiles:
-            note_compiled()
-        return
-    drop_stale_recording()
-    if aside.current.absence is not None or not (
-        is_compiled(module) or aside.chooses_freely(module, (args, kwargs))
-    ):
-        _begin_outermost(module, (args, kwargs), sys._getframe(1))
-        return
-    recorder = current.recorder
-    for child in module.modules():
-        _watch_end(child)
-    from_samples = recorder is not None and recorder.takes(module, (args, kwargs))
-    aside.step_aside(module, sys._getframe(1), from_samples)
+    if not _is_left_alone():
+        mark_outputs(module, module.__dict__.get(AXIS), args, kwargs, output)
 
 
-def _begin_outermost(module: nn.Module, inputs: Any, owner: FrameType) -> None:
-    """Begin a call that may be the outermost one."""
-    warn_of_compiled()
+def _begin_loss(module: nn.Module, args: tuple[Any, ...]) -> None:
+    # torch.jit.script compiles hooks, and cannot compile this one: call packprop.restore(loss) before
+    if _is_left_alone():
+        return
     drop_stale_recording()
-    if (absence := aside.current.absence) is not None:
-        absence.nesting.enter(module)
+    if current.recorder is None:
+        current.recorder = LossRecorder(sys._getframe(1), module.__dict__.get(AXIS))
+        current.recorder.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+
+
+def _end_loss(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    if _is_left_alone():
         return
     recorder = current.recorder
-    if (replay := current_replay()) is not None:
-        _watch_end(module)
-        replay.begin(module)
-        return
     if recorder is None:
-        if current.disabled or not torch.is_grad_enabled():
-            return
-        if _are_shapeless(inputs):
-            warnings.warn(NESTED, PackpropWarning, stacklevel=4)
-            return
-        recorder = _start(module, owner, inputs)
-    elif recorder.nesting.outermost is None:  # the outermost module inside record()
-        recorder.open(module, inputs)
-    if recorder.nesting.enter(module):
-        _watch_end(module)
-
-
-NESTED = (
-    "A nested tensor of the strided layout went into an extended module. It has no shape, so this call is not "
-    "recorded, and no backward pass through it computes more than gradients. Pad the rows to one length, and "
-    "take what was padded out of the loss."
-)
-
-
-def _are_shapeless(inputs: Any) -> bool:
-    return any(tensor.is_nested and tensor.layout == torch.strided for tensor in tensors_in(inputs))
-
-
-def _end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    if is_compiling() or is_traced_over():
-        return
-    if module._backward_hooks or _global_backward_hooks:
-        _mark_hooked(output)
-    recorder = current.recorder
-    # torch.jit.script compiles hooks, and cannot compile this one: call packprop.restore(model) before
-    if (absence := aside.current.absence) is not None:
-        if recorder is not None and absence.from_samples:
-            recorder.take_as_data(output)
-        if absence.nesting.leave(module):
-            aside.step_back()
-        return
-    if (replay := current_replay()) is not None:
-        replay.end(module)
-        return
-    if recorder is None or not recorder.nesting.leave(module):
         return
     if recorder.owner is not None:
-        _stop(recorder)  # first, so that reading the output is not recorded
+        _stop(recorder)
     if output is not None:
         _record_own_loss(recorder, module, args, kwargs, output)
-        recorder.finish(output)
 
 
-def _mark_hooked(output: Any) -> None:
-    """Mark the nodes that made a module's outputs: hooks of the older kind are put on one of them.
+def _step_aside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Take packprop's modes off for a module that would compute otherwise beside them."""
+    # torch.jit.script compiles hooks, and cannot compile this one: call packprop.restore(model) before
+    if is_compiling() or is_traced_over():
+        return
+    aside.end_stale_absence()
+    if (absence := aside.current.absence) is not None:
+        absence.nesting.enter(module)
+    elif aside.chooses_freely(module, (args, kwargs)):
+        aside.step_aside(module, sys._getframe(1))
 
-    ``Module._backward_hooks`` and ``_global_backward_hooks`` are private, and used here alone: nothing public
-    tells that ``register_backward_hook`` was called. Full backward hooks have nodes of their own.
-    """
-    for tensor in tensors_in(output):
-        if tensor.grad_fn is not None:
-            marks_of(tensor.grad_fn)[HOOKED] = True
+
+def _step_back(module: nn.Module, args: Any, output: Any) -> None:
+    if (absence := aside.current.absence) is not None and absence.nesting.leave(module):
+        aside.step_back()
 
 
-def _record_own_loss(recorder: Recorder, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+def _record_own_loss(recorder: LossRecorder, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
     """Record a user's own loss: a module without parameters that turns a model's output into a scalar."""
     if not isinstance(out, Tensor) or out.ndim > 0 or out.grad_fn is None:
         return
@@ -256,8 +191,7 @@ def _record_own_loss(recorder: Recorder, module: nn.Module, args: Any, kwargs: A
     loss_input = args[0] if args else kwargs.get("input")
     if not isinstance(loss_input, Tensor) or loss_input.grad_fn is None or _has_loss(out, loss_input):
         return
-    if next(module.parameters(), None) is None:
-        recorder.note_loss(_UnrecordedLoss(module), args, kwargs, out)
+    recorder.note(_UnrecordedLoss(module), args, kwargs, out)
 
 
 class _UnrecordedLoss:
@@ -286,25 +220,7 @@ def _has_loss(out: Tensor, loss_input: Tensor) -> bool:
     return any(LOSS in marks_of(node) for node in nodes_above([out.grad_fn], loss_input.grad_fn))
 
 
-def _start(
-    module: nn.Module | None,
-    owner: FrameType | None,
-    inputs: Any = None,
-    sample_axis: int | None = None,
-) -> Recorder:
-    recorder = Recorder(module, owner, sample_axis)
-    if inputs is not None:
-        recorder.feed(*inputs)  # before it sees functions, so that reading the inputs is not recorded
-    hooks = hooks_in_force()
-    region = None if hooks is None else region_under(hooks)
-    if region is not None:
-        region.begin_recording()
-    recorder.__enter__()  # type: ignore[no-untyped-call]  # torch's own
-    current.recorder = recorder
-    return recorder
-
-
-def _stop(recorder: Recorder) -> None:
+def _stop(recorder: LossRecorder) -> None:
     current.recorder = None
     recorder.owner = None
     recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
@@ -320,11 +236,11 @@ def drop_stale_recording() -> None:
 
 @contextlib.contextmanager
 def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | None = None) -> Iterator[None]:
-    """Record what happens inside: functions on top of extended modules, and losses called as functions.
+    """Mark the losses that are called inside as functions, and say where their samples are.
 
     Args:
-        inputs: Tensors that hold samples and do not enter as arguments of an extended module.
-        sample_axis: As in ``extend``, for modules and losses inside that declare nothing themselves.
+        inputs: Accepted for existing code; nothing needs to be said of inputs.
+        sample_axis: As in ``extend``, for losses inside.
         documents: The number of the document, or of any other group, of each position of what the losses inside
             take, whole numbers from 0 on, ``[n, t]`` or ``[n * t]``. Groups are the samples, and there is a row
             of results for each number: documents that are packed into rows, graphs of different sizes, pairs.
@@ -339,19 +255,10 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
         check_sample_axis("record(sample_axis=...) was entered.", sample_axis)
     if documents is not None:
         check_documents(documents)
-    if (replay := current_replay()) is not None:
-        block = object()
-        replay.begin(block)
-        try:
-            yield
-        finally:
-            replay.end(block)
-        return
     if (outer := current.recorder) is not None:
         before = outer.sample_axis, outer.documents
         outer.sample_axis = outer.sample_axis if sample_axis is None else sample_axis
         outer.documents = outer.documents if documents is None else documents
-        outer.feed(inputs, {})
         had_loss, outer.has_loss = outer.has_loss, False
         try:
             yield
@@ -360,33 +267,19 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
             outer.sample_axis, outer.documents = before
             outer.has_loss |= had_loss
         return
-    recorder = _start(None, None, (inputs, {}), sample_axis)
-    recorder.documents = documents
+    recorder = current.recorder = LossRecorder(None, sample_axis, documents)
+    recorder.__enter__()  # type: ignore[no-untyped-call]  # torch's own
     try:
         yield
         require_loss(recorder, documents)
     finally:
-        _stop(recorder)
-
-
-@contextlib.contextmanager
-def recording(inputs: list[Tensor]) -> Iterator[None]:
-    """Record a part of the forward pass that is run again, apart from what else is being recorded."""
-    before, disabled = current.recorder, current.disabled
-    recorder = Recorder(None, None)
-    recorder.feed((inputs,), {})
-    recorder.nesting.enter(recorder)  # no module inside begins a recording of its own
-    current.recorder, current.disabled = recorder, False
-    try:
-        with recorder:
-            yield
-    finally:
-        current.recorder, current.disabled = before, disabled
+        if current.recorder is recorder:
+            _stop(recorder)
 
 
 @contextlib.contextmanager
 def disable() -> Iterator[None]:
-    """Record nothing inside: forward passes cost what they cost without packprop."""
+    """Mark no losses inside, and no outputs of models."""
     before, current.disabled = current.disabled, True
     try:
         yield

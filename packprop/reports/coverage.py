@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from packprop.curvature.second_order import require_second_derivatives
 from packprop.curvature.seeds import columns
 from packprop.errors import BadInput, PackpropError
 from packprop.functions.entry import Entry
+from packprop.functions.registry import without_rules
 from packprop.graph.graph import Graph
-from packprop.graph.search import leaves_above, nodes_above
 from packprop.graph.walk import walk
-from packprop.recording.marks import MIXES, USE, RecordedUse, marks_of
+from packprop.recording.marks import Use
 from packprop.recording.switch import record
 from packprop.recording.unchanged import unchanged
 from packprop.reports.coverage_families import families_of
@@ -62,7 +63,7 @@ def coverage(model: nn.Module, batch: Any) -> Coverage:
         with record():
             outputs = call(model, inputs)
             roots = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
-            losses = [tensor for tensor in roots if tensor.dim() == 0 and _marks([tensor], USE)]
+            losses = [tensor for tensor in roots if tensor.dim() == 0 and walk([tensor], [None], None).uses]
             values = losses or [_stand_in(tensor) for tensor in roots]
         return _describe(model, values, own_loss=bool(losses))
 
@@ -102,7 +103,6 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
     missing: dict[int, list[str]] = {}
     for leaf, node in graph.missing if graph is not None else ():
         missing.setdefault(id(leaf), []).append(node.name())
-    efforts = {} if accepted is None else _efforts(accepted)
     factors = {} if accepted is None else _factors(accepted)
     routes = {} if accepted is None else _hessian_routes(accepted)
     names: dict[int, list[str]] = {}
@@ -119,11 +119,10 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
             tuple(missing.get(id(parameter), ())),
             factors.get(id(parameter), ""),
             routes.get(id(parameter), ""),
-            efforts.get(id(parameter), ()),
         )
         for name, parameter in named_parameters(model)
     }
-    mixers = tuple(dict.fromkeys(mixer.name for mixer in _marks(values, MIXES)))
+    mixers = () if graph is None else tuple(dict.fromkeys(graph.mixers))
     samples = 0 if accepted is None else accepted.samples
     families = families_of(accepted, refusal, own_loss, note)
     return Coverage(parameters, families, samples, mixers, refusal)
@@ -138,59 +137,37 @@ def _walked(values: Sequence[Tensor]) -> tuple[Graph | None, PackpropError | Non
         graph = walk(values, [None] * len(values), None)
         check_graph(graph)
     except PackpropError as refusal:
-        return graph, refusal
+        return _refused(values) if graph is None else graph, refusal
     return graph, None
 
 
+def _refused(values: Sequence[Tensor]) -> Graph | None:
+    """Return the graph of some losses whose walk was refused, if a rule refused it."""
+    try:
+        with without_rules():
+            graph = walk(values, [None] * len(values), None)
+    except PackpropError:
+        return None
+    for use in graph.uses:
+        by_rules = dict(zip(map(id, use.recorded.entries), use.entries(), strict=True))
+        use.sites = [replace(site, entry=by_rules[id(site.entry)]) for site in use.sites]
+    return graph
+
+
 def _uses_by_leaf(values: Sequence[Tensor], graph: Graph | None) -> dict[int, list[Consumption]]:
-    """Return the uses of each leaf: from the walk, or, if it failed, from the marks of the recording."""
-    if graph is not None:
-        triples = [(use.recorded, site.entry, site.leaf) for use in graph.uses for site in use.sites]
-    else:
-        triples = [
-            (recorded, entry, leaf)
-            for recorded in dict.fromkeys(use for marks in _marks(values, USE) for use, *_ in marks)
-            for entry in recorded.entries or ()
-            for leaf in _leaves(entry.parameter)
-        ]
+    """Return the uses of each leaf; none if the walk failed."""
+    walked = [] if graph is None else graph.uses
+    triples = [(use.recorded, site.entry, site.leaf) for use in walked for site in use.sites]
     uses: dict[int, list[Consumption]] = {}
     for recorded, entry, leaf in triples:
         uses.setdefault(id(leaf), []).append(_consumption(recorded, entry, leaf))
     return uses
 
 
-def _consumption(recorded: RecordedUse, entry: Entry, leaf: Tensor) -> Consumption:
+def _consumption(recorded: Use, entry: Entry, leaf: Tensor) -> Consumption:
     refusal = "" if entry.refusal is None else entry.refusal[0]
-    fallback = entry.effort is not None and not refusal
+    fallback = not entry.by_rule and not refusal
     return Consumption(recorded.name, entry.structure, entry.parameter is leaf, refusal, fallback)
-
-
-def _marks(values: Sequence[Tensor], mark: str) -> list[Any]:
-    """Return the recording's marks under one name on the nodes that lead to some values."""
-    nodes = (marks_of(node) for node in nodes_above(value.grad_fn for value in values))
-    return [marks[mark] for marks in nodes if mark in marks]
-
-
-def _leaves(parameter: Tensor) -> list[Tensor]:
-    if parameter.grad_fn is None:
-        return [parameter]
-    return leaves_above(parameter)
-
-
-def _efforts(graph: Graph) -> dict[int, tuple[str, ...]]:
-    """Describe the effort of the fallback for each leaf that it serves: it tries two of the samples."""
-    efforts: dict[int, tuple[str, ...]] = {}
-    for use in graph.uses:
-        shapes, device = use.recorded.shapes, graph.leaves()[0].device
-        for site in use.sites:
-            if site.entry.effort is None or site.entry.refusal is not None:
-                continue
-            ones = [torch.ones(1, *shape, dtype=site.leaf.dtype, device=device) for shape in shapes]
-            with torch.no_grad():
-                site.structure_of(ones, use.layouts, slice(0, 2))
-            said = f"{use.recorded.name}, {site.entry.effort(use.layouts[0])}"
-            efforts[id(site.leaf)] = tuple(dict.fromkeys((*efforts.get(id(site.leaf), ()), said)))
-    return efforts
 
 
 def _factors(graph: Graph) -> dict[int, str]:

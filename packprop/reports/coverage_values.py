@@ -18,11 +18,11 @@ class Consumption:
     """One use of a parameter.
 
     Args:
-        function: The torch function that was seen.
+        function: The function that the graph shows, or the name of its node.
         structure: The structure of the parameter in the function; ``Dense`` if per-sample gradients are formed.
         direct: Says that the parameter itself was its argument, not a tensor computed from it.
         refusal: The reason why nothing can be computed for it; empty if something can.
-        fallback: Says that no rule describes the parameter, so that packprop calls the function again.
+        fallback: Says that no rule describes the parameter: packprop calls the derivative for each sample.
     """
 
     function: str
@@ -43,12 +43,11 @@ class ParameterCoverage:
         layer: Class of the module that owns it.
         trainable: Whether it requires a gradient.
         uses: Its uses, those nearest to the output first.
-        missing: The nodes that use it, but were not recorded.
+        missing: The nodes that use it where no sample can be told.
         factors: Its factors in KFAC: ``"B, A"``, or ``"B"`` for the exact block; empty if unknown.
         hessian: The route to the Hessian's diagonal, see NOTE [Hessian diagonal]: ``"swept"``, ``"output"`` or
             ``"parameter"``; ``"refused"`` if PyTorch has no second derivative, or a wrong one; empty if
             unknown.
-        efforts: For functions without a rule, their name, and how often packprop calls each again.
     """
 
     name: str
@@ -60,7 +59,6 @@ class ParameterCoverage:
     missing: tuple[str, ...] = ()
     factors: str = ""
     hessian: str = ""
-    efforts: tuple[str, ...] = ()
 
     @property
     def state(self) -> str:
@@ -144,12 +142,10 @@ class Coverage:
         counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
         lines = [f"{self.samples} samples; parameters: {', '.join(counts) or 'none'}"]
         lines += [f"mixes samples: {mixer}" for mixer in self.mixers]
-        efforts = dict.fromkeys(
-            effort for parameter in self.parameters.values() for effort in parameter.efforts
-        )
         if self.fallback_share:
-            lines.append(f"functions without a rule, called again: {self.fallback_share:.3g} of all entries")
-        lines += [f"- {effort}" for effort in efforts]
+            uses = [use for parameter in self.parameters.values() for use in parameter.uses if use.fallback]
+            functions = ", ".join(dict.fromkeys(use.function for use in uses))
+            lines.append(f"called for each sample: {functions}; {self.fallback_share:.3g} of all entries")
         routes = {parameter.hessian for parameter in self.parameters.values()}
         lines += [f"Hessian diagonals, {route}: {text}" for route, text in ROUTES.items() if route in routes]
         lines += [str(self.refusal)] if self.refusal is not None else []

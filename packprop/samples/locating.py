@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakIdKeyDictionary
 
 from packprop.errors import PackpropError
 from packprop.graph.completeness import (
-    EXTEND_FIRST,
-    UNSEEN,
+    MARK_THE_LOSS,
+    UNKNOWN_LOSS,
     require_complete,
     require_data,
     require_separable,
 )
-from packprop.graph.graph import WHOLE, Graph
+from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.own_backward import require_linear_backward, starts_of
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
 from packprop.samples.errors import mixed, require_samples
@@ -101,9 +103,8 @@ def check_graph(graph: Graph, of_samples: bool = True) -> None:
         raise PackpropError(
             "A backward pass with extensions was started.",
             "the tensor that backward() was called on",
-            "its graph holds no recorded use of a parameter: the forward pass ran on a module that is not "
-            f"extended, {UNSEEN}",
-            EXTEND_FIRST,
+            f"no use of a parameter is known: {UNKNOWN_LOSS}",
+            MARK_THE_LOSS,
         )
     if of_samples:
         require_separable(graph)
@@ -118,6 +119,10 @@ def check_graph(graph: Graph, of_samples: bool = True) -> None:
             use.layouts = [WHOLE] * len(use.recorded.shapes)
 
 
+class Reread(Exception):
+    """Sweeps have shown that something that was read off the graph is made of parameters alone."""
+
+
 def locate_samples(graph: Graph) -> None:
     """Find the number of samples and the layout of every use and loss.
 
@@ -125,7 +130,7 @@ def locate_samples(graph: Graph) -> None:
         PackpropError: If the samples are mixed, or no number of samples fits both inputs and loss.
     """
     memory = _memory_of(graph)
-    reordered = any(forward.reordered for forward in graph.forwards) or graph.documents is not None
+    reordered = graph.documents is not None
     locations = None if reordered else memory.locations.get(graph.signature)
     if locations is None and is_dry_run():
         locations = _usual_locations(graph)
@@ -133,8 +138,15 @@ def locate_samples(graph: Graph) -> None:
             _sweep_once(graph)
     if locations is None:
         require_untraced("where the samples are")
-        with graph.hooks.quiet():
-            locations = _find_locations(graph, memory)
+        try:
+            with graph.hooks.quiet():
+                locations = _find_locations(graph, memory)
+        except Reread:
+            assert graph.again is not None
+            asked = graph.asked
+            graph.__dict__.update(vars(graph.again()))
+            graph.asked = asked
+            return check_graph(graph)
     graph.samples = locations.samples
     graph.source_layouts = locations.sources
     for loss, layout in zip(graph.losses, locations.sources, strict=False):  # inputs of losses come first
@@ -149,7 +161,7 @@ def locate_samples(graph: Graph) -> None:
 
 def is_order_of_data(graph: Graph) -> bool:
     """Whether data may decide on the order of the samples: then they are located anew in each pass."""
-    if graph.hides_order or graph.documents is not None or any(f.reordered for f in graph.forwards):
+    if graph.hides_order or graph.documents is not None:
         return True
     if not graph.reorderings or graph.samples == 1:
         return False
@@ -211,14 +223,22 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     require_samples(graph, outputs)
     graph.samples, choices = locate_rows(graph, outputs)
     samples, mixing = graph.samples, None
+    unfit: list[ReachedUse] = []
     for chosen in choices:
         found = separate(graph, outputs, chosen, samples)
         if found.fitting is not None:
             break
         mixing = mixing or found.mixing
+        unfit += found.unfit
+    if found.fitting is None and _are_reclassified(unfit, samples):
+        raise Reread
+    suspect = next((use for use in graph.uses if use.suspect), None)
+    if found.fitting is not None and samples > 1 and suspect is not None:
+        raise mixed(graph, suspect)
     places = [] if found.fitting is None else _first_of(found.fitting)
     in_order = all(layout.rows is None for own in places for layout in own)
-    if samples == 1 or not places or not in_order:
+    own = any(isinstance(node, BackwardCFunction) for use in graph.uses for node in use.anchors)
+    if samples == 1 or not places or not in_order or own:
         require_linear_backward(graph.asked, starts_of(graph.roots))
     if found.fitting is None:
         assert mixing is not None
@@ -232,6 +252,8 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     if shown.on_values:
         hidden = find_hidden(graph, outputs, chosen, shown.fitting)
         if hidden is not None:
+            if _are_reclassified([hidden[0]], samples):
+                raise Reread
             memory.looks.pop(graph.signature, None)  # it is refused in the next pass, too
             raise mixed(graph, *hidden)
         if look is None:
@@ -241,6 +263,12 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         memory.structures.add(graph.structure)
     lasting = shown.is_conclusive and not shown.on_values and in_order
     return _SampleLocations(samples, chosen, _first_of(shown.fitting), lasting)
+
+
+def _are_reclassified(uses: Sequence[ReachedUse], samples: int) -> bool:
+    """Whether some undecided uses, behind which samples meet, are made of parameters alone."""
+    found = [use.undecided(use, samples) for use in uses if use.undecided is not None]
+    return any(found)
 
 
 def _first_of(fitting: Fitting) -> list[list[Layout]]:

@@ -69,7 +69,8 @@ def declared_axis(graph: Graph) -> int | None:
     Raises:
         PackpropError: If several were.
     """
-    said = sorted({forward.declared for forward in graph.forwards if forward.declared is not None})
+    declared = [forward.declared for forward in graph.forwards] + [loss.call.declared for loss in graph.losses]
+    said = sorted({each for each in declared if each is not None})
     if len(said) > 1:
         raise PackpropError(
             graph.asked,

@@ -31,7 +31,7 @@ from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.search import nodes_above
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
 from packprop.graph.traversal import made_by
-from packprop.recording.marks import ForwardCall, RecordedUse
+from packprop.recording.marks import Use
 from packprop.samples.rows import Place, Sweeps, differ, layouts_of_rows, levels, sequences_of, sizes_of
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout, possible_layouts
@@ -95,11 +95,13 @@ class Separation(NamedTuple):
         fitting: For the outputs of each use all layouts that keep the samples apart; ``None`` if there is none.
         mixing: The use nearest to the loss that none of its layouts fits.
         is_conclusive: Whether something came back at every use: zeros tell nothing, as behind a head of zeros.
+        unfit: All uses that none of their layouts fits.
     """
 
     fitting: Fitting | None
     mixing: ReachedUse | None
     is_conclusive: bool
+    unfit: Sequence[ReachedUse] = ()
 
     @property
     def layouts(self) -> list[list[Layout]] | None:
@@ -157,13 +159,13 @@ def separate(
             fitting[use][index].remove(layout)
     reached = {use for (use, _, _), sizes in first.items() if bool((sizes > 0).any())}
     unfit = [use for use, layouts in fitting.items() if not all(layouts)]
-    if unfit or any(use.recorded.reordered for use in graph.uses):
+    if unfit or any(use.reordered for use in graph.uses):
         noisy, even = (functools.partial(by_sample, given, chosen) for given in (noise, ones_at(outputs)))
         sweeps = Sweeps(edges, noisy, even, graph.uses)
-        reached |= _add_layouts_of_rows(fitting, unfit, sweeps, samples, largest, tolerance, graph.documents)
+        reached |= _add_layouts_of_rows(graph, fitting, unfit, sweeps, samples, largest, tolerance)
     for use in graph.uses:  # those nearest to the loss come first
         if not all(fitting[use]):
-            return Separation(None, use, False)
+            return Separation(None, use, False, [each for each in graph.uses if not all(fitting[each])])
     return Separation(fitting, None, len(reached) == len(graph.uses))
 
 
@@ -176,13 +178,13 @@ def _dtypes_on_the_way(outputs: Sequence[ModelOutput]) -> set[torch.dtype]:
 
 
 def _add_layouts_of_rows(
+    graph: Graph,
     fitting: Fitting,
     unfit: Sequence[ReachedUse],
     sweeps: Sweeps,
     samples: int,
     largest: float,
     tolerance: float,
-    documents: Tensor | None,
 ) -> set[ReachedUse]:
     """Add layouts of rows in any order behind those that fit, where rows were reordered.
 
@@ -193,10 +195,11 @@ def _add_layouts_of_rows(
     Returns:
         The uses that have them.
     """
+    documents = graph.documents
     places = [
         Place(use, index, axis, joined)
         for use, outputs in fitting.items()
-        if use.recorded.reordered or use in unfit
+        if use.reordered or use in unfit
         for index, layouts in enumerate(outputs)
         if not layouts or layouts[0].folded
         for axis, joined in _axes_of_rows(use.recorded.shapes[index], documents)
@@ -209,9 +212,7 @@ def _add_layouts_of_rows(
         places_of = (plain.sample_of(own.device) for plain in fitting[use][index] if plain.axis == layout.axis)
         if any(torch.equal(own, each) for each in places_of):
             continue  # it is among them already
-        in_order = bool((own.diff() >= 0).all())
-        if use.recorded.reordered or documents is not None or in_order:
-            fitting[use][index].append(layout)
+        fitting[use][index].append(layout)
     return {place.use for place in found}
 
 
@@ -306,11 +307,9 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
         return there[1] if there is not None and there[0] == shape else None
 
     layouts = [known_layout(edge, shape) for edge, shape in places]
-    no_module = ForwardCall(lambda: None)
-    reordered = any(use.recorded.reordered for use in graph.uses)
     stand_ins = {
         place: ReachedUse(
-            RecordedUse("", [], [], [shape], no_module, reordered=reordered),
+            Use("", [], [], [shape]),
             {0: (edge.node, edge.output_nr)},
             is_end=True,
             through=graph.checkpoints,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 PLAIN = frozenset({type(None), bool, int, float, str})
 """Types that hold no tensors: most arguments. A check whether they are dataclasses is slow."""
@@ -30,33 +30,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             stack.append(_fields_of(item))
         elif isinstance(item, Mapping):
             stack.extend(reversed([*item.values()]))
-
-
-def tensors_in_objects(value: Any) -> Iterator[Tensor]:
-    """Yield ``tensors_in``, and those in attributes of objects of any class, such as a batch of graphs."""
-    stack: list[Any] = [value]
-    seen: set[int] = set()
-    while stack:
-        item = stack.pop()
-        if isinstance(item, Tensor):
-            yield item
-        elif type(item) not in PLAIN and id(item) not in seen:
-            seen.add(id(item))
-            stack.extend(reversed([*_contents(item)]))
-
-
-def _contents(value: Any) -> Iterable[Any]:
-    """Return the contents of a container or an object; modules, classes and functions hold nothing."""
-    if isinstance(value, (tuple, list)):
-        return value
-    if isinstance(value, Mapping):
-        return value.values()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _fields_of(value).values()
-    if isinstance(value, (type, nn.Module)) or callable(value) or not hasattr(value, "__dict__"):
-        return ()
-    attributes: dict[str, Any] = vars(value)
-    return attributes.values()
 
 
 def _fields_of(item: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from packprop.tensors.traced import decided, is_traced, not_traceable
+from packprop.tensors.traced import is_traced, not_traceable
 
 RandomStates = dict[torch.device, Tensor]
 """One state for each device; the CPU is always among them."""
@@ -21,15 +21,6 @@ def random_states(devices: Iterable[torch.device] | None = None) -> RandomStates
         if device.type not in ("cpu", "meta"):
             states[device] = torch.get_device_module(device).get_rng_state(device)
     return states
-
-
-def states_if_drawn(before: RandomStates | None, asked: str) -> RandomStates | None:
-    """Return the earlier states, if numbers have been drawn since; for a traced pass they are empty."""
-    if before is None or not decided(
-        asked, lambda: not all(map(torch.equal, before.values(), random_states().values()))
-    ):
-        return None
-    return before
 
 
 def set_random_states(states: RandomStates) -> None:

@@ -7,7 +7,7 @@ import sys
 import weakref
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 
 
 def version(tensor: Tensor) -> int:
@@ -50,3 +50,13 @@ def _storages_count() -> bool:
     held = _references(storages)
     del tensor
     return held > _references(storages)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return where the memory begins that a tensor shares with its views; 0 for tensors that do not say."""
+    if type(tensor) not in (Tensor, nn.Parameter):  # others stand for tensors, or hold several
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from packprop.errors import BadInput
-from packprop.functions.entry import Call, Entry, name_of
-from packprop.functions.registry import RULES
 from packprop.tensors.layout import Layout
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.testing.loops import layouts_of
@@ -55,26 +53,6 @@ class Example:
         pairs = zip(self.names, self.tensors, strict=True)
         named = {id(tensor): (name, tensor) for name, tensor in pairs if tensor.requires_grad}
         return dict(named.values())
-
-    @cached_property
-    def call(self) -> Call:
-        """Describe one call, as recording describes it to rules."""
-        args, kwargs = self.build(self.tensors)
-        parameters = tuple(self.parameters.values())
-        shape = self.outputs()[0].shape
-        return Call(self.function, args, kwargs, parameters, shape, lambda tensor: tensor)
-
-    @cached_property
-    def described(self) -> dict[str, Entry]:
-        """Return the registered rule's entries for each parameter."""
-        rule, call = RULES.get(self.function), self.call
-        entries = list(rule(call, *call.args, **call.kwargs) or ()) if rule else []
-        return {
-            name: entry
-            for entry in entries
-            for name, parameter in self.parameters.items()
-            if entry.parameter is parameter
-        }
 
     def outputs(self, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Return the outputs of the function, as far as they require a gradient."""
@@ -138,6 +116,19 @@ def make_example(
     return example
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function, as users know it."""
+    owner = _class_of(function)
+    name = getattr(function, "__name__", function)
+    return str(name) if owner is None else f"{owner.__name__}.{name}"
+
+
+def _class_of(function: Callable[..., Any]) -> type[torch.autograd.Function] | None:
+    """Return the class of a function that is the ``apply`` of one."""
+    owner = getattr(function, "__self__", None)
+    return owner if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) else None
+
+
 def _split(value: Any) -> Arguments:
     if isinstance(value, dict):
         return (), value
@@ -156,8 +147,11 @@ def _bad(function: Callable[..., Any], why: str) -> BadInput:
 
 def _names(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
     """Return names of the tensors among the arguments, from the function's signature if it has one."""
+    owner = _class_of(function)
     try:
-        known = list(inspect.signature(function).parameters.values())
+        known = list(inspect.signature(function if owner is None else owner.forward).parameters.values())
+        if owner is not None and owner.setup_context is torch.autograd.Function.setup_context:
+            known = known[1:]  # ctx
     except (TypeError, ValueError):  # most functions of torch
         known = []
     spelled = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

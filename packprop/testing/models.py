@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from packprop import extensions as catalogue
 from packprop.errors import PackpropError
+from packprop.graph.graph import Graph
 from packprop.testing.laws import check_laws, require_all
 from packprop.testing.loops import Loops
 from packprop.testing.passes import columns_at_outputs, graph_of, saved
@@ -95,18 +96,22 @@ def check_model(
     return ledger.report()
 
 
-def compare(ledger: Ledger, problem: Problem, extensions: Sequence[Extension]) -> Loops:
-    """Compare the gradient and the values of extensions with loops over samples."""
-    loss, _ = problem.forward()
-    samples = graph_of(loss).samples  # first, because the engine's refusals say more than failed laws
-    if samples != problem.samples:
+def require_samples(ledger: Ledger, problem: Problem, graph: Graph) -> None:
+    """Raise if the engine finds another number of samples."""
+    if graph.samples != problem.samples:
         raise CheckFailed(
             f"{ledger.subject}: numbers of samples were compared.",
             f"inputs with {problem.samples} samples on axis {problem.axis}",
-            f"the engine takes them for {samples} samples",
+            f"the engine takes them for {graph.samples} samples",
             "sample n is row n of what the loss takes: extend(model, sample_axis=...) says on which axis",
             float("inf"),
         )
+
+
+def compare(ledger: Ledger, problem: Problem, extensions: Sequence[Extension]) -> Loops:
+    """Compare the gradient and the values of extensions with loops over samples."""
+    loss, _ = problem.forward()
+    require_samples(ledger, problem, graph_of(loss))  # first: the engine's refusals say more than failed laws
     loops = Loops(problem, ledger)
     ledger.notes += [f"unused: {n}" for n in problem.parameters if n not in loops.gradient]
     total = {name: loops.rows[name].sum(0) for name in loops.used}

@@ -95,7 +95,7 @@ class Report:
 
 HINTS = {
     "one sample at a time": "take the samples of the cotangent from the layout and the choice that "
-    "meet() gets, keep its leading axis of columns, and sum over nothing but positions",
+    "structure_of() gets, keep its leading axis of columns, and sum over nothing but positions",
     "the fallback": "look at the rule first: the fallback agrees with the loop over samples",
     "the fallback and the loop": "let the function give the same value whenever it is called",
     "fast statistics": "let the structure describe the whole use: fold may only rearrange entries",

@@ -1,86 +1,126 @@
-"""Comparison of a rule's structures with loops over samples, and with the fallback."""
+"""The structures that rules build against loops over samples, and against the fallback."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from packprop.algebra.factors import input_gram
 from packprop.algebra.statistics import batch_sq, gram, sq_norm, sum_sq
-from packprop.algebra.structures import Structure, rows
-from packprop.functions.entry import Entry
-from packprop.functions.fallback import fallback
+from packprop.algebra.structures import Structure, join, rows
+from packprop.functions.registry import without_rules
+from packprop.graph.graph import Graph, ReachedUse
+from packprop.graph.site import Site
+from packprop.tensors.calling import call
 from packprop.tensors.layout import Layout
-from packprop.testing.example import Example
 from packprop.testing.loops import strided
+from packprop.testing.problem import Problem, differentiable
 from packprop.testing.report import Ledger
+
+Arrived = list[list[Tensor | None]]
+"""For each use the cotangents at its outputs."""
 
 
 @dataclass(frozen=True)
 class Swept:
-    """An example, and cotangents at its outputs.
+    """Uses in a model, and cotangents at their outputs.
 
     Args:
-        example: A call of the function.
-        cotangents: ``[v, *y]`` for each output; ``None`` for outputs that the sweep does not reach.
-        layouts: The layouts of the outputs.
+        uses: The uses.
+        arrived: What arrives at each of them.
+        layouts: Where the outputs of each hold the samples.
+        columns: The number of columns, v.
     """
 
-    example: Example
-    cotangents: list[Tensor | None]
-    layouts: list[Layout]
+    uses: Sequence[ReachedUse]
+    arrived: Arrived
+    layouts: Sequence[list[Layout]]
+    columns: int
 
-    @property
-    def columns(self) -> int:
-        """The number of columns, v."""
-        return next(cotangent.shape[0] for cotangent in self.cotangents if cotangent is not None)
+    def sites(self, leaf: Tensor, *, by_rule: bool) -> list[tuple[Site, int]]:
+        """Return the sites of a leaf at uses that something arrives at, with the numbers of the uses."""
+        found = []
+        for number, use in enumerate(self.uses):
+            if all(cotangent is None for cotangent in self.arrived[number]):
+                continue
+            recorded = use.recorded.entries
+            entries = recorded
+            if not by_rule:
+                with without_rules():
+                    entries = use.entries()
+            for site in use.sites:
+                if site.leaf is leaf:
+                    place = next(k for k, entry in enumerate(recorded) if entry is site.entry)
+                    found.append((Site(entries[place], leaf), number))
+        return found
 
-    def structure(self, entry: Entry, chosen: slice | Tensor) -> Structure:
-        """Return the structure of an entry for some samples."""
-        return entry.structure_of(self.cotangents, self.layouts, chosen)
-
-
-def check_structures(ledger: Ledger, example: Example) -> None:
-    """Compare every entry, for random cotangents, with loops over samples and with the fallback."""
-    for layouts in _possible_layouts(example):
-        outputs, samples = example.outputs(), layouts[0].samples
-        choices: list[slice | Tensor] = [slice(None)]
-        if samples > 1:
-            choices += [slice(1, 2), torch.tensor([samples - 1, 0])]
-        reached = [[True] * len(outputs)]
-        if len(outputs) > 1:
-            reached += [[place == only for place in range(len(outputs))] for only in range(len(outputs))]
-        for columns, is_reached in itertools.product((1, 2), reached):
-            cotangents = [
-                torch.randn(columns, *output.shape).to(output) if fed else None
-                for output, fed in zip(outputs, is_reached, strict=True)
-            ]
-            swept = Swept(example, cotangents, layouts)
-            expected = _rows_by_loops(swept)
-            for name, chosen in itertools.product(example.parameters, choices):
-                _check_structure(ledger, swept, name, chosen, expected[name][:, chosen])
+    def structure(
+        self, sites: Sequence[tuple[Site, int]], chosen: slice | Tensor, *, inputs_only: bool = False
+    ) -> Structure:
+        """The structure of a leaf for some samples."""
+        made = []
+        for site, number in sites:
+            cotangents = self.arrived[number]
+            given = [None] * len(cotangents) if inputs_only else cotangents
+            made.append(site.structure_of(given, self.layouts[number], chosen))
+        return join(made)
 
 
-def _check_structure(ledger: Ledger, swept: Swept, name: str, chosen: slice | Tensor, expected: Tensor) -> None:
+def check_structures(ledger: Ledger, problem: Problem, graph: Graph, outputs: Sequence[Tensor]) -> None:
+    """Compare every entry, for random cotangents, with loops over samples and with the fallback.
+
+    Args:
+        ledger: Keeps what agreed.
+        problem: A model whose outputs have the samples in front.
+        graph: The graph of its loss, with its samples located.
+        outputs: Its outputs in this graph.
+    """
+    for columns, reached in itertools.product((1, 2), _choices(len(outputs))):
+        fed = [
+            torch.randn(columns, *output.shape).to(output) if is_fed else None
+            for output, is_fed in zip(outputs, reached, strict=True)
+        ]
+        expected = _rows_by_loops(problem, fed, columns)
+        arrived = _at_uses(graph, outputs, fed, columns)
+        for layouts, fold in _possible_layouts(graph):
+            swept = Swept(graph.uses, arrived, layouts, columns)
+            count = graph.samples if fold is None else graph.samples // 2
+            chosen: list[slice | Tensor] = [slice(None)]
+            if count > 1:
+                chosen += [slice(1, 2), torch.tensor([count - 1, 0])]
+            for (name, leaf), own in itertools.product(problem.parameters.items(), chosen):
+                folded = expected[name] if fold is None else fold(expected[name])
+                _check_structure(ledger, swept, name, leaf, own, folded[:, own])
+
+
+def _choices(outputs: int) -> list[list[bool]]:
+    """Return choices of outputs: all of them, and each of several alone."""
+    alone = [[place == only for place in range(outputs)] for only in range(outputs)]
+    return [[True] * outputs, *(alone if outputs > 1 else [])]
+
+
+def _check_structure(
+    ledger: Ledger, swept: Swept, name: str, leaf: Tensor, chosen: slice | Tensor, expected: Tensor
+) -> None:
     """Compare one parameter for some samples; ``expected`` are their gradients ``[v, n, *p]``."""
-    example, layout = swept.example, swept.layouts[0]
+    sites = swept.sites(leaf, by_rule=True)
+    if not sites:
+        return
     spelled: Any = chosen.tolist() if isinstance(chosen, Tensor) else "all"
     spelled = [1] if chosen == slice(1, 2) else spelled
-    how = f"v={swept.columns}, {layout}, chosen {spelled}"
-    by_fallback = rows(swept.structure(fallback(example.call, example.parameters[name]), chosen))
+    how = f"v={swept.columns}, {swept.layouts[sites[0][1]][0]}, chosen {spelled}"
+    by_fallback = rows(swept.structure(swept.sites(leaf, by_rule=False), chosen))
     ledger.same("the fallback and the loop", {name: by_fallback}, {name: expected}, how)
-    entry = example.described.get(name)
-    if entry is None:
+    if not any(site.entry.by_rule for site, _ in sites):
         return
-    if layout.axis is not None and not entry.admits(layout.axis):
-        ledger.notes.append(f"{name}: its rule refuses samples on axis {layout.axis} of the output")
-        return
-    structure = swept.structure(entry, chosen)
+    structure = swept.structure(sites, chosen)
     if structure.rows is None:
         law = "one sample at a time"
         raise ledger.failed(law, f"parameter {name!r}, {how}", "the structure has no rows")
@@ -97,51 +137,77 @@ def _check_structure(ledger: Ledger, swept: Swept, name: str, chosen: slice | Te
         ledger.same(
             "fast statistics", {name: statistic(structure)}, {name: value}, f"{statistic.__name__}, {how}"
         )
-    nothing_reached = Swept(example, [None] * len(swept.cotangents), swept.layouts)
-    alone = input_gram(nothing_reached.structure(entry, chosen))
+    alone = input_gram(swept.structure(sites, chosen, inputs_only=True))
     beside = input_gram(structure)
     if alone is not None or beside is not None:
         ledger.same("inputs alone", {name: alone}, {name: beside}, how)
 
 
-def _possible_layouts(example: Example) -> Iterator[list[Layout]]:
-    """Return layouts of the outputs: the real ones, and, if possible, with two rows as one sample."""
-    yield example.layouts
-    half, left = divmod(example.samples, 2)
-    if left == 0 and all(layout.axis is not None and layout.parts == 1 for layout in example.layouts):
-        for major in (True, False):
-            yield [Layout(layout.axis, half, 2, major) for layout in example.layouts]
+def _possible_layouts(
+    graph: Graph,
+) -> Iterator[tuple[list[list[Layout]], Callable[[Tensor], Tensor] | None]]:
+    """Return layouts of the uses: the real ones, and, if possible, with two rows as one sample.
+
+    With the latter comes what makes gradients of pairs ``[v, n, *p]`` of those of single samples.
+    """
+    yield [use.layouts for use in graph.uses], None
+    half, left = divmod(graph.samples, 2)
+    real = [layout for use in graph.uses for layout in use.layouts]
+    if left or any(layout.axis is None or layout.folded or layout.joined for layout in real):
+        return
+    for major in (True, False):
+        own = [[Layout(layout.axis, half, 2, major) for layout in use.layouts] for use in graph.uses]
+        yield own, functools.partial(_pairs_summed, half=half, major=major)
 
 
-def _rows_by_loops(swept: Swept) -> dict[str, Tensor]:
+def _pairs_summed(rows: Tensor, half: int, major: bool) -> Tensor:
+    """Add gradients of single rows ``[v, n, *p]`` up to those of pairs of rows."""
+    summed: Tensor = rows.unflatten(1, (half, 2) if major else (2, half)).sum(2 if major else 1)
+    return summed
+
+
+def _at_uses(graph: Graph, outputs: Sequence[Tensor], fed: Sequence[Tensor | None], columns: int) -> Arrived:
+    """Pull cotangents at the outputs of a model ``[v, *y]`` back to the outputs of its uses."""
+    places = [
+        (number, output, edge) for number, use in enumerate(graph.uses) for output, edge in use.nodes.items()
+    ]
+    edges = [GradientEdge(*edge) for _, _, edge in places]
+    pairs = [(output, each) for output, each in zip(outputs, fed, strict=True) if each is not None]
+    pulled = [
+        torch.autograd.grad(
+            [output for output, _ in pairs],
+            edges,
+            [each[v] for _, each in pairs],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        for v in range(columns)
+    ]
+    arrived: Arrived = [[None] * len(use.recorded.shapes) for use in graph.uses]
+    for (number, output, _), gradients in zip(places, zip(*pulled, strict=True), strict=True):
+        own = [gradient for gradient in gradients if gradient is not None]
+        arrived[number][output] = torch.stack(own) if own else None
+    return arrived
+
+
+def _rows_by_loops(problem: Problem, fed: Sequence[Tensor | None], columns: int) -> dict[str, Tensor]:
     """Return per-sample gradients ``[v, n, *p]``: each sample evaluated alone, each column pulled back."""
-    example, layout, parameters = swept.example, swept.layouts[0], swept.example.parameters
-    columns = swept.columns
+    parameters = problem.parameters
     gathered: list[list[Tensor]] = []
-    for n in range(layout.samples):
-        if layout.samples == example.samples:
-            tensors = example.some(n)
-        elif layout.major:
-            tensors = example.some(n * layout.parts, layout.parts)
-        else:
-            tensors = example.some(n, layout.parts, layout.samples)
-        outputs = example.outputs(tensors)
-        fed = [
-            (output, own.to_front(cotangent, 1)[:, n].reshape(columns, *output.shape))
-            for output, cotangent, own in zip(outputs, swept.cotangents, swept.layouts, strict=True)
-            if cotangent is not None
-        ]
+    for n in range(problem.samples):
+        outputs = differentiable(call(problem.model, problem.take(n, n + 1)))
+        pairs = [(y, each[:, n : n + 1]) for y, each in zip(outputs, fed, strict=True) if each is not None]
         for v in range(columns):
             gradients = torch.autograd.grad(
-                [output for output, _ in fed],
+                [output for output, _ in pairs],
                 list(parameters.values()),
-                [cotangent[v] for _, cotangent in fed],
+                [cotangent[v] for _, cotangent in pairs],
                 retain_graph=True,
                 allow_unused=True,
                 materialize_grads=True,
             )
             gathered.append(strided(gradients))
     return {
-        name: torch.stack(pieces).unflatten(0, (layout.samples, columns)).transpose(0, 1)
+        name: torch.stack(pieces).unflatten(0, (problem.samples, columns)).transpose(0, 1)
         for name, pieces in zip(parameters, zip(*gathered, strict=True), strict=True)
     }

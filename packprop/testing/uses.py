@@ -1,4 +1,4 @@
-"""``check_use``: a registered rule against one sample at a time, and against the fallback."""
+"""``check_use``: how parameters enter a function, against one sample at a time, and against the fallback."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packprop import extensions as catalogue
-from packprop.functions.entry import name_of
-from packprop.functions.registry import RULES
-from packprop.graph.walk import walk
-from packprop.recording.switch import extend
-from packprop.testing.example import Example, Make, make_example
+from packprop.functions.registry import rule_for
+from packprop.graph.graph import Graph
+from packprop.testing.example import Example, Make, make_example, name_of
 from packprop.testing.host import Host
-from packprop.testing.models import compare
+from packprop.testing.models import compare, require_samples
+from packprop.testing.passes import graph_of
 from packprop.testing.problem import Problem, double_precision
 from packprop.testing.reference import check_reference
 from packprop.testing.report import TOLERANCE, CheckFailed, Comparison, Ledger, Report
@@ -30,18 +29,20 @@ def check_use(
     allow_fallback: bool = False,
     tolerance: float = TOLERANCE,
 ) -> Report:
-    """Compare the rule registered for a function with one sample at a time, and with the fallback.
+    """Compare how a function's parameters enter it with one sample at a time, and with the fallback.
 
-    The check runs the rule for one column and two, for all samples and for some, for 1, 3 and 6 samples, with
-    positions folded into the samples' axis, and for inputs alone. It then runs a small model that calls the
-    function once or twice, there also under ``create_graph=True``.
+    The check runs the rules of all nodes that the function leaves on the graph for one column and two, for all
+    samples and for some, for 1, 3 and 6 samples, with positions folded into the samples' axis, and for inputs
+    alone. It then runs a small model that calls the function once or twice, there also under
+    ``create_graph=True``.
 
     Args:
-        function: The function that you gave to ``register_use``.
+        function: ``MyFunction.apply``, or any function that calls it or torch functions.
         make: Maps a number of samples n to the arguments of one call: a tuple, or a dictionary of
             keyword arguments. Parameters are ``nn.Parameter``; tensors that hold samples have extent
             n along one axis.
-        allow_fallback: Let the fallback take parameters that no rule describes.
+        allow_fallback: Let the fallback take parameters that no rule describes: it calls the backward of the
+            function for each sample.
         tolerance: Largest relative error allowed.
 
     Returns:
@@ -54,9 +55,12 @@ def check_use(
     ledger = Ledger(f"check_use({name_of(function)})", tolerance)
     with double_precision():
         for samples in (1, 3, 6):
-            example = make_example(ledger, function, make, samples)
-            _require_seen(ledger, example, allow_fallback)
-            check_structures(ledger, example)
+            problem = _problem([make_example(ledger, function, make, samples)])
+            loss, outputs = problem.forward()
+            graph = graph_of(loss)
+            require_samples(ledger, problem, graph)
+            _require_rules(ledger, problem, graph, allow_fallback)
+            check_structures(ledger, problem, graph, outputs)
         for samples, calls in ((1, 1), (3, 1), (3, 2)):
             first = make_example(ledger, function, make, samples)
             examples = [first, make_example(ledger, function, make, samples, like=first)]
@@ -64,49 +68,48 @@ def check_use(
     return ledger.report()
 
 
-def _require_seen(ledger: Ledger, example: Example, allow_fallback: bool) -> None:
-    """Require that recording sees the function itself, and that its rule describes all parameters."""
-    name = name_of(example.function)
-
-    def unseen(why: str, instead: str) -> CheckFailed:
-        asked = f"{ledger.subject}: the registered rule was looked for."
-        return CheckFailed(asked, f"function {name!r}", why, instead, float("inf"))
-
-    host = Host([example])
-    extend(host)
-    outputs = host(*host.data)
-    seen = [use.recorded.name for use in walk(outputs, [None] * len(outputs), None).uses]
-    rule = RULES.get(example.function)
-    spellings = {name_of(other) for other in RULES if rule is not None and RULES[other] is rule}
-    if len(seen) != 1 or seen[0] not in spellings | {name}:
-        what = ", ".join(map(repr, seen)) or "nothing"
-        if not allow_fallback:
-            raise unseen(
-                f"recording saw {what} in its place",
-                "decorate a function of your own with torch.overrides.wrap_torch_function, or "
-                "register a rule for what was seen",
+def _require_rules(ledger: Ledger, problem: Problem, graph: Graph, allow_fallback: bool) -> None:
+    """Require a rule for each parameter."""
+    for label, leaf in problem.parameters.items():
+        uses = [(use, site.entry) for use in graph.uses for site in use.sites if site.leaf is leaf]
+        structures = dict.fromkeys(entry.structure for _, entry in uses)
+        ledger.structures[label] = ", ".join(structures)
+        for use, entry in uses:
+            if entry.by_rule:
+                continue
+            ledger.structures[label] = "Dense, by the fallback"
+            if allow_fallback:
+                continue
+            node = use.anchors[0]
+            is_registered = rule_for(node) is not None
+            raise CheckFailed(
+                f"{ledger.subject}: the registered rule was looked for.",
+                f"parameter {label!r} in {use.recorded.name}",
+                "its rule says nothing of this parameter: it returned None"
+                if is_registered
+                else "no rule is registered for it: the fallback is used",
+                "return an entry for it, or pass allow_fallback=True"
+                if is_registered
+                else f"decorate a rule with @packprop.register_use({_class_name(node.name())}), or pass "
+                "allow_fallback=True",
+                float("inf"),
             )
-        ledger.notes.append(f"recording sees {what} in place of {name!r}")
-    if rule is None and not allow_fallback:
-        raise unseen(
-            "no rule is registered for it: the fallback is used",
-            "decorate a rule with @packprop.register_use(function), or pass allow_fallback=True",
-        )
-    described = example.described
-    for label in example.parameters:
-        if label not in described and not allow_fallback:
-            raise unseen(
-                f"its rule says nothing of parameter {label!r} for these arguments",
-                "return an entry for it, or pass allow_fallback=True",
-            )
-        known = label in described
-        ledger.structures[label] = described[label].structure if known else "Dense, by the fallback"
 
 
-def _check_in_a_model(ledger: Ledger, examples: list[Example]) -> None:
+def _class_name(node: str) -> str:
+    """Return the argument that registers a rule for a node: the class, for a user's function."""
+    is_own = node.endswith("Backward") and not node.startswith("GeneratedBackwardFor")
+    return node.removesuffix("Backward") if is_own else repr(node)
+
+
+def _problem(examples: Sequence[Example]) -> Problem:
     host = Host(examples)
     targets = tuple(torch.randn_like(output.detach()) for output in host(*host.data))
-    problem = Problem.of((host, _squared_error, host.data, targets))
+    return Problem(host, _squared_error, host.data, targets, examples[0].samples, axis=0)
+
+
+def _check_in_a_model(ledger: Ledger, examples: Sequence[Example]) -> None:
+    problem = _problem(examples)
     law = f"in a model that calls it {'once' if len(examples) == 1 else 'twice'}"
     inside = Ledger(f"{ledger.subject}, {law}", ledger.tolerance)
     gradients = catalogue.BatchGrad()

@@ -43,6 +43,7 @@ ONE_OF_EACH: list[Case] = [
     BY_NAME[name]
     for name in (
         *("linear-2d", "matmul-x-w", "mm", "mv", "addmm", "einsum-ni-io-no", "bmm-heads-first", "bilinear"),
+        *("baddbmm-heads-first", "rsub", "logaddexp", "solve"),
         *("conv1d", "conv2d", "conv3d", "convtranspose1d", "convtranspose2d", "convtranspose3d"),
         *("batchnorm1d-2d", "layernorm", "groupnorm", "instancenorm1d", "rmsnorm", "prelu-one"),
         *(

@@ -23,7 +23,7 @@ TWICE = list(
     )
 )
 NOT_ELEMENTWISE = (
-    *("mv", "tensordot", "vision-transformer-hand-written", "vision-transformer-library"),
+    *("logaddexp", "solve", "vision-transformer-hand-written", "vision-transformer-library"),
     *("rnn", "rnn-relu", "gru", "lstm", "rnn-cell-loop", "rnn-relu-cell-loop"),
     *("lstm-cell-loop", "gru-cell-loop", "experts-grouped"),
     *("weight-norm", "tied-transpose", "module-twice"),

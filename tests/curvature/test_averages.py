@@ -72,7 +72,7 @@ def averaged(layers: list[nn.Module], x: Tensor, y: Tensor, curvature: str, jaco
 
 
 NO_CHAIN = (
-    *("mv", "tensordot", "vision-transformer-library", "rnn", "rnn-relu", "gru", "lstm"),
+    *("logaddexp", "solve", "vision-transformer-library", "rnn", "rnn-relu", "gru", "lstm"),
     *("rnn-cell-loop", "rnn-relu-cell-loop", "lstm-cell-loop", "gru-cell-loop"),
     *("weight-norm", "tied-transpose", "module-twice"),
     *("experts-grouped", "two-losses-one-output"),

@@ -136,9 +136,9 @@ def test_nothing_but_the_last_row_is_computed_again(monkeypatch: Any) -> None:
     asked: list[list[str]] = []
 
     class Spy(batch_pass.BackwardPass):
-        def __init__(self, request: Any, done: Any) -> None:
+        def __init__(self, request: Any, done: Any, log: Any) -> None:
             asked.append([f"{each.name} {len(each.rows)}" for each in request.extensions])
-            super().__init__(request, done)
+            super().__init__(request, done, log)
 
     monkeypatch.setattr(batch_pass, "BackwardPass", Spy)
     both = extensions.Variance(), extensions.EKFAC(fisher="exact")

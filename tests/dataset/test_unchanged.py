@@ -40,10 +40,6 @@ def batch_normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
 
 
-def looked_up() -> nn.Module:
-    return nn.Sequential(nn.Embedding(5, 3, max_norm=0.5), nn.Flatten(), nn.Linear(12, 2))
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "running statistics": normalised,
     "power iteration": lambda: nn.Sequential(spectral_norm(nn.Linear(4, 3)), nn.Linear(3, 2)),
@@ -84,7 +80,6 @@ def test_each_batch_meets_the_same_model(kind: str, compiled: bool, monkeypatch:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
     "statistics of a batch": (batch_normalised, torch.randn(6, 4), "BatchNorm"),
-    "a table that is renormalised": (looked_up, torch.randint(5, (6, 4)), "max_norm"),
 }
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from packprop.eager import eager_backward, pieces, reach
-from packprop.recording import saved_hooks
 from packprop.tensors import hooks
 from tests.eager.branches import WEIGHT, needs_question, network, scalar
 
@@ -35,9 +34,9 @@ def test_what_eager_backward_relies_on_in_private() -> None:
     assert pieces.put_together(*map(list, pieces_of({"a": (leaf, 1)})))[0] == {"a": (leaf, 1)}
     if needs_question.args[0]:
         return
-    assert saved_hooks.hooks_in_force() is None  # _top_saved_tensors_default_hooks
+    assert pieces._hooks_in_force() is None  # _top_saved_tensors_default_hooks
     with torch.autograd.graph.save_on_cpu():
-        assert saved_hooks.hooks_in_force() is not None
+        assert pieces._hooks_in_force() is not None
 
 
 def pieces_of(argument: Any) -> tuple[list[Any], list[Any]]:

@@ -126,6 +126,20 @@ def test_modules_share_bounds_of_their_own() -> None:
     assert clipped.bound.item() == pytest.approx(sum(bound**2 for bound in bounds.values()) ** 0.5)
 
 
+def test_a_model_that_was_never_extended() -> None:
+    model, (x, y) = nn.Linear(4, 3).double(), batch()
+    rows = rows_by_loop(model, x, y)
+    norms = sum(each.flatten(1).square().sum(1) for each in rows.values())
+    assert isinstance(norms, Tensor)
+    factors = (0.5 / norms.sqrt()).clamp(max=1)
+    with packprop.clipped_gradients(max_norm=0.5) as clipped:
+        F.cross_entropy(model(x), y).backward()
+    assert_near(clipped.norms, norms.sqrt(), "norms")
+    for name, each in rows.items():
+        clipped_sum = torch.einsum("n,n...->...", factors, each) / len(x)
+        assert_near(model.get_parameter(name).grad, clipped_sum, name)
+
+
 def test_what_is_not_clipped_is_a_plain_pass() -> None:
     model, (x, y) = perceptron(), batch()
     LOSS(model(x), y).backward()
@@ -463,11 +477,6 @@ def test_passes_that_are_refused_leave_nothing() -> None:
         packprop.clipped_gradients(max_norm=1.0),
     ):
         value.backward()
-    plain = nn.Linear(4, 3).double()
-    value = LOSS(plain(x), y)
-    with pytest.raises(PackpropError, match="no recorded use"), packprop.clipped_gradients(max_norm=1.0):
-        value.backward()
-    assert plain.weight.grad is None
     wave = packprop.extend(nn.Linear(4, 3, dtype=torch.complex128))
     with packprop.record():
         value = wave(x.to(torch.complex128)).abs().square().sum()

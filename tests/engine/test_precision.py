@@ -160,7 +160,7 @@ def test_sums_over_draws_are_accumulated_in_single_precision(dtype: torch.dtype)
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_every_extension_says_what_it_adds_up_in(row: Row) -> None:
-    assert "in at least float32" in " ".join((row.make.__doc__ or "").split())
+    assert "at least float32" in " ".join((row.make.__doc__ or "").split())
 
 
 # A gradient scaler

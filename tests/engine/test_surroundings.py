@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import packprop
@@ -15,8 +16,7 @@ from tests.cases.models.attention import Attention, VisionTransformer
 from tests.cases.models.language import LanguageModel
 from tests.distributed.processes import in_processes, needs_groups
 from tests.references.per_sample import batch, images, network, rows_by_loop
-from tests.references.refusals import check, refused
-from tests.references.running import assert_near
+from tests.references.running import assert_near, rows_of_terms
 
 
 def under_data_parallel(rank: int, build: Callable[[], nn.Module], inner: bool) -> None:
@@ -47,20 +47,26 @@ def test_distributed_data_parallel(build: Callable[[], nn.Module], inner: bool) 
     in_processes(under_data_parallel, 1, build, inner)
 
 
+@pytest.mark.parametrize("extended", [True, False], ids=["extended", "plain"])
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "part"])
 @pytest.mark.parametrize("by", ["traced", "scripted"])
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_traced_and_scripted_models_are_refused(by: str, whole: bool) -> None:
-    """They hide their torch functions: an error names the parameter, and the way out."""
-    x, y = batch()
-    model = network()
-    inner = model if whole else model[0]
+def test_traced_and_scripted_models(by: str, whole: bool, extended: bool) -> None:
+    """What is differentiated leaves nodes of its own, or stays right by being refused by name."""
+    model, (x, y) = network().double(), batch()
+    x, inner = x.double(), model if whole else model[0]
     hidden = torch.jit.trace(inner, (x,), check_trace=False) if by == "traced" else torch.jit.script(inner)
-    if not whole:
-        model[0] = hidden
-    model = packprop.extend(hidden if whole else model)
-    error = refused(packprop.extend(nn.CrossEntropyLoss())(model(x), y), extensions.BatchGrad(), model=model)
-    check(error, "'0.weight'", "torch.jit", "before it was traced")
+    called = hidden if whole else nn.Sequential(hidden, *model[1:])
+    if extended:
+        packprop.extend(called)
+    terms = F.cross_entropy(model(x), y, reduction="none") / len(x)
+    expected = rows_of_terms(terms, model.parameters())
+    for _ in range(3):  # scripts are made anew for the third call
+        loss = packprop.extend(nn.CrossEntropyLoss())(called(x), y)
+        with packprop.backpack(extensions.BatchGrad()):
+            loss.backward()
+        for parameter, rows in zip(called.parameters(), expected, strict=True):
+            assert_near(parameter.grad_batch, rows, "rows")
 
 
 def test_language_model_trained_and_measured() -> None:

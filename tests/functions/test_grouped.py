@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.recording.marks import USE, marks_of, nodes_above
+from packprop.graph.walk import walk
 from tests.cases.models.experts import Grouped, Tables
 from tests.references.running import as_tensors, assert_near
 
@@ -87,8 +87,8 @@ def test_groups_against_a_loop_over_samples(samples: int) -> None:
 
 
 def test_each_group_is_an_affine_use() -> None:
-    y = packprop.extend(Direct())(torch.randn(2, 4, 4))
-    assert y.grad_fn is not None
-    uses = {use for node in nodes_above([y.grad_fn]) for use, _, _ in marks_of(node).get(USE, ())}
-    found = {entry.structure for use in uses if "grouped" in use.name for entry in use.entries or ()}
-    assert found == {"Outer"}
+    model = packprop.extend(Direct())
+    y = model(torch.randn(2, 4, 4))
+    uses = [use.recorded for use in walk([y], [None], None).uses]
+    found = [entry for use in uses if "Grouped" in use.name for entry in use.entries]
+    assert [(entry.structure, entry.by_rule) for entry in found] == [("Outer", True)] * 2

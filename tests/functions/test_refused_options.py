@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import packprop
 from tests.cases.models.wrapping import Raw
 from tests.references.refusals import check, each_row, refused
-from tests.references.running import Row, assert_near
+from tests.references.running import Row, as_tensors, assert_near
 
 
 def embedded(layer: nn.Module, *more: Tensor) -> tuple[nn.Module, Tensor]:
@@ -24,10 +24,16 @@ def embedded(layer: nn.Module, *more: Tensor) -> tuple[nn.Module, Tensor]:
 
 @each_row
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag], ids=lambda kind: kind.__name__)
-def test_max_norm_is_refused(row: Row, kind: type[nn.Module]) -> None:
-    """max_norm rewrites the weight in place during the forward pass, so that samples share rows."""
+def test_rows_are_rescaled_before_they_are_used(row: Row, kind: type[nn.Module]) -> None:
+    """max_norm rewrites the weight in the forward pass: values are those of what is left there."""
     model, loss = embedded(kind(4, 2, max_norm=0.5))
-    check(refused(loss, row(), model=model), "max_norm", "layer.weight")
+    plain, plain_loss = embedded(kind(4, 2, _weight=model.layer.weight.detach().clone()))
+    for each in (loss, plain_loss):
+        with packprop.backpack(row(torch.Generator().manual_seed(0))):
+            each.backward()
+    found, expected = (getattr(m.layer.weight, row.attribute) for m in (model, plain))
+    for a, b in zip(as_tensors(found), as_tensors(expected), strict=True):
+        assert_near(a, b, "layer.weight", 1e-5)
 
 
 @each_row

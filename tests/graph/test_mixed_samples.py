@@ -14,7 +14,7 @@ from packprop.errors import PackpropError
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import check, double
 from tests.references.mixing import MIXING
-from tests.references.running import assert_near, right_or_refused
+from tests.references.running import assert_near, assert_rows_of_terms, right_or_refused
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 9])
@@ -33,11 +33,20 @@ def test_samples_mixed_between_layers(mix: Callable[[Tensor], Tensor], width: in
     )
     x, y = torch.randn(size, 3).double(), torch.randn(size, width).double()
     loss = packprop.extend(nn.MSELoss())(model(x), y)
+    if _sorts(mix) and size == width == 2:  # few rows may be left whole
+        with right_or_refused("sample"):
+            assert_rows_of_terms((model(x) - y).square() / y.numel(), loss, model.parameters())
+        return
     with pytest.raises(PackpropError) as caught, packprop.backpack(extensions.BatchGrad()):
         loss.backward()
     assert "sample" in str(caught.value)
     assert "first" in str(caught.value)
     assert not any(hasattr(p, "grad_batch") for p in model.parameters())
+
+
+def _sorts(mix: Callable[[Tensor], Tensor]) -> bool:
+    rising = torch.arange(6.0).view(3, 2)
+    return torch.equal(mix(rising), rising) and torch.equal(mix(rising.flip(0)), rising)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -76,8 +85,9 @@ def test_features_are_no_samples(size: int) -> None:
     )
     x, y = torch.randn(size, 12).double(), torch.randn(size * 12, 2).double()
     loss = packprop.extend(nn.MSELoss())(model(x).flatten(0, 1), y)
-    with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
-        loss.backward()
+    terms = (model(x) - y.unflatten(0, (size, 12))).square() / y.numel()
+    with right_or_refused("mixed"):
+        assert_rows_of_terms(terms, loss, model.parameters())
 
 
 def test_one_number_a_sample_mixed_before_the_first_parameter() -> None:
@@ -112,7 +122,7 @@ def test_an_input_without_a_batch_axis_is_refused_or_one_sample() -> None:
 def test_an_axis_of_one_entry_does_not_make_a_batch_one_sample(
     mix: Callable[[Tensor], Tensor], form: str, size: int
 ) -> None:
-    """``[n, 1, d]`` in, ``[n, c, t]`` out: where n samples are mixed, they are not one."""
+    """``[n, 1, d]`` in, ``[n, c, t]`` out: where n samples are mixed, they are not one; t may be them."""
     axes = {"major": (0, 2, 1), "minor": (2, 0, 1), "time-first": (2, 0, 1)}[form]
 
     def forward(m: Apply, x: Tensor) -> Tensor:
@@ -121,9 +131,11 @@ def test_an_axis_of_one_entry_does_not_make_a_batch_one_sample(
 
     model = packprop.extend(double(Apply(forward, first=nn.Linear(4, 6))))
     out = model(torch.randn(size, 1, 4).double())
-    loss = packprop.extend(nn.MSELoss())(out, torch.randn_like(out.detach()))
-    with pytest.raises(PackpropError, match="sample"), packprop.backpack(extensions.BatchGrad()):
-        loss.backward()
+    target = torch.randn_like(out.detach())
+    loss = packprop.extend(nn.MSELoss())(out, target)
+    terms = ((out - target).square() / target.numel()).reshape(size if form == "major" else 2, -1)
+    with right_or_refused("sample"):
+        assert_rows_of_terms(terms, loss, model.parameters())
 
 
 @pytest.mark.parametrize("shape", [(1, 5, 3), (5, 1, 3)])

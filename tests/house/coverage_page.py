@@ -22,11 +22,11 @@ import pytest
 import torch
 
 from packprop import PackpropError, extensions
-from packprop.functions.composites import COMPOSITES
 from packprop.functions.entry import name_of
 from packprop.functions.losses.description import LOSSES
-from packprop.functions.nodes import is_wrong_in_second_order
-from packprop.functions.registry import RULES
+from packprop.functions.nodes import is_wrong_in_second_order, short_name
+from packprop.functions.registry import RULES, Rule, rule_for
+from packprop.functions.saved import keeps_elsewhere
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.search import nodes_above
 from packprop.graph.site import Site
@@ -73,18 +73,24 @@ CATALOGUE = {name: CATALOGUE[name] for name in sorted(CATALOGUE, key=place_of)}
 
 
 def plain(name: str) -> str:
-    """The name of a function without spellings of the same one."""
-    name = name.removesuffix("_")
-    same = {"multiply": "mul", "subtract": "sub", "divide": "div", "true_divide": "div", "truediv": "div"}
-    return (same | {"concat": "cat", "concatenate": "cat"}).get(name, name)
+    """The name of a function, from that of its node if this is all that is known."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", short_name(name)).lower()
 
 
-# Every function that has a rule, by name; operators are seen under the name of their function.
-KNOWN = dict.fromkeys(  # a composite function is seen as the functions that it is made of
-    plain(name_of(function))
-    for function in RULES
-    if not name_of(function).endswith("__") and function not in COMPOSITES
-)
+def title_of(rule: Rule | None, name: str) -> str:
+    """The row of a node by its rule."""
+    if rule is None:
+        return FALLBACK
+    return ENTRIES if rule.entry_of.__name__ == "_entry_by_entry" else f"`{plain(name)}`"
+
+
+ELSEWHERE = {
+    "GroupedMm": "groups of rows, which have no double precision on a processor",
+    "FusedRmsNorm": "a kernel of accelerators",
+    "MkldnnRnnLayer": "LSTMs in single precision",
+    "GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked_defaultBackward": "refused by its rule",
+}
+"""Nodes with a rule that no case has, and why."""
 
 
 @dataclass
@@ -104,7 +110,8 @@ class Line:
     layers: dict[str, None] = field(default_factory=dict)
 
 
-FALLBACK = "any other function of torch"
+FALLBACK = "a function without a rule"
+ENTRIES = "another function, entry by entry"
 DERIVED = "a tensor computed from parameters first"
 NORMALISED = "a weight that `weight_norm` makes"
 SHARED = "one parameter used more than once"
@@ -124,22 +131,23 @@ def captured(case: Case) -> tuple[Problem, Graph]:
 
 def rows_of(found: ReachedUse, site: Site, layer: str, times: int) -> Iterator[str]:
     """The rows that one use of one parameter belongs to."""
-    name = plain(found.recorded.name)
-    yield f"`{name}`" if name in KNOWN or layer else FALLBACK
+    name = found.recorded.name
+    is_inside = found.checkpoint is not None  # its nodes are not on the graph
+    yield f"`{plain(name)}`" if is_inside else title_of(rule_for(found.anchors[0]), name)
     if not site.direct:
         yield DERIVED
         if any(map(is_wrong_in_second_order, nodes_above([site.entry.parameter.grad_fn]))):
             yield NORMALISED
     if times > 1:
         yield SHARED
-    if found.recorded.source is not None or found.checkpoint is not None:
+    if is_inside or any(map(keeps_elsewhere, found.anchors)):
         yield REGION
 
 
 def read_cases(covered: Covered) -> tuple[dict[str, Line], dict[str, Line]]:
     """Rows of uses and of losses, with their cases."""
-    titles = [*(f"`{name}`" for name in KNOWN), FALLBACK, DERIVED, NORMALISED, SHARED, REGION]
-    uses = {title: Line(title) for title in titles}
+    uses = {title: Line(title) for title in (ENTRIES, FALLBACK, DERIVED, NORMALISED, SHARED, REGION)}
+    asked: set[Any] = set()
     losses = {
         title: Line(title) for title in (*(f"`{name_of(function)}`" for function in LOSSES), OWN, TWO, NONE)
     }
@@ -156,6 +164,7 @@ def read_cases(covered: Covered) -> tuple[dict[str, Line], dict[str, Line]]:
         sites = [(found, site) for found in graph.uses for site in found.sites]
         leaves = [id(site.leaf) for _, site in sites]
         rows: dict[int, Line] = {}
+        asked |= {rule_for(node) for found, _ in sites for node in found.anchors}
         for found, site in sites:
             layer = owners.get(id(site.leaf), "") if site.direct else ""
             for title in rows_of(found, site, layer, leaves.count(id(site.leaf))):
@@ -169,7 +178,11 @@ def read_cases(covered: Covered) -> tuple[dict[str, Line], dict[str, Line]]:
         kinds |= {TWO} if len(functions) > 1 else set() if functions else {NONE}
         for line in (*rows.values(), *(losses[kind] for kind in kinds)):
             line.cases.append(case)
-    last = [FALLBACK, DERIVED, NORMALISED, SHARED, REGION]
+    for name, rule in RULES.items():  # rules that serve several nodes need a case for one of them
+        if name not in ELSEWHERE and rule not in asked:
+            title = title_of(rule, name)
+            uses[title] = Line(title)
+    last = [ENTRIES, FALLBACK, DERIVED, NORMALISED, SHARED, REGION]
     ordered = sorted(uses, key=lambda title: last.index(title) if title in last else -1)
     return {title: uses[title] for title in ordered}, losses
 

@@ -161,20 +161,6 @@ class Centred(nn.Linear):
         return h - h.mean(self.axis, keepdim=True)
 
 
-class Changing(nn.Linear):
-    """Changes what a layer has used, in place or not."""
-
-    def __init__(self, in_place: bool) -> None:
-        super().__init__(3, 2)
-        self.in_place = in_place
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept = x.clone()
-        h = super().forward(kept)
-        kept.mul_(2) if self.in_place else kept.mul(2)
-        return h
-
-
 class Returning(nn.Linear):
     """Returns the loss, or what the loss is made of."""
 
@@ -185,20 +171,6 @@ class Returning(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         h = super().forward(x)
         return h.square().mean() if self.whole else h
-
-
-class Unseen(nn.Module):
-    """A parameter outside of every recorded function, or not."""
-
-    def __init__(self, seen: bool) -> None:
-        super().__init__()
-        self.layer, self.shift, self.seen = nn.Linear(3, 2), nn.Parameter(torch.ones(2)), seen
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.seen:
-            return self.layer(x) * self.shift
-        with packprop.disable():
-            return self.layer(x) * self.shift
 
 
 def on_device(model: nn.Module, x: Tensor) -> None:
@@ -337,18 +309,6 @@ ADVICE |= {
         "made it",
         "compute the loss outside",
         lambda: passing(Returning(False), X, mean),
-    ),
-    "an input that was changed": (
-        lambda: passing(Changing(True), X, mean),
-        "changed in place",
-        "out-of-place version",
-        lambda: passing(Changing(False), X, mean),
-    ),
-    "a parameter that was not seen": (
-        lambda: passing(Unseen(False), X, mean),
-        "was not seen|outside of every recorded function|no use of it",
-        "outside of disable()",
-        lambda: passing(Unseen(True), X, mean),
     ),
     "samples that are not in the batch": (
         lambda: passing(nn.Linear(3, 2), X, mean, extensions.BatchGrad(subsampling=[7])),

@@ -48,8 +48,7 @@ FLOORS = (
 
 # Who may mention torch.autograd, and what for.
 AUTOGRAD = {
-    "functions/nodes": "knows nodes of the graph by name",
-    "functions/operands": "knows what nodes of the graph were given, by name",
+    "functions": "reads what nodes of the graph have saved, and calls them by themselves",
     "recording": "leaves uses on the nodes of the graph, and runs parts of the forward pass again",
     "graph": "walks the graph and sweeps through it",
     "samples": "feeds samples in at the losses, and follows their rows",

@@ -20,6 +20,9 @@ from tests.house.pages import ROOT
 PAGE = (ROOT / "docs/index.md").read_text(encoding="utf-8")
 CARD = re.compile(r"^:::\{grid-item-card\} \.\.\. (.*?)\n(.*?)^:::$", re.MULTILINE | re.DOTALL)
 CARDS: dict[str, str] = dict(CARD.findall(PAGE))
+LINES = 6
+"""Lines that a job takes at most."""
+
 # What a user is left with after each.
 LEFT: dict[str, Callable[[dict[str, Any]], Any]] = {
     "measure each sample's gradient": lambda names: Path("norms.pt").exists() and names["norms"].shape == (12,),
@@ -59,7 +62,17 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     monkeypatch.chdir(tmp_path)
     model, loss = packprop.extend(SmallResNet(width=4)).eval(), packprop.extend(nn.CrossEntropyLoss())
     x, y = torch.randn(12, 1, 8, 8), torch.randint(10, (12,))
-    known = {"torch": torch, "model": model, "loss": loss, "x": x, "y": y, "data": (x, y), "noise": 0.5}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    known = {
+        "torch": torch,
+        "optimizer": optimizer,
+        "model": model,
+        "loss": loss,
+        "x": x,
+        "y": y,
+        "data": (x, y),
+        "noise": 0.5,
+    }
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/joined", rank=0, world_size=1)
     try:
         parallel = nn.parallel.DistributedDataParallel(model)
@@ -76,6 +89,7 @@ def test_there_are_twelve() -> None:
 @pytest.mark.parametrize("job", CARDS)
 def test_a_job_runs_as_it_stands(job: str, names: dict[str, Any]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", CARDS[job], re.DOTALL)
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= LINES
     exec(compile(code, f"docs/index.md: {job}", "exec"), names)
     assert LEFT[job](names)
 

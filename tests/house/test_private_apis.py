@@ -17,12 +17,17 @@ PACKAGE = Path(__file__).resolve().parents[2] / "packprop"
 # Private name -> the files that may mention it. Each says beside it why nothing public will do.
 PRIVATE = {
     "_get_current_graph_task_keep_graph": {"recording/marks.py"},
-    "_input_metadata": {"graph/traversal.py"},
+    "_input_metadata": {
+        "functions/losses/read.py",
+        "functions/nodes.py",
+        "graph/reorderings.py",
+        "graph/traversal.py",
+    },
     "_sequence_nr": {"eager/reach.py"},
-    "_backward_hooks": {"recording/switch.py", "tensors/hooks.py"},
-    "_global_backward_hooks": {"recording/switch.py"},
+    "_backward_hooks": {"graph/hooks.py", "tensors/hooks.py"},
+    "_global_backward_hooks": {"graph/hooks.py"},
     "_forward_cls": {"functions/nodes.py"},
-    "_top_saved_tensors_default_hooks": {"recording/saved_hooks.py"},
+    "_top_saved_tensors_default_hooks": {"eager/pieces.py"},
     "_get_current_function_mode_stack": {"recording/aside.py"},
     "_post_accumulate_grad_hooks": {"tensors/hooks.py"},
     "_fsdp_param_group": {"tensors/sharding.py"},
@@ -30,13 +35,20 @@ PRIVATE = {
     "_linear_pointwise": {"algebra/kernels.py"},
 }
 # Names with an underscore that PyTorch's own documentation shows how to use: files, and the page.
+SAVED = "notes/autograd.html#saved-tensors"
 DOCUMENTED = {
-    "_saved_training": ({"functions/nodes.py"}, "notes/autograd.html#saved-tensors"),
-    "_saved_weight": ({"functions/nodes.py"}, "notes/autograd.html#saved-tensors"),
+    "_saved_dim": ({"graph/reorderings.py"}, SAVED),
+    "_saved_indices": ({"graph/reorderings.py"}, SAVED),
+    "_saved_reduction": ({"functions/losses/read.py"}, SAVED),
+    "_saved_self": ({"functions/losses/read.py"}, SAVED),
+    "_saved_target": ({"functions/losses/read.py"}, SAVED),
+    "_raw_saved_tensors": ({"functions/saved.py"}, SAVED),
+    "_saved_training": ({"functions/nodes.py", "graph/walk.py"}, SAVED),
+    "_saved_weight": ({"functions/nodes.py"}, SAVED),
     "_version": ({"tensors/state.py"}, "generated/torch.autograd.grad_mode.inference_mode.html"),
     "_subclasses": ({"memory/dry_run.py"}, "library.html#torch.library.register_fake"),
     "_python_dispatch": (
-        {"memory/live.py", "recording/saved_hooks.py"},
+        {"memory/live.py"},
         "library.html#torch.library.register_torch_dispatch",
     ),
     "_inductor": ({"compiled/compiler.py"}, "generated/torch.compile.html"),

@@ -17,13 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 import packprop
 from packprop.algebra import kernels
+from packprop.eager import pieces
+from packprop.functions import saved
 from packprop.functions.nodes import is_identity, is_once_differentiable
 from packprop.functions.operands import saved_constants
 from packprop.recording.aside import OwnMode
-from packprop.recording.marks import RecordedUse
+from packprop.recording.marks import LOSS, RecordedLoss, nodes_above
 from packprop.recording.transforms import node_under_transforms
 from packprop.tensors.hooks import dictionary_of_node
 from packprop.tensors.state import taken_over, version
@@ -76,22 +79,22 @@ def test_a_pass_inside_a_pass_speaks_for_itself() -> None:
     assert said == [False]
 
 
-def inputs_alive(**options: Any) -> tuple[bool, Tensor]:
-    """Whether recorded inputs still live after a plain backward pass, while the loss is held."""
-    model = packprop.extend(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
-    x = torch.randn(4, 3)
-    alive = weakref.ref(x)
-    loss = model(x).sum()
-    del x
+def arguments_alive(**options: Any) -> tuple[bool, Tensor]:
+    """Whether what a loss was given still lives after a plain backward pass, while the loss is held."""
+    model, loss_function = packprop.extend(nn.Linear(3, 2)), packprop.extend(nn.MSELoss())
+    targets = torch.randn(4, 2)
+    alive = weakref.ref(targets)
+    loss = loss_function(model(torch.randn(4, 3)), targets)
+    del targets
     loss.backward(**options)
     gc.collect()
     return alive() is not None, loss
 
 
 def test_what_packprop_does_with_it() -> None:
-    """Recorded inputs live as long as what autograd saves, no longer and no shorter."""
-    assert not inputs_alive()[0]
-    assert inputs_alive(retain_graph=True)[0]
+    """What losses were given lives as long as what autograd saves, no longer and no shorter."""
+    assert not arguments_alive()[0]
+    assert arguments_alive(retain_graph=True)[0]
     model = packprop.extend(nn.Linear(3, 2))
     loss = packprop.extend(nn.MSELoss())(model(torch.randn(4, 3)), torch.randn(4, 2))
     loss.backward(retain_graph=True)
@@ -367,18 +370,13 @@ def test_marks_on_a_node_live_and_die_with_the_graph() -> None:
     assert alive() is None
 
 
-def test_a_recorded_use_is_found_from_the_loss_and_dies_with_it() -> None:
+def test_a_recorded_loss_is_found_from_the_loss_and_dies_with_it() -> None:
     model = packprop.extend(nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True)))
-    loss = model(torch.randn(4, 3)).sum()
-    stack, uses = [loss.grad_fn], []
-    while stack:
-        node = stack.pop()
-        if node is not None:
-            uses += [use for use, *_ in node.metadata.get("packprop.use", ())]
-            stack += [upstream for upstream, _ in node.next_functions]
-    assert [type(use) for use in uses] == [RecordedUse]
-    alive = weakref.ref(uses[0])
-    del uses, stack, node, loss
+    loss = 2 * packprop.extend(nn.MSELoss())(model(torch.randn(4, 3)), torch.zeros(4, 3))
+    found = [node.metadata["packprop.loss"][0] for node in nodes_above([loss.grad_fn]) if LOSS in node.metadata]
+    assert [type(each) for each in found] == [RecordedLoss]
+    alive = weakref.ref(found[0])
+    del found, loss
     gc.collect()
     assert alive() is None
 
@@ -386,53 +384,75 @@ def test_a_recorded_use_is_found_from_the_loss_and_dies_with_it() -> None:
 # Hooks on saved tensors, and the frames of torch.utils.checkpoint
 
 
-def test_hooks_in_force_are_known() -> None:
-    from packprop.recording.saved_hooks import hooks_in_force
-
-    assert hooks_in_force() is None
-    with torch.autograd.graph.save_on_cpu():
-        found = hooks_in_force()
-    if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
-        assert found is not None
-        assert len(found) == 2
-    assert hooks_in_force() is None
-
-
 @needs_hooks
-def test_a_checkpoint_is_known_by_its_hooks_the_first_time_and_again() -> None:
-    from torch.utils.checkpoint import checkpoint
+def test_hooks_in_force_are_known() -> None:
+    assert pieces._top is not None
+    assert pieces._top(False) is None
+    with torch.autograd.graph.save_on_cpu():
+        assert len(pieces._top(False)) == 2
+    assert pieces._top(False) is None
 
-    from packprop.recording import saved_hooks
 
-    seen: list[tuple[bool, Any, bool]] = []
+def checkpointed() -> tuple[list[int], Tensor, Tensor, Any]:
+    """Runs of a region so far, its input and output, and the node of its last function."""
+    runs: list[int] = []
 
     def function(x: Tensor) -> Tensor:
-        hooks = saved_hooks.hooks_in_force()
-        assert hooks is not None
-        seen.append((saved_hooks.is_checkpoint(hooks), *saved_hooks.frame_of(hooks)))
-        return torch.sin(x).exp()
+        runs.append(1)
+        return torch.sin(x).exp().square()
 
-    y = checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=False)
-    frame = seen[0][1]
-    ran: list[int] = []
-    original = frame.recompute_fn
-    frame.recompute_fn = lambda *args: (ran.append(len(frame.recomputed)), original(*args))
-    assert [tuple(x.shape) for x in saved_hooks.inputs_of(frame) if isinstance(x, Tensor)] == [(2,)]
+    x = torch.ones(2, requires_grad=True)
+    y = checkpoint.checkpoint(function, x, use_reentrant=False)
+    assert isinstance(y, Tensor)
+    return runs, x, y, y.grad_fn
+
+
+def test_a_checkpoint_hands_a_tensor_out_again_that_was_put_back() -> None:
+    """As the backward pass of its node needs it: PyTorch would refuse the second reading."""
+    runs, x, y, node = checkpointed()
+    read: list[Tensor] = []
+    node.register_prehook(lambda _: read.extend(saved.saved_tensor(node, "self") for _ in range(2)))
+    (plain,) = torch.autograd.grad(y.sum(), x)
+    assert len(runs) == 2
+    assert torch.equal(read[0], read[1])
+    assert torch.allclose(plain, 2 * y.detach() * torch.cos(x.detach()))
+    _, x, y, node = checkpointed()
+    node.register_prehook(lambda _: read.append(node._saved_self))
+    with pytest.raises(checkpoint.CheckpointError, match="already unpacked once"):
+        y.sum().backward()
+
+
+def test_a_tensor_that_a_pass_has_had_is_computed_again() -> None:
+    runs, x, y, node = checkpointed()
+    read: list[Tensor] = []
+    above = node.next_functions[0][0]
+    above.register_hook(lambda *_: read.append(saved.saved_tensor(node, "self")))
     y.sum().backward(retain_graph=True)
-    assert ran == [0]
-    assert [(known, again) for known, _, again in seen] == [(True, False), (True, True)]
-    assert seen[1][1] is frame
-    assert all(len(tensors) == 0 for tensors in frame.recomputed.values())
+    assert len(runs) == 3
+    assert torch.allclose(read[0].square(), y)
+    assert torch.allclose(x.grad, 2 * y.detach() * torch.cos(x.detach()))  # type: ignore[arg-type]  # it has one
+
+
+def test_outside_of_a_pass_a_checkpoint_keeps_nothing() -> None:
+    runs, _, y, node = checkpointed()
+    frame = saved._frame_of(node._raw_saved_self.unpack_hook)
+    assert saved.keeps_elsewhere(node)
+    assert torch.allclose(saved.saved_tensor(node, "self").square(), y)
+    assert len(runs) == 2
+    assert not frame.recomputed
+    assert not frame.is_recomputed
+    assert all(not held().handles for held in frame.weak_holders)
+    with saved.saved_again(node):
+        node(torch.ones(2))
+    assert not frame.recomputed
 
 
 def test_the_node_of_a_reentrant_checkpoint_can_be_stood_in_for() -> None:
     """The engine calls ``apply`` of the node itself, which knows what it was made of."""
-    from torch.utils.checkpoint import checkpoint
-
     from packprop.recording import reentrant
 
     x = torch.full((2,), 0.5, requires_grad=True)
-    y = checkpoint(lambda x, factor: x.exp() * factor, x, 3.0, use_reentrant=True)
+    y = checkpoint.checkpoint(lambda x, factor: x.exp() * factor, x, 3.0, use_reentrant=True)
     node: Any = y.grad_fn
     assert reentrant.is_reentrant(node)
     rerun = reentrant.run_again(node)

@@ -102,7 +102,7 @@ def test_a_workspace_of_unknown_size_is_warned_of() -> None:
         warnings.simplefilter("error", PackpropWarning)
         with torch.backends.mkldnn.flags(enabled=False):
             plan = packprop.plan(model, loss, batch, [asked])
-            assert measured(model, batch, asked, memory=plan) == pytest.approx(plan.peak, rel=0.05)
+            assert 0.9 * plan.peak < measured(model, batch, asked, memory=plan) < 1.05 * plan.peak
 
 
 # Where the plan of some kilobytes is known to be off, and by what part.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -190,13 +191,13 @@ def test_nothing_is_changed() -> None:
             optimizer.zero_grad()
             with monitor.step() as current:
                 assert current.monitored == (every is not None and step % 2 == 0)
-                hooked = any(module._forward_pre_hooks for module in model.modules())
+                hooked = any(module._forward_hooks for module in model.modules())
                 assert hooked == current.monitored
                 F.cross_entropy(model(x), y).backward()
                 states.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
                 optimizer.step()
             assert not any(vars(p) for p in model.parameters())
-            assert not any(module._forward_pre_hooks for module in model.modules())
+            assert not any(module._forward_hooks for module in model.modules())
         left.append((states, torch.get_rng_state()))
     for one, other in zip(left[0][0], left[1][0], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
@@ -213,7 +214,7 @@ def test_an_extended_model_stays_extended_and_keeps_its_values() -> None:
     with monitor.step():
         F.cross_entropy(model(x), y).backward()
     assert model.warmth.batch_l2 is kept
-    assert all(module._forward_pre_hooks for module in model.modules())
+    assert model._forward_hooks
 
 
 def test_an_error_leaves_the_model_as_it_was() -> None:
@@ -222,7 +223,7 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
     with pytest.raises(KeyError), monitor.step():
         model(x)
         raise KeyError
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any(module._forward_hooks for module in model.modules())
     assert monitor.last is None
     with monitor.step(number=100):
         F.cross_entropy(model(x), y).backward()
@@ -341,20 +342,23 @@ def test_steps_in_which_nothing_can_be_seen() -> None:
         pass
     with pytest.raises(BadInput, match="around it"), packprop.backpack(), monitor.step():
         pass
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any(module._forward_hooks for module in model.modules())
     with pytest.warns(PackpropWarning, match="one sample"), monitor.step():
         F.cross_entropy(model(x[:1]), y[:1]).backward()
     asked = Monitor(model, every=1, log=None)
     with pytest.warns(PackpropWarning, match="no parameter changed"), asked.step():
         F.cross_entropy(model(x), y).backward()
     assert "update_ratio" not in (asked.last or {"update_ratio": 0})
+    with warnings.catch_warnings(), asked.step():
+        warnings.simplefilter("error")  # it was said
+        F.cross_entropy(model(x), y).backward()
 
 
 def test_samples_that_are_mixed_are_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     with pytest.raises(PackpropError), Monitor(model, log=None).step():
         F.cross_entropy(model(torch.randn(8, 3)), torch.randint(2, (8,))).backward()
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_the_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import packprop
-from packprop import extensions
+from tests.references.running import assert_rows_of_terms
 
 X = torch.randn(5, 1, 8, 8)
 
@@ -44,14 +44,13 @@ def test_a_trace_is_that_of_the_plain_model(make: Callable[[], nn.Module], grad:
 
 
 def test_after_a_trace_passes_go_on() -> None:
-    model, loss = network(), packprop.extend(nn.CrossEntropyLoss())
+    model, targets = network(), torch.tensor([0, 1, 2, 0, 1])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         torch.jit.trace(model, X)
-    with packprop.backpack(extensions.BatchGrad()):
-        loss(model(X), torch.tensor([0, 1, 2, 0, 1])).backward()
-    rows: Tensor = model[3].weight.grad_batch
-    torch.testing.assert_close(rows.sum(0), model[3].weight.grad)
+    terms = nn.functional.cross_entropy(model(X), targets, reduction="none") / len(X)
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(X), targets)
+    assert_rows_of_terms(terms, loss, model.parameters(), tolerance=1e-5)
 
 
 def test_scripting_says_restore_and_works_after_it() -> None:
@@ -85,7 +84,16 @@ def test_onnx_takes_it(dynamo: bool, tmp_path: Path) -> None:
 
 
 def test_hooks_are_copied_and_pickled_by_name() -> None:
-    model = network()
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        (hook,), (own,) = again[0]._forward_pre_hooks.values(), model[0]._forward_pre_hooks.values()
-        assert hook is own
+    for module in (network(), packprop.extend(nn.CrossEntropyLoss())):
+        for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            for hooks in ("_forward_pre_hooks", "_forward_hooks"):
+                assert [*getattr(again, hooks).values()] == [*getattr(module, hooks).values()]
+            assert again._forward_hooks
+
+
+def test_a_model_has_one_hook_and_a_loss_has_two() -> None:
+    """Submodules have none, so that what is exported by parts is plain."""
+    model, loss = network(), packprop.extend(nn.CrossEntropyLoss())
+    assert [len(part._forward_hooks) for part in model.modules()] == [1] + [0] * len(model)
+    assert not any(part._forward_pre_hooks for part in model.modules())
+    assert (len(loss._forward_pre_hooks), len(loss._forward_hooks)) == (1, 1)

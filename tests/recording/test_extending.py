@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.recording.marks import EXTENDED, OUTPUT, USE, marks_of, nodes_above
+from packprop.recording.marks import EXTENDED, OUTPUT, marks_of
 from tests.cases import BY_NAME
 from tests.references.per_sample import batch, check_rows, network, rows_by_loop
-from tests.references.running import ROWS, assert_near, backward, extend, make_all, right_or_refused
+from tests.references.running import ROWS, assert_near, assert_rows_of_terms, backward, extend, make_all
 
 
 def test_extend_returns_the_module_and_can_be_repeated() -> None:
@@ -119,7 +119,7 @@ COPIES = {
 
 @pytest.mark.parametrize("duplicate", COPIES)
 def test_copies_miss_no_parameter_that_is_used_outside_of_a_call(duplicate: str) -> None:
-    """The copy was never called as a whole; what is outside of its modules' calls is recorded or refused."""
+    """The copy was never called as a whole."""
     model = packprop.extend(network())
     twin = COPIES[duplicate](model)
     x, y = batch()
@@ -128,12 +128,8 @@ def test_copies_miss_no_parameter_that_is_used_outside_of_a_call(duplicate: str)
         first, middle, last = twin
         return F.cross_entropy(F.linear(middle(first(x)), last.weight, last.bias), y)
 
-    with packprop.backpack(extensions.BatchGrad()), pytest.raises(packprop.PackpropError, match="consumes it"):
-        loss().backward()
     with packprop.backpack(extensions.BatchGrad()):
-        with packprop.record(x):
-            total = loss()
-        total.backward()
+        loss().backward()
     for name, expected in rows_by_loop(twin, x, y).items():
         assert_near(twin.get_parameter(name).grad_batch, expected, name)
 
@@ -170,16 +166,17 @@ def test_parameters_that_are_exchanged_after_extending(change: str) -> None:
     else:
         nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Tanh())
     check_rows(model, x, y)
-    with packprop.backpack(extensions.BatchGrad()), pytest.raises(packprop.PackpropError, match="consumes it"):
-        F.cross_entropy(model[1:](F.linear(x, model[0].weight)), y).backward()
+    terms = F.cross_entropy(model[1:](F.linear(x, model[0].weight)), y, reduction="none") / len(x)
+    loss = F.cross_entropy(model[1:](F.linear(x, model[0].weight)), y)
+    assert_rows_of_terms(terms, loss, [p for p in model.parameters() if p is not model[0].bias])
 
 
-def test_a_layer_added_after_extending_is_recorded_or_refused() -> None:
+def test_a_layer_added_after_extending() -> None:
     model, (x, y) = packprop.extend(network()), batch()
     model[0] = nn.Linear(3, model[0].out_features).double()
     check_rows(model, x, y)
-    with packprop.backpack(extensions.BatchGrad()), pytest.raises(packprop.PackpropError, match="consumes it"):
-        F.cross_entropy(model[1:](model[0](x)), y).backward()
+    terms = F.cross_entropy(model(x), y, reduction="none") / len(x)
+    assert_rows_of_terms(terms, F.cross_entropy(model[1:](model[0](x)), y), model.parameters())
 
 
 def test_copies_of_loss_modules() -> None:
@@ -216,17 +213,12 @@ def test_nested_extended_models() -> None:
 
 
 def test_only_a_part_extended() -> None:
-    """What was not recorded gets no result; what is extended gets the right one, or an error."""
+    """What the loss depends on gets its values, extended or not."""
     model = network()
     packprop.extend(model[2])
     x, y = batch()
-    loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y)
-    with right_or_refused("extend"):
-        with packprop.backpack(extensions.BatchGrad()):
-            loss.backward()
-        expected = rows_by_loop(model, x, y)["2.weight"]
-        assert_near(model[2].weight.grad_batch, expected, "2.weight")
-    assert not hasattr(model[0].weight, "grad_batch")
+    check_rows(model, x, y)
+    assert model not in EXTENDED
 
 
 def test_a_submodule_called_by_itself() -> None:
@@ -273,28 +265,30 @@ def test_outputs_in_an_object_with_slots() -> None:
     loss = F.cross_entropy(model(x).logits, y)
     with packprop.backpack(extensions.BatchGrad()):
         loss.backward()
-    assert all(hasattr(parameter, "grad_batch") for parameter in model.parameters())
+    for name, expected in rows_by_loop(model.net, x, y).items():
+        assert_near(model.net.get_parameter(name).grad_batch, expected, name)
+    assert OUTPUT in marks_of(model(x).logits.grad_fn)
 
 
-def test_only_the_outermost_modules_are_watched_to_their_end() -> None:
-    """A module that is only called inside others has one hook; restoring takes all of them off."""
+def test_no_hook_but_one_and_it_stays_one() -> None:
+    """Calls leave nothing behind; restoring takes it off, of a copy, too."""
     model, (x, _) = packprop.extend(network()), batch()
-    model(x)
-    assert [len(part._forward_hooks) for part in model] == [0] * len(model)
-    model[0](x)
-    model[0](x)
-    assert len(model[0]._forward_hooks) == 1
+    for _ in range(2):
+        model(x)
+        model[0](x)
+        packprop.extend(model)
+    assert [len(part._forward_hooks) for part in model.modules()] == [1, 0, 0, 0]
     copied = copy.deepcopy(model)
     for each in (model, copied):
         packprop.restore(each)
         assert not any(part._forward_hooks or part._forward_pre_hooks for part in each.modules())
 
 
-def test_a_trained_encoder_is_one_call() -> None:
-    """Modules that choose what they compute are outermost calls like any other."""
-    model = packprop.extend(nn.TransformerEncoderLayer(4, 1, 8, batch_first=True))
-    out = model(torch.randn(3, 5, 4))
-    nodes = nodes_above([out.grad_fn])
-    forwards = {id(use.forward) for node in nodes for use, *_ in marks_of(node).get(USE, ())}
-    assert len(forwards) == 1
-    assert next(iter(marks_of(out.grad_fn)[OUTPUT])).module() is model
+def test_an_encoder_layer_is_marked_as_one_model() -> None:
+    """Modules that choose what they compute are marked like any other."""
+    model = packprop.extend(nn.TransformerEncoderLayer(4, 1, 8, batch_first=True, dropout=0.0).double())
+    x = torch.randn(3, 5, 4).double()
+    out = model(x)
+    assert marks_of(out.grad_fn)[OUTPUT][0].module() is model
+    loss = packprop.extend(nn.MSELoss(reduction="sum"))(out, torch.zeros_like(out))
+    assert_rows_of_terms(model(x).square(), loss, model.parameters())

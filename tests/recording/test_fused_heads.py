@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import packprop
 from packprop import PackpropError, extensions
 from packprop.algebra.kronecker import Eigen
-from packprop.recording.marks import LOSS, USE, marks_of, nodes_above
 from packprop.tensors.nesting import tensors_in
 from tests.references.running import ROWS, Row, assert_near
 
@@ -53,7 +52,8 @@ def data(tokens: int | None = TOKENS, ignored: int = -100) -> tuple[Tensor, Tens
 
 def value(model: nn.Module, row: Row, x: Tensor, targets: Tensor) -> dict[str, list[Tensor]]:
     """What an extension gives for a model that returns its loss."""
-    loss = packprop.extend(model)(x, targets)
+    with packprop.record():
+        loss = packprop.extend(model)(x, targets)
     with packprop.backpack(row(torch.Generator().manual_seed(0))):
         (loss.sum() if loss.dim() else loss).backward()
     return {name: parts(getattr(p, row.attribute)) for name, p in model.named_parameters()}
@@ -118,12 +118,12 @@ def test_gradients_of_single_samples() -> None:
             assert_near(norms[name][0][sample], gradient.square().sum(), name)
 
 
-def test_the_head_is_an_affine_use() -> None:
-    loss = packprop.extend(Headed(True).double())(*data())
-    marks = [marks_of(node) for node in nodes_above([loss.grad_fn])]
-    uses = {id(use): use for mark in marks for use, _, _ in mark.get(USE, ())}
-    assert sorted(use.name for use in uses.values()) == ["linear", "linear"]
-    assert [mark[LOSS][0].function for mark in marks if LOSS in mark] == [F.cross_entropy]
+def test_the_head_is_one_of_linear_layers() -> None:
+    """It has the two factors of one, and the loss is found in the model."""
+    model = Headed(True).double()
+    found = value(model, Row(extensions.KFLR, "kflr", 2), *data())
+    assert [len(found[name]) for name in ("body.weight", "head.weight", "head.bias")] == [2, 2, 1]
+    assert [len(factor) for factor in found["head.weight"]] == [WORDS, WIDTH]
 
 
 @pytest.mark.parametrize("out_features", [(), (2,)], ids=["plain", "maps"])

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
-from packprop.recording.marks import RecordedUse
+from packprop.recording.marks import Use
 from tests.recording.saving import WAYS, Net, Wrap, assert_equal, plain
 from tests.references.running import ROWS, generator
 from tests.selection import often
@@ -144,7 +144,7 @@ def test_a_training_loop_does_not_grow(way: str) -> None:
     """The garbage collector is off, so reference cycles in what a pass leaves behind would be seen."""
 
     def living() -> int:
-        return sum(isinstance(obj, (Tensor, RecordedUse)) for obj in gc.get_objects())
+        return sum(isinstance(obj, (Tensor, Use)) for obj in gc.get_objects())
 
     torch.manual_seed(0)
     model, loss = packprop.extend(Net(WAYS[way])), packprop.extend(nn.CrossEntropyLoss())

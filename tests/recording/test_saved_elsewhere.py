@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from benchmarks.checkpointing import EXTENSIONS, Bytes, Size, Step
 from packprop import extensions
 from packprop.algebra import cells
 from packprop.engine import chunks
-from packprop.recording.marks import USE, marks_of, nodes_above
 from tests.recording.saving import REFERENCE, WAYS, Net, assert_equal, plain, run
 from tests.references.running import ROWS, Row
 from tests.selection import often
@@ -59,44 +56,80 @@ def test_the_peak_is_that_of_checkpointing(way: str, extension: str, monkeypatch
     assert plain_training("plain").kept > 1.1 * base.peak  # so that the bound tells
 
 
-def uses_of(loss: Tensor) -> Iterator[Any]:
-    for node in nodes_above([loss.grad_fn]):
-        yield from (use for use, *_ in marks_of(node).get(USE, ()))
-
-
 @needs_hooks
 def test_nothing_is_held_and_nothing_is_left() -> None:
-    """Inside a checkpoint a use holds no input; after the pass nothing of it is alive, without a collection."""
+    """What a region computes lives while it runs; after the pass nothing is left, without a collection."""
     seen: list[weakref.ref[Tensor]] = []
 
     def block(x: Tensor) -> Tensor:
         x = torch.sin(x)
         seen.append(weakref.ref(x))
-        return model(x)
+        out: Tensor = model(x)
+        return out
 
     model = packprop.extend(nn.Linear(5, 5))
     gc.collect()
     gc.disable()
     try:
-        loss = packprop.extend(nn.MSELoss())(
-            checkpoint(block, torch.randn(3, 5, requires_grad=True), use_reentrant=False), torch.randn(3, 5)
-        )
-        assert [reference() for reference in seen] == [None]
-        assert [use.source is not None for use in uses_of(loss)] == [True]
-        with packprop.backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
-            loss.backward()
-        assert len(seen) > 1
-        del loss
-        assert [reference() for reference in seen] == [None] * len(seen)
+        for options in ({}, {"retain_graph": True}):
+            loss = packprop.extend(nn.MSELoss())(
+                checkpoint(block, torch.randn(3, 5, requires_grad=True), use_reentrant=False), torch.randn(3, 5)
+            )
+            assert [reference() for reference in seen] == [None] * len(seen)
+            with packprop.backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+                loss.backward(**options)
+            assert len(seen) > 1
+            if not options:
+                assert [reference() for reference in seen] == [None] * len(seen)
+            del loss
+            assert [reference() for reference in seen] == [None] * len(seen)
     finally:
         gc.enable()
 
 
-def test_no_hooks_no_cost() -> None:
-    """Where no hooks are in force uses hold their inputs, and nothing is run again."""
+def test_activations_die_with_the_graph() -> None:
+    """Neither extending nor a pass holds what a model has computed longer than autograd does."""
+    seen: list[weakref.ref[Tensor]] = []
+    model = packprop.extend(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2)))
+    for part in model:
+        part.register_forward_hook(lambda _, args, out: seen.append(weakref.ref(args[0])))
+    gc.collect()
+    gc.disable()
+    try:
+        for inside in (False, True):
+            seen.clear()
+            with packprop.backpack(*([extensions.BatchGrad(), extensions.KFAC()] if inside else [])):
+                loss = packprop.extend(nn.MSELoss())(model(torch.randn(3, 5)), torch.randn(3, 2))
+                assert any(reference() is not None for reference in seen)
+                loss.backward()
+            assert [reference() for reference in seen] == [None] * len(seen)
+            del loss
+            loss = model(torch.randn(3, 5)).sum()
+            del loss
+            assert [reference() for reference in seen] == [None] * len(seen)
+    finally:
+        gc.enable()
+
+
+def test_a_region_runs_once_for_each_pass() -> None:
+    """Reading off the graph what a checkpoint saved needs no run of its own inside of the pass."""
+    runs: list[int] = []
+
+    def block(x: Tensor) -> Tensor:
+        runs.append(1)
+        out: Tensor = model(torch.sin(x))
+        return out
+
     model = packprop.extend(nn.Linear(5, 5))
-    loss = model(torch.randn(3, 5)).sum()
-    assert [use.source for use in uses_of(loss)] == [None]
+    x, y = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5)
+    counts = []
+    for _ in range(4):
+        runs.clear()
+        loss = packprop.extend(nn.MSELoss())(checkpoint(block, x, use_reentrant=False), y)
+        with packprop.backpack(extensions.BatchGrad()):
+            loss.backward()
+        counts.append(len(runs))
+    assert counts[-1] == 2, counts
 
 
 def test_plain_training_sees_no_difference() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -323,3 +323,24 @@ def as_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, kronecker.Eigen):
         return [kronecker.dense(value)]
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def rows_of_terms(terms: Tensor, parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Gradients ``[n, *p]`` of each sample's own terms of a loss ``[n, ...]``, one sample after the other."""
+    parameters = list(parameters)
+    each = [
+        torch.autograd.grad(own.sum(), parameters, retain_graph=True, materialize_grads=True) for own in terms
+    ]
+    return [torch.stack(rows) for rows in zip(*each, strict=True)]
+
+
+def assert_rows_of_terms(
+    terms: Tensor, loss: Tensor, parameters: Iterable[Tensor], tolerance: float = 1e-10
+) -> None:
+    """Gradients of samples are those of the terms of ``loss``, which is their sum."""
+    parameters = list(parameters)
+    expected = rows_of_terms(terms, parameters)
+    with packprop.backpack(packprop.extensions.BatchGrad()):
+        loss.backward()
+    for parameter, rows in zip(parameters, expected, strict=True):
+        assert_near(parameter.grad_batch, rows, "rows of the loss", tolerance)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from packprop import BadInput, Profile
 from packprop.reports import cli
 from packprop.reports.compare import compare
-from packprop.reports.compare.differences import QUANTITIES
+from packprop.reports.compare.differences import QUANTITIES, Difference
+from packprop.reports.compare.table import change_text, value_texts
 from packprop.reports.profile.layers import Layer
 from tests.reports.pages import read_page
 from tests.reports.profiled import network, quiet
@@ -208,3 +209,13 @@ def test_other_models_are_refused(pair: tuple[Profile, Profile]) -> None:
         compare(small, squared)
     with pytest.raises(BadInput, match="it is no profile"):
         compare(first, 3)  # type: ignore[arg-type]  # that is the point
+
+
+def test_numbers_have_the_digits_that_their_errors_leave() -> None:
+    unclear = Difference(0.00612, 0.01158, 0.0031, 0.0024, 0.0057)
+    assert value_texts(unclear) == ("6e-3", "0.012")
+    assert change_text(unclear) == "+5e-3 +- 6e-3"
+    paired = Difference(2.834, 2.712, 0.21, 0.2, 0.004)
+    assert value_texts(paired) == ("2.83", "2.71")
+    assert change_text(paired) == "-0.122 +- 4e-3*"
+    assert value_texts(Difference(None, 1.2345)) == ("-", "1.23")

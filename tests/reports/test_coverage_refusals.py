@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import packprop
 from packprop.reports.coverage import coverage
 from tests.cases.models.wrapping import Apply, Raw
+from tests.references.running import assert_rows_of_terms
 from tests.reports.covered import SIZE, family, linear_model, of
 
 
@@ -35,17 +36,26 @@ def test_samples_that_are_mixed_without_a_known_layer() -> None:
 
 
 def test_a_refusal_of_a_rule() -> None:
-    model = nn.Sequential(nn.Embedding(5, 3, max_norm=1.0), nn.Linear(3, 2))
-    before = model[0].weight.detach().clone()
+    model = nn.Sequential(nn.Embedding(5, 3, scale_grad_by_freq=True), nn.Linear(3, 2))
     found = coverage(model, torch.tensor([0, 2, 4]))
-    assert found.parameters["0.weight"].state == "refused"
-    assert "max_norm" in found.parameters["0.weight"].uses[0].refusal
+    assert found.refusal is not None
+    assert "'0.weight'" in found.refusal.where
+    assert "scale_grad_by_freq" in found.refusal.why
     assert not family(found, "gradients of samples").applies
+
+
+def test_a_table_that_its_forward_pass_writes_to() -> None:
+    """It is as it was after the report, and rows are those of the values that the pass has written."""
+    model = nn.Sequential(nn.Embedding(5, 3, max_norm=1.0), nn.Linear(3, 2)).double()
+    before, x = model[0].weight.detach().clone(), torch.tensor([0, 2, 2, 4])
+    assert coverage(model, x).complete
     assert torch.equal(model[0].weight, before)
+    terms = F.mse_loss(model(x), torch.ones(4, 2).double(), reduction="none") / 8
+    assert_rows_of_terms(terms, F.mse_loss(model(x), torch.ones(4, 2).double()), model.parameters())
 
 
 class Doubled(torch.autograd.Function):
-    """An autograd function, which torch's function overrides do not see."""
+    """A function of the user's own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -58,13 +68,27 @@ class Doubled(torch.autograd.Function):
         return 2 * gradient * weight, (2 * gradient * x).sum(0)
 
 
-def test_a_use_that_was_not_recorded_is_named() -> None:
-    model = Raw(lambda self, x: Doubled.apply(x, self.w) * self.w, w=(3,))
-    found = coverage(model, torch.randn(SIZE, 3))
-    assert found.parameters["w"].state == "not recorded"
-    assert found.parameters["w"].missing == ("DoubledBackward",)
+def test_a_function_of_the_users_is_a_use() -> None:
+    model = Raw(lambda self, x: Doubled.apply(x, self.w) * self.w, w=(3,)).double()
+    x = torch.randn(SIZE, 3).double()
+    found = coverage(model, x)
+    assert found.complete
+    assert found.parameters["w"].state == "used"
+    assert {name for name, _ in of(found, "w")} == {"DoubledBackward", "mul"}
+    terms = F.mse_loss(model(x), torch.zeros_like(x), reduction="none") / x.numel()
+    assert_rows_of_terms(terms, F.mse_loss(model(x), torch.zeros_like(x)), model.parameters())
+
+
+def test_a_use_that_is_hidden_is_named() -> None:
+    model = nn.Sequential(torch.compile(nn.Linear(4, 3), backend="aot_eager"), nn.Linear(3, 2))
+    found = coverage(model, torch.randn(SIZE, 4))
+    torch._dynamo.reset()
+    (name, *_) = found.parameters
+    assert found.parameters[name].state == "not recorded"
+    assert set(found.parameters[name].missing) == {"CompiledFunctionBackward"}
     assert found.refusal is not None
-    assert "not recorded: DoubledBackward" in " ".join(str(found).split())
+    assert "torch.compile" in found.refusal.why
+    assert "not recorded" in str(found)
 
 
 def test_a_loss_inside_the_model() -> None:
@@ -100,8 +124,9 @@ def test_nothing_to_differentiate() -> None:
     assert not any(family.applies for family in found.families)
 
 
-def test_disabled_recording_is_said() -> None:
+def test_under_disable() -> None:
+    """The graph is there all the same."""
     with packprop.disable():
         found = coverage(linear_model(), torch.randn(SIZE, 4))
-    assert found.refusal is not None
-    assert "disable()" in found.refusal.why
+    assert found.complete
+    assert found.samples == SIZE

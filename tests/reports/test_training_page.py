@@ -100,3 +100,21 @@ def test_what_is_no_run_is_refused(text: str | None, tmp_path: Path, capfd: pyte
         read_lines(path)
     assert cli.main(["page", str(path)]) == 2
     assert "log='run.jsonl'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("intervals", "says"),
+    [
+        (((80, 130), (150, None)), "The noise scale grew from 100 to 200 samples."),
+        (((60, None), (90, 400)), "The noise scale went from 100 to 200 samples, which may be chance."),
+        ((None, None), "The noise scale grew from 100 to 200 samples."),
+    ],
+)
+def test_a_noise_scale_that_may_not_have_moved(intervals: tuple[object, ...], says: str) -> None:
+    lines = []
+    for step, (scale, ends) in enumerate(zip((100.0, 200.0), intervals, strict=True)):
+        line: dict[str, object] = {"step": step, "critical_batch_size": scale}
+        if isinstance(ends, tuple):
+            line["critical_batch_size_low"], line["critical_batch_size_high"] = ends
+        lines.append(line)
+    assert findings_of(lines, [])[0].says == says

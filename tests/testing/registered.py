@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import wrap_torch_function
 
 import packprop
 from packprop.functions.building import scaled
@@ -15,9 +14,17 @@ from packprop.types import GRADIENT, Extension, Row
 from tests.references.tensors import R, p
 
 
-@wrap_torch_function(lambda x, weight: (x, weight))
-def gate(x: Tensor, weight: Tensor) -> Tensor:
-    return x * weight.sigmoid()
+class Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        open_ = weight.sigmoid()
+        return gradient * open_, (gradient * x * open_ * (1 - open_)).sum_to_size(weight.shape)
 
 
 def gates(n: int) -> tuple[Tensor, ...]:
@@ -25,9 +32,10 @@ def gates(n: int) -> tuple[Tensor, ...]:
 
 
 def write_a_use() -> None:
-    @packprop.register_use(gate)
-    def rule(call, x, weight):
-        return [scaled(call, weight, lambda: x * weight.sigmoid() * (1 - weight.sigmoid()))]
+    @packprop.register_use(Gate)
+    def rule(call):
+        x, weight = call.saved(0), call.saved(1)
+        return scaled(call, lambda: x() * weight().sigmoid() * (1 - weight().sigmoid()))
 
 
 def write_an_extension() -> Extension:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from packprop.functions.building import affine
 from packprop.functions.entry import Entry
 from packprop.functions.losses.description import Loss, Root
 from packprop.functions.losses.roots import bernoulli_root
+from packprop.functions.node_calls import NodeCall
 from packprop.testing import CheckFailed, check_extension, check_model
 from tests.cases import BY_NAME
 from tests.references.tensors import R
@@ -102,8 +102,9 @@ def test_chosen_extensions_and_those_without_a_loop() -> None:
         check_model(*classifier(), [extensions.BatchGrad])  # type: ignore[list-item]  # wrong on purpose
 
 
-def wrong_linear(call: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Entry]:
-    return [affine(call, 2 * input, weight)]
+def wrong_product(call: NodeCall) -> Entry | None:
+    x = call.saved("mat1")
+    return affine(call, lambda: 2 * x(), transposed=True) if call.place == 2 else None
 
 
 def wrong_cell(structure: Outer) -> Tensor:
@@ -122,7 +123,7 @@ def wrong_columns(outputs: Tensor, scale: Tensor) -> Root:
 
 
 def test_a_wrong_rule_is_seen_in_a_model() -> None:
-    packprop.register_use(F.linear)(wrong_linear)
+    packprop.register_use("Addmm")(wrong_product)
     with pytest.raises(CheckFailed, match="BatchGrad was compared") as caught:
         check_model(*classifier())
     assert "weight'" in caught.value.where

@@ -11,7 +11,7 @@ import pytest
 
 from packprop.testing import check_extension, check_use
 from tests.distributed.processes import script
-from tests.testing.registered import gate, gates, write_a_use, write_an_extension
+from tests.testing.registered import Gate, gates, write_a_use, write_an_extension
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_use_of_ones_own() -> None:
     assert len(inspect.getsource(write_a_use).splitlines()) < 10
     write_a_use()
-    report = check_use(gate, gates)
+    report = check_use(Gate.apply, gates)
     assert report.structures == {"weight": "Scale"}
     assert report.error < 1e-13
     assert {"one sample at a time", "the fallback", "in a model that calls it twice"} <= set(report.laws)

@@ -10,40 +10,43 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import wrap_torch_function
 
 import packprop
 from packprop.algebra.structures import Dense, Outer
-from packprop.functions.building import affine, rowwise, scaled, select_samples
+from packprop.functions import NodeCall, affine, rowwise, scaled, select_samples
 from packprop.functions.entry import Entry
+from packprop.functions.registry import RULES
 from packprop.testing import CheckFailed, check_use
 from tests.references.tensors import R, p
-from tests.testing.registered import gate, gates
+from tests.testing.registered import Gate, gates
 
 
-def right_factor(x: Tensor, weight: Tensor) -> Tensor:
-    return x * weight.sigmoid() * (1 - weight.sigmoid())
+def right_factor(call: NodeCall) -> Callable[[], Tensor]:
+    x, weight = call.saved(0), call.saved(1)
+    return lambda: x() * weight().sigmoid() * (1 - weight().sigmoid())
 
 
 def entry(structure_of: Callable[..., Any]) -> Callable[..., Any]:
-    """A rule for `gate` from what it makes of a product of cotangent and factor ``[v, n, p]``."""
+    """A rule for `Gate` from what it makes of a product of cotangent and factor ``[v, n, p]``."""
 
-    def rule(call: Any, x: Tensor, weight: Tensor) -> list[Entry]:
+    def rule(call: NodeCall) -> Entry:
+        factor = right_factor(call)
+
         def rows(cotangents: Any, where: Any, samples: Any) -> Dense:
             if cotangents[0] is None:
                 return Dense(None)
-            product = where[0].to_front(cotangents[0] * right_factor(x, weight), 1)
+            product = where[0].to_front(cotangents[0] * factor(), 1)
             rows = product.reshape(*product.shape[:2], -1, 4).sum(2)
             return Dense(structure_of(rows, samples))
 
-        return [Entry(weight, "Dense", rows)]
+        return Entry(call.operand.tensor, "Dense", rows)
 
     return rule
 
 
 WRONG_RULES = {
     "factor": (
-        lambda call, x, weight: [scaled(call, weight, lambda: x)],
+        lambda call: scaled(call, call.saved(0)),
         ("one sample at a time", "parameter 'weight'", "largest relative error"),
     ),
     "sums over columns": (
@@ -63,16 +66,16 @@ WRONG_RULES = {
         ("one sample at a time", "chosen [2, 0]", "largest relative error"),
     ),
     "not differentiable": (
-        lambda call, x, weight: [scaled(call, weight, lambda: right_factor(x, weight).detach())],
+        lambda call: scaled(call, lambda: right_factor(call)().detach()),
         ("in a model that calls it once: differentiable", "parameter 'weight'"),
     ),
     "no rows": (
-        lambda call, x, weight: [Entry(weight, "Dense", lambda *_: Dense(None))],
+        lambda call: Entry(call.operand.tensor, "Dense", lambda *_: Dense(None)),
         ("one sample at a time", "the structure has no rows"),
     ),
     "describes nothing": (
-        lambda call, x, weight: None,
-        ("the registered rule", "says nothing of parameter 'weight'"),
+        lambda call: None,
+        ("the registered rule", "says nothing of this parameter", "parameter 'weight' in GateBackward"),
     ),
 }
 
@@ -80,54 +83,64 @@ WRONG_RULES = {
 @pytest.mark.parametrize("name", WRONG_RULES)
 def test_a_wrong_rule_is_caught(name: str) -> None:
     rule, texts = WRONG_RULES[name]
-    packprop.register_use(gate)(rule)
+    packprop.register_use(Gate)(rule)
     with pytest.raises(CheckFailed) as caught:
-        check_use(gate, gates)
+        check_use(Gate.apply, gates)
     for text in texts:
         assert text in str(caught.value)
     assert caught.value.error > 1e-3
 
 
 def test_positions_folded_into_the_samples_are_tested() -> None:
-    @packprop.register_use(gate)
-    def rule(call, x, weight):
+    @packprop.register_use(Gate)
+    def rule(call: NodeCall) -> Entry:
+        factor = right_factor(call)
+
         def structure_of(cotangents, where, samples):  # right wherever each row is a sample
             if cotangents[0] is None:
                 return Dense(None)
-            return Dense(select_samples(cotangents[0] * right_factor(x, weight), samples, 1))
+            return Dense(select_samples(cotangents[0] * factor(), samples, 1))
 
-        return [Entry(weight, "Dense", structure_of)]
+        return Entry(call.operand.tensor, "Dense", structure_of)
 
     with pytest.raises(CheckFailed, match="3 samples x 2 parts"):
-        check_use(gate, gates)
+        check_use(Gate.apply, gates)
 
 
-@wrap_torch_function(lambda x, weight: (x, weight))
-def symmetric(x: Tensor, weight: Tensor) -> Tensor:
-    return x @ (weight + weight.T)
+class Symmetric(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ (weight + weight.T)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        own = x.T @ gradient
+        return gradient @ (weight + weight.T), own + own.T
 
 
 def test_a_fold_that_sums_breaks_fast_statistics() -> None:
-    @packprop.register_use(symmetric)
-    def rule(call, x, weight):
+    @packprop.register_use(Symmetric)
+    def rule(call: NodeCall) -> Entry:
         def build(cotangent, x):
             if cotangent is not None:
                 cotangent = cotangent.reshape(*cotangent.shape[:2], -1, 1, 3)
             inputs = x.reshape(x.shape[0], -1, 1, 3)
             return Outer(inputs, cotangent, lambda g: (g + g.mT).squeeze(-3))
 
-        return [Entry(weight, "Outer", rowwise(build, "symmetric", x))]
+        return Entry(call.operand.tensor, "Outer", rowwise(build, call.saved(0)))
 
     with pytest.raises(CheckFailed, match="fast statistics was compared") as caught:
-        check_use(symmetric, lambda n: (R(n, 3), p(3, 3)))
+        check_use(Symmetric.apply, lambda n: (R(n, 3), p(3, 3)))
     assert "sum_sq" in caught.value.where
     assert "rearrange" in caught.value.instead
 
 
 def test_inputs_alone_are_tested() -> None:
-    @packprop.register_use(F.linear)
-    def rule(call, input, weight):
-        right = affine(call, input, weight)
+    @packprop.register_use("Mm")
+    def rule(call: NodeCall) -> Entry:
+        right = affine(call, call.saved("self"), transposed=True)
 
         def structure_of(cotangents, where, samples):
             structure = right.structure_of(cotangents, where, samples)
@@ -135,31 +148,40 @@ def test_inputs_alone_are_tested() -> None:
                 return Outer(2 * structure.x, None, structure.fold)
             return structure
 
-        return [Entry(weight, "Outer", structure_of)]
+        return Entry(call.operand.tensor, "Outer", structure_of)
 
     with pytest.raises(CheckFailed, match="inputs alone"):
-        check_use(F.linear, lambda n: (R(n, 3), p(4, 3)))
+        check_use(torch.mm, lambda n: (R(n, 3), p(3, 4)))
 
 
-def test_a_function_that_recording_does_not_see() -> None:
+def test_a_function_of_functions_of_torch_needs_no_rule() -> None:
     def plain(x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight)
+        return F.linear(x, weight).tanh()
 
-    packprop.register_use(plain)(lambda call, x, weight: [affine(call, x, weight)])
-    with pytest.raises(CheckFailed, match="saw 'linear' in its place") as caught:
-        check_use(plain, lambda n: (R(n, 3), p(4, 3)))
-    assert "wrap_torch_function" in caught.value.instead
-    report = check_use(plain, lambda n: (R(n, 3), p(4, 3)), allow_fallback=True)
-    assert "recording sees 'linear' in place of 'plain'" in report.notes
+    report = check_use(plain, lambda n: (R(n, 3), p(4, 3)))
+    assert report.structures == {"weight": "Outer"}
+
+
+def test_a_function_that_is_called_inside_another_one() -> None:
+    packprop.register_use(Gate)(lambda call: scaled(call, right_factor(call)))
+
+    def twice(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return Gate.apply(Gate.apply(x.flip(1), weight).tanh() + bias, weight).cumsum(1)
+
+    report = check_use(twice, lambda n: (R(n, 2, 4), p(4), p(4)))
+    assert report.structures == {"weight": "Scale", "bias": "Scale"}
+    assert report.error < 1e-12
 
 
 def test_a_function_without_a_rule() -> None:
-    with pytest.raises(CheckFailed, match="no rule is registered"):
-        check_use(torch.logaddexp, lambda n: (R(n, 3), p(3)))
+    with pytest.raises(CheckFailed, match="no rule is registered") as caught:
+        check_use(Gate.apply, gates)
+    assert "@packprop.register_use(Gate)" in caught.value.instead
+    report = check_use(Gate.apply, gates, allow_fallback=True)
+    assert report.structures == {"weight": "Dense, by the fallback"}
 
 
 def test_a_function_that_mixes_samples() -> None:
-    @wrap_torch_function(lambda x, weight: (x, weight))
     def mixing(x: Tensor, weight: Tensor) -> Tensor:
         return (x - x.mean(0)) * weight
 
@@ -179,3 +201,25 @@ def test_a_function_that_mixes_samples() -> None:
 def test_arguments_that_are_none(make: Callable[[int], Any], text: str) -> None:
     with pytest.raises(packprop.BadInput, match=re.escape(text)):
         check_use(torch.mul, make)
+
+
+@pytest.mark.parametrize("given", [(), (F.linear,), (Gate.apply,), ("",), (Gate, 3), (torch.nn.Linear,)])
+def test_only_functions_and_names_can_be_registered(given: tuple[Any, ...]) -> None:
+    before = dict(RULES)
+    with pytest.raises(packprop.BadInput, match=r"register_use\(MyFunction\)"):
+        packprop.register_use(*given)
+    assert before == RULES
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (lambda call: [scaled(call)], "returned list"),
+        (lambda call: Entry(torch.zeros(4), "Dense", lambda *_: Dense(None)), "an entry of another tensor"),
+    ],
+)
+def test_a_rule_must_return_an_entry_of_the_parameter(made: Callable[..., Any], text: str) -> None:
+    packprop.register_use(Gate)(made)
+    with pytest.raises(packprop.BadInput, match=text) as caught:
+        check_use(Gate.apply, gates)
+    assert "GateBackward" in str(caught.value)

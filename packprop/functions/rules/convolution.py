@@ -15,11 +15,13 @@ from torch import Tensor
 from packprop.algebra.algorithms import choose_algorithm
 from packprop.algebra.kernels import grouped_gradients, second_moment
 from packprop.algebra.order import Fold, fold_swapped, fold_to
-from packprop.algebra.patches import as_tuple, patch_moment, patches, shift_moment, transposed_patches
+from packprop.algebra.patches import patch_moment, patches, shift_moment, transposed_patches
 from packprop.algebra.structures import LazyTensor, Outer, Structure
 from packprop.functions.building import rowwise, scaled
-from packprop.functions.entry import Call, Entry, Fans, Scratch, name_of
-from packprop.functions.registry import made_later, register_use
+from packprop.functions.entry import Entry, Fans, Scratch
+from packprop.functions.node_calls import NodeCall
+from packprop.functions.nodes import CONVOLUTIONS
+from packprop.functions.registry import rule_of
 
 MANY_CHANNELS = 16
 """Channels of a group from which on moments of patches are computed from shifts of the input.
@@ -83,10 +85,10 @@ class Geometry(ABC):
 class PlainGeometry(Geometry):
     """The geometry of ``conv1d``, ``conv2d`` and ``conv3d``.
 
-    ``padding``: zeros before and after each spatial axis.
+    ``padding``: zeros on both sides of each spatial axis.
     """
 
-    padding: tuple[tuple[int, int], ...]
+    padding: tuple[int, ...]
 
     def fold(self) -> Fold:
         """The weight is ``[g*o, c, *kernel]``."""
@@ -97,20 +99,16 @@ class PlainGeometry(Geometry):
         return patches(self._pad(images), self.kernel, self.stride, self.dilation, self.groups)
 
     def gradients(self, images: Tensor, cotangent: Tensor) -> Tensor:
-        """By one grouped convolution, which pads alike on both sides: other images are padded before."""
-        symmetric = all(before == after for before, after in self.padding)
-        padding = [before if symmetric else 0 for before, _ in self.padding]
-        images = images if symmetric else self._pad(images)
+        """By one grouped convolution."""
         return grouped_gradients(
-            images, cotangent, self.weight_shape, self.stride, padding, self.dilation, self.groups
+            images, cotangent, self.weight_shape, self.stride, self.padding, self.dilation, self.groups
         )
 
     def outputs(self, images: Tensor, weight: Tensor) -> Tensor:
-        """By PyTorch's function, on padded images."""
+        """By PyTorch's function."""
         convolution: Any = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
-        outputs: Tensor = convolution(
-            self._pad(images), weight, None, self.stride, 0, self.dilation, self.groups
-        )
+        options = self.stride, self.padding, self.dilation, self.groups
+        outputs: Tensor = convolution(images, weight, None, *options)
         return outputs
 
     @property
@@ -121,11 +119,12 @@ class PlainGeometry(Geometry):
     def moment(self, images: Tensor, by_shifts: bool) -> Tensor:
         """From shifts of the images, or from patches of the padded ones."""
         if by_shifts:
-            return shift_moment(images, self.kernel, self.dilation, self.padding, self.groups)
+            sides = [(width, width) for width in self.padding]
+            return shift_moment(images, self.kernel, self.dilation, sides, self.groups)
         return patch_moment(self._pad(images), self.kernel, self.stride, self.dilation, self.groups)
 
     def _pad(self, images: Tensor) -> Tensor:
-        widths = [width for sides in reversed(self.padding) for width in sides]
+        widths = [width for extent in reversed(self.padding) for width in (extent, extent)]
         return F.pad(images, widths) if any(widths) else images
 
 
@@ -168,19 +167,58 @@ class TransposedGeometry(Geometry):
         return outputs
 
 
-def _convolution(
-    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
-) -> list[Entry] | None:
-    """Entries of a convolution with a given geometry."""
-    if call.consumes(x):
+@rule_of(*CONVOLUTIONS, form="shape")
+def _convolution(call: NodeCall) -> Entry | None:
+    space = len(call.shape) - 2
+    if call.place == 2:
+        return scaled(call, aligned=(1, call.shape[1], *(1,) * space))
+    if call.place != 1:
         return None
+    geometry = _geometry(call, space)
+    known = call.shape_at(0)
+    return _weight(call, _image(call, geometry) if known is None else known[1:], geometry)
+
+
+def _geometry(call: NodeCall, space: int) -> PlainGeometry | TransposedGeometry:
+    stride, padding, dilation = (_one_each(call, each, space) for each in ("stride", "padding", "dilation"))
+    groups, shape = call.option("groups"), call.operand.shape
+    if not (call.has_option("transposed") and call.option("transposed")):
+        return PlainGeometry(shape, stride, dilation, groups, padding)
+    extra = _one_each(call, "output_padding", space)
+    return TransposedGeometry(shape, stride, dilation, groups, padding, extra)
+
+
+def _one_each(call: NodeCall, name: str, count: int) -> tuple[int, ...]:
+    """An option with one number for each spatial axis."""
+    value = call.option(name)
+    return tuple(value) if len(value) == count else tuple(value) * count
+
+
+def _image(call: NodeCall, geometry: PlainGeometry | TransposedGeometry) -> torch.Size:
+    """The least shape of one image that gives the outputs, if the image has left no edge on the graph."""
+    numbers = zip(
+        call.shape[2:], geometry.kernel, geometry.stride, geometry.dilation, geometry.padding, strict=True
+    )
+    if isinstance(geometry, PlainGeometry):
+        space = [(extent - 1) * s + (k - 1) * d + 1 - 2 * p for extent, k, s, d, p in numbers]
+        return torch.Size([geometry.weight_shape[1] * geometry.groups, *space])
+    space = [
+        (extent - 1 - (k - 1) * d + 2 * p - extra) // s + 1
+        for (extent, k, s, d, p), extra in zip(numbers, geometry.output_padding, strict=True)
+    ]
+    return torch.Size([geometry.weight_shape[0], *space])
+
+
+def _weight(call: NodeCall, image: torch.Size, geometry: Geometry) -> Entry:
+    """The entry of a weight; ``image`` is the shape of one image that it is applied to."""
+    weight = call.operand.tensor
     space = weight.dim() - 2
     channels = call.shape[-space - 1]
     positions = call.shape[-space:].numel()
     groups = geometry.groups
     fan_in, fan_out = weight.numel() // channels, channels // groups
-    image_entries = x.shape[-space - 1 :].numel()
-    image_channels = x.shape[-space - 1] // groups
+    image_entries = image.numel()
+    image_channels = image[0] // groups
     fastest = "shifts" if image_channels >= MANY_CHANNELS and geometry.has_shifts else "patches"
     fold = geometry.fold()
 
@@ -205,60 +243,12 @@ def _convolution(
         without_unfolding=weight.numel() + positions * channels + image_entries,
         inputs_only=3 * image_entries if fastest == "shifts" else groups * positions * fan_in + image_entries,
     )
-    entry = Entry(
+    return Entry(
         weight,
         "Outer",
-        rowwise(build, name_of(call.function), x),
+        rowwise(build, call.saved("input")),
         admits=lambda axis: axis == 0,
         scratch=scratch,
         fans=Fans(groups, fan_in, fan_out, image_channels),
         linear=True,
     )
-    if bias is None:
-        return [entry]
-    aligned = (*(1,) * (len(call.shape) - space - 1), channels, *(1,) * space)
-    return [entry, scaled(call, bias, aligned=aligned)]
-
-
-@register_use(F.conv1d, F.conv2d, F.conv3d)
-@made_later((1, "weight"))
-def _conv(
-    call: Call,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> list[Entry] | None:
-    kernel = tuple(weight.shape[2:])
-    dims = len(kernel)
-    strides, dilations = as_tuple(stride, dims), as_tuple(dilation, dims)
-    if padding == "same":
-        totals = [step * (extent - 1) for step, extent in zip(dilations, kernel, strict=True)]
-        sides = tuple((total // 2, total - total // 2) for total in totals)
-    else:
-        sides = tuple((width, width) for width in as_tuple(0 if padding == "valid" else padding, dims))
-    geometry = PlainGeometry(weight.shape, strides, dilations, groups, sides)
-    return _convolution(call, input, weight, bias, geometry)
-
-
-@register_use(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-@made_later((1, "weight"))
-def _conv_transpose(
-    call: Call,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> list[Entry] | None:
-    strides, dilations, paddings, output_paddings = (
-        as_tuple(option, weight.dim() - 2) for option in (stride, dilation, padding, output_padding)
-    )
-    geometry = TransposedGeometry(weight.shape, strides, dilations, groups, paddings, output_paddings)
-    return _convolution(call, input, weight, bias, geometry)

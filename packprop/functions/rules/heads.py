@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
-import torch.nn.functional as F
-from torch import Tensor
-
-from packprop.functions.entry import Call, Entry
-from packprop.functions.fallback import fallback
-from packprop.functions.registry import register_use
+from packprop.functions.entry import Entry
+from packprop.functions.node_calls import NodeCall
+from packprop.functions.nodes import WITHOUT_SECOND_DERIVATIVE
+from packprop.functions.registry import rule_of
+from packprop.functions.samplewise import samplewise
 
 SUMMED = (
     "linear_cross_entropy with options sums over all samples inside one kernel, which takes its gradient in "
@@ -20,14 +16,6 @@ SUMMED = (
 )
 
 
-def _linear_cross_entropy(
-    call: Call, input: Tensor, linear_weight: Tensor, target: Tensor, *, reduction: str = "mean", **_: Any
-) -> list[Entry] | None:
-    if reduction == "none":
-        return None
-    return [replace(fallback(call, parameter), refusal=SUMMED) for parameter in call.parameters]
-
-
-# A call without options is seen as the functions that it is made of.
-if hasattr(F, "linear_cross_entropy"):
-    register_use(F.linear_cross_entropy)(_linear_cross_entropy)
+@rule_of(*(f"{name}_defaultBackward" for name in WITHOUT_SECOND_DERIVATIVE))
+def _summed_in_chunks(call: NodeCall) -> Entry:
+    return samplewise(call, refusal=SUMMED)

@@ -3,125 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packprop.functions.building import SavedTensor, scaled
-from packprop.functions.entry import Call, Entry
-from packprop.functions.registry import made_later, register_use
+from packprop.functions.building import scaled
+from packprop.functions.entry import Entry
+from packprop.functions.node_calls import NodeCall
+from packprop.functions.nodes import NORMALISATIONS
+from packprop.functions.registry import rule_of
+
+Normalised = Callable[[], Tensor] | None
+"""Returns the input without weight and bias; ``None`` where nothing tells it."""
 
 
-def _normalisation(
-    call: Call,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    normalise: Callable[[], Tensor],
-    *,
-    channels: bool,
-) -> list[Entry]:
-    """Entries of weight and bias; ``channels``: both go along axis 1 of the output, not along the last ones."""
-    aligned = None
-    parameter = weight if weight is not None else bias
-    if channels and parameter is not None:
-        aligned = [1, parameter.numel(), *[1] * (len(call.shape) - 2)]
-    entries = []
-    if weight is not None:
-        entries.append(scaled(call, weight, normalise, aligned=aligned, linear=True))
-    if bias is not None:
-        entries.append(scaled(call, bias, aligned=aligned))
-    return entries
+@rule_of("NativeLayerNorm")
+def _layer_norm(call: NodeCall) -> Entry | None:
+    x, mean, deviation = call.saved("input"), call.saved("result1"), call.saved("result2")
+    axes = tuple(range(-len(call.operand.shape), 0))
+
+    def normalised() -> Tensor:
+        if not torch.is_grad_enabled():
+            return (x() - mean()) * deviation()
+        # PyTorch has no derivatives of the statistics that it saved: these are computed again
+        centred = x() - x().mean(axes, keepdim=True)
+        return centred * _again(deviation(), centred, axes)
+
+    return _scale_or_shift(call, normalised)
 
 
-@register_use(F.batch_norm)
-@made_later((3, "weight"))
-def _batch_norm(
-    call: Call,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> list[Entry] | None:
-    if training or running_mean is None or running_var is None:
-        return None  # it mixes samples: a backward pass through it is refused
-    x, mean, var = (SavedTensor(t, "batch_norm") for t in (input, running_mean, running_var))
+@rule_of("FusedRmsNorm")
+def _rms_norm(call: NodeCall) -> Entry | None:
+    x, deviation = call.saved("input"), call.saved("result1")
+    axes = tuple(range(-len(call.operand.shape), 0))
 
-    def normalise() -> Tensor:
-        return F.batch_norm(x(), mean(), var(), eps=eps)
+    def normalised() -> Tensor:
+        return x() * (_again(deviation(), x(), axes) if torch.is_grad_enabled() else deviation())
 
-    return _normalisation(call, weight, bias, normalise, channels=True)
+    return _scale_or_shift(call, normalised)
 
 
-@register_use(F.layer_norm, torch.layer_norm)
-@made_later((2, "weight"))
-def _layer_norm(
-    call: Call,
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *_: Any,
-) -> list[Entry]:
-    x = SavedTensor(input, "layer_norm")
-    shape = list(normalized_shape)
-    return _normalisation(call, weight, bias, lambda: F.layer_norm(x(), shape, eps=eps), channels=False)
+def _again(deviation: Tensor, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """The reciprocal of a deviation, with its derivatives."""
+    square = x.square().mean(axes, keepdim=True)
+    rest = (deviation.to(square.dtype).square().reciprocal() - square).detach()
+    return (square + rest).rsqrt()
 
 
-@register_use(F.rms_norm, torch.rms_norm)
-@made_later((2, "weight"))
-def _rms_norm(
-    call: Call,
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> list[Entry]:
-    x = SavedTensor(input, "rms_norm")
-    shape = list(normalized_shape)
-    return _normalisation(call, weight, None, lambda: F.rms_norm(x(), shape, eps=eps), channels=False)
+@rule_of("NativeGroupNorm")
+def _group_norm(call: NodeCall) -> Entry | None:
+    x, groups, eps = call.saved("input"), call.option("group"), call.option("eps")
+    return _scale_or_shift(call, lambda: F.group_norm(x(), groups, eps=eps), of_channels=True)
 
 
-@register_use(F.group_norm, torch.group_norm)
-@made_later((2, "weight"))
-def _group_norm(
-    call: Call,
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *_: Any,
-) -> list[Entry]:
-    x = SavedTensor(input, "group_norm")
-    return _normalisation(call, weight, bias, lambda: F.group_norm(x(), num_groups, eps=eps), channels=True)
+@rule_of(*NORMALISATIONS)
+def _batch_norm(call: NodeCall) -> Entry | None:
+    return _scale_or_shift(call, _of_batch(call), of_channels=True)
 
 
-@register_use(F.instance_norm)
-@made_later((3, "weight"))
-def _instance_norm(
-    call: Call,
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> list[Entry]:
-    x = SavedTensor(input, "instance_norm")
-    buffers = (running_mean, running_var) if not use_input_stats else (None, None)
-    statistics = [None if buffer is None else SavedTensor(buffer, "instance_norm") for buffer in buffers]
+def _of_batch(call: NodeCall) -> Normalised:
+    if not call.has_option("training"):
+        return None
+    x, eps = call.saved("input"), call.option("eps" if call.has_option("eps") else "epsilon")
+    if call.option("training"):  # of one image whose channels are those of all samples: instance normalisation
+        return lambda: F.batch_norm(x(), None, None, training=True, eps=eps)
+    mean, var = call.saved("running_mean"), call.saved("running_var")
+    return lambda: F.batch_norm(x(), mean(), var(), eps=eps)
 
-    def normalise() -> Tensor:
-        mean, var = (None if saved is None else saved() for saved in statistics)
-        return F.instance_norm(x(), mean, var, use_input_stats=use_input_stats, eps=eps)
 
-    return _normalisation(call, weight, bias, normalise, channels=True)
+def _scale_or_shift(call: NodeCall, normalised: Normalised, of_channels: bool = False) -> Entry | None:
+    """The entry of a weight or of a bias; ``of_channels``: it goes along axis 1, not along the last axes."""
+    aligned = [1, call.operand.shape.numel(), *[1] * (len(call.shape) - 2)] if of_channels else None
+    if call.place == 2:
+        return scaled(call, aligned=aligned)
+    if call.place == 0 or normalised is None:
+        return None
+    return scaled(call, normalised, aligned=aligned, linear=True)

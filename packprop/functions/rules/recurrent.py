@@ -1,240 +1,172 @@
-"""Recurrent functions and their cells: every weight is used by an affine map at every step."""
+"""An LSTM's layer in one node, as oneDNN has it: every weight is used by an affine map at every step.
+
+# NOTE [Recurrent nodes]
+Recurrent layers and cells leave nodes of plain functions on the processor, some for each step: they need no
+rule. An LSTM in single precision leaves one ``MkldnnRnnLayer`` for each layer and direction, which saved the
+states after all steps. It is opened up here, in one way through the steps for all parameters.
+
+On CUDA ``CudnnRnn`` takes all layers at once, and did not save what went from one to the next, nor what dropout
+did to that. It is called for each sample. Cells leave ``ThnnFusedLstmCell`` and ``ThnnFusedGruCell`` between
+products with the weights, which have rules; of the fused part only biases are operands. Neither was tried:
+there was no such device.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from packprop.algebra.order import fold_to
-from packprop.algebra.recurrence import Kind, Weights, gated_memory
+from packprop.algebra.recurrence import Signals, Steps, Weights, pull_back
 from packprop.algebra.structures import Dense, Outer, Structure
-from packprop.functions.building import SavedTensor, scaled, select_samples
-from packprop.functions.entry import Call, Cotangents, Entry, Fans, Samples, Scratch, name_of
-from packprop.functions.recurrent_calls import Opened, Packing, RecurrentCall
-from packprop.functions.registry import register_use
+from packprop.functions.building import scaled, select_samples
+from packprop.functions.entry import ArrivedCotangents, Cotangents, Entry, Fans, Samples, Scratch
+from packprop.functions.node_calls import NodeCall
+from packprop.functions.registry import rule_of
 from packprop.tensors.layout import Layout
+from packprop.tensors.precision import accumulation_dtype
 
-KINDS: dict[Callable[..., Any], Kind] = {
-    torch.lstm: "lstm",
-    torch.gru: "gru",
-    torch.rnn_tanh: "tanh",
-    torch.rnn_relu: "relu",
-    torch.lstm_cell: "lstm",
-    torch.gru_cell: "gru",
-    torch.rnn_tanh_cell: "tanh",
-    torch.rnn_relu_cell: "relu",
-}
-"""What a step of each function does."""
+SAVED = "input", "weight0", "weight1", "weight2", "weight3", "hx_", "cx_", "result0"
+"""What the node saved: its operands, in order, and the states after all steps."""
 
 
-HIDDEN_DRAWS = (
-    "dropout between its layers was drawn by cuDNN, which does not say what it dropped",
-    "set dropout=0, call .eval() on the layer, or run it inside torch.backends.cudnn.flags(enabled=False)",
-)
+INPUT, OF_INPUT, OF_STATE, *BIASES, STATE, MEMORY = range(7)
+"""Places of operands."""
 
 
-@register_use(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-def _recurrence(call: Call, *args: Any, **kwargs: Any) -> list[Entry] | None:
-    is_packed = "batch_sizes" in kwargs or (len(args) > 3 and not isinstance(args[3], bool))
-    return (_of_packed_sequences if is_packed else _of_sequences)(call, *args, **kwargs)
+LSTM = 2
+"""The mode of a node that is an LSTM's."""
 
 
-def _of_sequences(
-    call: Call,
-    input: Tensor,
-    hx: Any,
-    params: Sequence[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool = False,
-    *,
-    batch_sizes: Tensor | None = None,
-) -> list[Entry] | None:
-    states = list(hx) if isinstance(hx, (tuple, list)) else [hx]
-    if call.consumes(input) or input.dim() != (3 if batch_sizes is None else 2):
-        return None
-    directions = 2 if bidirectional else 1
-    each = len(params) // (num_layers * directions)
-    starts = range(0, num_layers * directions * each, each)
-    opened = _opened(
-        call, input, states, [_weights(params[start : start + each], has_biases) for start in starts]
-    )
-    opened.directions, opened.batch_first = directions, batch_first
-    if train and num_layers > 1:
-        opened.dropout, opened.random_state = dropout, call.random_state
-    axis, rows = 0 if batch_first or batch_sizes is not None else 1, input.shape[:-1].numel()
-    sequences = None
-    if batch_sizes is not None:
-        opened.packing = packing = Packing.of(batch_sizes)
-        rows = packing.steps * packing.sequences
-        everyone = tuple(range(packing.sequences))
-        sequences = (packing.sequence_of_row, *[everyone] * len(states))
-    entries = [
-        (number, replace(entry, sample_axes=(axis, *[1] * len(states)), sequences=sequences))
-        for number, entry in _entries(call, opened, states, rows)
-    ]
-    opened.lowest = min((number for number, _ in entries), default=0) // directions
-    if opened.dropout and input.is_cuda and torch.backends.cudnn.is_acceptable(input):
-        return [replace(entry, refusal=HIDDEN_DRAWS) for _, entry in entries]
-    return [entry for _, entry in entries]
+class _Opened(NamedTuple):
+    """What the steps were given, and what arrives in them; nothing where no cotangent did."""
+
+    steps: Steps
+    signals: Signals | None
 
 
-def _of_packed_sequences(
-    call: Call, data: Tensor, batch_sizes: Tensor, *others: Any, **named: Any
-) -> list[Entry] | None:
-    return _of_sequences(call, data, *others, **named, batch_sizes=batch_sizes)
+class _Layer:
+    """A layer of an LSTM in one direction.
 
+    What is computed from the cotangents of a sweep serves all of its parameters, and is kept with these.
 
-@register_use(torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
-def _cell(
-    call: Call,
-    input: Tensor,
-    hx: Any,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> list[Entry] | None:
-    states = list(hx) if isinstance(hx, (tuple, list)) else [hx]
-    if call.consumes(input) or (b_ih is None) != (b_hh is None):
-        return None
-    opened = _opened(call, input, states, [Weights(w_ih, w_hh, b_ih, b_hh)])
-    opened.is_cell = True
-    opened.is_total = len(states) > 1 and _state_is_made_of_memory(input.device.type, w_ih.dtype)
-    rows = input.numel() // input.shape[-1]
-    return [replace(entry, admits=lambda axis: axis == 0) for _, entry in _entries(call, opened, states, rows)]
-
-
-@functools.cache
-def _state_is_made_of_memory(device: str, dtype: torch.dtype) -> bool:
-    """Whether a call of an LSTM's cell makes several nodes, so that all of a gradient arrives at the memory.
-
-    Where one node makes both outputs, what arrives at each is what comes from outside. This is seen from the
-    smallest cell: that there is a fused one depends on the device.
+    Args:
+        call: Its node, at any place.
     """
-    with torch.enable_grad(), torch.autocast(device, enabled=False):
-        one = torch.ones(1, 1, device=device, dtype=dtype)
-        weight = torch.ones(4, 1, device=device, dtype=dtype, requires_grad=True)
-        state, memory = torch.lstm_cell(one, (one, one), weight, weight)
-    return state.grad_fn is not memory.grad_fn
+
+    def __init__(self, call: NodeCall) -> None:
+        self._saved = [call.saved(name) for name in SAVED]
+        self._is_reversed, self._has_biases = bool(call.option("reverse")), bool(call.option("has_biases"))
+        self.shape = call.shape
+        """Steps, rows of the batch, and size of a state."""
+
+    def opened(self, cotangents: Cotangents) -> _Opened:
+        """What went in, and what arrives, from cotangents at the outputs."""
+        if not isinstance(cotangents, ArrivedCotangents):
+            return self._open(cotangents)
+        if cotangents.derived is None:
+            cotangents.derived = self._open(cotangents)
+        found: _Opened = cotangents.derived
+        return found
+
+    def _open(self, cotangents: Cotangents) -> _Opened:
+        dtype = accumulation_dtype(self._saved[0]().dtype)
+        x, of_input, of_state, *biases, first, memory, after = (saved().to(dtype) for saved in self._saved)
+        x, after = self._in_order(x), self._in_order(after)
+        steps = Steps(x, torch.cat([first[None], after[:-1]]), memory)
+        states, last, at_memory = (None if each is None else each.to(dtype) for each in cotangents[:3])
+        columns = next((len(each) for each in cotangents if each is not None), 0)
+        if not columns:
+            return _Opened(steps, None)
+        count, rows, size = self.shape
+        if states is None:
+            states = x.new_zeros(1, 1, 1, 1).expand(count, columns, rows, size)
+        else:
+            states = self._in_order(states.transpose(0, 1))
+        if last is not None:
+            states = torch.cat([states[:-1], (states[-1] + last)[None]])
+        weights = Weights(of_input, of_state, biases[0] + biases[1] if self._has_biases else None)
+        return _Opened(steps, pull_back(steps, weights, states, at_memory))
+
+    def _in_order(self, tensor: Tensor) -> Tensor:
+        """Steps in the order in which they were taken."""
+        return tensor.flip(0) if self._is_reversed else tensor
 
 
-def _opened(call: Call, x: Tensor, states: Sequence[Tensor], weights: Sequence[Weights]) -> RecurrentCall:
-    name = name_of(call.function)
-    saved = [SavedTensor(state, name) for state in states]
-    unchanged = [SavedTensor(each, name) for own in weights for each in own if each is not None]
-    return RecurrentCall(KINDS[call.function], SavedTensor(x, name), saved, weights, unchanged)
+def _layout(cotangents: Cotangents, layouts: Sequence[Layout]) -> Layout:
+    """Where axis 0 of ``[b, *]`` holds the samples."""
+    pairs = zip(cotangents, layouts, strict=False)
+    layout = next((layout for cotangent, layout in pairs if cotangent is not None), layouts[0])
+    return layout if layout.axis is None else layout._replace(axis=0)
 
 
-def _weights(params: Sequence[Tensor], has_biases: bool) -> Weights:
-    biases = params[2:4] if has_biases else (None, None)
-    projected = len(params) % 2 == 1
-    return Weights(params[0], params[1], biases[0], biases[1], params[-1] if projected else None)
+@rule_of("MkldnnRnnLayer", form="shape")
+def _parameter_of_layer(call: NodeCall) -> Entry | None:
+    """A weight, a bias, the first state or the first memory of an LSTM's layer."""
+    if call.option("mode") != LSTM or call.place == INPUT:
+        return None
+    layer = _Layer(call)
+    if call.place in (OF_INPUT, OF_STATE):
+        entry = _weight(call, layer)
+    elif call.place in BIASES:
+        entry = _bias(call, layer)
+    else:
+        entry = _first_state(call, layer)
+    return replace(entry, admits=lambda axis: axis < 2, sample_axes=(1, 0, 0))
 
 
-def _entries(call: Call, opened: RecurrentCall, states: Sequence[Tensor], rows: int) -> list[tuple[int, Entry]]:
-    """An entry for each parameter, with the direction of the layer that it belongs to, by number."""
-    entries: list[tuple[int, Entry]] = []
-    for number, own in enumerate(opened.weights):
-        entries += [
-            (number, _affine(opened, number, own.input, rows, lambda o: o.steps.input, _at_inputs)),
-            (number, _affine(opened, number, own.state, rows, lambda o: o.steps.before, _at_states)),
-        ]
-        if own.input_bias is not None and own.state_bias is not None:
-            entries.append((number, _bias(opened, number, own.input_bias, _at_inputs)))
-            entries.append((number, _bias(opened, number, own.state_bias, _at_states)))
-        if own.projection is not None:
-            entries.append((number, _affine(opened, number, own.projection, rows, _gated, _projected)))
-    entries = [(number, entry) for number, entry in entries if call.consumes(entry.parameter)]
-    for place, state in enumerate(states):
-        if call.consumes(state):
-            entries.append((0, _first_state(call, opened, state, bool(place))))
-    return entries
-
-
-def _at_inputs(opened: Opened) -> Tensor | None:
-    return None if opened.signals is None else opened.signals.input
-
-
-def _at_states(opened: Opened) -> Tensor | None:
-    return None if opened.signals is None else opened.signals.state
-
-
-def _projected(opened: Opened) -> Tensor | None:
-    return None if opened.signals is None else opened.signals.projected
-
-
-def _gated(opened: Opened) -> Tensor:
-    return gated_memory(opened.steps, opened.weights)
-
-
-def _affine(
-    call: RecurrentCall,
-    number: int,
-    weight: Tensor,
-    rows: int,
-    inputs_of: Callable[[Opened], Tensor],
-    signals_of: Callable[[Opened], Tensor | None],
-) -> Entry:
+def _weight(call: NodeCall, layer: _Layer) -> Entry:
     """A weight ``[o, i]`` that is applied at every step."""
-    fan_out, fan_in = weight.shape
-    fold = fold_to(weight.shape)
+    fan_out, fan_in = call.operand.shape
+    fold = fold_to(call.operand.shape)
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
-        opened, layout = call.opened(cotangents)[number], call.layout(cotangents, layouts)
-        x = select_samples(layout.to_front(inputs_of(opened).transpose(0, 1)), samples)
-        signals = signals_of(opened)
+        (steps, signals), layout = layer.opened(cotangents), _layout(cotangents, layouts)
+        x = steps.input if call.place == OF_INPUT else steps.before
+        x = select_samples(layout.to_front(x.transpose(0, 1)), samples)
+        arrived = None
         if signals is not None:
-            signals = select_samples(layout.to_front(signals.permute(1, 2, 0, 3), 1), samples, 1)
-            signals = signals.reshape(*signals.shape[:2], -1, 1, fan_out)
-        return Outer(x.reshape(x.shape[0], -1, 1, fan_in), signals, fold)
+            arrived = layout.to_front(signals.maps.permute(1, 2, 0, 3), 1)
+            arrived = select_samples(arrived, samples, 1)
+            arrived = arrived.reshape(*arrived.shape[:2], -1, 1, fan_out)
+        return Outer(x.reshape(x.shape[0], -1, 1, fan_in), arrived, fold)
 
     return Entry(
-        weight,
+        call.operand.tensor,
         "Outer",
         structure_of,
         scratch=Scratch(inputs_only=fan_in),
-        fans=Fans(1, fan_in, fan_out, rows=rows),
+        fans=Fans(1, fan_in, fan_out, rows=layer.shape[:2].numel()),
     )
 
 
-def _bias(
-    call: RecurrentCall, number: int, bias: Tensor, signals_of: Callable[[Opened], Tensor | None]
-) -> Entry:
+def _bias(call: NodeCall, layer: _Layer) -> Entry:
     """A bias ``[o]`` that is added at every step."""
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
-        signals = signals_of(call.opened(cotangents)[number])
+        signals = layer.opened(cotangents).signals
         if signals is None:
             return Dense(None)
-        layout = call.layout(cotangents, layouts)
-        summed = select_samples(layout.to_front(signals.sum(0), 1), samples, 1)
+        summed = _layout(cotangents, layouts).to_front(signals.maps.sum(0), 1)
+        summed = select_samples(summed, samples, 1)
         return Dense(summed.reshape(*summed.shape[:2], -1, summed.shape[-1]).sum(2))
 
-    return Entry(bias, "Scale", structure_of)
+    return Entry(call.operand.tensor, "Scale", structure_of)
 
 
-def _first_state(call: Call, recurrent: RecurrentCall, state: Tensor, is_memory: bool) -> Entry:
-    """A trained state before the first step, or a trained first memory."""
-    entry = scaled(replace(call, shape=state.shape), state)
+def _first_state(call: NodeCall, layer: _Layer) -> Entry:
+    """A trained state before the first step, or a trained first memory ``[b, h]``."""
+    entry = scaled(replace(call, shapes=[call.operand.shape]))
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
-        layout = recurrent.layout(cotangents, layouts)
-        if layout.axis is not None:
-            layout = layout._replace(axis=state.dim() - 2)
-        signals = [opened.signals for opened in recurrent.opened(cotangents)]
-        arrived = [each.first_memory if is_memory else each.first for each in signals if each is not None]
-        if not arrived:
+        signals = layer.opened(cotangents).signals
+        if signals is None:
             return Dense(None)
-        first = torch.stack([each for each in arrived if each is not None], 1)
-        return entry.structure_of([first.reshape(len(first), *state.shape)], [layout], samples)
+        arrived = signals.state if call.place == STATE else signals.memory
+        return entry.structure_of([arrived], [_layout(cotangents, layouts)], samples)
 
     return replace(entry, structure_of=structure_of, linear=False, constant=False, squares=None)

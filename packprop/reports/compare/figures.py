@@ -5,7 +5,7 @@ from __future__ import annotations
 import altair as alt
 
 from packprop.reports.compare.differences import CLEAR
-from packprop.reports.compare.table import change_text
+from packprop.reports.compare.table import change_text, value_texts
 from packprop.reports.compare.values import ComparisonValues
 from packprop.reports.page.figure import (
     FIRST,
@@ -20,7 +20,6 @@ from packprop.reports.page.figure import (
     specification,
 )
 from packprop.reports.page.naming import short_labels
-from packprop.reports.profile.table import number_text
 
 
 def dumbbells(compared: ComparisonValues, quantity: str) -> Figure | None:
@@ -86,8 +85,7 @@ def dumbbells(compared: ComparisonValues, quantity: str) -> Figure | None:
         [
             [
                 name,
-                number_text(found[name][1]),
-                number_text(found[name][2]),
+                *value_texts(found[name][0]),
                 change_text(found[name][0]),
             ]
             for name in names

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from packprop.reports.compare.differences import QUANTITIES, Difference
-from packprop.reports.compare.table import change_text
+from packprop.reports.compare.table import change_text, value_texts
 from packprop.reports.compare.values import ComparisonValues
 from packprop.reports.page.findings import Finding
 from packprop.reports.page.libraries import require_libraries
@@ -51,7 +51,7 @@ def _cells(found: Mapping[str, Difference]) -> list[tuple[str, str]]:
 
 def both(difference: Difference) -> str:
     """Return both values of a quantity."""
-    return f"{number_text(difference.first)} → {number_text(difference.second)}"
+    return " → ".join(value_texts(difference))
 
 
 def findings_of(compared: ComparisonValues) -> list[Finding]:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from packprop.reports.compare.differences import QUANTITIES, Difference
 from packprop.reports.profile.table import NAME_WIDTH, number_text
+from packprop.reports.profile.uncertainty import rounded_text
 
 Differences = Mapping[str, Difference]
 
@@ -48,15 +49,26 @@ def change_text(difference: Difference) -> str:
     """Return a difference with its error, and a star if it is clear; nothing if it is not known."""
     if difference.change is None:
         return ""
-    error = "" if difference.error is None else f" +- {number_text(difference.error)}"
+    known = difference.error
+    error = "" if known is None else f" +- {rounded_text(known, known)}"
     sign = "+" if difference.change > 0 else ""
-    return f"{sign}{number_text(difference.change)}{error}{'*' if difference.is_clear else ''}"
+    return f"{sign}{rounded_text(difference.change, known)}{error}{'*' if difference.is_clear else ''}"
 
 
 def _cell(difference: Difference) -> Text:
-    values = f"{number_text(difference.first)} -> {number_text(difference.second)}"
+    values = " -> ".join(value_texts(difference))
     cell = Text(values if difference.first is not None or difference.second is not None else "-")
     change = change_text(difference)
     if change:
         cell.append(f"\n{change}", style="bold" if difference.is_clear else "dim")
     return cell
+
+
+def value_texts(difference: Difference) -> tuple[str, str]:
+    """Return both values, with the digits that their errors support, or the smaller error of the difference."""
+
+    def text(value: float | None, error: float | None) -> str:
+        known = [each for each in (error, difference.error) if each is not None]
+        return number_text(None) if value is None else rounded_text(value, min(known, default=None))
+
+    return text(difference.first, difference.first_error), text(difference.second, difference.second_error)

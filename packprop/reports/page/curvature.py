@@ -154,14 +154,15 @@ def spectra(values: ProfileValues) -> Figure | None:
         )
         .properties(height=STEP * len(layers))
     )
-    singular = sum(cell[2].split(" of ")[0] != cell[2].split(" of ")[1] for cell in cells)
+    full = sum(cell[2].split(" of ")[0] == cell[2].split(" of ")[1] for cell in cells)
     return Figure(
         "spectra",
         "Spectra of the Kronecker factors",
-        "Each mark is an eigenvalue of a factor, relative to the largest one, down to rounding error. The "
-        "wider a row is spread, the less one step size suits all its directions.",
-        f"Eigenvalues of {len(cells)} Kronecker factors in {len(layers)} layers; {singular} of the factors are "
-        "singular.",
+        "Each mark is an eigenvalue of a factor, relative to the largest one, down to rounding error. Factors "
+        "seldom have full rank: inverses need damping. The wider a row is spread, the less one step size suits "
+        "all its directions.",
+        f"Eigenvalues of {len(cells)} Kronecker factors in {len(layers)} layers; {full} of the factors have "
+        "full rank.",
         specification(chart),
         ["layer", "factor", "rank", "largest", "smallest above rounding", "condition"],
         cells,

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from packprop.memory.bytes import byte_text
+from packprop.reports.page.costs import longest_of, seconds_text
 from packprop.reports.profile.layers import Layer
+from packprop.reports.profile.memory_use import MemoryUse
+from packprop.reports.profile.ranks import narrow_factors
 from packprop.reports.profile.table import counted, headline, number_text
-from packprop.reports.profile.uncertainty import signal_to_noise_interval
+from packprop.reports.profile.uncertainty import interval_text, rounded_text, signal_to_noise_interval
 from packprop.reports.profile.values import ProfileValues
 
 TAIL = 0.05
@@ -18,6 +21,10 @@ TAIL = 0.05
 
 FAR = 1.1
 """A peak of so many times the planned one is a surprise worth a finding."""
+
+
+LONG = 0.1
+"""The page reports a layer and a quantity that take this share of the time."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,8 @@ def findings_of(values: ProfileValues) -> list[Finding]:
         _noise(values),
         _tail(values),
         _curvature(values),
-        _singular(values),
+        _ranks(values),
+        _time(values),
         _memory(values),
     ]
     return [finding for finding in said if finding is not None]
@@ -54,15 +62,22 @@ def noise_scale(values: ProfileValues) -> float | None:
     return None if not ratio or not math.isfinite(ratio) else 1 / ratio
 
 
-def scale_interval(values: ProfileValues) -> str | None:
-    """Describe the range of the noise scale; bounds are those of ``reports/profile/uncertainty.py``."""
+def scale_interval(values: ProfileValues) -> tuple[float, float] | None:
+    """Return the range of the noise scale; bounds are those of ``reports/profile/uncertainty.py``."""
     norms = values.tensors.get(f"sample_gradient_norm/{values.total.name}")
     interval = signal_to_noise_interval(values.total, norms)
     if interval is None:
         return None
     low, high = interval
-    lowest = number_text(1 / high)
-    return f"{lowest} and {number_text(1 / low)}" if low > 0 else f"{lowest} and ∞"
+    return 1 / high, 1 / low if low > 0 else math.inf
+
+
+def scale_text(values: ProfileValues) -> str:
+    """Return the noise scale, with the digits that its interval supports."""
+    scale, interval = noise_scale(values), scale_interval(values)
+    if scale is None:
+        return "-"
+    return rounded_text(scale, None if interval is None else scale - interval[0])
 
 
 def trace_of(layer: Layer) -> float | None:
@@ -86,17 +101,16 @@ def _noise(values: ProfileValues) -> Finding | None:
     if scale >= values.samples:
         return Finding(
             "The gradient may be nothing but noise.",
-            f"Noise equals signal at a batch of {number_text(scale)}, and there were only "
+            f"Noise equals signal at a batch of {scale_text(values)}, and there were only "
             f"{counted(values.samples, 'sample')}.",
             "signal",
         )
-    batch = f"{scale:,.0f}" if scale >= 10 else f"{scale:.1f}"
     between = scale_interval(values)
     return Finding(
-        f"At a batch of {batch}, noise is as large as signal.",
+        f"At a batch of {scale_text(values)}, noise is as large as signal.",
         "Much smaller batches take steps that are mostly noise; much larger ones bring little more for each "
         "sample (the simple noise scale of McCandlish et al., 2018)."
-        + (f" These samples place it between {between}." if between else ""),
+        + (f" These samples place it {interval_text(*between)}." if between else ""),
         "signal",
     )
 
@@ -138,25 +152,71 @@ def _curvature(values: ProfileValues) -> Finding | None:
     )
 
 
-def _singular(values: ProfileValues) -> Finding | None:
-    factors = [(layer, spectrum) for layer in values.layers for spectrum in layer.factors.values()]
-    built = [(layer, spectrum) for layer, spectrum in factors if spectrum.rank is not None]
-    singular = [(layer, spectrum) for layer, spectrum in built if spectrum.rank != spectrum.size]
+def _ranks(values: ProfileValues) -> Finding | None:
+    built = [
+        (layer, spectrum)
+        for layer in values.layers
+        for spectrum in layer.factors.values()
+        if spectrum.rank is not None
+    ]
     if not built:
         return None
-    if not singular:
-        worst = max(built, key=lambda pair: pair[1].condition or 0.0)
+    narrow = narrow_factors(values)
+    if not narrow:
+        whole = [(layer, spectrum) for layer, spectrum in built if spectrum.rank == spectrum.size]
+        worst = max(whole or built, key=lambda pair: pair[1].condition or 0.0)
         return Finding(
-            "Every Kronecker factor has full rank.",
-            f"The worst condition is {number_text(worst[1].condition)}, in {worst[0].name}.",
+            f"None of {counted(len(built), 'Kronecker factor')} is degenerate.",
+            _few(len(built) - len(whole), len(built))
+            + f"The worst condition is {number_text(worst[1].condition)}, in {worst[0].name}.",
             "spectra",
         )
-    layer, spectrum = max(singular, key=lambda pair: pair[1].size - (pair[1].rank or 0))
-    are = "is" if len(singular) == 1 else "are"
+    idle = [each for each in narrow if each.idle]
+    if idle:
+        most = max(idle, key=lambda each: each.idle / each.size)
+        what = "inputs are always zero" if most.side == "A" else "outputs never have a gradient"
+        return Finding(
+            f"In {most.layer} {most.idle} of {most.size} {what}.",
+            _others(len({each.layer for each in idle}), "units that do nothing here."),
+            "spectra",
+        )
+    most = min(narrow, key=lambda each: each.rank / each.size)
+    what = "inputs" if most.side == "A" else "gradients"
     return Finding(
-        f"{len(singular)} of {counted(len(built), 'Kronecker factor')} {are} singular.",
-        f"{layer.name} has rank {spectrum.rank} of {spectrum.size}: inverses need damping.",
+        f"The {what} of {most.layer} have {most.rank} of {counted(most.size, 'direction')}.",
+        _others(
+            len({each.layer for each in narrow}),
+            f"the rank of the Kronecker factor, of which {counted(values.samples, 'sample')} could fill more.",
+        ),
         "spectra",
+    )
+
+
+def _few(few: int, built: int) -> str:
+    if not few:
+        return "All have full rank. "
+    return (
+        f"{few} of {built} lack a few directions, as normalisation, a softmax or small numbers leave them; "
+        "damping covers these. "
+    )
+
+
+def _others(layers: int, what: str) -> str:
+    return f"It is the only such layer: {what}" if layers == 1 else f"There are {layers} such layers: {what}"
+
+
+def _time(values: ProfileValues) -> Finding | None:
+    longest = None if values.memory is None else longest_of(values.memory.costs)
+    if longest is None:
+        return None
+    cost, share = longest
+    if share < LONG:
+        return None
+    return Finding(
+        f"{cost.layer} takes longest: {cost.quantity}, {seconds_text(cost.seconds)}.",
+        f"That is {share:.0%} of what all quantities take in all layers for the first batch, each asked for "
+        "alone.",
+        "costs",
     )
 
 
@@ -174,7 +234,16 @@ def _memory(values: ProfileValues) -> Finding | None:
     else:
         says = f"The pass over {what} took {byte_text(use.peak)}, as planned."
     budget = "there is no budget" if use.budget is None else f"the budget is {byte_text(use.budget)}"
-    return Finding(says, f"The plan said {byte_text(use.planned)}; {budget}.", "memory")
+    where = highest_phase(use)
+    peak = f"The peak is in the {where}. " if where else ""
+    return Finding(says, f"{peak}The plan said {byte_text(use.planned)}; {budget}.", "memory")
+
+
+def highest_phase(use: MemoryUse) -> str | None:
+    """Return the part of the pass with the most memory alive; ``None`` if the parts are unknown."""
+    peak = max((size for _, size in use.timeline), default=0)
+    at = next((at for at, size in use.timeline if size == peak), 0)
+    return next((name for name, first, after in use.phases if first <= at < after), None)
 
 
 def sample_share(norms: torch.Tensor, norm: float) -> str:

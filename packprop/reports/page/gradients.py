@@ -24,7 +24,7 @@ from packprop.reports.page.figure import (
 )
 from packprop.reports.page.naming import short_labels
 from packprop.reports.profile.table import number_text
-from packprop.reports.profile.uncertainty import signal_to_noise_interval
+from packprop.reports.profile.uncertainty import interval_text, rounded_text, signal_to_noise_interval
 from packprop.reports.profile.values import ProfileValues
 
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
@@ -50,6 +50,11 @@ def signal_to_noise(values: ProfileValues) -> Figure | None:
         or (sizes[layer.name], sizes[layer.name])
         for layer in layers
     }
+
+    def said(name: str, inverse: bool = False) -> str:
+        ratio, error = sizes[name], bounds[name][1] - sizes[name]
+        return rounded_text(1 / ratio, error / ratio**2) if inverse else rounded_text(ratio, error)
+
     lowest = min([*sizes.values(), floor]) / 1.5
     rows = [
         {
@@ -59,8 +64,9 @@ def signal_to_noise(values: ProfileValues) -> Figure | None:
             "floor": floor,
             "low": max(lowest, bounds[layer.name][0]),
             "high": bounds[layer.name][1],
-            "between": _between(bounds[layer.name]),
-            "batch": number_text(1 / sizes[layer.name]),
+            "between": interval_text(*bounds[layer.name]),
+            "said": said(layer.name),
+            "batch": said(layer.name, inverse=True),
         }
         for layer in layers
     ]
@@ -69,8 +75,8 @@ def signal_to_noise(values: ProfileValues) -> Figure | None:
     across = alt.X("ratio:Q", scale=scale, title="signal to noise (logarithmic)", axis=axis)
     tooltip = [
         alt.Tooltip("layer:N"),
-        alt.Tooltip("ratio:Q", title="signal to noise", format=".3g"),
-        alt.Tooltip("between:N", title="lies between"),
+        alt.Tooltip("said:N", title="signal to noise"),
+        alt.Tooltip("between:N", title="range"),
         alt.Tooltip("batch:N", title="noise equals signal at a batch of"),
     ]
     chart = alt.layer(
@@ -86,20 +92,16 @@ def signal_to_noise(values: ProfileValues) -> Figure | None:
         "the samples agree more. A bar shows the uncertainty, at most two standard errors to either side. Left "
         f"of the dashed line, 1/{values.samples:,}, a value may be zero."
         f"{of_how_many(len(layers), len(sizes))}",
-        f"Signal to noise of {len(layers)} layers: {number_text(sizes[weakest.name])} in {weakest.name} to "
-        f"{number_text(sizes[strongest.name])} in {strongest.name}; one over the number of samples is "
+        f"Signal to noise of {len(layers)} layers: {said(weakest.name)} in {weakest.name} to "
+        f"{said(strongest.name)} in {strongest.name}; one over the number of samples is "
         f"{number_text(floor)}.",
         specification(chart),
-        ["layer", "signal to noise", "lies between", "noise equals signal at a batch of"],
+        ["layer", "signal to noise", "range", "noise equals signal at a batch of"],
         [
-            [name, number_text(sizes[name]), _between(bounds[name]), number_text(1 / sizes[name])]
+            [name, said(name), interval_text(*bounds[name]), said(name, inverse=True)]
             for name in (layer.name for layer in layers)
         ],
     )
-
-
-def _between(bounds: tuple[float, float]) -> str:
-    return f"{number_text(bounds[0])} to {number_text(bounds[1])}"
 
 
 def norm_histogram(values: ProfileValues) -> Figure | None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import altair as alt
 
 from packprop.memory.bytes import byte_text
 from packprop.reports.page.figure import FIRST, INK, MUTED, SECOND, Figure, data_of, specification
+from packprop.reports.profile.costs import Phase
 from packprop.reports.profile.memory_use import MemoryUse
 
 ROOM = 1.6
 """A budget of more than so many times everything else is named, and not drawn."""
+
+LETTER = 0.021
+"""The width of a letter of a label, as a part of the width of the figure on a phone."""
 
 
 def timeline(use: MemoryUse | None) -> Figure | None:
@@ -44,7 +50,7 @@ def timeline(use: MemoryUse | None) -> Figure | None:
             tooltip=[alt.Tooltip("operation:Q", format=",d"), alt.Tooltip("what:N", title="alive")],
         )
     )
-    drawings = [area]
+    drawings = [*_phases(use), area]
     for level in levels:
         at = alt.Chart(data_of([level])).encode(y="bytes:Q")
         drawings.append(at.mark_rule(color=str(level["colour"]), strokeDash=[6, 4], strokeWidth=1.5))
@@ -53,26 +59,68 @@ def timeline(use: MemoryUse | None) -> Figure | None:
                 text="name:N", x=alt.value("width")
             )
         )
-    if use.forward is not None:
-        end = alt.Chart(data_of([{"operation": use.forward, "name": "backward pass"}])).encode(x="operation:Q")
-        drawings.append(end.mark_rule(color=MUTED, strokeWidth=1))
-        drawings.append(
-            end.mark_text(align="left", baseline="top", dx=5, color=MUTED).encode(
-                text="name:N", y=alt.value(26)
-            )
-        )
     return Figure(
         "memory",
         "Memory of the pass over one batch",
         "Bytes of tensors that are alive after each operation: parameters, the batch, activations, cotangents, "
         "results. The figure does not see memory inside a kernel. "
+        f"{phase_words(use)} "
         + ("" if use.budget is None or drawn_budget else f"The budget, {byte_text(use.budget)}, is far above. ")
         + (f"There is no plan: {use.why_not}." if use.planned is None else ""),
-        memory_words(use),
+        f"{memory_words(use)} {phase_words(use)}".strip(),
         specification(alt.layer(*drawings).properties(height=260)),
-        ["operation", "alive"],
-        [[f"{at:,}", byte_text(alive)] for at, alive in use.timeline[:: max(1, len(use.timeline) // 40)]],
+        ["operation", "alive", "part of the pass"],
+        [
+            [
+                f"{at:,}",
+                byte_text(alive),
+                next((name for name, first, end in use.phases if first <= at < end), ""),
+            ]
+            for at, alive in use.timeline[:: max(1, len(use.timeline) // 40)]
+        ],
     )
+
+
+def _phases(use: MemoryUse) -> list[alt.Chart]:
+    """Draw a band behind every second part of the pass, and the names above, in lines with room for them."""
+    known = use.phases or ([] if use.forward is None else _halves(use, use.forward))
+    rows: list[dict[str, Any]] = [
+        {"first": first, "after": min(after, use.operations), "name": name}
+        for name, first, after in known
+        if after > first
+    ]
+    if not rows:
+        return []
+    base = alt.Chart(data_of(rows[::2])).encode(x="first:Q", x2="after:Q", tooltip=alt.Tooltip("name:N"))
+    drawings = [base.mark_rect(color=MUTED, opacity=0.09)]
+    taken = [0.0] * len(rows)
+    for row in rows:
+        at, wide = row["first"] / use.operations, LETTER * len(row["name"])
+        at_right = at + wide > 1
+        line = next((line for line, end in enumerate(taken) if end <= at), 0)
+        taken[line] = at + wide
+        start = alt.Chart(data_of([row])).encode(x="first:Q")
+        drawings.append(start.mark_rule(color=MUTED, strokeWidth=0.75, opacity=0.6))
+        named = start.mark_text(
+            align="right" if at_right else "left", baseline="bottom", color=INK, fontSize=11, dx=1
+        )
+        where = alt.value("width") if at_right else alt.X("first:Q")
+        drawings.append(named.encode(text="name:N", y=alt.value(-20 - 15 * line), x=where))
+    return drawings
+
+
+def _halves(use: MemoryUse, forward: int) -> list[Phase]:
+    return [("forward pass", 0, forward), ("backward pass", forward, use.operations)]
+
+
+def phase_words(use: MemoryUse) -> str:
+    """Return the peak of each part of the pass, in a sentence."""
+    highest = [
+        (name, max((size for at, size in use.timeline if first <= at < after), default=0))
+        for name, first, after in use.phases
+    ]
+    told = ", ".join(f"{name} {byte_text(size)}" for name, size in highest if size)
+    return f"The highest of each part: {told}." if told else ""
 
 
 REASONS = {

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from packprop.memory.bytes import byte_text
-from packprop.reports.page.findings import findings_of, noise_scale, sample_share, scale_interval, trace_of
+from packprop.reports.page.findings import findings_of, sample_share, scale_interval, scale_text, trace_of
 from packprop.reports.page.libraries import require_libraries
 from packprop.reports.page.naming import folded_names
 from packprop.reports.page.templating import template
 from packprop.reports.profile.layers import Layer
 from packprop.reports.profile.outlying import OutlyingSample
 from packprop.reports.profile.table import counted, number_text
+from packprop.reports.profile.uncertainty import range_text, rounded_text, signal_to_noise_interval
 from packprop.reports.profile.values import ProfileValues
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ COLUMNS = (
     ("GGN trace", "exact where it was computed, else the Monte Carlo estimate"),
     (
         "condition A",
-        "of the Kronecker factor of the inputs: largest over smallest eigenvalue; rank/size if singular",
+        "of the Kronecker factor of the inputs: largest over smallest eigenvalue above rounding error; with "
+        "rank/size where some are below it",
     ),
     ("condition B", "of the Kronecker factor of output gradients"),
 )
@@ -56,6 +58,7 @@ def page_of(values: ProfileValues) -> str:
     """
     require_libraries()
     from packprop.reports.page import curvature, gradients, memory
+    from packprop.reports.page.costs import costs_table
 
     figures = {
         "signal": gradients.signal_to_noise(values),
@@ -65,11 +68,14 @@ def page_of(values: ProfileValues) -> str:
         "spectra": curvature.spectra(values),
         "memory": memory.timeline(values.memory),
     }
+    costs = costs_table(values.memory)
     return template("page.html").render(
         **shared_parts(values),
         figures=figures,
-        shown_figures={key: figure.key for key, figure in figures.items() if figure},
-        contents=contents_of(figures, values),
+        shown_figures={key: figure.key for key, figure in figures.items() if figure}
+        | ({"costs": "costs"} if costs else {}),
+        contents=contents_of(figures, costs is not None),
+        costs=costs,
         samples=samples_of(values),
         columns=COLUMNS,
         **table_of(values),
@@ -81,23 +87,26 @@ def page_of(values: ProfileValues) -> str:
     )
 
 
-def contents_of(figures: Mapping[str, Figure | None], values: ProfileValues) -> list[tuple[str, str]]:
+def contents_of(figures: Mapping[str, Figure | None], costs: bool) -> list[tuple[str, str]]:
     """Return the navigation: the parts of the page, by their places, in their order."""
     names = {"signal": "Signal and noise", "norms": "Samples", "traces": "Curvature", "spectra": "Factors"}
     parts = [(f"title-{figure.key}", title) for key, title in names.items() if (figure := figures[key])]
-    return [*parts, ("memory-of-the-pass", "Memory"), ("title-layers", "All layers")]
+    parts.append(("memory-of-the-pass", "Memory"))
+    if costs:
+        parts.append(("title-costs", "Costs"))
+    return [*parts, ("title-layers", "All layers")]
 
 
 def shared_parts(values: ProfileValues) -> dict[str, Any]:
     """Return what the page and its short form in a notebook share."""
-    scale, between = noise_scale(values), scale_interval(values)
+    between = scale_interval(values)
     key_numbers = [
         ("loss", number_text(values.loss)),
         ("samples", f"{values.samples:,}"),
         ("parameters", f"{values.total.parameters:,}"),
         ("gradient norm", number_text(values.total.gradient_norm)),
-        ("noise scale", "-" if scale is None else f"{number_text(scale)}"),
-        *([("noise scale, range", between.replace(" and ", " to "))] if between else []),
+        ("noise scale", scale_text(values)),
+        *([("noise scale, range", range_text(*between))] if between else []),
     ]
     if values.memory is not None:
         key_numbers.append(("peak memory", byte_text(values.memory.peak)))
@@ -116,8 +125,9 @@ def shared_parts(values: ProfileValues) -> dict[str, Any]:
 def table_of(values: ProfileValues) -> dict[str, Any]:
     """Return the table of layers."""
     folded = folded_names([layer.name for layer in values.layers])
-    rows = [_cells(layer, folded) for layer in values.layers]
-    return {"rows": rows, "total": _cells(values.total, {values.total.name: values.total.name})}
+    rows = [_cells(layer, folded, _norms(values, layer)) for layer in values.layers]
+    total = _cells(values.total, {values.total.name: values.total.name}, _norms(values, values.total))
+    return {"rows": rows, "total": total}
 
 
 def samples_of(values: ProfileValues) -> list[dict[str, Any]]:
@@ -193,25 +203,27 @@ def drawing_script() -> str:
     return script.replace("</script", "<\\/script")
 
 
-def _cells(layer: Layer, folded: Mapping[str, str]) -> list[Cell]:
-    numbers = [
-        layer.gradient_norm,
-        layer.sample_gradient_norm_median,
-        layer.sample_gradient_norm_95,
-        layer.signal_to_noise,
-        trace_of(layer),
-    ]
+def _norms(values: ProfileValues, layer: Layer) -> Tensor | None:
+    return values.tensors.get(f"sample_gradient_norm/{layer.name}")
+
+
+def _cells(layer: Layer, folded: Mapping[str, str], norms: Tensor | None) -> list[Cell]:
+    numbers = [layer.gradient_norm, layer.sample_gradient_norm_median, layer.sample_gradient_norm_95]
+    ratio, interval = layer.signal_to_noise, signal_to_noise_interval(layer, norms)
+    error = None if interval is None or ratio is None else interval[1] - ratio
     return [
         (folded[layer.name], layer.name),
         (layer.kind, layer.kind),
         (f"{layer.parameters:,}", layer.parameters),
         *((number_text(number), number) for number in numbers),
+        (number_text(None) if ratio is None else rounded_text(ratio, error), ratio),
+        (number_text(trace_of(layer)), trace_of(layer)),
         *(_condition(layer, side) for side in "AB"),
     ]
 
 
 def _condition(layer: Layer, side: str) -> Cell:
-    """Return the condition of the layer's first factor of this side, with its rank if it is singular."""
+    """Return the condition of the layer's first factor of this side, with its rank if that is not full."""
     spectrum = next((found for name, found in layer.factors.items() if name.endswith(f".{side}")), None)
     if spectrum is None or spectrum.rank is None:
         wide = "-" if spectrum is None or spectrum.built else f"{spectrum.size} wide"

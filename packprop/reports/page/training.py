@@ -14,6 +14,7 @@ from packprop.reports.page.findings import Finding
 from packprop.reports.page.libraries import require_libraries
 from packprop.reports.page.templating import template
 from packprop.reports.profile.table import counted, number_text
+from packprop.reports.profile.uncertainty import interval_text, rounded_text
 
 ASKED = "The page of a training run was asked for."
 INSTEAD = "give a file that packprop.Monitor(model, log='run.jsonl') has written"
@@ -112,17 +113,9 @@ def outlying_samples(lines: Sequence[Line]) -> list[Outlying]:
 def findings_of(lines: Sequence[Line], outlying: Sequence[Outlying]) -> list[Finding]:
     """Return the findings to read before any figure."""
     found = []
-    scales = [line["critical_batch_size"] for line in lines if _is_number(line.get("critical_batch_size"))]
+    scales = [line for line in lines if _is_number(line.get("critical_batch_size"))]
     if len(scales) > 1:
-        grew = scales[-1] > scales[0]
-        found.append(
-            Finding(
-                f"The noise scale {'grew' if grew else 'fell'} from {number_text(scales[0])} to "
-                f"{number_text(scales[-1])} samples.",
-                "The signal fades, and larger batches pay." if grew else "Samples agree more than they did.",
-                "critical_batch_size",
-            )
-        )
+        found.append(_of_scale(scales[0], scales[-1]))
     known = [(line["gradient_norm"], line["step"]) for line in lines if _is_number(line.get("gradient_norm"))]
     if known:
         median, (most, step) = sorted(known)[len(known) // 2][0], max(known)
@@ -146,9 +139,49 @@ def findings_of(lines: Sequence[Line], outlying: Sequence[Outlying]) -> list[Fin
     return found
 
 
+def _of_scale(first: Line, last: Line) -> Finding:
+    """Return the change of the noise scale, as far as its intervals show it."""
+    key = "critical_batch_size"
+    (below, least), (above, most) = (_interval(line) for line in (first, last))
+    grew = last[key] > first[key]
+    between = f"from {_scale_text(first)} to {_scale_text(last)} samples"
+    if max(below, above) < min(least, most):
+        return Finding(
+            f"The noise scale went {between}, which may be chance.",
+            f"The samples place it {interval_text(below, least)} at first, "
+            f"and {interval_text(above, most)} at last.",
+            key,
+        )
+    return Finding(
+        f"The noise scale {'grew' if grew else 'fell'} {between}.",
+        "The signal fades, and larger batches pay." if grew else "Samples agree more than they did.",
+        key,
+    )
+
+
+def _interval(line: Line) -> tuple[float, float]:
+    """Return the confidence interval of the noise scale; the number itself if there is none."""
+    key = "critical_batch_size"
+    scale, low, high = line[key], line.get(f"{key}_low"), line.get(f"{key}_high")
+    if low is None or not math.isfinite(low):
+        return float(scale), float(scale)
+    return float(low), float(high) if high is not None and math.isfinite(high) else math.inf
+
+
+def _scale_text(line: Line) -> str:
+    scale = float(line["critical_batch_size"])
+    return rounded_text(scale, scale - _interval(line)[0])
+
+
+def _value_text(line: Line, key: str) -> str:
+    if key == "samples":
+        return f"{line[key]:,}"
+    return _scale_text(line) if key == "critical_batch_size" else number_text(line[key])
+
+
 def _key_numbers(line: Line) -> list[tuple[str, str]]:
     names = {"samples": "samples a step", **{key: said[0].lower() for key, said in QUANTITIES.items()}}
-    return [(name, number_text(line[key])) for key, name in names.items() if _is_number(line.get(key))][:6]
+    return [(name, _value_text(line, key)) for key, name in names.items() if _is_number(line.get(key))][:6]
 
 
 def _is_number(value: Any) -> bool:

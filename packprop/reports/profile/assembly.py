@@ -13,13 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from packprop.dataset.result import Result
-from packprop.reports.profile.layers import ROOT, Layer, Spectrum, owner_of, spectrum_of
+from packprop.reports.profile.layers import ROOT, TOTAL, Layer, Spectrum, owner_of, spectrum_of
 from packprop.reports.profile.result import Profile
 from packprop.tensors.names import named_modules, named_parameters
 from packprop.tensors.sharding import class_before_sharding
-
-TOTAL = "(total)"
-"""The name of the row of all parameters."""
 
 Tables = dict[str, dict[str, Any]]
 """Short name of an extension -> parameter name -> value."""

@@ -13,6 +13,9 @@ from packprop.algebra.decompositions import eigvalsh
 ROOT = "(model)"
 """The name for the layer of the parameters that the model itself owns."""
 
+TOTAL = "(total)"
+"""The name of the row of all parameters."""
+
 
 @dataclass(frozen=True)
 class Spectrum:

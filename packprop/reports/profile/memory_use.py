@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from packprop.dataset.batch_pass import BatchPass
-from packprop.dataset.parts import readings_of
-from packprop.dataset.state import MergedResults
-from packprop.dataset.stream import BatchStream
 from packprop.engine.chunks import ChunkSizes
 from packprop.errors import PackpropError
-from packprop.memory.live import LiveBytes
 from packprop.memory.plan import Plan
 from packprop.memory.planning import plan_over_data
-from packprop.recording.switch import extended
+from packprop.reports.profile.costs import PATIENCE, Cost, Noted, OneBatch, Phase, costs_of, phases_of
 from packprop.tensors.calling import LossFunction
 from packprop.tensors.nesting import map_tensors, tensors_in
-from packprop.tensors.random import random_numbers_from, random_states
 from packprop.types import Extension
-
-ASKED = "The memory of a pass was to be noted."
 
 POINTS = 400
 """The number of points of the timeline; each is the maximum of its operations."""
@@ -39,13 +30,17 @@ class MemoryUse:
         samples: Samples in the batch, by its leading axis.
         timeline: Bytes alive after each operation, at most ``POINTS`` of them: (operation, bytes).
         operations: The number of operations of the pass.
-        forward: The last operation of the forward pass; ``None`` if the model computes the loss.
+        forward: The last operation of the forward pass; ``None`` if it is not known.
         peak: The most bytes that were alive at once.
         budget: The budget; ``None`` without one.
         planned: The peak by the plan, with the results of the batches before; ``None`` if there is no plan.
         why_not: The reason why there is no plan.
         parts: The bytes of each kind of tensor at the planned peak.
         choices: The plan's choices for each parameter; the fields of ``Line``, and ``chunks``.
+        phases: The parts of the pass, in their order: name, first operation, the one after the last; empty if
+            the report cannot tell them apart.
+        costs: The cost of each quantity in each layer; see NOTE [Costs of layers].
+        why_no_costs: The reason why there are no costs.
     """
 
     samples: int
@@ -58,11 +53,19 @@ class MemoryUse:
     why_not: str | None = None
     parts: dict[str, int] = field(default_factory=dict)
     choices: list[dict[str, Any]] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
+    why_no_costs: str | None = None
 
     @classmethod
     def read(cls, saved: dict[str, Any]) -> MemoryUse:
         """Restore the value from JSON."""
-        return cls(**{**saved, "timeline": [(at, size) for at, size in saved["timeline"]]})
+        read: dict[str, Any] = {
+            "timeline": [(at, size) for at, size in saved["timeline"]],
+            "phases": [(name, first, after) for name, first, after in saved.get("phases", [])],
+            "costs": [Cost(**cost) for cost in saved.get("costs", [])],
+        }
+        return cls(**{**saved, **read})
 
 
 def memory_use(
@@ -74,7 +77,9 @@ def memory_use(
     memory: int | str | None,
     device: torch.device,
 ) -> MemoryUse:
-    """Run the pass over one batch again, and count; restore random states afterwards.
+    """Run the pass over one batch again, of all quantities and of each alone, and count.
+
+    Random states are restored afterwards.
 
     Args:
         model: The model, in the mode of the pass.
@@ -85,40 +90,34 @@ def memory_use(
         memory: The budget.
         device: The device of the pass.
     """
-    inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
-    planned, why_not = _planned(model, loss, (inputs, targets), extensions(), chunk_sizes, memory, device)
-    ends: list[int] = []
-
-    def marked(outputs: Any, target: Any) -> Tensor:
-        assert loss is not None
-        value = loss(outputs, target)
-        ends.append(len(live.history))
-        return value
-
-    chosen = tuple(extensions())
-    merged = MergedResults(chosen)
-    step = BatchPass(ASKED, model, None if loss is None else marked, merged, chosen, None)
-    with contextlib.ExitStack() as stack:
-        for module in (model, loss):
-            if isinstance(module, nn.Module):
-                stack.enter_context(extended(module))
-        stack.enter_context(random_numbers_from(random_states([device])))
-        live = stack.enter_context(LiveBytes())
-        live.own([*model.parameters(), *model.buffers(), *tensors_in((inputs, targets))], "before")
-        live.restart()
-        BatchStream(step, device).add((inputs, targets), chunk_sizes, readings_of(chosen)[0], False, 0)
-    first = next(tensors_in(inputs))
+    batch = map_tensors(lambda tensor: tensor.to(device), batch)
+    planned, why_not = _planned(model, loss, batch, extensions(), chunk_sizes, memory, device)
+    one = OneBatch(model, loss, batch, chunk_sizes, device)
+    chosen = [*extensions()]
+    noted = one.run(chosen, counted=True)
+    seconds = noted.end[0] - noted.start[0]
+    costs: list[Cost] = []
+    alone: list[Noted] = []
+    why_no_costs = None
+    if seconds < PATIENCE:
+        costs, alone = costs_of(one, extensions)
+    else:
+        why_no_costs = f"the pass over the first batch took {seconds:.0f} s, and was not run for each quantity"
+    first = next(tensors_in(batch[0]))
     return MemoryUse(
         samples=len(first) if first.dim() else 1,
-        timeline=thinned(live.history),
-        operations=len(live.history),
-        forward=ends[0] if ends else None,
-        peak=live.peak,
+        timeline=thinned(noted.history),
+        operations=len(noted.history),
+        forward=None if noted.forward is None else noted.forward[1],
+        peak=noted.peak,
         budget=None if planned is None else planned.memory,
         planned=None if planned is None else planned.peak,
         why_not=why_not,
         parts={} if planned is None else planned.parts,
         choices=[] if planned is None else [{**asdict(line), "chunks": line.chunks} for line in planned.lines],
+        phases=phases_of(noted, chosen, alone) if alone else [],
+        costs=costs,
+        why_no_costs=why_no_costs,
     )
 
 

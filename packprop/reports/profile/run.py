@@ -21,7 +21,8 @@ from packprop.engine.chunks import default_chunk_sizes
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchL2Grad
 from packprop.recording.switch import disable
-from packprop.reports.profile.assembly import TOTAL, assemble
+from packprop.reports.profile.assembly import assemble
+from packprop.reports.profile.layers import TOTAL
 from packprop.reports.profile.memory_use import memory_use
 from packprop.reports.profile.outlying import (
     SHOWN,
@@ -102,7 +103,7 @@ def profile(
             image ``[height, width]`` or ``[3, height, width]``. Without it the page shows images, and the
             first numbers of anything else.
         timeline: Plan the pass over the first batch, run it once more, and note the memory that each operation
-            leaves alive.
+            leaves alive, and the time and memory of each quantity in each layer.
 
     Raises:
         BadInput: For anything else than the above, for no data, or for a batch on which the model or

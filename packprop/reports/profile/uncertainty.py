@@ -13,6 +13,7 @@ import math
 from torch import Tensor
 
 from packprop.reports.profile.layers import Layer
+from packprop.reports.profile.table import number_text
 
 WIDE = 2.0
 """An interval reaches so many standard errors to either side."""
@@ -43,3 +44,49 @@ def signal_to_noise_interval(layer: Layer, norms: Tensor | None) -> tuple[float,
     if ratio is None or error is None or not math.isfinite(ratio + error):
         return None
     return max(0.0, ratio - WIDE * error), ratio + WIDE * error
+
+
+def rounded_text(value: float, error: float | None) -> str:
+    """Return a number with the digits that its error supports: none behind the error's first, at most three.
+
+    >>> [rounded_text(0.00612, 0.0055), rounded_text(1593.0, 1259.0), rounded_text(41.27, 0.3)]
+    ['6e-3', '2,000', '41.3']
+    >>> [rounded_text(0.02, 0.5), rounded_text(2.0, None)]
+    ['0.02', '2.00']
+    """
+    if not value or not math.isfinite(value) or error is None or not error > 0 or not math.isfinite(error):
+        return number_text(value)
+    place, top = math.floor(math.log10(error)), math.floor(math.log10(abs(value)))
+    return _digits_text(value, min(max(top - place + 1, 1), 3))
+
+
+def interval_text(low: float, high: float) -> str:
+    """Return an interval to two digits, in words.
+
+    >>> interval_text(334.2, 1712.0), interval_text(0.0, 0.0117), interval_text(39.7, math.inf)
+    ('between 330 and 1,700', 'below 0.012', 'above 40')
+    """
+    if low <= 0:
+        return f"below {_digits_text(high, 2)}"
+    if math.isinf(high):
+        return f"above {_digits_text(low, 2)}"
+    return f"between {_digits_text(low, 2)} and {_digits_text(high, 2)}"
+
+
+def range_text(low: float, high: float) -> str:
+    """Return an interval as ``interval_text`` does, in signs.
+
+    >>> range_text(334.2, 1712.0), range_text(0.0, 0.0117), range_text(39.7, math.inf)
+    ('330 to 1,700', '< 0.012', '> 40')
+    """
+    words = interval_text(low, high).removeprefix("between ").replace(" and ", " to ")
+    return words.replace("below", "<").replace("above", ">")
+
+
+def _digits_text(value: float, digits: int) -> str:
+    """Return a number with this many significant digits; small ones with an exponent."""
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+    rounded, power = float(f"{mantissa}e{exponent}"), int(exponent)
+    if power < -2:
+        return f"{mantissa}e{power}"
+    return f"{rounded:,.{max(0, digits - 1 - power)}f}"

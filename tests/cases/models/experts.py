@@ -5,10 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function
-
-from packprop import register_use
-from packprop.functions.registry import RULES
 
 
 class Expert(nn.Module):
@@ -116,21 +112,15 @@ class Grouped(Tables):
 
 def _grouped_mm(x: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
     """What ``torch._grouped_mm`` computes, in any precision: it has no double precision on a processor."""
-    if has_torch_function((x, weights)):
-        return handle_torch_function(_grouped_mm, (x, weights), x, weights, offs=offs)
     starts = [0, *offs.tolist()]
     groups = zip(starts, starts[1:], weights, strict=False)
     return torch.cat([x[start:stop] @ weight for start, stop, weight in groups])
 
 
 class GroupedInDouble(Grouped):
-    """The same with a stand-in for torch's function, and torch's rule for it."""
+    """The same with a stand-in for torch's function."""
 
     product = staticmethod(_grouped_mm)
-
-
-if hasattr(F, "grouped_mm"):
-    register_use(_grouped_mm)(RULES[torch._grouped_mm])
 
 
 class LastToken(nn.Module):

@@ -1,4 +1,4 @@
-"""Attention of PyTorch's own is one function for a mode, and each of its projections a use of its own."""
+"""Attention of PyTorch's own, of which one weight holds several projections."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
-from packprop.recording.marks import USE, marks_of, nodes_above
-from tests.references.running import assert_near
+from tests.references.running import assert_near, assert_rows_of_terms
 
 
 class Attending(nn.Module):
@@ -45,32 +44,15 @@ def values(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return y.detach(), {name: p.grad_batch for name, p in model.named_parameters()}
 
 
-def uses(y: Tensor) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Function, structure and shape of the parameter of each use."""
-    assert y.grad_fn is not None
-    found = {use: None for node in nodes_above([y.grad_fn]) for use, _, _ in marks_of(node).get(USE, ())}
-    return sorted(
-        (use.name, entry.structure, tuple(entry.parameter.shape))
-        for use in found
-        for entry in use.entries or ()
-    )
-
-
 @pytest.mark.parametrize(
-    ("options", "weights"),
-    [
-        ({}, [(4, 4), (12, 4)]),
-        ({"positions": 2}, [(4, 4), (4, 4), (8, 4)]),
-        ({"add_bias_kv": True, "add_zero_attn": True}, [(4, 4), (12, 4)]),
-        ({"kdim": 4, "vdim": 4, "bias": False}, [(4, 4), (12, 4)]),
-    ],
+    "options",
+    [{}, {"positions": 2}, {"add_bias_kv": True, "add_zero_attn": True}, {"kdim": 4, "vdim": 4, "bias": False}],
     ids=["self", "cross", "more-keys", "no-bias"],
 )
-def test_each_projection_is_an_affine_use(options: dict[str, Any], weights: list[tuple[int, ...]]) -> None:
-    y = packprop.extend(Attending(**options))(torch.randn(3, 5, 4))
-    found = uses(y)
-    assert [shape for _, structure, shape in found if structure == "Outer"] == weights
-    assert not [use for use in found if use[1] == "Dense"]
+def test_rows_of_every_projection(options: dict[str, Any]) -> None:
+    model, x = packprop.extend(Attending(**options).double()), torch.randn(3, 5, 4).double()
+    loss = packprop.extend(nn.MSELoss(reduction="sum"))(y := model(x), torch.zeros_like(y))
+    assert_rows_of_terms(model(x).square(), loss, model.parameters())
 
 
 @pytest.mark.parametrize("options", [{}, {"positions": 2}], ids=["self", "cross"])
@@ -80,7 +62,7 @@ def test_outputs_are_the_same_to_the_last_bit(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["checkpoint", "reentrant"])
-def test_a_checkpoint_collects_the_inputs_of_each_projection(reentrant: bool) -> None:
+def test_under_a_checkpoint(reentrant: bool) -> None:
     x = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
     plain = Attending(positions=2).double()
     again = Attending(positions=2, checkpointed=reentrant).double()

@@ -1,0 +1,285 @@
+"""A node of the autograd graph that a parameter enters: what it was given, and how it is called by itself.
+
+# NOTE [Nodes as functions]
+A node is the derivative of one function, with what it needs saved in it. Called by itself on cotangents it
+returns the gradients of its own inputs, whatever else lies in the graph: so a parameter that is used twice, or
+further up, has each of its uses apart. It returns them as its formula does, before autograd sums them over the
+axes that a parameter was broadcast over. So one sample's part can be taken before the sum. While a pass runs to
+some ends alone, a node computes gradients of those inputs that lead there: a sweep in which nodes are called
+must go to their parameters, too.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+
+from packprop.functions.nodes import RESHAPES, made_by, name_of_node, saved_option
+from packprop.functions.saved import saved_again, saved_tensor
+from packprop.tensors.dry import is_dry_run
+from packprop.tensors.traced import is_traced
+
+MANY = 1024
+"""How many nodes are remembered."""
+
+
+_VECTORISED: dict[Any, bool] = {}
+"""Whether a node of a name, for cotangents of some shapes, is right for many of them at once.
+
+PyTorch's batching rule of one or the other function is wrong: each is compared with one call when it is first
+used.
+"""
+
+
+Form = Literal["entries", "shape", "shape or transpose"]
+"""A rule needs a leaf with the entries of what the node takes, or in its shape, or in that or its transpose."""
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """A tensor that was computed from parameters alone, by where it came from."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def grad_fn(self) -> Node:
+        """The node that made it."""
+        return self.edge.node
+
+    def numel(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+    def dim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A parameter as a node takes it.
+
+    Args:
+        tensor: The leaf, if only its shape or its type was changed on the way; else what was computed of
+            leaves.
+        shape: Its shape as the node takes it.
+        is_transposed: Whether the node takes the transpose of the leaf.
+    """
+
+    tensor: Any
+    shape: torch.Size
+    is_transposed: bool = False
+
+
+def operand_at(node: Node, place: int, form: Form = "entries") -> Operand:
+    """What a node takes at one of its places, followed up to the leaf if nothing but its form was changed."""
+    above, number = node.next_functions[place]
+    assert above is not None
+    made = made_by(above)[number]
+    edge, shape, transposed = GradientEdge(above, number), torch.Size(made.shape), False
+    while (leaf := getattr(above, "variable", None)) is None:
+        name = name_of_node(above)
+        before = above.next_functions[0][0] if above.next_functions else None
+        turns = form == "shape or transpose" and is_transpose(above) and not transposed
+        if before is None or not (turns or name in RESHAPES or name == "ToCopy"):
+            break
+        if turns and torch.Size(made_by(above)[0].shape) != shape:
+            break
+        transposed, above = transposed or turns, before
+    wanted = shape[::-1] if transposed else shape
+    is_same = leaf is not None and leaf.dtype.is_complex == made.dtype.is_complex
+    if leaf is None or not is_same or (form != "entries" and torch.Size(leaf.shape) != wanted):
+        return Operand(Computed(edge, shape, made.dtype, made.device), shape)
+    return Operand(leaf, shape, transposed)
+
+
+def is_transpose(node: Node) -> bool:
+    """Whether a node is that of a function which transposed a matrix."""
+    name = name_of_node(node)
+    return name == "T" or (name == "Transpose" and len(made_by(node)[0].shape) == 2)
+
+
+def has_complex_numbers(node: Node) -> bool:
+    """Whether complex numbers go into a node or come out."""
+    if any(each.dtype.is_complex for each in made_by(node)):
+        return True
+    above = ((each, number) for each, number in node.next_functions if each is not None)
+    return any(made_by(each)[number].dtype.is_complex for each, number in above)
+
+
+@dataclass(frozen=True, eq=False)
+class NodeCall:
+    """A node, and one place where a parameter enters it.
+
+    Args:
+        node: The node.
+        place: The place of the parameter among its ``next_functions``: the tensors that the function was given,
+            in their order.
+        operand: The parameter, as the node takes it.
+        shapes: Shapes of its outputs.
+        holds: Whether what the node saved is read now, because the node may be freed before it is needed.
+    """
+
+    node: Any
+    place: int
+    operand: Operand
+    shapes: Sequence[torch.Size]
+    holds: bool
+
+    @property
+    def name(self) -> str:
+        """The name of the node, without what all of them end in."""
+        return name_of_node(self.node)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the first output."""
+        return self.shapes[0]
+
+    @property
+    def aligned(self) -> tuple[int, ...]:
+        """The parameter's shape among the axes of the first output, aligned on the right."""
+        own = self.operand.shape
+        return (1,) * (len(self.shape) - len(own)) + tuple(own)
+
+    @property
+    def edge(self) -> GradientEdge:
+        """Where the parameter comes from."""
+        return GradientEdge(*self.node.next_functions[self.place])
+
+    def saved(self, name: str | int) -> Callable[[], Tensor]:
+        """Return a function that returns a tensor that the node saved.
+
+        ``name``: as in PyTorch's list of derivatives; for a ``torch.autograd.Function`` of your own the place
+        among its ``ctx.saved_tensors``.
+        """
+        if not self.holds:
+            return lambda: saved_tensor(self.node, name)
+        tensor: Tensor = saved_tensor(self.node, name)
+        return lambda: tensor
+
+    def option(self, name: str) -> Any:
+        """A number or a list that the node saved."""
+        return saved_option(self.node, name)
+
+    def has_option(self, name: str) -> bool:
+        """Whether the node saves something under a name: nodes of one family may differ."""
+        return hasattr(self.node, f"_saved_{name}")
+
+    def attribute(self, name: str) -> Any:
+        """A value that a ``torch.autograd.Function`` of your own has kept on its ``ctx``."""
+        return getattr(self.node, name)
+
+    def shape_at(self, place: int) -> torch.Size | None:
+        """The shape of what the node was given at a place; ``None`` for what needs no gradient."""
+        above, number = self.node.next_functions[place]
+        return None if above is None else torch.Size(made_by(above)[number].shape)
+
+    def products(self, columns: Sequence[Tensor | None]) -> Tensor:
+        """The gradients of the parameter from columns ``[v, *y]`` at the outputs, as the node returns them."""
+        given = [number for number, each in enumerate(columns) if each is not None]
+        there = [each for each in columns if each is not None]
+        count = len(there[0])
+
+        def pull(*each: Tensor) -> Tensor:
+            return self._product(dict(zip(given, each, strict=True)), len(columns))
+
+        def one_by_one() -> Tensor:
+            return torch.stack([pull(*(each[k] for each in there)) for k in range(count)])
+
+        key = (self.node.name(), self.place, *(tuple(each.shape[1:]) for each in there))
+        if count == 1 or _VECTORISED.get(key, True) is False:
+            return one_by_one()
+        try:
+            with warnings.catch_warnings():  # of functions that are called once for each column
+                warnings.filterwarnings("ignore", "There is a performance drop")
+                made: Tensor = torch.vmap(pull)(*there)
+            if key in _VECTORISED or is_dry_run() or is_traced():
+                return made
+            if len(_VECTORISED) >= MANY:
+                _VECTORISED.clear()
+            _VECTORISED[key] = _is_sum(made, pull(*(each.sum(0) for each in there)))
+            if _VECTORISED[key]:
+                return made
+        except RuntimeError:
+            pass
+        return one_by_one()
+
+    def _product(self, cotangents: dict[int, Tensor], outputs: int) -> Tensor:
+        """The gradient of the parameter from one cotangent at each of some outputs."""
+        node, place = self.node, self.place
+        given: list[Tensor | None] = [cotangents.get(number) for number in range(outputs)]
+        first = next(iter(cotangents.values()))
+        run: Callable[..., Any] = node
+        if isinstance(
+            node, BackwardCFunction
+        ):  # it runs the user's code, which is given zeros for what is not there
+            run, place = node.apply, _place_of_gradient(node, place)
+            given = [first.new_zeros(s) if c is None else c for c, s in zip(given, self.shapes, strict=False)]
+        with saved_again(node):
+            out = run(*given)
+        product = out[place] if isinstance(out, tuple) else out
+        if product is None and not isinstance(node, BackwardCFunction):  # a pass runs that does not go there
+            with saved_again(node):
+                out = in_a_pass_of_its_own(lambda: node(*given))
+            product = out[place] if isinstance(out, tuple) else out
+        if product is None:  # it does not depend on the parameter
+            return first.new_zeros(self.operand.shape)
+        strided: Tensor = product.to_dense() if product.is_sparse else product
+        return strided
+
+
+class _Inside(torch.autograd.Function):
+    """Does something in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, trigger: Tensor, run: Callable[[], Any], made: list[Any]) -> Tensor:
+        ctx.run, ctx.made = run, made
+        return trigger.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        ctx.made.append(ctx.run())
+        return None, None, None
+
+
+def in_a_pass_of_its_own(run: Callable[[], Any]) -> Any:
+    """Do something in a backward pass that goes everywhere, whatever pass runs already."""
+    made: list[Any] = []
+    differentiable = torch.is_grad_enabled()
+    with torch.enable_grad():
+        trigger: Tensor = _Inside.apply(torch.zeros((), requires_grad=True), run, made)  # type: ignore[no-untyped-call]  # torch's own
+    torch.autograd.backward(trigger, create_graph=differentiable)
+    return made[0]
+
+
+def _place_of_gradient(node: Any, place: int) -> int:
+    """Where a user's own function returns the gradient of one of the tensors that it was given.
+
+    It returns one value for each argument, be it a tensor or not; only tensors have places on the graph.
+    """
+    needs: tuple[bool, ...] = node.needs_input_grad
+    before = sum(above is not None for above, _ in node.next_functions[:place])
+    wanted = [number for number, need in enumerate(needs) if need]
+    return wanted[before] if before < len(wanted) else place
+
+
+def _is_sum(columns: Tensor, whole: Tensor) -> bool:
+    """Whether gradients of columns add up to that of their sum, as those of a linear function do."""
+    if not whole.numel() or columns.shape[1:] != whole.shape:
+        return columns.shape[1:] == whole.shape
+    total, wide = columns.sum(0), columns.abs().amax() * len(columns)
+    tolerance = torch.finfo(whole.dtype).eps ** 0.5
+    difference = (total - whole).abs().amax()
+    return not bool(difference > tolerance * wide) and bool(difference.isfinite() | ~wide.isfinite())

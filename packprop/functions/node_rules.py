@@ -1,0 +1,43 @@
+"""Entries of the parameters of one node: by its rule, or by calling the node for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.autograd.graph import Node
+
+from packprop.functions import rules
+from packprop.functions.entry import Entry
+from packprop.functions.node_calls import Computed, NodeCall, has_complex_numbers, operand_at
+from packprop.functions.rearranging import of_leaf
+from packprop.functions.registry import checked, rule_for
+from packprop.functions.samplewise import anywhere, samplewise
+
+__all__ = ["entries_of_node", "rules"]
+
+
+def entries_of_node(
+    node: Node, places: Iterable[int], shapes: Sequence[torch.Size], holds: bool
+) -> list[Entry]:
+    """One entry for each place of a node where a parameter enters it.
+
+    Args:
+        node: The node.
+        places: The places of parameters among its ``next_functions``.
+        shapes: Shapes of its outputs.
+        holds: Whether what it saved is read now.
+    """
+    rule = rule_for(node)
+    if rule is not None and has_complex_numbers(node):  # rules are written for real ones
+        rule = None
+    entries = []
+    for place in places:
+        form = "entries" if rule is None else rule.form
+        call = NodeCall(node, place, operand_at(node, place, form), shapes, holds)
+        entry = None
+        if rule is not None and call.operand.tensor.numel():
+            entry = checked(call, rule)
+        entry = samplewise(call) if entry is None else anywhere(call, entry)
+        entries.append(of_leaf(call, entry) if isinstance(entry.parameter, Computed) else entry)
+    return entries

@@ -1,0 +1,97 @@
+"""Leaves whose entries a node takes at other places: from gradients of what it takes to those of the leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from packprop.algebra.structures import Dense, Structure, rows
+from packprop.functions.entry import Cotangents, Entry, Samples, StructureOf
+from packprop.functions.node_calls import NodeCall
+from packprop.functions.nodes import (
+    RESHAPES,
+    is_identity,
+    made_by,
+    name_of_node,
+    names_of_nodes,
+    saved_option,
+)
+from packprop.tensors.layout import Layout
+
+REARRANGING = RESHAPES | names_of_nodes("Permute Transpose T ToCopy Repeat")
+"""Functions of all entries of a tensor, each at other places: their nodes need nothing but shapes."""
+
+
+def of_leaf(call: NodeCall, entry: Entry) -> Entry:
+    """The entry of the leaf, if the parameter of an entry has the entries of one at other places."""
+    found = _rearranged(call.node, call.place)
+    if found is None or found[0].dtype.is_complex != entry.parameter.dtype.is_complex:
+        return entry
+    leaf, back = found
+
+    def of_leaf(build: StructureOf) -> StructureOf:
+        def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
+            structure = build(cotangents, layouts, samples)
+            if structure.rows is None:
+                return Dense(None)
+            return Dense(back(rows(structure)).reshape(*structure.rows.shape[:2], *leaf.shape))
+
+        return structure_of
+
+    return entry.but(
+        parameter=leaf,
+        structure="Dense",
+        structure_of=of_leaf(entry.structure_of),
+        squares=None,
+        fans=None,
+        constant=False,
+    )
+
+
+def _rearranged(node: Node, place: int) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
+    """The leaf that a node takes, if its entries were only put at other places on the way, and the way back.
+
+    The way back leads from gradients of what the node takes ``[v, n, *y]`` to gradients of the leaf ``[v, n,
+    *p]``.
+    """
+    above, way = node.next_functions[place][0], list[Callable[[Tensor], Tensor]]()
+    leaf: Tensor | None = None
+    while above is not None and (leaf := getattr(above, "variable", None)) is None:
+        name = name_of_node(above)
+        below, number = above.next_functions[0] if above.next_functions else (None, 0)
+        if below is None or name not in REARRANGING or is_identity(above):
+            return None
+        shape = torch.Size(made_by(below)[number].shape)
+        way.append(_way_back(above, name, shape))
+        above = below
+    if leaf is None:
+        return None
+
+    def back(rows: Tensor) -> Tensor:
+        for each in way:
+            rows = each(rows)
+        return rows
+
+    return leaf, back
+
+
+def _way_back(node: Any, name: str, shape: torch.Size) -> Callable[[Tensor], Tensor]:
+    """From gradients of what a node of ``REARRANGING`` made to those of its input, ``[v, n, *shape]``."""
+    if name == "Permute":
+        dims = [axis % len(shape) + 2 for axis in saved_option(node, "dims")]
+        order = sorted(range(len(dims)), key=dims.__getitem__)
+        return lambda rows: rows.permute(0, 1, *(axis + 2 for axis in order))
+    if name in ("T", "Transpose") and len(shape) > 1:
+        first, second = (0, 1) if name == "T" else (saved_option(node, "dim0"), saved_option(node, "dim1"))
+        return lambda rows: rows.transpose(first % len(shape) + 2, second % len(shape) + 2)
+    if name == "Repeat":
+        times = list(saved_option(node, "repeats"))
+        sizes = (1,) * (len(times) - len(shape)) + tuple(shape)
+        pairs = [extent for pair in zip(times, sizes, strict=True) for extent in pair]
+        axes = list(range(2, 2 + len(pairs), 2))
+        return lambda rows: rows.reshape(*rows.shape[:2], *pairs).sum(axes).reshape(*rows.shape[:2], *shape)
+    return lambda rows: rows.reshape(*rows.shape[:2], *shape)

@@ -1,0 +1,309 @@
+"""Read off the autograd graph where parameters meet the samples.
+
+# NOTE [Uses in the graph]
+Autograd has recorded which node made each tensor of what. A *use* is a node that takes parameters and
+something that depends on the samples; everything on the way from the parameters to it is made of parameters
+alone. The graph does not show where constants come from: ``mask * weight`` and ``x * weight`` look alike. A
+constant is no data if it is a buffer or a frozen parameter of an extended module, or counts positions; it is
+data if it shares memory with an input of the model. Every other node that takes parameters and constants is
+*undecided*: it counts as a use first, and the sweeps that locate the samples tell (NOTE [Separation]). If
+samples are apart in what arrives at it, it is a use. If they meet there, it is made of parameters alone, and
+the node that takes its output is looked at in its place, unless that would hide layers that mix samples:
+
+* A product of a weight and an unknown constant whose output has room for the samples is a layer, and they meet
+  behind it.
+* A function of parameters alone that makes of a tensor in which samples meet one in which they are apart, and
+  does not only repeat it, has mixed them.
+
+What was found so is kept for graphs of the same structure.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+
+from packprop.functions.node_rules import entries_of_node
+from packprop.functions.nodes import (
+    ENTRYWISE,
+    PRODUCTS,
+    RESHAPES,
+    name_of_node,
+    names_of_nodes,
+    saved_option,
+)
+from packprop.functions.operands import (
+    BY_DATA,
+    ENTRY_BY_ENTRY,
+    EXPANDING,
+    HIDING,
+    WHOLE,
+    WITH_SUMMAND,
+    saved_constants,
+)
+from packprop.functions.saved import keeps_elsewhere
+from packprop.graph.completeness import nested
+from packprop.graph.graph import EAGER, Graph, ReachedUse
+from packprop.graph.search import nodes_above
+from packprop.graph.traversal import made_by
+from packprop.recording.compiled import is_compiled_region
+from packprop.recording.marks import EXTENDED, Use
+from packprop.recording.reentrant import is_reentrant
+from packprop.tensors.dry import is_dry_run
+from packprop.tensors.layout import possible_layouts
+from packprop.tensors.state import storage_of
+
+MADE_OF_PARAMETERS = WHOLE - EXPANDING - HIDING
+"""Functions that take nothing that the graph does not show, if they have an edge for each operand."""
+
+
+PASSING = RESHAPES | ENTRYWISE | names_of_nodes("T Transpose Permute ToCopy Neg Expand")
+"""Functions whose rows are apart if those of their input are, and else are not."""
+
+
+MANY = 1024
+"""How many structures are remembered."""
+
+
+_PARAMETRIC: dict[int, frozenset[int]] = {}
+"""By structure of the graph, the places of nodes that sweeps have shown to be made of parameters alone."""
+
+
+class Constants:
+    """What is known of the constants that nodes have saved.
+
+    Args:
+        graph: What the pass goes through.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        modules = {id(module): module for module in [*graph.modules, *EXTENDED]}.values()
+        own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        self._own = set() if is_dry_run() else {storage_of(tensor) for tensor in own} - {0}
+        self._inputs = {each for forward in graph.forwards for each in forward.storages} - self._own
+
+    def are_known(self, node: Node) -> bool | None:
+        """Whether no constant of a node is data; ``None`` if some may be, ``False`` if one is."""
+        if is_dry_run() or keeps_elsewhere(node):
+            return None
+        try:
+            constants = list(saved_constants(node))
+        except RuntimeError:  # an earlier pass has freed them
+            return None
+        missing = sum(above is None for above, _ in node.next_functions)
+        known: bool | None = True if missing <= len(constants) else None  # sums do not save what they add
+        for tensor in constants:
+            place = storage_of(tensor)
+            if place in self._inputs:
+                return False
+            if tensor.dim() and place not in self._own and not _counts(node, tensor):
+                known = None
+        return known
+
+
+def _counts(node: Node, index: Tensor) -> bool:
+    """Whether an index counts positions from the first one on."""
+    if name_of_node(node) not in BY_DATA or index.is_floating_point() or index.dtype == torch.bool:
+        return False
+    flat = index.flatten()
+    return len(flat) > 0 and torch.equal(flat, torch.arange(len(flat), dtype=flat.dtype, device=flat.device))
+
+
+class Reading:
+    """Sorts the nodes of a graph, and makes uses of those where parameters meet samples.
+
+    Args:
+        graph: What the pass goes through.
+        order: Its nodes, each after all that lie upstream of it.
+        places: The number of each node.
+        wanted: Leaves that count as parameters, by identity.
+        structure: Equal for graphs of the same nodes and edges.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        order: Sequence[Node],
+        places: dict[Node, int],
+        wanted: dict[int, Tensor],
+        structure: int,
+    ) -> None:
+        self._order, self._places, self._wanted = order, places, wanted
+        self._roots = [(root.grad_fn, root.output_nr) for root in graph.roots if root.grad_fn is not None]
+        self._structure, self._constants = structure, Constants(graph)
+        self._parametric = _PARAMETRIC.get(structure, frozenset())
+        self._below: set[Node] = set()
+        self._derived: set[Node] = set()
+        self.made_of_parameters: dict[Node, None] = {}
+        self.uses: dict[Node, ReachedUse] = {}
+
+    @property
+    def settled(self) -> set[Node]:
+        """Nodes that parameters enter, and that nothing is missing for."""
+        operands = [above for node in self.uses for above, _ in node.next_functions]
+        led = {node for node in nodes_above(operands) if node in self.made_of_parameters}
+        return {*self.uses, *led, *(node for node in self.made_of_parameters if node in self._below)}
+
+    def sort(self, below_losses: set[Node], after_losses: set[Node]) -> None:
+        """Go through the nodes once.
+
+        Args:
+            below_losses: Nodes that some loss depends on.
+            after_losses: Losses, and nodes that depend on one.
+        """
+        self._below = below_losses
+        reached = self._outputs_reached()
+        parameters, data = self.made_of_parameters, set[Node]()
+        for node in self._order:
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                if id(leaf) in self._wanted:
+                    parameters[node] = None
+                else:
+                    data.add(node)
+                continue
+            above = [each for each, _ in node.next_functions]
+            given = [place for place, each in enumerate(above) if each is not None and each in parameters]
+            if not given or is_reentrant(node) or node in after_losses or not _can_be_called(node):
+                data.add(node)
+                continue
+            has_data = any(each in data for each in above if each is not None)
+            kind = "use" if has_data else self._kind(node, given)
+            if kind == "parameters":
+                parameters[node] = None
+                continue
+            use = self._use(node, given, reached[node])
+            self.uses[node] = use
+            if kind != "use":
+                use.undecided = functools.partial(self._reclassify, node)
+            use.suspect = kind == "suspect"
+            data.add(node)
+
+    def _kind(self, node: Node, given: Sequence[int]) -> str:
+        """What a node is that takes parameters, and perhaps constants."""
+        above, name = [each for each, _ in node.next_functions], name_of_node(node)
+        derived = any(above[place] in self._derived for place in given)
+        if self._places[node] in self._parametric:
+            self._derived.add(node)
+            return "parameters"
+        is_own = isinstance(node, BackwardCFunction)
+        whole = len(given) == len(above) and name in MADE_OF_PARAMETERS and not is_own
+        if node not in self._below or (whole and (not derived or name in PASSING)):
+            if derived:
+                self._derived.add(node)
+            return "parameters"
+        if whole:
+            return "suspect"
+        shapes = [torch.Size(each.shape) for each in made_by(node)]
+        if not any(shape.numel() != 1 for shape in shapes) or (is_dry_run() and self._keeps_shape(node, given)):
+            return "parameters"  # no room for samples; or, without data, the most likely
+        if is_own or name == "Expand":
+            return "undecided"
+        if name == "Repeat":
+            return "parameters"
+        known = self._constants.are_known(node)
+        if known is False:
+            return "use"
+        return "parameters" if known and name not in HIDING else "undecided"
+
+    def _keeps_shape(self, node: Node, given: Sequence[int]) -> bool:
+        """Whether a node does something entry by entry to a parameter, and returns its shape."""
+        if name_of_node(node) not in ENTRY_BY_ENTRY:
+            return False
+        shape = torch.Size(made_by(node)[0].shape)
+        edges = [node.next_functions[place] for place in given]
+        leaves = [getattr(above, "variable", None) for above, _ in edges]
+        return any(
+            shape == (made_by(above)[number].shape if leaf is None else leaf.shape)
+            for (above, number), leaf in zip(edges, leaves, strict=True)
+            if above is not None
+        )
+
+    def _outputs_reached(self) -> dict[Node, dict[int, None]]:
+        reached: dict[Node, dict[int, None]] = {node: {} for node in self._order}
+        for root, number in self._roots:
+            reached[root][number] = None
+        for node in self._order:
+            for above, number in node.next_functions:
+                if above is not None and above in reached:
+                    reached[above][number] = None
+        return reached
+
+    def _use(self, node: Node, places: Sequence[int], outputs: dict[int, None]) -> ReachedUse:
+        try:
+            shapes = [torch.Size(each.shape) for each in made_by(node)]
+        except RuntimeError as error:  # torch's own words are about its inside
+            raise nested(f"{node.name()}, which the backward pass goes through") from error
+        if name_of_node(node) in WITH_SUMMAND:  # a bias comes behind its weight
+            places = list(reversed(places))
+        entries = entries_of_node(node, places, shapes, False)
+        edges = [
+            GradientEdge(above, number)
+            for place, (above, number) in enumerate(node.next_functions)
+            if above is not None and place not in places
+        ]
+        return ReachedUse(
+            Use(function_of(node), entries, edges, shapes),
+            {number: (node, number) for number in sorted(outputs)},
+            read=functools.partial(entries_of_node, node, places, shapes, True),
+        )
+
+    def _reclassify(self, node: Node, use: ReachedUse, samples: int) -> bool:
+        """Note that the samples meet behind an undecided use; whether it is made of parameters alone then."""
+        if _is_layer(node, use.recorded.shapes[0], samples):
+            return False
+        if len(_PARAMETRIC) >= MANY:
+            _PARAMETRIC.clear()
+        _PARAMETRIC[self._structure] = _PARAMETRIC.get(self._structure, self._parametric) | {self._places[node]}
+        return True
+
+
+def _is_layer(node: Node, shape: torch.Size, samples: int) -> bool:
+    """Whether a node is a product whose output has room for the samples."""
+    return name_of_node(node) in PRODUCTS - ENTRY_BY_ENTRY and bool(possible_layouts(shape, samples))
+
+
+def _can_be_called(node: Node) -> bool:
+    return node.name() != EAGER and not is_compiled_region(node)
+
+
+def function_of(node: Any) -> str:
+    """The function that made a node, as users know it, or the node's own name."""
+    name = name_of_node(node)
+    if name == "Convolution":
+        kind = "conv_transpose" if saved_option(node, "transposed") else "conv"
+        return f"{kind}{len(made_by(node)[0].shape) - 2}d"
+    return FUNCTIONS.get(name) or str(node.name())
+
+
+FUNCTIONS: dict[str, str] = {
+    "Addmm": "linear",
+    "Linear": "linear",
+    "Mm": "matmul",
+    "Bmm": "bmm",
+    "NativeLayerNorm": "layer_norm",
+    "NativeGroupNorm": "group_norm",
+    "NativeBatchNorm": "batch_norm",
+    "Embedding": "embedding",
+    "Mul": "mul",
+    "Add": "add",
+    "Sub": "sub",
+    "Div": "div",
+    "Expand": "expand",
+    "PreluKernel": "prelu",
+    "Baddbmm": "baddbmm",
+    "Rsub": "rsub",
+    "FusedRmsNorm": "rms_norm",
+    "GroupedMm": "grouped_mm",
+    "EmbeddingBag": "embedding_bag",
+    "MkldnnRnnLayer": "lstm",
+    "Trilinear": "bilinear",
+    "Mv": "mv",
+}
+"""Names of functions that users know, of nodes of their own."""

@@ -1,0 +1,105 @@
+"""Steps of trainers that run them themselves, and fail in one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from packprop import BadInput, Monitor, PackpropError, backpack, extensions
+from packprop.context import innermost
+from packprop.integrations.between import StepBetween
+
+X, Y = torch.randn(6, 4), torch.randint(3, (6,))
+LOSS = nn.CrossEntropyLoss()
+
+
+class Log:
+    """What a trainer's logger was told."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def __call__(self, values: object, step: int) -> None:
+        self.steps.append(step)
+
+
+def between(log: Log) -> StepBetween:
+    return StepBetween({"every": 1}, log)
+
+
+def mixed() -> nn.Module:
+    """A model that mixes samples, so that its backward pass is refused."""
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+
+@pytest.fixture
+def failed() -> StepBetween:
+    """A trainer that failed in its backward pass, and told nobody."""
+    begun = between(Log())
+    model = mixed()
+    begun.begin(model, 0, run=object())
+    with pytest.raises(PackpropError, match="BatchNorm"):
+        LOSS(model(X), Y).backward()
+    return begun
+
+
+def trained(log: Log) -> None:
+    model, begun, run = nn.Linear(4, 3), between(log), object()
+    for number in range(3):
+        begun.begin(model, number, run=run)
+        LOSS(model(X), Y).backward()
+        begun.end()
+    begun.abandon()
+    assert innermost() is None
+
+
+def test_the_next_trainer_runs(failed: StepBetween) -> None:
+    log = Log()
+    trained(log)
+    assert log.steps == [0, 1, 2]
+
+
+def test_backward_passes_that_follow_are_plain(failed: StepBetween) -> None:
+    model = mixed()
+    LOSS(model(X), Y).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    failed.abandon()
+
+
+def test_other_contexts_work_after_it(failed: StepBetween) -> None:
+    monitor = Monitor(model := nn.Linear(4, 3), every=1, log=None)
+    with monitor.step():
+        LOSS(model(X), Y).backward()
+    assert monitor.last is not None
+    with backpack(extensions.BatchL2Grad()):
+        LOSS(model(X), Y).backward()
+    failed.abandon()
+    assert innermost() is None
+
+
+def test_a_step_that_failed_before_its_backward_pass_is_forgotten_by_the_next_trainer() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("no room")
+
+    model, log = Fails(), Log()
+    between(Log()).begin(model, 0, run=object())
+    with pytest.raises(RuntimeError, match="no room"):
+        model(X)
+    trained(log)
+    assert log.steps == [0, 1, 2]
+
+
+def test_two_callbacks_of_one_trainer_are_still_refused() -> None:
+    model, run = nn.Linear(4, 3), object()
+    first, second = between(Log()), between(Log())
+    first.begin(model, 0, run=run)
+    with pytest.raises(BadInput, match="around it"):
+        second.begin(model, 0, run=run)
+    first.abandon()
+    assert innermost() is None

@@ -50,7 +50,7 @@ def affine(call: NodeCall, x: Callable[[], Tensor], *, transposed: bool = False,
         call: The node, and the place of the weight.
         x: Returns the input.
         transposed: Whether the node takes the weight as ``[i, o]``.
-        factor: A number that the product is multiplied by.
+        factor: A number that multiplies the input.
     """
     operand = call.operand
     shape = operand.tensor.shape
@@ -61,7 +61,7 @@ def affine(call: NodeCall, x: Callable[[], Tensor], *, transposed: bool = False,
     def build(cotangent: Tensor | None, x: Tensor) -> Structure:
         if cotangent is not None:
             cotangent = cotangent.reshape(*cotangent.shape[:2], -1, 1, fan_out)
-            cotangent = cotangent if factor == 1.0 else cotangent * factor
+        x = x if factor == 1.0 else x * factor  # the input, since a pass may want it without a cotangent
         return Outer(x.reshape(x.shape[0], -1, 1, fan_in), cotangent, fold)
 
     last = len(call.shape) - 1

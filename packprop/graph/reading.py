@@ -34,6 +34,7 @@ from packprop.functions.nodes import (
     ENTRYWISE,
     PRODUCTS,
     RESHAPES,
+    is_change_of_view,
     name_of_node,
     names_of_nodes,
     saved_option,
@@ -55,7 +56,7 @@ from packprop.graph.traversal import made_by
 from packprop.recording.compiled import is_compiled_region
 from packprop.recording.marks import EXTENDED, Use
 from packprop.recording.reentrant import is_reentrant
-from packprop.tensors.dry import is_dry_run
+from packprop.tensors.dry import is_dry_run, is_of_batch, storage_key
 from packprop.tensors.layout import possible_layouts
 from packprop.tensors.state import storage_of
 
@@ -65,6 +66,23 @@ MADE_OF_PARAMETERS = WHOLE - EXPANDING - HIDING
 
 PASSING = RESHAPES | ENTRYWISE | names_of_nodes("T Transpose Permute ToCopy Neg Expand")
 """Functions whose rows are apart if those of their input are, and else are not."""
+
+
+WEIGHTS = {
+    "Addmm": (0, 2),
+    "Linear": (1, 2),
+    "Mm": (1,),
+    "Mv": (0,),
+    "Convolution": (1, 2),
+    "NativeLayerNorm": (1, 2),
+    "NativeGroupNorm": (1, 2),
+    "NativeBatchNorm": (1, 2),
+    "FusedRmsNorm": (1,),
+    "PreluKernel": (1,),
+    "Embedding": (0,),
+    "EmbeddingBag": (0,),
+}
+"""The places of operands of layers in which the samples meet."""
 
 
 MANY = 1024
@@ -85,12 +103,12 @@ class Constants:
     def __init__(self, graph: Graph) -> None:
         modules = {id(module): module for module in [*graph.modules, *EXTENDED]}.values()
         own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        self._own = set() if is_dry_run() else {storage_of(tensor) for tensor in own} - {0}
+        self._own = {_place_of(tensor) for tensor in own} - {0}
         self._inputs = {each for forward in graph.forwards for each in forward.storages} - self._own
 
     def are_known(self, node: Node) -> bool | None:
         """Whether no constant of a node is data; ``None`` if some may be, ``False`` if one is."""
-        if is_dry_run() or keeps_elsewhere(node):
+        if keeps_elsewhere(node):
             return None
         try:
             constants = list(saved_constants(node))
@@ -99,18 +117,24 @@ class Constants:
         missing = sum(above is None for above, _ in node.next_functions)
         known: bool | None = True if missing <= len(constants) else None  # sums do not save what they add
         for tensor in constants:
-            place = storage_of(tensor)
-            if place in self._inputs:
+            place = _place_of(tensor)
+            if place in self._inputs or is_of_batch(tensor):
                 return False
             if tensor.dim() and place not in self._own and not _counts(node, tensor):
                 known = None
         return known
 
 
+def _place_of(tensor: Tensor) -> int:
+    return storage_key(tensor) if is_dry_run() else storage_of(tensor)
+
+
 def _counts(node: Node, index: Tensor) -> bool:
     """Whether an index counts positions from the first one on."""
     if name_of_node(node) not in BY_DATA or index.is_floating_point() or index.dtype == torch.bool:
         return False
+    if is_dry_run():  # then this is what indices are that the batch does not decide on
+        return True
     flat = index.flatten()
     return len(flat) > 0 and torch.equal(flat, torch.arange(len(flat), dtype=flat.dtype, device=flat.device))
 
@@ -200,21 +224,48 @@ class Reading:
             return "parameters"
         if whole:
             return "suspect"
-        shapes = [torch.Size(each.shape) for each in made_by(node)]
-        if not any(shape.numel() != 1 for shape in shapes) or (is_dry_run() and self._keeps_shape(node, given)):
-            return "parameters"  # no room for samples; or, without data, the most likely
-        if is_own or name == "Expand":
+        if not any(torch.Size(each.shape).numel() != 1 for each in made_by(node)):
+            return "parameters"  # no room for samples
+        if is_own:
             return "undecided"
+        if name == "Expand":
+            return "parameters" if is_dry_run() and self._becomes_a_weight(node) else "undecided"
         if name == "Repeat":
             return "parameters"
         known = self._constants.are_known(node)
         if known is False:
             return "use"
+        if known is None and is_dry_run() and self._keeps_shape(node, given):
+            return "parameters"  # the most likely
         return "parameters" if known and name not in HIDING else "undecided"
+
+    @functools.cached_property
+    def _takers(self) -> dict[Node, list[tuple[Node, int]]]:
+        """What takes the outputs of each node, and at which place."""
+        takers: dict[Node, list[tuple[Node, int]]] = {}
+        for node in self._order:
+            for place, (above, _) in enumerate(node.next_functions):
+                if above is not None:
+                    takers.setdefault(above, []).append((node, place))
+        return takers
+
+    def _becomes_a_weight(self, node: Node) -> bool:
+        """Whether the samples meet in an expansion, as far as names and shapes of what takes it tell."""
+        shape = torch.Size(made_by(node)[0].shape)
+        for below, place in self._takers.get(node, []):
+            name, new = name_of_node(below), torch.Size(made_by(below)[0].shape)
+            if place in WEIGHTS.get(name, ()):
+                return True
+            entrywise = name in (ENTRY_BY_ENTRY | ENTRYWISE) - {"Stack"}
+            if entrywise and (len(new), new[:1]) != (len(shape), shape[:1]):
+                return True
+            if (entrywise or name in PASSING) and self._becomes_a_weight(below):
+                return True
+        return False
 
     def _keeps_shape(self, node: Node, given: Sequence[int]) -> bool:
         """Whether a node does something entry by entry to a parameter, and returns its shape."""
-        if name_of_node(node) not in ENTRY_BY_ENTRY:
+        if not (is_change_of_view(node) or name_of_node(node) in ENTRY_BY_ENTRY):
             return False
         shape = torch.Size(made_by(node)[0].shape)
         edges = [node.next_functions[place] for place in given]

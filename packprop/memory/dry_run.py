@@ -39,7 +39,7 @@ from packprop.memory.peaks import Peak, PeakRecorder
 from packprop.memory.plan import ASKED, Plan, leaf_shapes, options_of, use_shapes
 from packprop.memory.step import PlannedStep, copy_without_data
 from packprop.samples.locating import check_graph, copy_sample_locations, is_order_of_data
-from packprop.tensors.dry import TensorSpec, dry_run
+from packprop.tensors.dry import TensorSpec, dry_run, storage_key
 from packprop.tensors.names import named_parameters
 from packprop.tensors.nesting import map_instances, map_tensors, tensors_in
 from packprop.tensors.precision import accumulation_dtype
@@ -72,7 +72,7 @@ class DryRun:
         """Run the step; return a plan with its memory beside the budget."""
         step, peaks = self._step, self._peaks
         with ExitStack() as stack:
-            stack.enter_context(dry_run(step.device.type))
+            stack.enter_context(dry_run(step.device.type, peaks.live.of_batch))
             peaks.live.repeated = stack.enter_context(counting_repeated())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             model = copy_without_data(step.model, self._make_tensors)
@@ -143,7 +143,9 @@ class DryRun:
     def _forward(self, model: nn.Module) -> Tensor:
         def noted(value: Any) -> Any:
             made = self._make_tensors(value)
-            self._peaks.live.own(tensors_in(made), "batch")
+            tensors = [*tensors_in(made)]
+            self._peaks.live.own(tensors, "batch")
+            self._peaks.live.of_batch.update(map(storage_key, tensors))
             self._batch.append(made)  # the user holds it all the time, even if autograd does not keep it
             return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from packprop.tensors.dry import is_dry_run
+from packprop.tensors.dry import is_dry_run, storage_key
 from packprop.tensors.nesting import tensors_in, tensors_of_call
-from packprop.tensors.repeated import Repeated, storage_key
+from packprop.tensors.repeated import Repeated
 
 
 class LiveBytes(TorchDispatchMode):
@@ -45,6 +46,8 @@ class LiveBytes(TorchDispatchMode):
         self.repeated = Repeated()
         self.settle: Callable[[], None] | None = None
         """Run after each operation, before the bytes are read."""
+        self.of_batch: set[int] = set()
+        """Storages made of those that were put here, by ``storage_key``."""
         self._times: dict[int, float] = {}
         self._itself = weakref.ref(self)
         self._block, self._at_peak, self._told, self._dry = block, at_peak, 0.0, is_dry_run()
@@ -80,10 +83,13 @@ class LiveBytes(TorchDispatchMode):
             return out
         known = {storage_key(tensor) for tensor in tensors_of_call(args, kwargs or {})}
         repeats = bool(self.repeated.keys) and not self.repeated.keys.isdisjoint(known)
+        is_of_batch = not (self.of_batch.isdisjoint(known) or _takes_shape_alone(func))
         for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
             if tensor.untyped_storage().device.type == "meta" and not self._dry:
                 continue  # a dry run inside the counted block takes no memory
             key = storage_key(tensor)
+            if is_of_batch:
+                self.of_batch.add(key)
             if repeats and key not in self.repeated.keys:
                 self.repeated.keys.add(key)
                 self._times[key] = self.repeated.times
@@ -114,6 +120,14 @@ class LiveBytes(TorchDispatchMode):
         del self.labels[key]
         self._times.pop(key, None)
         self.repeated.keys.discard(key)
+        self.of_batch.discard(key)
+
+
+@functools.cache
+def _takes_shape_alone(func: Any) -> bool:
+    """Tell whether an operation takes of a tensor nothing but its shape."""
+    name = str(func.overloadpacket.__name__)
+    return name.startswith("new_") or name.endswith("_like")
 
 
 def _uncount(counting: weakref.ref[LiveBytes], key: int) -> None:

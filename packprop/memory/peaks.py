@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from packprop.memory.live import LiveBytes
 from packprop.memory.mesh import Mesh, Shards
+from packprop.tensors.dry import storage_key
 from packprop.tensors.nesting import tensors_in
-from packprop.tensors.repeated import storage_key
 
 LARGEST = 5
 """The number of tensors in the list of the largest ones at a peak."""

@@ -20,6 +20,7 @@ from packprop.memory.mesh import mesh_of, require_not_sharded_yet
 from packprop.memory.plan import ASKED, RESULTS_BEFORE, Plan, gradients_are_there, leaf_shapes, options_of
 from packprop.memory.search import budget_of, choose_plan
 from packprop.memory.step import Forward, PlannedStep, copy_without_data
+from packprop.recording.recorder import mark_loss
 from packprop.recording.switch import extend, record
 from packprop.tensors.calling import LABELS, LossFunction, inputs_and_targets, outputs_and_loss
 from packprop.tensors.dry import TensorSpec
@@ -198,10 +199,10 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
             if returns_loss:
                 return next(t for t in outputs if t.shape == graph.roots[0].shape and t.requires_grad)
             output = next(t for t in outputs if t.numel() == call.shape.numel()).reshape(call.shape)
-            if loss_args:
-                value = call.function(output, *others, **options)
-            else:
-                value = call.function(**options, input=output)
+            given = (output, *others) if loss_args else ()
+            named = options if loss_args else {**options, "input": output}
+            value = call.function(*given, **named)
+        mark_loss(call.function, given, named, value, call.declared)  # your own losses run unrecorded
         total: Tensor = value.sum()
         return total
 

@@ -132,15 +132,9 @@ def locate_samples(graph: Graph) -> None:
     memory = _memory_of(graph)
     reordered = graph.documents is not None
     locations = None if reordered else memory.locations.get(graph.signature)
-    if locations is None and is_dry_run():
-        locations = _usual_locations(graph)
-        if locations.samples > 1:
-            _sweep_once(graph)
     if locations is None:
-        require_untraced("where the samples are")
         try:
-            with graph.hooks.quiet():
-                locations = _find_locations(graph, memory)
+            locations = _usual_locations(graph) if is_dry_run() else _tried_locations(graph, memory)
         except Reread:
             assert graph.again is not None
             asked = graph.asked
@@ -204,8 +198,12 @@ def _usual_locations(graph: Graph) -> _SampleLocations:
     for use in graph.uses:
         layouts = [admitted_layouts(use, index, samples) for index in range(len(use.recorded.shapes))]
         if not all(layouts):
+            if _are_reclassified([use], samples):
+                raise Reread
             raise mixed(graph, use)
         uses.append([layout[0] for layout in layouts])
+    if samples > 1:
+        _sweep_once(graph)
     return _SampleLocations(samples, chosen, uses, False)
 
 
@@ -215,6 +213,13 @@ def _sweep_once(graph: Graph) -> None:
     seeds = [torch.empty(output.shape, dtype=output.dtype, device=output.device) for output in outputs]
     edges = [output.edge for output in outputs]
     sweep(edges, seeds, graph.uses, lambda *_: None, ONE_COLUMN_WITHOUT_INPUTS)
+
+
+def _tried_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
+    """Where sweeps show that the samples are."""
+    require_untraced("where the samples are")
+    with graph.hooks.quiet():
+        return _find_locations(graph, memory)
 
 
 def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:

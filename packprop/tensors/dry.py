@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -12,7 +12,15 @@ from torch import Tensor
 
 from packprop.tensors.traced import note_fault
 
-_DEVICE: ContextVar[str | None] = ContextVar("packprop_dry_run", default=None)
+
+class _DryRun(NamedTuple):
+    """What ``dry_run`` was given."""
+
+    device: str
+    of_batch: Set[int]
+
+
+_DRY_RUN: ContextVar[_DryRun | None] = ContextVar("packprop_dry_run", default=None)
 
 
 class TensorSpec(NamedTuple):
@@ -36,18 +44,35 @@ class TensorSpec(NamedTuple):
 
 
 @contextlib.contextmanager
-def dry_run(device: str = "cpu") -> Iterator[None]:
-    """Inside, tensors have no data, and are treated as if on ``device``. Checks of data find no fault."""
-    token = _DEVICE.set(device)
+def dry_run(device: str = "cpu", of_batch: Set[int] = frozenset()) -> Iterator[None]:
+    """Inside, tensors have no data, and are treated as if on ``device``. Checks of data find no fault.
+
+    Args:
+        device: The type of device that the run stands in for.
+        of_batch: Storages that the batch decides on, by ``storage_key``, while they are alive.
+    """
+    token = _DRY_RUN.set(_DryRun(device, of_batch))
     try:
         yield
     finally:
-        _DEVICE.reset(token)
+        _DRY_RUN.reset(token)
 
 
 def dry_run_device() -> str | None:
     """The type of device that the dry run stands in for; ``None`` outside of a dry run."""
-    return _DEVICE.get()
+    run = _DRY_RUN.get()
+    return None if run is None else run.device
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that tells storages apart while they are alive."""
+    return id(tensor.untyped_storage())  # the wrapper of a storage lives as long as the storage
+
+
+def is_of_batch(tensor: Tensor) -> bool:
+    """Tell whether the batch of a dry run decides on a tensor without data."""
+    run = _DRY_RUN.get()
+    return run is not None and storage_key(tensor) in run.of_batch
 
 
 def is_dry_run() -> bool:

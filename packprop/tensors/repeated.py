@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from packprop.tensors.dry import chunk_starts, is_dry_run
+from packprop.tensors.dry import chunk_starts, is_dry_run, storage_key
 
 STANDING = 2
 """Columns that stand for all: one alone would be laid out like none."""
@@ -48,11 +48,6 @@ def counting_repeated() -> Iterator[Repeated]:
         yield repeated
     finally:
         _REPEATED.reset(token)
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Return a number that tells storages apart while they are alive."""
-    return id(tensor.untyped_storage())  # the wrapper of a storage lives as long as the storage
 
 
 Products = list[Tensor | None]

@@ -109,6 +109,8 @@ def test_a_workspace_of_unknown_size_is_warned_of() -> None:
 SHORT = {
     "nll-map": 0.25,  # torch takes another kernel for tensors without data
     "flattened-time-first": 0.2,  # samples are not where they usually are, and what is between is not known
+    "gru-rows-folded": 0.08,  # rows of a sample are not side by side, and are taken together first
+    "cosine-similarity": 0.06,  # planned are 323 bytes more than it takes
 }
 
 

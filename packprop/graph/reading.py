@@ -44,6 +44,7 @@ from packprop.functions.operands import (
     ENTRY_BY_ENTRY,
     EXPANDING,
     HIDING,
+    VECTORS,
     WHOLE,
     WITH_SUMMAND,
     saved_constants,
@@ -205,7 +206,7 @@ class Reading:
             use = self._use(node, given, reached[node])
             self.uses[node] = use
             if kind != "use":
-                use.undecided = functools.partial(self._reclassify, node)
+                use.undecided = functools.partial(self._reclassify, node, given)
             use.suspect = kind == "suspect"
             data.add(node)
 
@@ -235,7 +236,7 @@ class Reading:
         known = self._constants.are_known(node)
         if known is False:
             return "use"
-        if known is None and is_dry_run() and self._keeps_shape(node, given):
+        if known is None and is_dry_run() and (self._keeps_shape(node, given) or _is_contracted(node, given)):
             return "parameters"  # the most likely
         return "parameters" if known and name not in HIDING else "undecided"
 
@@ -271,7 +272,7 @@ class Reading:
         edges = [node.next_functions[place] for place in given]
         leaves = [getattr(above, "variable", None) for above, _ in edges]
         return any(
-            shape == (made_by(above)[number].shape if leaf is None else leaf.shape)
+            shape == torch.Size((made_by(above)[number] if leaf is None else leaf).shape)
             for (above, number), leaf in zip(edges, leaves, strict=True)
             if above is not None
         )
@@ -305,14 +306,19 @@ class Reading:
             read=functools.partial(entries_of_node, node, places, shapes, True),
         )
 
-    def _reclassify(self, node: Node, use: ReachedUse, samples: int) -> bool:
+    def _reclassify(self, node: Node, given: Sequence[int], use: ReachedUse, samples: int) -> bool:
         """Note that the samples meet behind an undecided use; whether it is made of parameters alone then."""
-        if _is_layer(node, use.recorded.shapes[0], samples):
+        if _is_layer(node, use.recorded.shapes[0], samples) and not _is_contracted(node, given):
             return False
         if len(_PARAMETRIC) >= MANY:
             _PARAMETRIC.clear()
         _PARAMETRIC[self._structure] = _PARAMETRIC.get(self._structure, self._parametric) | {self._places[node]}
         return True
+
+
+def _is_contracted(node: Node, given: Sequence[int]) -> bool:
+    """Whether a node multiplies a parameter by a vector, of which nothing is left: it holds no samples."""
+    return name_of_node(node) in VECTORS and 0 in given
 
 
 def _is_layer(node: Node, shape: torch.Size, samples: int) -> bool:

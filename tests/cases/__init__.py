@@ -53,6 +53,8 @@ ONE_OF_EACH: list[Case] = [
             "subtract",
             "multiply",
             "divide",
+            "divide-reversed",
+            "embedding-by-index",
             "class-token",
             "tensordot",
         ),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import packprop
 from packprop import extensions
@@ -47,6 +48,7 @@ from tests.references.running import assert_near, right_or_refused
         ),
         pytest.param(lambda: nn.Conv1d(4, 4, 3, padding=1), id="convolution"),
         pytest.param(lambda: nn.LayerNorm((4, 4)), id="layer-norm"),
+        pytest.param(lambda: parametrizations.spectral_norm(nn.Linear(4, 4)).eval(), id="spectral-norm"),
         pytest.param(lambda: Raw(lambda m, x: (m.w @ x.flatten(1).T).T, w=(4, 16)), id="weight-first"),
         pytest.param(
             lambda: Apply(lambda m, x: m.a(x.transpose(0, 1))[0].transpose(0, 1), a=nn.GRU(4, 4)),

@@ -20,6 +20,7 @@ from packprop.memory.mesh import mesh_of, require_not_sharded_yet
 from packprop.memory.plan import ASKED, RESULTS_BEFORE, Plan, gradients_are_there, leaf_shapes, options_of
 from packprop.memory.search import budget_of, choose_plan
 from packprop.memory.step import Forward, PlannedStep, copy_without_data
+from packprop.recording.marks import LOSS, marks_of
 from packprop.recording.recorder import mark_loss
 from packprop.recording.switch import extend, record
 from packprop.tensors.calling import LABELS, LossFunction, inputs_and_targets, outputs_and_loss
@@ -202,7 +203,8 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
             given = (output, *others) if loss_args else ()
             named = options if loss_args else {**options, "input": output}
             value = call.function(*given, **named)
-        mark_loss(call.function, given, named, value, call.declared)  # your own losses run unrecorded
+        if value.grad_fn is not None and LOSS not in marks_of(value.grad_fn):  # your own losses run unrecorded
+            mark_loss(call.function, given, named, value, call.declared)
         total: Tensor = value.sum()
         return total
 

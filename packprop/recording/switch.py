@@ -29,17 +29,18 @@ def extend(
     debug: bool = False,
     sample_axis: int | None = None,
 ) -> Module:
-    """Prepare a module or a loss, in place, so that its forward passes are recorded; returns it.
+    """Prepare a model or a loss for ``backpack``, in place; return it.
 
-    Extending twice changes nothing; ``restore`` undoes it. The forward pass does not change: the module, its
-    parameters, its ``state_dict`` and its outputs stay what they are. Submodules may be called by themselves. A
-    copy (``deepcopy``, pickle) is extended, too.
+    A model tells packprop the names of its parameters, the axis of the samples, and where its output ends. A
+    loss module keeps what it was given until the backward pass. The forward pass does not change: the module,
+    its parameters, its ``state_dict`` and its outputs stay what they are. You may call submodules alone.
+    A copy (``deepcopy``, pickle) is extended, too. Extending twice changes nothing; ``restore`` undoes it.
 
-    PyTorch's attention in evaluation mode has kernels of its own where nothing is differentiated. What it
-    chooses for a frozen encoder is not changed; but an encoder layer does not take its one kernel where there
-    are hooks on it, such as packprop's: its outputs are then the same up to rounding. A frozen encoder that is
-    called inside ``with backpack(...)`` must be extended, too. One whose own weights are frozen and that holds
-    other parameters that are trained (adapters) is recorded, by PyTorch's slow path.
+    A model need not be extended where a loss function of torch or an extended loss shows where it ends. Its
+    parameters then have no names in errors, and the samples are rows along axis 0.
+
+    An encoder layer of PyTorch in evaluation mode does not take its one fused kernel where a module has hooks,
+    such as packprop's. Its outputs are then the same up to rounding.
 
     Args:
         module: Any module, as its author wrote it, or a loss module.

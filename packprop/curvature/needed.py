@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 from packprop.curvature.dependence import upstream_first
 from packprop.functions.nodes import CONVOLUTIONS, NORMALISATIONS, PRODUCTS, name_of_node
 from packprop.functions.operands import WITH_SUMMAND, saved_tensors
+from packprop.functions.saved import keeps_elsewhere
 from packprop.graph.graph import Graph
 
 AFFINE = NORMALISATIONS | {"NativeLayerNorm", "NativeGroupNorm"}
@@ -24,7 +25,7 @@ AFFINE = NORMALISATIONS | {"NativeLayerNorm", "NativeGroupNorm"}
 def read_by_products(graph: Graph, leaves: Sequence[Tensor]) -> list[list[Tensor]]:
     """For each leaf the leaves that the product with its block reads."""
     everything = [list(leaves) for _ in leaves]
-    if graph.checkpoints or not graph.holds_inputs:  # what is computed again reads all parameters again
+    if graph.checkpoints:
         return everything
     bits = {id(leaf): 1 << place for place, leaf in enumerate(leaves)}
     at = {leaf.untyped_storage().data_ptr(): leaf for leaf in leaves if not leaf.is_sparse}
@@ -39,6 +40,8 @@ def read_by_products(graph: Graph, leaves: Sequence[Tensor]) -> list[list[Tensor
         if not masks[node] or variable is not None:
             continue
         if isinstance(node, BackwardCFunction) or "Backward" not in node.name():  # may hold anything
+            return everything
+        if keeps_elsewhere(node):  # what is computed again reads all parameters again
             return everything
         for saved in saved_tensors(node):
             leaf = None if saved.layout != leaves[0].layout else at.get(saved.untyped_storage().data_ptr())

@@ -22,9 +22,8 @@ def swept(
     if not graph.units:
         return contextlib.nullcontext()
     twice = any(row.seed.kind.startswith("hessian") for extension in extensions for row in extension.rows)
-    runs_again = any(use.recorded.source is not None for use in graph.uses)
     timeout = PATIENCE if ranks is None else ranks.timeout
-    return Residence(graph, twice or runs_again, timeout)
+    return Residence(graph, twice or not graph.holds_inputs, timeout)
 
 
 def require_sharded(

@@ -10,6 +10,7 @@ from torch.autograd.graph import Node
 from packprop.functions import rules
 from packprop.functions.entry import Entry
 from packprop.functions.node_calls import Computed, NodeCall, has_complex_numbers, operand_at
+from packprop.functions.nodes import LINEAR, name_of_node
 from packprop.functions.rearranging import of_leaf
 from packprop.functions.registry import checked, rule_for
 from packprop.functions.samplewise import anywhere, samplewise
@@ -38,6 +39,9 @@ def entries_of_node(
         entry = None
         if rule is not None and call.operand.tensor.numel():
             entry = checked(call, rule)
-        entry = samplewise(call) if entry is None else anywhere(call, entry)
+        if entry is None:
+            entry = samplewise(call, linear=name_of_node(node) in LINEAR)
+        else:
+            entry = anywhere(call, entry)
         entries.append(of_leaf(call, entry) if isinstance(entry.parameter, Computed) else entry)
     return entries

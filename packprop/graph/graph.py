@@ -48,8 +48,9 @@ class ReachedUse:
         undecided: Notes that samples meet behind a use that takes no data for certain, with their number; says
             whether it is made of parameters alone then. ``None`` where data enter for certain.
         suspect: Whether it takes tensors in which samples meet, and has mixed them if they are apart here.
-        waits: Whether what its node saved is read when it is visited: a leaf of it waits for other uses, by
-            which time the node may be freed, or a checkpoint keeps it.
+        recomputed: Whether a checkpoint computes again what its node saved.
+        waits: Whether what its node saved is read when it is visited: it is recomputed, or a leaf of it waits for
+            other uses, by which time the node may be freed.
         read: Makes the entries again, with what the node saved, if the use was read off the graph.
     """
 
@@ -64,6 +65,7 @@ class ReachedUse:
     reordered: bool = False
     undecided: Callable[[ReachedUse, int], bool] | None = None
     suspect: bool = False
+    recomputed: bool = False
     waits: bool = True
     read: Callable[[], list[Entry]] | None = None
 
@@ -276,7 +278,7 @@ class Graph:
     @property
     def holds_inputs(self) -> bool:
         """Whether every use holds its inputs, so that none has to be computed again."""
-        return all(use.recorded.source is None for use in self.uses)
+        return not any(use.recomputed or use.recorded.source is not None for use in self.uses)
 
     @property
     def calls_nodes(self) -> bool:

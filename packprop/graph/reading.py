@@ -225,8 +225,6 @@ class Reading:
             return "parameters"
         if whole:
             return "suspect"
-        if not any(torch.Size(each.shape).numel() != 1 for each in made_by(node)):
-            return "parameters"  # no room for samples
         if is_own:
             return "undecided"
         if name == "Expand":
@@ -234,8 +232,8 @@ class Reading:
         if name == "Repeat":
             return "parameters"
         known = self._constants.are_known(node)
-        if known is False:
-            return "use"
+        if known is False:  # a single number has room for a single sample only
+            return "use" if any(torch.Size(each.shape).numel() != 1 for each in made_by(node)) else "undecided"
         if known is None and is_dry_run() and (self._keeps_shape(node, given) or _is_contracted(node, given)):
             return "parameters"  # the most likely
         return "parameters" if known and name not in HIDING else "undecided"

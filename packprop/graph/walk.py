@@ -131,7 +131,8 @@ def walk(
     for use in graph.uses:
         use.through = empty
         tied = any(times[id(site.leaf)] > 1 for site in use.sites)
-        use.waits = tied or any(keeps_elsewhere(node) for node, _ in use.nodes.values())
+        use.recomputed = any(keeps_elsewhere(node) for node, _ in use.nodes.values())
+        use.waits = tied or use.recomputed
     tensors = [*roots, *(loss.call.input for loss in graph.losses), *graph.leaves()]
     of_interest = trail.order if has_older_hooks(graph.modules) else trail.of_interest
     graph.hooks = hooks_on(of_interest, tensors)

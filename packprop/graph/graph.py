@@ -49,8 +49,8 @@ class ReachedUse:
             whether it is made of parameters alone then. ``None`` where data enter for certain.
         suspect: Whether it takes tensors in which samples meet, and has mixed them if they are apart here.
         recomputed: Whether a checkpoint computes again what its node saved.
-        waits: Whether what its node saved is read when it is visited: it is recomputed, or a leaf of it waits for
-            other uses, by which time the node may be freed.
+        waits: Whether what its node saved is read when it is visited: it is recomputed, or a leaf of it waits
+            for other uses, by which time the node may be freed.
         read: Makes the entries again, with what the node saved, if the use was read off the graph.
     """
 

@@ -147,6 +147,7 @@ def find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequ
     modules = {id(module): module for module in [*graph.modules, *EXTENDED]}
     owned = {id(parameter) for module in modules.values() for parameter in module.parameters()}
     owned |= {id(leaf) for leaf in graph.leaves()} | shards_by_whole(modules.values()).keys()
+    owned |= {id(leaf) for leaf, node in consumed if is_compiled_region(node)}  # whoever it belongs to
     data = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
     chosen = owned if wanted is None else {id(leaf) for leaf in wanted}
     graph.missing = [

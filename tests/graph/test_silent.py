@@ -41,7 +41,7 @@ def layer(features: int = 4) -> nn.Linear:
 def test_a_loss_of_correlations_has_no_samples(features: int) -> None:
     """Also where its matrix has as many rows as the batch."""
     x, _ = batch()
-    with pytest.raises(packprop.PackpropError, match="sum of one term for each sample|mix"):
+    with pytest.raises(packprop.PackpropError, match=r"sum of one term for each sample|mix"):
         rows_of(barlow_twins(layer(features)(x)))
 
 

@@ -213,7 +213,7 @@ def _samples_lead(layout: Layout) -> bool:
 
 
 def _factor(use: ReachedUse, site: Site, place: _Place, matrix: Tensor) -> Tensor:
-    """Turn the matrix at the output of a use into the matrix at the cotangent of its inputs, or at the leaf."""
+    """Turn the matrix at the output of a use into that of the factor on its inputs, or that in the leaf."""
     fans = site.entry.fans
     entries = len(matrix)
     if fans is not None and fans.groups == 1 and fans.fan_out == entries and _samples_lead(place.layout):

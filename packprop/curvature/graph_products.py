@@ -66,6 +66,6 @@ def graph_product(graph: Graph, matrix: Matrix, parameters: Sequence[Tensor]) ->
 
 
 def _refuse_losses_without(graph: Graph) -> list[Columns]:
-    """Raise if a loss has no GGN; nothing calls the columns, which would be made on demand."""
+    """Raise if a loss has no GGN. Columns are made on demand, so this makes none of them."""
     with torch.no_grad():
         return columns(graph, EXACT, create_graph=False)

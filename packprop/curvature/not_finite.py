@@ -77,7 +77,7 @@ def faulty_node(
     try:
         if curved:
             derivatives(curved, ends, [torch.ones_like(gradient) for gradient in curved])
-    except RuntimeError:  # the product took another path
+    except RuntimeError:  # the faulty product was computed in another way
         return None
     finally:
         for handle in handles:

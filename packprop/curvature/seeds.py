@@ -82,7 +82,7 @@ def jacobian_columns(graph: Graph, seed: Seed) -> list[Columns]:
 
 
 def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
-    """Return the columns of a seed: exact columns of a generalized Gauss-Newton matrix are apart for each loss.
+    """Return the columns of a seed, in one group for each loss if they are exact columns of a GGN.
 
     Sampled columns of several losses enter a sweep together: the draws are independent and have mean zero, so
     that products between losses vanish in expectation. So do empirical columns, which stand for one such draw.

@@ -3,11 +3,11 @@
 # NOTE [Tokens]
 A loss of a language model is a sum of terms, one for each predicted token: one for each sample, and each index
 on the axes of the loss's input that hold neither samples nor classes. The gradient of one term flows through
-attention to all earlier positions. The cotangent of the sum therefore cannot be split: at a use below attention
-each position holds parts of many tokens. Samples do stay separate. So packprop feeds in the gradient at the
-input of the loss once for each position, with zeros at all others, for all samples at once. This takes as many
-columns as a sample has tokens, not as many as the batch has. Each token gets a row, the derivative of its own
-term, and the rows of a sample's tokens sum to the row of the sample.
+attention to all earlier positions. The cotangent of the sum therefore cannot be split: at a use upstream of
+attention each position holds parts of many tokens. Samples stay separate. So packprop feeds in the gradient at
+the input of the loss once for each position, with zeros at all others, for all samples at once. This takes as
+many columns as a sample has tokens, not as many as the batch has. Each token gets a row, the derivative of its
+own term, and the rows of a sample's tokens sum to the row of the sample.
 
 Each column of a GGN is at one position already. Draws are for all positions at once, and packprop splits them
 like the gradient. Consecutive columns belong to one token, and packprop sums the results of a token's columns.

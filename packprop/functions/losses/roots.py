@@ -81,7 +81,7 @@ def drawn_classes(p: Tensor, draws: int, generator: torch.Generator | None) -> T
     width = math.isqrt(classes)
     whole = classes // width * width
     blocks = [p[:, :whole].unflatten(-1, (-1, width))]
-    if whole < classes:  # rows that are not finite would draw an empty block
+    if whole < classes:  # rows that are not finite could draw an empty block
         blocks.append(p[:, None, whole:])
     sums = torch.cat([each.sum(-1, dtype=accumulation_dtype(p.dtype)) for each in blocks], -1)
     block = _drawn(sums, draws, generator)

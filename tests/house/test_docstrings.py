@@ -20,7 +20,6 @@ TO_COME = {
     "errors.py",
     "functions",
     "graph",
-    "recording",
     "samples",
     "types.py",
 }

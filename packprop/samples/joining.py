@@ -72,11 +72,8 @@ def _is_reached(edge: GradientEdge, ends: Sequence[ModelOutput], layouts: Sequen
 def _has_samples_on_an_axis(
     edge: GradientEdge, ends: Sequence[ModelOutput], layouts: Sequence[Layout], samples: int
 ) -> bool:
-    made = made_by(edge.node)[edge.output_nr]
-    shape = torch.Size(made.shape)
-    sweeps = parts(samples, every=True)
-    stand_in = ModelOutput(edge, shape, samples, made.dtype, made.device)
-    for own in possible_layouts(shape, samples):
+    stand_in, sweeps = ModelOutput.at(edge), parts(samples, every=True)
+    for own in possible_layouts(stand_in.shape, samples):
         seeds = [by_sample(ones_at([stand_in]), [own], fed) for fed in sweeps]
         if all(map(functools.partial(_comes_back_apart, edge, ends, layouts), seeds, sweeps)):
             return True

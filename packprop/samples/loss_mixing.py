@@ -74,21 +74,11 @@ def _ends(
     ends = []
     for record, output, layout in zip(records or [None] * len(outputs), outputs, chosen, strict=True):
         if record is not None and record.value is not None:
-            value = _value(record.value)
+            value = ModelOutput.at(record.value)
             ends.append((value, _layout_of_value(value.shape, output, layout)))
         if record is None or record.is_open:
             ends.append((output, layout))
     return ends
-
-
-def _key(end: ModelOutput) -> tuple[Node, int]:
-    return end.edge.node, end.edge.output_nr
-
-
-def _value(edge: GradientEdge) -> ModelOutput:
-    """A tensor inside the graph as if it were the model's output."""
-    made = made_by(edge.node)[edge.output_nr]
-    return ModelOutput(edge, torch.Size(made.shape), 0, made.dtype, made.device)
 
 
 def _layout_of_value(shape: torch.Size, output: ModelOutput, layout: Layout) -> Layout:
@@ -151,7 +141,7 @@ class _Part:
 
     def _nodes(self) -> list[tuple[Node, list[int]]]:
         """The nodes that lead to an end, those nearest to the roots first, with the places where they do."""
-        ends = {_key(end) for end in self._ends}
+        ends = {(edge.node, edge.output_nr) for edge in self._edges}
         leads: dict[Node, list[int]] = {}
         order: list[Node] = []
         stack = [(edge.node, False) for edge in self._roots if (edge.node, edge.output_nr) not in ends]

@@ -38,8 +38,8 @@ from packprop.memory.plan import Plan
 from packprop.memory.planning import chunk_sizes_of_pass
 from packprop.memory.search import budget_of
 from packprop.recording.aside import OwnMode
-from packprop.recording.compiled import warn_of_compiled
 from packprop.recording.switch import drop_stale_recording
+from packprop.recording.unrecorded import warn_of_compiled
 from packprop.samples.documents import without_plan
 from packprop.samples.locating import check_graph
 from packprop.tensors.dry import is_dry_run

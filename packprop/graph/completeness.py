@@ -11,11 +11,9 @@ from torch.autograd.graph import Node
 from packprop.errors import FreedGraph, PackpropError
 from packprop.graph.graph import EAGER, Graph
 from packprop.graph.search import nodes_above
-from packprop.recording.compiled import is_compiled_region
-from packprop.recording.compiled import refused as refused_compiled
 from packprop.recording.marks import EXTENDED
 from packprop.recording.reentrant import is_reentrant, refused
-from packprop.recording.transforms import refused as refused_transformed
+from packprop.recording.unrecorded import is_compiled_region, refused_compiled, refused_transformed
 from packprop.tensors.hooks import Hooks
 from packprop.tensors.precision import is_for_storage
 from packprop.tensors.sharding import (

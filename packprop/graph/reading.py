@@ -54,9 +54,9 @@ from packprop.graph.completeness import nested
 from packprop.graph.graph import EAGER, Graph, ReachedUse
 from packprop.graph.search import nodes_above
 from packprop.graph.traversal import made_by
-from packprop.recording.compiled import is_compiled_region
 from packprop.recording.marks import EXTENDED, ForwardCall, Use
 from packprop.recording.reentrant import is_reentrant
+from packprop.recording.unrecorded import is_compiled_region
 from packprop.tensors.dry import is_dry_run, is_of_batch, storage_key
 from packprop.tensors.layout import possible_layouts
 from packprop.tensors.state import storage_of

@@ -27,7 +27,7 @@ from packprop.functions.nodes import is_identity, is_once_differentiable
 from packprop.functions.operands import saved_constants
 from packprop.recording.aside import OwnMode
 from packprop.recording.marks import LOSS, RecordedLoss, nodes_above
-from packprop.recording.transforms import node_under_transforms
+from packprop.recording.unrecorded import node_under_transforms
 from packprop.tensors.hooks import dictionary_of_node
 from packprop.tensors.state import taken_over, version
 from tests.cases.models.functions import Cube

@@ -1,0 +1,87 @@
+"""Forward passes that are not recorded: compiled ones, and those inside transforms such as ``vmap``."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from packprop.errors import PackpropError, PackpropWarning
+
+UNCOMPILED = "call the model without torch.compile (the module itself: compiled_model._orig_mod)"
+"""The advice in messages."""
+
+
+class _Traced:
+    """Notes of hooks that the compiler traced, which can do no more than take one."""
+
+    noted = False
+    told = False
+
+
+_traced = _Traced()
+
+
+def is_traced_over() -> bool:
+    """Tell whether ``torch.jit.trace`` runs a module in order to take it down, so that nothing is recorded."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]  # torch's own
+
+
+def is_compiled_region(node: Node) -> bool:
+    """Tell whether a node is a compiled region, with all the functions and parameters in it."""
+    return node.name().startswith("CompiledFunction")
+
+
+def note_compiled() -> None:
+    """Note, in a hook that the compiler traces, that there is a compiled region: each call of it does so."""
+    _traced.noted = True
+
+
+def warn_of_compiled() -> None:
+    """Say once, outside of what is compiled, that compiled regions are not recorded."""
+    if _traced.noted and not _traced.told:
+        _traced.told = True
+        warnings.warn(
+            "packprop does not record what torch.compile compiles: outputs and .grad are right, but a backward "
+            f"pass inside backpack(...) refuses the parameters in it. For more than the gradient {UNCOMPILED}.",
+            PackpropWarning,
+            stacklevel=2,
+        )
+
+
+def refused_compiled(what: str) -> PackpropError:
+    """The error for a pass that would have to go through a compiled region."""
+    return PackpropError(
+        "A quantity beyond the gradient was asked for.",
+        what,
+        "it is used in what torch.compile compiled, and compiled regions are not recorded",
+        UNCOMPILED,
+    )
+
+
+def node_under_transforms(tensor: Tensor) -> Node | None:
+    """The node, outside of all transforms of ``torch.func``, that made what a tensor inside of some stands for.
+
+    Its tensors say of themselves that they need no gradient. PyTorch 2.6 has no name for what they stand
+    for: there a pass finds no use, and warns of that.
+    """
+    if _unwrap is None:
+        return None
+    stands_for: Tensor = _unwrap(tensor)
+    return None if stands_for is tensor else stands_for.grad_fn
+
+
+_unwrap = getattr(torch.func, "debug_unwrap", None)
+
+
+def refused_transformed(what: str) -> PackpropError:
+    """The error for a pass that would have to go through a transform."""
+    return PackpropError(
+        "A quantity beyond the gradient was asked for.",
+        what,
+        "its forward pass ran inside a transform of torch.func (vmap, as for ensembles, or grad), whose "
+        "tensors stand for others: no use of a parameter can be recorded there",
+        "call the members of an ensemble one after the other, without vmap, each a model that is extended",
+    )

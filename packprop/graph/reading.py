@@ -227,7 +227,8 @@ class Reading:
         above, name = [each for each, _ in node.next_functions], name_of_node(node)
         derived = any(above[place] in self._derived for place in given)
         if self._places[node] in self._parametric:
-            self._derived.add(node)
+            if not is_dry_run():  # without data nothing is mixed
+                self._derived.add(node)
             return "parameters"
         is_own = isinstance(node, BackwardCFunction)
         whole = len(given) == len(above) and name in MADE_OF_PARAMETERS and not is_own
@@ -248,8 +249,8 @@ class Reading:
         known = self._constants.are_known(node)
         if known is False:
             return "use"
-        if known is None and is_dry_run() and (self._keeps_shape(node, given) or _is_contracted(node, given)):
-            return "parameters"  # the most likely
+        if known is None and is_dry_run() and self._is_likely_parametric(node, given):
+            return "parameters"
         return "parameters" if known and name not in HIDING else "undecided"
 
     @functools.cached_property
@@ -280,6 +281,10 @@ class Reading:
             if (entrywise or name in PASSING) and self._becomes_a_weight(below):
                 return True
         return False
+
+    def _is_likely_parametric(self, node: Node, given: Sequence[int]) -> bool:
+        """Whether the samples of a batch most likely meet at a node; nothing meets in a batch of one."""
+        return not self._is_one_sample and (self._keeps_shape(node, given) or _is_contracted(node, given))
 
     def _keeps_shape(self, node: Node, given: Sequence[int]) -> bool:
         """Whether a node does something entry by entry to a parameter, and returns its shape."""

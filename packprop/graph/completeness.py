@@ -252,8 +252,9 @@ def require_complete(graph: Graph) -> None:
             "added to the loss, or whose constants may hold samples"
         )
         instead = (
-            "add penalties to the loss, with their constants in buffers of an extended module; let a loss "
-            "function of torch, or an extended loss, make each other term; or set requires_grad=False on the "
-            "parameter"
+            "keep a parameter that weighs losses in a module that is not extended, with extended losses inside; add "
+            "penalties to the loss, with their constants in buffers of an extended module; let a loss function of "
+            "torch, or an extended loss without parameters, make each other term; or set requires_grad=False on the "
+            "parameter, which changes no value of the others"
         )
     raise PackpropError("A quantity beyond the gradient was asked for.", f"parameter {name!r}", why, instead)

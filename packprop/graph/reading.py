@@ -131,13 +131,13 @@ def _place_of(tensor: Tensor) -> int:
 
 
 def _counts(node: Node, index: Tensor) -> bool:
-    """Whether an index counts positions from the first one on."""
+    """Whether an index counts positions from the first one on; a single one may be the code of a sample."""
     if name_of_node(node) not in BY_DATA or index.is_floating_point() or index.dtype == torch.bool:
         return False
     if is_dry_run():  # then this is what indices are that the batch does not decide on
         return True
     flat = index.flatten()
-    return len(flat) > 0 and torch.equal(flat, torch.arange(len(flat), dtype=flat.dtype, device=flat.device))
+    return len(flat) > 1 and torch.equal(flat, torch.arange(len(flat), dtype=flat.dtype, device=flat.device))
 
 
 class Reading:

@@ -165,7 +165,15 @@ def ggn_product(
     Raises:
         PackpropError: If something in the graph is not twice differentiable; the product raises it, too.
     """
-    (outputs, loss), kernels = _evaluated(graph)
+    found, kernels = _evaluated(graph)
+    if not isinstance(found, (tuple, list)) or len(found) != 2 or not all(isinstance(x, Tensor) for x in found):
+        raise BadInput(
+            f"{asked}(...) was called.",
+            f"graph of type {type(graph).__name__}" + (f", which returned {type(found).__name__}" if callable(graph) and not isinstance(graph, Tensor) else ""),
+            "the GGN needs the model's output and the loss that is computed from it",
+            f"{asked}(lambda: (outputs := model(x), loss(outputs, y)), parameters)",
+        )
+    outputs, loss = found
     require_second_derivatives([loss], parameters, shown, ASKED, linear=True)
     where, hooks = f"the graph given to {asked}", hooks_below([loss, outputs], parameters)
     with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet(), kernels():

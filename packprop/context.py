@@ -1,4 +1,4 @@
-"""``with backpack(...):`` around ``backward()``: quantities are computed along, and saved on the parameters."""
+"""The context ``with backpack(...):``: ``backward()`` inside it also computes quantities for the parameters."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NOT_RECORDED = (
 )
 
 SIZES_OF_CHUNKS = "sizes of chunks"
-"""What passes under a budget decide; a traced pass takes it over."""
+"""Name of the decision that passes under a budget make, and that a traced pass takes over."""
 
 
 class _Local(threading.local):
@@ -65,7 +65,7 @@ _local = _Local()
 
 
 def innermost() -> Backpack | None:
-    """The context that is in force in this thread."""
+    """Return the innermost active context of this thread."""
     return _local.active[-1] if _local.active else None
 
 
@@ -82,37 +82,38 @@ def backpack(
     """Compute more than the gradient in every backward pass inside the context.
 
     Args:
-        extensions: Instances from ``packprop.extensions``, one by one or in a list; each saves its value on
-            every trainable parameter under its ``savefield``, overwriting what an earlier pass left there.
+        extensions: Instances from ``packprop.extensions``, one by one or in a list. Each saves its value on
+            every trainable parameter under its ``savefield``, and overwrites the value of an earlier pass.
         extension_hook: Called with each module that owns parameters as soon as all their values are saved.
-        memory: The most bytes of tensor storage that may be alive at once in a step, with parameters,
-            activations and results (``"600MiB"``, a number), or a ``Plan``. With a budget the model is run once
-            more for each new shape, without data, to find the chunks that fit.
-        retain_graph: Accepted for existing code; the graph is kept if ``backward(retain_graph=True)`` keeps it.
-        debug: Print what the pass goes through.
-        loss_scale: What the loss that is meant was multiplied by before ``backward()``. Values are those of the
-            loss that is meant; ``.grad`` is as PyTorch makes it. A number, or a tensor of one entry, which is
-            not waited for: ``1 / steps`` under gradient accumulation, ``scaler.get_scale()`` or
-            ``scaler.scale(torch.ones((), device=...))`` of a gradient scaler.
-        ranks: Whose samples values are made of, where several processes train: ``"own"`` for those of this
-            process, ``"all"`` for those of all, or ``packprop.distributed.AllRanks(...)``, which says more.
-            Values of all ranks are saved, and the hook called, when the backward pass is over.
-        probes: Indices of samples (or a mask) that are left out of ``.grad`` and of all values, as if the loss
-            were taken over the others alone. Values of probes, as if it were taken over them alone, are saved
-            under the same names and ``_probes``; ``batch_dot_probes``: ``[n, m]`` has the inner products
-            between training samples and probes.
+        memory: The most bytes of tensor storage that may be alive at once in a step, including parameters,
+            activations and results (``"600MiB"``, a number), or a ``Plan``. With a budget, packprop runs the
+            model once more for each new shape, without data, to find chunks that fit.
+        retain_graph: Accepted for existing code, without effect. To keep the graph, call
+            ``backward(retain_graph=True)``.
+        debug: Print the uses of parameters that the pass goes through.
+        loss_scale: The factor on the loss that you pass to ``backward()``. Values are those of the loss without
+            this factor; ``.grad`` is as PyTorch makes it. A number, or a tensor of one entry, which packprop
+            reads without waiting for the device: ``1 / steps`` under gradient accumulation,
+            ``scaler.get_scale()`` or ``scaler.scale(torch.ones((), device=...))`` of a gradient scaler.
+        ranks: The processes whose samples enter the values, where several processes train: ``"own"`` for this
+            process, ``"all"`` for all of them, or ``packprop.distributed.AllRanks(...)`` with options.
+            For values of all ranks, packprop saves them and calls the hook when the backward pass is over.
+        probes: Indices of samples (or a mask) that do not count in ``.grad`` and in the values, as if the loss
+            were taken over the other samples alone. Values of the probes, as if the loss were taken over them
+            alone, are saved under the same names with the suffix ``_probes``. ``batch_dot_probes``: ``[n, m]``
+            has the inner products between training samples and probes.
 
     Raises:
-        BadInput: For a class instead of an instance, or anything that is no extension; for a budget that is no
-            number of bytes, or is given with ``ranks``; for ``ranks`` without a process group. In the backward
-            pass, before any work: for a budget that no choice of chunks keeps to, or a plan that was made for
-            something else.
+        BadInput: For a class instead of an instance, or anything that is not an extension; for a budget that is
+            not a number of bytes, or is given with ``ranks``; for ``ranks`` without a process group. In the
+            backward pass, before any work: for a budget that no choice of chunks keeps to, or a plan that was
+            made for something else.
     """
     return Backpack(extensions, extension_hook, memory, debug, loss_scale, ranks, probes)
 
 
 class Backpack(OwnMode):
-    """The context that ``backpack`` returns; the innermost one is in force."""
+    """The context that ``backpack`` returns; only the innermost one is active."""
 
     call = "backpack"
     """The function that made the context."""
@@ -147,12 +148,12 @@ class Backpack(OwnMode):
                 "leave memory out, or ask for values of this rank's own samples, ranks='own'",
             )
         self.rows = range(0)
-        """Which of the samples of all ranks the last pass was given here, in the order of ranks."""
+        """The samples of the last pass on this rank, as indices into the samples of all ranks, rank by rank."""
         self._probes, self._clipping = probes, clipping
         require_alone(probes, memory is not None, self._ranks is not None)
         self._memory = memory if isinstance(memory, Plan) else budget_of(memory)
         self._hook, self._debug, self._running, self._seen = hook, debug, False, False
-        self._drawn: dict[Seed, list[Columns]] = {}  # what extensions for modules have seen of this pass
+        self._drawn: dict[Seed, list[Columns]] = {}  # columns that extensions for modules drew for this pass
 
     def __enter__(self) -> Self:
         drop_stale_recording()
@@ -200,7 +201,7 @@ class Backpack(OwnMode):
 
     @property
     def _is_needed(self) -> bool:
-        """Whether a pass inside shall be more than a plain one."""
+        """Tell whether the context has anything to compute besides a plain pass."""
         return bool(self.extensions) or self._clipping is not None or self._probes is not None
 
     def _backward(self, call: BackwardCall, backward: Callable[[], None]) -> None:
@@ -216,7 +217,7 @@ class Backpack(OwnMode):
             self.rows = joint.rows
 
     def _pass(self, call: BackwardCall, backward: Callable[[], None], joint: JointPass | None) -> None:
-        """One pass, whose values are those of this rank or, with ``joint``, of all ranks."""
+        """Run one pass; its values are those of this rank or, with ``joint``, of all ranks."""
         graph = walk(call.roots, call.gradients, call.leaves, unshards=True)
         planned = self._memory is not None
         limited = self._memory.memory is not None if isinstance(self._memory, Plan) else planned
@@ -232,7 +233,7 @@ class Backpack(OwnMode):
             if joint is None:
                 return backward()
             with swept(graph, self.extensions, self._ranks):
-                pass  # the others may sweep
+                pass  # other ranks may sweep
             joint.agree(graph, None, saver)
             with swept(graph, self.extensions, self._ranks):
                 pass
@@ -285,7 +286,7 @@ class Backpack(OwnMode):
                         backward() if leaves is None else call.run_restricted(leaves)
 
                     backward_pass.run(users_pass)
-            else:  # a pass to these inputs alone does not go through every node that is needed
+            else:  # the user's pass to these inputs alone does not visit every node that the values need
                 with swept(graph, self.extensions, self._ranks):
                     backward_pass.run(None)
                 kinds = {row.seed.kind for each in self.extensions for row in each.rows}
@@ -301,7 +302,7 @@ class Backpack(OwnMode):
             graph.release(keep)
 
     def _chunk_sizes(self, graph: Graph) -> ChunkSizes:
-        """How much is taken at once: as the plan says, or a plan that is made for passes of these shapes."""
+        """Return the chunk sizes of the given plan, or of a plan for passes of these shapes."""
         if self._memory is not None and graph.documents is not None:
             raise without_plan()
         if self._memory is None:
@@ -336,7 +337,7 @@ class BackwardCall:
         create_graph: bool = False,
         inputs: Any = None,
     ) -> BackwardCall:
-        """The call of ``Tensor.backward`` with these arguments."""
+        """Return the call of ``Tensor.backward`` with these arguments."""
         return cls(root, gradient, retain_graph, create_graph, inputs)
 
     @classmethod
@@ -349,13 +350,13 @@ class BackwardCall:
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> BackwardCall:
-        """The call of ``torch.autograd.backward`` with these arguments."""
+        """Return the call of ``torch.autograd.backward`` with these arguments."""
         gradients = grad_variables if grad_tensors is None else grad_tensors
         return cls(tensors, gradients, retain_graph, create_graph, inputs)
 
     @property
     def is_refused_by_torch(self) -> bool:
-        """Whether torch refuses this call, whose own message is the best one then."""
+        """Tell whether torch refuses this call; its own message is then the best one."""
         return not all(root.requires_grad for root in self.roots) or any(
             root.numel() != 1 and given is None for root, given in zip(self.roots, self.gradients, strict=True)
         )
@@ -367,7 +368,7 @@ class BackwardCall:
 
 
 def _retaining(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of ``backward`` with ``retain_graph=True``, which comes third in both spellings."""
+    """Return the arguments of ``backward`` with ``retain_graph=True``, the third one in both spellings."""
     if len(args) > 2:
         return (*args[:2], True, *args[3:]), kwargs
     return args, {**kwargs, "retain_graph": True}

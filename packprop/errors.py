@@ -1,4 +1,4 @@
-"""Errors in four parts: what was asked, where it failed, why, what to do instead."""
+"""Errors in four parts: the request, the place where it failed, the reason, and what to do instead."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 
 class PackpropError(RuntimeError):
-    """A quantity that was asked for cannot be computed correctly.
+    """Raised when packprop cannot compute a quantity correctly.
 
     Args:
-        asked: What the user asked for.
+        asked: The request of the user.
         where: The parameter, function, layer or argument at which it failed.
         why: The reason.
         instead: What the user can do.
@@ -25,19 +25,19 @@ class PackpropError(RuntimeError):
 
 
 class OfParameter(PackpropError):
-    """What is wrong at a parameter whose name is not known where it is found: ``named`` puts it in.
+    """An error at a parameter, raised by code that does not know its name; ``named`` inserts the name.
 
-    It takes the place of ``{parameter}`` in ``where``, or follows if there is none.
+    The name replaces ``{parameter}`` in ``where``, or is appended if ``where`` has no such field.
     """
 
     def named(self, name: str) -> PackpropError:
-        """The error with the parameter's name."""
+        """Return the error with the parameter's name."""
         where = self.where if "{parameter}" in self.where else f"{self.where}, of parameter {{parameter}}"
         return PackpropError(self.asked, where.replace("{parameter}", repr(name)), self.why, self.instead)
 
 
 def install(*extras: str) -> str:
-    """The command that installs what is missing; it works in a folder that holds packprop's source.
+    """Return the command that installs missing packages; it works in a folder with packprop's source.
 
     >>> install("examples", "report")
     "pip install '.[examples,report]'"
@@ -47,7 +47,7 @@ def install(*extras: str) -> str:
 
 @contextlib.contextmanager
 def naming(name: str | Callable[[], str]) -> Iterator[None]:
-    """Inside, errors that lack the name of their parameter get it."""
+    """Add the parameter's name to errors that lack it and are raised inside the context."""
     try:
         yield
     except OfParameter as error:
@@ -55,12 +55,12 @@ def naming(name: str | Callable[[], str]) -> Iterator[None]:
 
 
 class BadInput(PackpropError, ValueError):
-    """An argument has the wrong type or value; raised before any work is done."""
+    """Raised, before any work is done, for an argument of the wrong type or value."""
 
 
 class FreedGraph(PackpropError):
-    """A graph that an earlier pass has freed was to be used again."""
+    """Raised when a pass needs a graph that an earlier pass has freed."""
 
 
 class PackpropWarning(UserWarning):
-    """A result was computed, but something about it deserves attention."""
+    """Issued when packprop has computed a result, but you should know something about it."""

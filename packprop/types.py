@@ -1,4 +1,4 @@
-"""What can be asked for: an extension consists of rows, a row of a seed and a statistic."""
+"""Extensions, which say what to compute: an extension has rows, and a row has a seed and a statistic."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from packprop.tensors.precision import accumulation_dtype
 
 @dataclass(frozen=True)
 class Seed:
-    """What is fed in at a node of the graph; extensions with equal seeds share a sweep.
+    """The seed vectors that a sweep starts from; extensions with equal seeds share a sweep.
 
     Args:
         kind: ``"gradient"``, ``"ggn"``, ``"empirical"`` (the gradient at the scale of a drawn column of a
-            GGN), ``"hessian"``, ``"hessian_mc"``, ``"jacobian"``, ``"graph"`` (nothing is fed in; the statistic
+            GGN), ``"hessian"``, ``"hessian_mc"``, ``"jacobian"``, ``"graph"`` (no seed vector; the statistic
             takes the graph, and yields a value for each leaf), or ``"none"`` (statistics of the inputs alone).
         mc_samples: Number of Monte Carlo draws; ``None`` for the exact square root of the loss Hessian.
         generator: Source of the draws; ``None`` for the global generator.
         entrywise: Whether there must be one column for each entry of the output, even where fewer suffice.
-        entries: The entries of a sample's output that Jacobians are taken of; ``None`` for all.
-        by_token: Whether what is fed in is taken apart by the positions of the losses; see NOTE [Tokens].
-        fresh: Whether the draws are others than those of the seed that is equal but for this.
+        entries: The entries of a sample's output to differentiate for a Jacobian; ``None`` for all.
+        by_token: Whether the seed vectors are split by the positions of the losses; see NOTE [Tokens].
+        fresh: Whether the seed draws anew, rather than share the draws of the seed that is otherwise equal.
     """
 
     kind: str
@@ -52,23 +52,22 @@ GRAPH = Seed("graph")
 
 @dataclass(frozen=True)
 class Row:
-    """One statistic that an extension is made of.
+    """One of the statistics that make up an extension.
 
     Args:
-        seed: What is swept back.
-        statistic: From a structure of some samples and columns to a partial result.
-        over_n: How partial results of disjoint samples merge.
-        over_v: How results of disjoint columns merge.
+        seed: The seed of the sweep.
+        statistic: Maps a structure of some samples and columns to a partial result.
+        over_n: Merges partial results of disjoint samples.
+        over_v: Merges results of disjoint columns.
         whole: Whether the statistic needs all samples at once.
         degree: A factor on the loss multiplies the statistic by this power of the factor.
-        after: For the last row of an extension, if it needs a second pass. That begins when the rows before
-            it, of the same seed (perhaps with fresh draws) or of inputs, are complete. ``after`` turns their
-            results into those that take their place, and the statistic gets these as its second argument. See
+        after: For the last row of an extension, if it needs a second pass. The second pass begins when the
+            rows before it, of the same seed (perhaps with fresh draws) or of inputs, are complete. ``after``
+            replaces their results, and the statistic gets the replacements as its second argument. See
             NOTE [Second pass].
-        condenses: Whether every cotangent enters a result that is smaller than they are, so that what is not
-            finite shows there.
-        of_parameter: Whether the statistic is also told of which parameter the structure is: ``name`` and
-            ``shape``.
+        condenses: Whether every cotangent enters a result that is smaller than the cotangents, so that NaN and
+            infinity show in the result.
+        of_parameter: Whether the statistic also takes the ``name`` and ``shape`` of the parameter.
     """
 
     seed: Seed
@@ -83,28 +82,28 @@ class Row:
 
     @property
     def sums(self) -> bool:
-        """Whether the result stays as large as a parameter for any number of samples and columns."""
+        """Tell whether the result stays as large as a parameter for any number of samples and columns."""
         return not (self.over_n.grows or self.over_v.grows)
 
 
 class Extension:
-    """What a user asks for: its rows, how the value is made of their results, the attribute it is saved in.
+    """A quantity to compute: its rows, the function that turns their results into a value, and its attribute.
 
-    A subclass defines ``savefield``, ``rows`` and, if the value is not simply the result of its only row,
-    ``finish``.
+    A subclass defines ``savefield``, the attribute that the value is saved in, and ``rows``. It also defines
+    ``finish``, unless the value is simply the result of its only row.
     """
 
     savefield: ClassVar[str]
     keeps_graph: ClassVar[bool] = False
-    """Whether values hold the graph, so that the backward pass must not free it."""
+    """True if values hold the graph, so that the backward pass must not free it."""
     of_batch: ClassVar[bool] = False
-    """Whether it is a quantity of the whole batch, which needs no samples that are apart."""
+    """True for a quantity of the whole batch, which does not need separate samples."""
     cheaper: ClassVar[str] = ""
-    """What takes less time in its place, if something does: for the warning about work that takes long."""
+    """A faster alternative, if there is one; the warning about long work names it."""
     rounded: ClassVar[bool] = False
-    """Whether values are rounded to the parameter's precision: gradients side by side, which are large."""
+    """True if values are rounded to the parameter's precision: for per-sample gradients, which are large."""
     sample_axis: ClassVar[int] = 0
-    """Which axis of a value that grows with the samples is theirs."""
+    """The sample axis of a value that grows with the number of samples."""
     subsampling: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
@@ -128,20 +127,21 @@ class Extension:
 
     @property
     def degrees(self) -> tuple[float, ...]:
-        """The power of the loss that each of the results grows with that ``finish`` is given.
+        """The power of the loss that each result grows with, for the results that ``finish`` takes.
 
-        What a second pass comes after are eigenvectors by then, which are the same for every factor.
+        Before a second pass, ``after`` has turned the first results into eigenvectors. A factor on the loss
+        does not change these.
         """
         rows = self.rows
         first = 0.0 if rows[-1].after is not None else None
         return (*(row.degree if first is None else first for row in rows[:-1]), rows[-1].degree)
 
     def dtype_of(self, parameter: torch.dtype) -> torch.dtype:
-        """The precision of values for a parameter: that of sums, unless they are rounded to its own."""
+        """Return the precision of values: that of sums, or that of the parameter if they are rounded to it."""
         return parameter if self.rounded else accumulation_dtype(parameter)
 
     def finish(self, values: list[Any], samples: int) -> Any:
-        """The value, from the merged results of the rows and the number of samples that they cover."""
+        """Return the value, from the merged results of the rows and the number of samples that they cover."""
         return values[0]
 
     @property
@@ -151,14 +151,14 @@ class Extension:
 
 
 Extensions = Extension | Sequence[Extension]
-"""What can be asked for in one argument: an extension, or several in a list."""
+"""One argument: an extension, or several in a list."""
 
 
 def check_extensions(asked: str, *given: Any) -> tuple[Extension, ...]:
-    """The extensions that were given one by one, in lists, or both; each once.
+    """Return the extensions, given one by one, in lists, or both, without duplicates.
 
     Raises:
-        BadInput: A ``ValueError``, for a class in place of an instance and for anything that is no extension.
+        BadInput: A ``ValueError``, for a class in place of an instance, or anything that is not an extension.
     """
     extensions: list[Any] = []
     for each in given:

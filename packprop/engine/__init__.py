@@ -1,1 +1,1 @@
-"""One backward pass: what is swept when, and how results of leaves come together."""
+"""One backward pass: the order of its sweeps, and the merging of results at leaves."""

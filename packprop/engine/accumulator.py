@@ -1,4 +1,4 @@
-"""Results of leaves: statistics are taken chunk by chunk over samples, merged, handed over when complete."""
+"""Results of leaves: packprop takes statistics by chunks of samples, merges them, and hands them over."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from packprop.tensors.precision import accumulation_dtype
 from packprop.types import GRADIENT, INPUTS, Extension, Seed
 
 Done = Callable[[Tensor, dict[Extension, list[Any]]], None]
-"""Called with a leaf when all of its results are there."""
+"""Called with a leaf when all of its results are complete."""
 
 
 Log = Callable[[Tensor, Sequence[ReachedUse], Statistical, int], None]
@@ -38,10 +38,10 @@ Log = Callable[[Tensor, Sequence[ReachedUse], Statistical, int], None]
 
 
 class Accumulator:
-    """The results of one pass, while statistics are added to them.
+    """Accumulates the results of one pass.
 
     Args:
-        request: What the pass is asked for.
+        request: The request of the pass.
         done: Called with each leaf that is finished.
         log: Called after each chunk of samples.
         begin: Called before the first value is kept.
@@ -68,7 +68,7 @@ class Accumulator:
     ) -> None:
         """Take the statistics of one leaf, and merge them into its partial results.
 
-        ``build`` makes the structure that they are taken of, by default that of all uses together.
+        ``build`` makes the structure of which to take them, by default that of all uses together.
         """
         for use, _, _ in contributions:
             if use.prepare is not None:
@@ -99,7 +99,7 @@ class Accumulator:
     ) -> None:
         """Go over all samples, or the ``chosen`` ones, in chunks; halve a chunk that does not fit.
 
-        ``kept``: what a first pass keeps of its chunks for a second one.
+        ``kept``: the chunks that a first pass keeps for a second one.
         """
         samples = self._graph.samples
         count = samples if chosen is None else len(chosen)
@@ -130,7 +130,7 @@ class Accumulator:
                 if isinstance(structure, Outer):
                     structure = self._written_in_place(leaf, structure, tasks, columns, extent)
                 if columns.whole and extent.whole and getattr(structure, "out", None) is None:
-                    for task in tasks:  # the value is all of the result: it takes no other tensor's memory
+                    for task in tasks:  # the value is the whole result, and needs no spare memory
                         self._partial.at(leaf, task).drop_spare()
                 values = self._statistics(leaf, structure, tasks)
             except torch.OutOfMemoryError:
@@ -147,17 +147,17 @@ class Accumulator:
                 self._log(leaf, uses_of(contributions), structure, step)
             if kept is not None and not is_second:
                 kept.keep(structure, extent)
-            del structure, values, value  # before the next chunk has its own
+            del structure, values, value  # free them before the next chunk makes its own
             start = start_after(start, step, count)
 
     def _statistics(self, leaf: Tensor, structure: Statistical, tasks: list[Task]) -> list[Any]:
-        """The statistics of one chunk; those of a second pass are also given what the first one led to."""
+        """Return the statistics of one chunk; a second pass also gives them the results of the first one."""
         if tasks[0].row.after is None:
             return evaluate_together(structure, [self._statistic(leaf, task) for task in tasks])
         return [task.row.statistic(structure, self._partial.first_pass(leaf, task.extension)) for task in tasks]
 
     def _statistic(self, leaf: Tensor, task: Task) -> Statistic:
-        """The statistic of a task, told of which parameter it is if it wants to know."""
+        """Return the statistic of a task, with the parameter's name and shape if the row needs them."""
         if not task.row.of_parameter:
             return task.row.statistic
         if self._names is None:
@@ -167,7 +167,7 @@ class Accumulator:
     def _written_in_place(
         self, leaf: Tensor, structure: Outer, tasks: list[Task], columns: Extent, samples: Extent
     ) -> Outer:
-        """The structure, told to write per-sample gradients where they are kept, if they are asked for."""
+        """Return the structure, with the result to write per-sample gradients to if a task keeps them."""
         kept = [task for task in tasks if task.row.statistic is per_sample_grad]
         cotangent = structure.cotangent
         if not kept or cotangent is None or structure.fold is not fold_to(leaf.shape):
@@ -192,12 +192,12 @@ class Accumulator:
     def add_zeros(self, leaf: Tensor, columns: Extent, tasks: Sequence[Task], build: Build) -> None:
         """Account for a leaf that a sweep has not reached: its gradients are zero.
 
-        Tokens are counted in every sweep, and need to be told by ``build``.
+        Every sweep counts its tokens, and ``build`` says which tokens count.
         """
         of_tokens = [task for task in tasks if task.row.seed.by_token]
         tasks = [task for task in tasks if not task.row.seed.by_token]
         missing = [task for task in tasks if not task.row.over_v.grows and not self._partial.has(leaf, task)]
-        if missing or of_tokens:  # a structure gives a factor its shape, so the zeros must go through the uses
+        if missing or of_tokens:  # a factor takes its shape from a structure: make the zeros at the uses
             sites = [(use, site) for use in self._graph.uses for site in use.sites if site.leaf is leaf]
             count = columns.stop - columns.start if of_tokens else 1
             zeros_at_uses = [unreached(use, site, leaf, count) for use, site in sites]
@@ -217,7 +217,7 @@ class Accumulator:
             )
 
     def finish(self, leaf: Tensor) -> None:
-        """Hand over the results of a leaf, which are complete."""
+        """Hand over the complete results of a leaf."""
         results: dict[Extension, list[Any]] = {}
         for extension in (*self._extensions, self._summed):
             values = self._partial.take(leaf, extension)
@@ -233,23 +233,23 @@ class Accumulator:
         self._done(leaf, results)
 
     def take(self, leaf: Tensor, extension: Extension) -> list[Any] | None:
-        """Take out what is there of an extension that is not asked for by the user; ``None`` for nothing."""
+        """Take out the results of an internal extension; ``None`` if there are none."""
         return self._partial.take(leaf, extension)
 
     def take_gradients(self, leaves: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Take out the summed gradients that ``SUMMED`` has made, each with its leaf."""
+        """Take out the gradients summed by the task ``request.summed``, each with its leaf."""
         return [(leaf, self._gradients.pop(id(leaf))) for leaf in leaves if id(leaf) in self._gradients]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Tensors of results that are not handed over yet."""
+        """Yield the tensors of results that are not handed over yet."""
         yield from self._partial.tensors()
         yield from self._gradients.values()
 
 
 def _smallest_sums(results: Mapping[Extension, list[Any]]) -> dict[Seed, Tensor]:
-    """For each seed the smallest result that its cotangents enter: NaN in a cotangent is NaN in it.
+    """Return for each seed the smallest result that its cotangents enter: NaN in a cotangent shows there.
 
-    Where nothing sums, the collector has noted the cotangents themselves.
+    Where no row sums, the collector has noted the cotangents themselves.
     """
     smallest: dict[Seed, Tensor] = {}
     for extension, values in results.items():

@@ -1,4 +1,4 @@
-"""Autocast regions that a pass is begun in: packprop's own sums leave them, the user's pass runs inside."""
+"""Autocast regions around a pass: packprop leaves them for its own sums, and enters them for your pass."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 
 
 class AutocastRegions(NamedTuple):
-    """Regions that can be left and entered again.
+    """Regions that packprop can leave and enter again.
 
     Args:
-        regions: Type of device, precision, and whether copies of weights are kept.
+        regions: For each region the type of device, the precision, and whether it caches copies of weights.
     """
 
     regions: tuple[tuple[str, torch.dtype, bool], ...]
 
     @classmethod
     def now(cls, devices: Iterable[str]) -> AutocastRegions:
-        """The regions that are in force."""
+        """Return the active regions."""
         available = (kind for kind in devices if torch.amp.is_autocast_available(kind))
         return cls(
             tuple(

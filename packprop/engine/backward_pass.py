@@ -1,4 +1,4 @@
-"""One backward pass: which seeds are swept in which order, over which uses, with what passes; nowhere else."""
+"""One backward pass; this module alone decides on the order of seeds, on their uses, and on the passes."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class BackwardPass:
     """The work of one backward pass.
 
     Args:
-        request: What the pass is asked for.
-        done: Called with a leaf when all of its results are there.
+        request: The request of the pass.
+        done: Called with a leaf when all of its results are complete.
         log: Called after each chunk of samples: with the leaf, its uses, their structure, the size of a chunk.
-        begin: Called once, before the first value is kept; returns tensors that may be overwritten by results,
-            by extension and leaf.
+        begin: Called once, before the first value is kept; returns tensors that results may overwrite, by
+            extension and leaf.
     """
 
     def __init__(self, request: Request, done: Done, log: Log | None = None, begin: Begin = dict) -> None:
@@ -42,7 +42,7 @@ class BackwardPass:
         self.results = Accumulator(request, done, log, begin)
 
     def run(self, backward: Backward | None) -> None:
-        """Sweep every seed; the gradient along with the user's own ``backward`` pass, if there is one."""
+        """Sweep every seed; sweep the gradient along with the user's own ``backward``, if there is one."""
         graph = self._request.graph
         autocast = AutocastRegions.now({leaf.device.type for leaf in graph.leaves()})
 
@@ -63,13 +63,13 @@ class BackwardPass:
         self.results.finite_check.warn(graph)
 
     def _sweep_in_order(self, gradient_pass: GradientPass) -> None:
-        """Refuse what can be refused; then the Hessian, double backward, inputs, columns, and the gradient."""
+        """Check the request; then compute the Hessian, double backward, inputs, columns, and the gradient."""
         graph, results, tasks = self._request.graph, self.results, tasks_by_seed(self._request.extensions)
         require_possible(self._request, tasks)
         sweeps = ColumnSweeps(self._request, results)
         hessian = tasks.pop(HESSIAN, [])
         exact = _share_exact_columns(tasks)
-        roots = self._make_columns(tasks)  # before any work: a loss without a rule is refused here
+        roots = self._make_columns(tasks)  # before any work: this refuses a loss without a rule
         if hessian:
             left = add_hessian(sweeps, hessian, roots.get(exact))
             if left is not None:
@@ -93,7 +93,7 @@ class BackwardPass:
             for number, (seed, work) in enumerate(swept, 1):
                 last = not gradient and number == len(swept)
                 sweeps.run(roots[seed], work, uses, last=last)
-        roots.clear()  # they are as large as what the losses were given
+        roots.clear()  # they are as large as the inputs of the losses
         graph.release_losses()
         gradient_pass.run(gradient, apart=GRADIENT_BY_TOKEN in tasks)
         if not swept and not gradient:
@@ -101,7 +101,7 @@ class BackwardPass:
                 results.finish(leaf)
 
     def _make_columns(self, tasks: dict[Seed, list[Task]]) -> dict[Seed, list[Columns]]:
-        """The columns of all seeds that have any."""
+        """Return the columns of all seeds that have any."""
         request, made = self._request, {}
         for seed in dict.fromkeys([*request.draws, *tasks]):
             if seed.kind in ("ggn", "empirical", "jacobian") or seed.by_token:
@@ -118,7 +118,7 @@ class BackwardPass:
         return made
 
     def _look_at_inputs(self, tasks: list[Task]) -> None:
-        """Statistics of the inputs alone: every use is visited without a cotangent."""
+        """Take the statistics of inputs alone: visit every use without a cotangent."""
         uses = self._request.graph.uses
         collector = Collector(self.results, uses, tasks)
         for use in uses:
@@ -126,7 +126,7 @@ class BackwardPass:
 
 
 def long_work_of(extensions: Sequence[Extension], bar: bool = True) -> contextlib.AbstractContextManager[Any]:
-    """Inside, the work for these extensions is timed; see NOTE [Long work]. A dry run is not."""
+    """Time the work for these extensions inside the context; see NOTE [Long work]. A dry run is not timed."""
     if is_dry_run():
         return contextlib.nullcontext()
     cheaper = [f"{each.cheaper} in place of {each.name}" for each in extensions if each.cheaper]
@@ -134,7 +134,7 @@ def long_work_of(extensions: Sequence[Extension], bar: bool = True) -> contextli
 
 
 def _share_exact_columns(tasks: dict[Seed, list[Task]]) -> Seed:
-    """Give tasks of ``EXACT`` to ``ENTRYWISE`` where that is asked for, too: any root of the Hessian will do.
+    """Move tasks of ``EXACT`` to ``ENTRYWISE`` if both have tasks: any root of the Hessian will do.
 
     Returns the seed whose columns are the exact root of the loss's Hessian.
     """

@@ -1,4 +1,4 @@
-"""What a sweep keeps until all norms of samples are known, and the clipped sums that are made of it."""
+"""Clipped sums of gradients, from data that a sweep keeps until the norms of all samples are known."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Norms(Extension):
 
 
 class _Kept(Extension):
-    """Gradients of samples, where these take no more than what they are made of."""
+    """Gradients of samples, where these take no more memory than the inputs and cotangents they come from."""
 
     savefield = "clipping_rows"
     rows = (Row(GRADIENT, per_sample_grad, over_n=CAT[1], over_v=CAT[0]),)
@@ -37,12 +37,12 @@ NORMS, KEPT = _Norms(), _Kept()
 
 
 class ClippedSums:
-    """Norms and structures of one sweep, and then the sums; see NOTE [Clipping].
+    """Keeps norms and contributions of one sweep, and makes the clipped sums; see NOTE [Clipping].
 
     Args:
-        request: What the pass is asked for.
+        request: The request of the pass.
         clip: The bounds.
-        results: What statistics are merged into.
+        results: Merges the statistics.
     """
 
     def __init__(self, request: Request, clip: Clip, results: Accumulator) -> None:
@@ -55,21 +55,21 @@ class ClippedSums:
             id(leaf): [self._norms, self._kept] if id(leaf) in self._by_rows else [self._norms]
             for leaf in self._graph.leaves()
         }
-        """What is asked of each leaf, by identity."""
+        """The tasks at each leaf, by its identity."""
 
     def _task(self, extension: Extension) -> Task:
-        """The task of an extension, for training rows alone if there are probes; their scale is kept."""
+        """Return the task of an extension; with probes, for training rows alone, at an unchanged scale."""
         groups = self._clip.training
         extension = extension if groups is None else OfGroup(extension, groups.training, 1.0)
         return Task(extension, 0, extension.rows[0])
 
     def keep(self, leaf: Tensor, contributions: list[Contribution]) -> None:
-        """Keep what a leaf's gradient is computed from, unless its gradients of samples are kept."""
+        """Keep the contributions to a leaf's gradient, unless its gradients of samples are kept."""
         if id(leaf) not in self._by_rows:
             self._contributions[id(leaf)] = contributions
 
     def take(self) -> tuple[ClippedNorms, list[tuple[Tensor, Tensor]]]:
-        """Norms of samples, and each leaf that was reached with its clipped gradient ``[*p]``."""
+        """Return norms of samples, and each leaf that the sweep reached with its clipped gradient ``[*p]``."""
         clip, training = self._clip, self._clip.training
         count = self._graph.samples if training is None else len(training.training)
         squares = {id(leaf): self._squares(leaf) for leaf in self._graph.leaves()}
@@ -90,11 +90,11 @@ class ClippedSums:
         return found, gradients
 
     def _as_torch_gives_it(self, leaf: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient of a table whose own gradient is sparse as the rows of it that are not zero."""
+        """Make the gradient sparse, with the rows that are not zero, where torch's own gradient is sparse."""
         return gradient.to_sparse(1) if id(leaf) in self._sparse else gradient
 
     def _squares(self, leaf: Tensor) -> Tensor | None:
-        """Squared norms of a leaf's gradients ``[n]``; ``None`` if the sweep did not reach it."""
+        """Return squared norms of a leaf's gradients ``[n]``; ``None`` if the sweep did not reach it."""
         values = self._results.take(leaf, self._norms.extension)
         if values is None:
             return None
@@ -103,14 +103,14 @@ class ClippedSums:
         return squares
 
     def _of_batch(self, factors: Tensor) -> Tensor:
-        """Factors of all samples of the batch ``[n]``, of which those of probes are not looked at."""
+        """Return factors for all samples of the batch ``[n]``, with zeros for probes."""
         if self._clip.training is None:
             return factors
         chosen = torch.tensor(self._clip.training.training, device=factors.device)
         return factors.new_zeros(self._graph.samples).index_copy(0, chosen, factors)
 
     def _clipped_sum(self, leaf: Tensor, factors: Tensor) -> Tensor:
-        """The sum of a leaf's gradients, each times the factor of its sample; what was kept for it is freed."""
+        """Return the sum of a leaf's gradients, each times the factor of its sample, and free the kept data."""
         if id(leaf) in self._by_rows:
             values = self._results.take(leaf, self._kept.extension)
             assert values is not None
@@ -128,14 +128,14 @@ class ClippedSums:
 
 
 def _leaves_with_sparse_gradients(request: Request) -> set[int]:
-    """Leaves whose every use has a sparse gradient; torch's own sums are dense, where one of them is."""
+    """Return the leaves whose every use has a sparse gradient; one dense use makes torch's sum dense."""
     sites = [site for use in request.graph.uses for site in use.sites]
     dense = {id(site.leaf) for site in sites if not (site.entry.sparse and site.direct)}
     return {id(site.leaf) for site in sites} - dense
 
 
 def _leaves_kept_by_rows(request: Request) -> set[int]:
-    """Leaves of which gradients of all samples take no more than the inputs and cotangents they are made of."""
+    """Return the leaves whose per-sample gradients take no more memory than their inputs and cotangents."""
     graph, made_of = request.graph, dict[int, int]()
     for use in graph.uses:
         outputs = sum(shape.numel() for shape in use.recorded.shapes)
@@ -146,7 +146,7 @@ def _leaves_kept_by_rows(request: Request) -> set[int]:
 
 
 def _input_entries(use: ReachedUse, site: Site, request: Request) -> int:
-    """Entries of the inputs of an affine use, whose norms form gradients of samples; 0 for any other use."""
+    """Count the entries of the inputs of an affine use whose norms form per-sample gradients; else return 0."""
     samples, held = request.graph.samples, request.chunk_sizes.held
     extents = extents_of(use, site, samples, held)
     if extents is None or norms_by_products(extents):

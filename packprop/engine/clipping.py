@@ -1,14 +1,14 @@
-"""Bounds on the gradients of single samples: which parameters share one, and what a sample's own loss is.
+"""Bounds on the gradients of single samples: parameters that share a bound, and the scale of a sample's loss.
 
 # NOTE [Clipping]
-By what a sample's gradient is multiplied is known when its norm over all parameters of a bound is: when the
-sweep is over. From there on no sweep is needed. The clipped gradient of a parameter is the sum over samples of
-what they contribute, each times its factor; and the inputs and cotangents that norms were taken of tell what
-they contribute. So these are kept until then, and the gradient of a weight, which autograd's own pass would
-have computed along the way, is computed once, from scaled cotangents. Where gradients of samples take no more
-memory than the cotangents, or are formed for their norms and take no more than inputs and cotangents, they are
-kept instead. Norms are those of Goodfellow (2015); keeping cotangents is the book-keeping of Bu et al. (2023).
-Of probe rows neither norms nor sums are taken; see NOTE [Probe rows].
+The factor of a sample depends on its norm over all parameters that share a bound, so packprop knows it only
+when the sweep is over. It needs no second sweep. The clipped gradient of a parameter is the sum of the
+gradients of samples, each times its factor, and the inputs and cotangents of the first sweep determine these
+gradients. packprop keeps them until the factors are known, and then computes the gradient of a weight once,
+from scaled cotangents; autograd does not compute it. packprop keeps per-sample gradients instead where they
+take no more memory than the cotangents, or where the norms need them anyway and they take no more memory than
+inputs and cotangents. The norms are those of Goodfellow (2015); keeping cotangents is the book-keeping of
+Bu et al. (2023). packprop takes neither norms nor sums of probe rows; see NOTE [Probe rows].
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from packprop.graph.graph import Graph
 from packprop.tensors.names import named_modules, named_parameters
 
 Per = Literal["all", "module", "parameter"]
-"""What shares a bound: all parameters, those of a module, or nothing."""
+"""The parameters that share a bound: all of them, those of one module, or none."""
 
 Reduction = Literal["mean", "sum"]
-"""What a loss is of the losses of its samples."""
+"""A loss as the mean or the sum of the losses of its samples."""
 
 ASKED = "clipped_gradients(...) was asked for."
-"""What errors say was asked for."""
+"""The request that errors name."""
 
 INSTEAD = "leave it out, or clip the rows of BatchGrad by hand"
-"""What errors say to do."""
+"""The advice that errors give."""
 
 
 class Group(NamedTuple):
     """Parameters that share a bound.
 
-    ``name``: of their module or of the one parameter; empty for all.
+    ``name``: the name of their module, or of the one parameter; empty for all parameters.
     """
 
     name: str
@@ -53,13 +53,14 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Clipping:
-    """What is asked for, before a graph is known.
+    """The request for clipped gradients, before a graph is known.
 
     Args:
         max_norm: The bound, or a bound for each module or parameter by name.
-        per: What shares a bound.
-        reduction: What the loss is of the losses of its samples; ``None`` for what the loss function says.
-        loss_scale: What the loss that is meant was multiplied by; ``None`` for 1.
+        per: The parameters that share a bound.
+        reduction: Whether the loss is the mean or the sum of the losses of its samples; ``None`` to take it
+            from the loss function.
+        loss_scale: The factor on the loss; ``None`` for 1.
         tell: Called with norms and factors of each pass.
     """
 
@@ -106,10 +107,11 @@ class Clip:
     """The bounds of one pass.
 
     Args:
-        groups: Parameters that share a bound; each parameter is in one.
-        own: What a sample's part of the loss is multiplied by to become its own loss.
+        groups: Parameters that share a bound; each parameter is in one group.
+        own: The factor that turns a sample's part of the loss into the sample's own loss.
         tell: Called with norms and factors when they are known.
-        training: Training rows and probes, if there are any; the samples below are then training rows.
+        training: Training rows and probes, if there are probes. Norms and factors are then those of training
+            rows.
     """
 
     groups: list[Group]
@@ -118,17 +120,17 @@ class Clip:
     training: Groups | None = None
 
     def scaled(self, factors: Tensor) -> Tensor:
-        """What parts of samples are multiplied by ``[n]``: by their factors, to the scale of training rows."""
+        """Return the factors at the scale of training rows ``[n]``, which multiply the parts of samples."""
         scale = 1.0 if self.training is None else self.training.of_training
         return factors * (scale.to(factors.device) if isinstance(scale, Tensor) else scale)
 
 
 class ClippedNorms(NamedTuple):
-    """What was found out about the samples of one pass.
+    """Norms and factors of the samples of one pass.
 
     Args:
         norms: Norms of the gradients of samples' own losses in the parameters of each group, ``[g, n]``.
-        factors: What these were multiplied by, ``[g, n]``.
+        factors: The factors on these gradients, ``[g, n]``.
         bounds: The bounds of the groups, ``[g]``.
         groups: The groups.
     """
@@ -140,17 +142,17 @@ class ClippedNorms(NamedTuple):
 
 
 def settled(clipping: Clipping, graph: Graph, is_plain: bool, training: Groups | None = None) -> Clip:
-    """The bounds of a pass through a graph whose samples are located.
+    """Return the bounds of a pass through a graph whose samples are located.
 
     Args:
-        clipping: What was asked for.
+        clipping: The request.
         graph: The graph.
         is_plain: Whether the pass is ``backward()`` without options, and not traced.
-        training: Training rows and probes, if there are any.
+        training: Training rows and probes, if there are probes.
 
     Raises:
-        BadInput: If there is no bound for a module or parameter, or one for none.
-        PackpropError: For what gradients cannot be clipped in, with its name.
+        BadInput: If a module or parameter has no bound, or a bound has no module or parameter.
+        PackpropError: For passes and parameters whose gradients cannot be clipped.
     """
     if not is_plain:
         raise PackpropError(
@@ -179,7 +181,7 @@ def settled(clipping: Clipping, graph: Graph, is_plain: bool, training: Groups |
     recorded = _recorded_reduction(graph, clipping.reduction)
     own: float | Tensor = graph.samples if _reduction(clipping, recorded) == "mean" else 1
     if training is not None:
-        # a mean of the caller's own keeps its scale: it is one over probes, too
+        # a mean that you take by hand keeps its scale: its divisor counts the probes
         own = (len(training.training) if own != 1 and recorded == "mean" else own) * training.of_training
     if clipping.loss_scale is not None:
         own = own / clipping.loss_scale
@@ -187,9 +189,9 @@ def settled(clipping: Clipping, graph: Graph, is_plain: bool, training: Groups |
 
 
 def clip_factors(clip: Clip, squares: list[Tensor]) -> ClippedNorms:
-    """Norms of samples' own gradients, and the factors of these, from the squares for each group ``[n]``.
+    """Return norms of samples' own gradients, and their factors, from the squares for each group ``[n]``.
 
-    Factors are NaN where norms are not finite or the bound is not positive: so are the clipped sums then.
+    Factors are NaN where norms are not finite or the bound is not positive; the clipped sums are then NaN.
     """
     home = squares[0].device
     own = clip.own.to(home) if isinstance(clip.own, Tensor) else clip.own
@@ -197,7 +199,7 @@ def clip_factors(clip: Clip, squares: list[Tensor]) -> ClippedNorms:
     bounds = torch.stack(
         [torch.as_tensor(each.max_norm, dtype=norms.dtype, device=home).reshape(()) for each in clip.groups]
     )
-    # a bound of a tensor is looked at here alone; squares of finite gradients may overflow
+    # nothing else checks a bound that is a tensor; squares of finite gradients may overflow
     is_known = (bounds > 0)[:, None] & norms.isfinite()
     factors = (bounds[:, None] / norms).clamp(max=1).where(is_known, torch.nan)
     return ClippedNorms(norms, factors, bounds, clip.groups)
@@ -240,10 +242,10 @@ def _named(module: torch.nn.Module, per: Per) -> list[tuple[str, Any]]:
 
 
 def _recorded_reduction(graph: Graph, given: Reduction | None) -> Reduction | None:
-    """What the loss is of the losses of its samples, if all of its loss functions say the same.
+    """Return whether the loss is a mean or a sum over its samples, if all of its loss functions agree.
 
     Raises:
-        BadInput: If one of them says something else than what was given.
+        BadInput: If one of them does not agree with the given reduction.
     """
     found = set()
     for call in [loss.call for loss in graph.losses]:
@@ -264,7 +266,7 @@ def _recorded_reduction(graph: Graph, given: Reduction | None) -> Reduction | No
 
 
 def _reduction(clipping: Clipping, recorded: Reduction | None) -> Reduction:
-    """What the loss is of the losses of its samples: as given, or as its loss functions say."""
+    """Return whether the loss is a mean or a sum over its samples: as given, or as its loss functions say."""
     found = clipping.reduction or recorded
     if found is None:
         raise BadInput(

@@ -1,4 +1,4 @@
-"""Cotangents of one sweep wait until those of all uses of a leaf are there; then statistics are taken."""
+"""Cotangents of one sweep, which wait until those of all uses of a leaf have arrived."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from packprop.graph.graph import ReachedUse
 
 
 class Collector:
-    """The contributions of one sweep to leaves that still wait for more of them.
+    """Collects the contributions of one sweep, and adds those of a leaf to the results when all have arrived.
 
     Args:
-        results: What statistics are merged into.
+        results: Merges the statistics.
         uses: The uses that the sweep may reach.
-        tasks: What is asked of every leaf.
+        tasks: The tasks at every leaf.
         last: Whether all results are complete after this sweep.
-        columns: The columns that are swept.
-        first_tasks: What is asked of some leaves, by identity, before ``tasks``.
-        build: Makes the structure that statistics are taken of; by default that of all uses of a leaf.
+        columns: The columns of the sweep.
+        first_tasks: Tasks at some leaves, by identity, before ``tasks``.
+        build: Makes the structure of which to take statistics; by default that of all uses of a leaf.
         keep: Called with each leaf and its contributions, before statistics are taken.
     """
 
@@ -62,7 +62,7 @@ class Collector:
                 self._hand_on(key)
 
     def flush(self) -> None:
-        """End the sweep: account for leaves that it has reached at some of their uses only, or at none."""
+        """End the sweep: account for leaves that it has reached only at some of their uses, or at none."""
         for key in list(self._contributions):
             if any(task.row.statistic not in OF_ROWS for task in self._tasks):
                 self._contributions[key] += self._unreached(key)
@@ -72,7 +72,7 @@ class Collector:
             self._close(leaf)
 
     def _unreached(self, key: int) -> list[Contribution]:
-        """Zeros for the uses that are missing: in every sweep a factor covers all uses together."""
+        """Return zeros for the missing uses: in every sweep a factor covers all uses together."""
         reached = {use for use, _, _ in self._contributions[key]}
         like = next(
             cotangent

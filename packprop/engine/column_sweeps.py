@@ -1,4 +1,4 @@
-"""Sweeps of columns: how many at once, to which uses, and again where rows need a second pass."""
+"""Sweeps of columns: their chunks, the uses that they go to, and second passes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ColumnSweeps:
     """Sweeps columns back to uses, chunk by chunk, and hands their cotangents on.
 
     Args:
-        request: What the pass is asked for.
-        results: What statistics are merged into.
+        request: The request of the pass.
+        results: Merges the statistics.
     """
 
     def __init__(self, request: Request, results: Accumulator) -> None:
@@ -43,11 +43,11 @@ class ColumnSweeps:
         """Sweep all columns of some groups to some uses.
 
         Args:
-            groups: Columns that are fed in together; results merge over all groups.
-            tasks: What is asked of every leaf of these uses.
+            groups: Groups of columns, each with its own edges; results merge over all groups.
+            tasks: The tasks at every leaf of these uses.
             uses: The uses.
             last: Whether the results of these leaves are complete afterwards.
-            diagonals: Takes the squares of columns at the uses that need no more of them.
+            diagonals: Takes the squares of columns at uses that need only these squares.
         """
         at_outputs = {use for use in uses if diagonals is not None and diagonals.are_sufficient(use)}
         collected = [use for use in uses if use not in at_outputs]
@@ -102,7 +102,7 @@ class ColumnSweeps:
         collector.flush()
 
     def columns_at_once(self, group: Columns, uses: Sequence[ReachedUse]) -> int:
-        """How many columns one sweep takes: one where inputs are recomputed, which is done column by column."""
+        """Return how many columns one sweep takes: a single one if packprop has to recompute inputs for it."""
         if not self.request.graph.holds_inputs:
             return 1
         return self.request.chunk_sizes.columns_at_once(group.count, uses, group.weights is not None)
@@ -110,17 +110,17 @@ class ColumnSweeps:
     def in_order(
         self, tasks: Mapping[Seed, list[Task]], columns: Mapping[Seed, list[Columns]]
     ) -> list[tuple[Seed, list[Task]]]:
-        """The seeds whose columns are swept, each with its tasks; those for rows of a second pass at the end.
+        """Return the seeds whose columns are swept, each with its tasks; second passes come last.
 
         # NOTE [Second pass]
-        Corrected eigenvalues of Kronecker factors need the eigenvectors of all columns before the first column
-        can be rotated. To keep the cotangents of all columns until then would take their number times the
-        memory of a backward pass, and to keep per-sample gradients more. So columns are swept again: sampled
-        ones with fresh draws (NOTE [Fresh draws], ``packprop/extensions/kronecker.py``), others as they were.
-        Where one sweep brings all columns of a leaf at once, and they are not drawn anew (the empirical Fisher,
-        a vectorised sweep), both passes are made when the sweep meets the leaf, and there is no second sweep;
-        the second pass then finds what the first has kept for it (``kept_chunks.py``). What is made of the
-        results of the first pass takes their place; the results are gone then.
+        Corrected eigenvalues of Kronecker factors need the eigenvectors of all columns before packprop can
+        rotate the first column. The cotangents of all columns would take as many times the memory of a backward
+        pass as there are columns, and per-sample gradients would take more. So packprop sweeps the columns
+        again: sampled ones with fresh draws (NOTE [Fresh draws], ``packprop/extensions/kronecker.py``), others
+        unchanged. One sweep is enough if it brings all columns of a leaf at once, and they are not drawn anew
+        (the empirical Fisher, a vectorised sweep). packprop then makes both passes when the sweep reaches the
+        leaf, and the second pass reads the chunks that the first has kept (``kept_chunks.py``). The
+        eigenvectors replace the results of the first pass, which are freed.
         """
         first = {seed: tasks[seed] for seed in columns}
         second: dict[Seed, list[Task]] = {}
@@ -137,14 +137,14 @@ class ColumnSweeps:
 
 
 def groups_of_uses(request: Request, waits: bool) -> list[list[ReachedUse]]:
-    """Groups of uses; all columns are swept to one group after the other. All uses of a leaf are in one group.
+    """Split the uses into groups; all columns are swept to one group after the other.
 
-    There is one group unless ``ChunkSizes.parameters`` limits it. Several groups pay where results can be
-    finished, and taken away by a hook, before the next are begun; not where each ``waits`` for the gradient's
-    pass.
+    All uses of a leaf are in one group. There is a single group unless ``ChunkSizes.parameters`` limits its
+    size. Several groups pay if a hook can take the results of one group away before the next group begins. They
+    do not pay if every result ``waits`` for the gradient's pass.
     """
     graph, most = request.graph, request.chunk_sizes.parameters
-    if most is None or waits or graph.checkpoints:  # a checkpoint's node is run for all of its uses
+    if most is None or waits or graph.checkpoints:  # the node of a checkpoint runs for all of its uses
         return [graph.uses]
     groups: list[tuple[list[ReachedUse], set[int]]] = []
     for use in graph.uses:
@@ -156,5 +156,5 @@ def groups_of_uses(request: Request, waits: bool) -> list[list[ReachedUse]]:
         if groups and len(groups[-1][1] | leaves) <= most:
             uses, leaves = groups[-1][0] + uses, groups.pop()[1] | leaves
         groups.append((uses, leaves))
-    # a sweep to so few uses holds the cotangents at all of them: each use is an end of its own
+    # a sweep to so few uses holds the cotangents at all of them: each use is an end
     return [[replace(use, is_end=True) for use in uses] for uses, _ in groups]

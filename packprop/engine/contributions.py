@@ -1,4 +1,4 @@
-"""Contributions to a leaf's gradient, one for each of its uses, and the structures that are built from them."""
+"""Contributions to a leaf's gradient, one for each of its uses, and the structures built from them."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ Contribution = tuple[ReachedUse, Site, list[Tensor | None]]
 
 
 Build = Callable[[list[Contribution], Samples, int | None], Statistical]
-"""From the contributions to a leaf, a choice of samples, and the bytes of one sample that an algorithm may
-hold, to the structure that statistics are taken of."""
+"""Maps the contributions to a leaf, a choice of samples, and the bytes of one sample that an algorithm may
+hold, to the structure of which to take statistics."""
 
 
 MANY = 8
-"""From so many uses on they are joined once, and not again for each chunk of samples."""
+"""From this number of uses on, packprop joins them once, and not again for each chunk of samples."""
 
 
 @dataclass(frozen=True)
 class JoinedSite(Site):
-    """In place of the sites of many uses of a leaf, such as the steps of a recurrence.
+    """One site in place of those of many uses of a leaf, such as the steps of a recurrence.
 
     Args:
         whole: Their joint structure, for all samples.
@@ -58,7 +58,7 @@ class JoinedSite(Site):
         samples: Samples,
         held: int | None = None,
     ) -> Structure:
-        """The part of the joint structure that belongs to some samples."""
+        """Return the part of the joint structure that belongs to some samples."""
         whole = self.whole if held is None else replace(self.whole, held=held)
         if isinstance(samples, slice) and samples == slice(None):
             return whole
@@ -68,7 +68,7 @@ class JoinedSite(Site):
 
 
 def joined_once(contributions: list[Contribution]) -> list[Contribution]:
-    """One contribution in place of many to a leaf, if all uses are affine and took their inputs as they are."""
+    """Join many contributions to a leaf into one, if all uses are affine and direct."""
     if len(contributions) < MANY:
         return contributions
     for _, site, cotangents in contributions:
@@ -84,7 +84,7 @@ def joined_once(contributions: list[Contribution]) -> list[Contribution]:
 
 
 def uses_of(contributions: Sequence[Contribution]) -> Sequence[ReachedUse]:
-    """The uses that contributions come from."""
+    """Return the uses that contributions come from."""
     uses: list[ReachedUse] = []
     for use, site, _ in contributions:
         uses += site.uses if isinstance(site, JoinedSite) else [use]
@@ -92,13 +92,13 @@ def uses_of(contributions: Sequence[Contribution]) -> Sequence[ReachedUse]:
 
 
 def unreached(use: ReachedUse, site: Site, like: Tensor, columns: int = 1) -> Contribution:
-    """A use that no cotangent has reached: zeros, in the precision and on the device of ``like``."""
-    dtype = like.dtype.to_real()  # real zeros fit complex outputs, too
+    """Return zeros for a use that no cotangent has reached, in the precision and on the device of ``like``."""
+    dtype = like.dtype.to_real()  # real zeros also fit complex outputs
     return use, site, [like.new_zeros(columns, *shape, dtype=dtype) for shape in use.recorded.shapes]
 
 
 def extents_of(use: ReachedUse, site: Site, samples: int, held: int | None) -> Extents | None:
-    """What decides on the algorithms for an affine use; ``None`` for any other use.
+    """Return the extents that decide on the algorithms for an affine use; ``None`` for any other use.
 
     ``held``: bytes of one sample that an algorithm may hold if another holds less.
     """
@@ -118,42 +118,42 @@ def extents_of(use: ReachedUse, site: Site, samples: int, held: int | None) -> E
 
 
 def joint_structure(contributions: list[Contribution], samples: Samples, held: int | None) -> Structure:
-    """The structure of all uses of a leaf together."""
+    """Return the structure of all uses of a leaf together."""
     return join(
         [site.structure_of(cotangents, use.layouts, samples, held) for use, site, cotangents in contributions]
     )
 
 
 def weighted_squares(weights: Tensor) -> Build:
-    """Squares weighted for each column and sample ``[v, n]``."""
+    """Build squares weighted for each column and sample ``[v, n]``."""
     return lambda contributions, samples, held: Product(
         joint_structure(contributions, samples, held), weights=select_samples(weights, samples, 1)
     )
 
 
 def weighted(factors: Tensor) -> Build:
-    """Gradients of samples, each multiplied by a factor ``[n]``."""
+    """Build gradients of samples, each multiplied by a factor ``[n]``."""
     return lambda contributions, samples, held: with_factors(
         joint_structure(contributions, samples, held), select_samples(factors, samples, 0)
     )
 
 
 def by_token(counted: Tensor) -> Build:
-    """Columns that belong to tokens, as many of which count as ``[t, n]`` says."""
+    """Build columns that belong to tokens; ``counted`` says which tokens count, ``[t, n]``."""
     return lambda contributions, samples, held: ByToken(
         joint_structure(contributions, samples, held), len(counted), select_samples(counted, samples, 1)
     )
 
 
 def products_with(others: list[Contribution]) -> Build:
-    """Products of two sets of columns."""
+    """Build products of two sets of columns."""
     return lambda contributions, samples, held: Product(
         joint_structure(contributions, samples, held), joint_structure(others, samples, held)
     )
 
 
 def diagonal(contributions: list[Contribution], samples: Samples, held: int | None) -> Diagonal:
-    """Squares of what multiplies the leaf, weighted by cotangents."""
+    """Return squares of the factors that multiply the leaf, weighted by cotangents."""
     ((use, site, cotangents),) = contributions
     squares = site.squares(cotangents, use.layouts, samples)
     assert squares is not None

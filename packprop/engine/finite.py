@@ -1,4 +1,4 @@
-"""Whether cotangents at leaves are finite: noted without waiting for the device, looked at once at the end."""
+"""A check for finite cotangents at leaves, which waits for the device only once, at the end of a pass."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from packprop.tensors.finite import all_finite, extremes
 
 
 class FiniteCheck:
-    """Smallest and largest entries of the tensors seen for each leaf: NaN and infinity show in them."""
+    """Keeps the smallest and largest entries of the tensors of each leaf: NaN and infinity show in them."""
 
     def __init__(self) -> None:
         self._seen: dict[int, list[Tensor]] = {}
         self.cause = ""
-        """What is to be said instead, where it is known which function's derivative is not finite."""
+        """The text of the warning, if packprop knows which function's derivative is not finite."""
 
     def note(self, leaf: Tensor, tensors: Iterable[Tensor | None]) -> None:
         """Remember the extreme entries of some tensors."""
@@ -27,11 +27,11 @@ class FiniteCheck:
         for tensor in tensors:
             if tensor is not None:
                 seen += extremes(tensor)
-        if len(seen) > 32:  # after many sweeps, two of them will do: they keep NaN, too
+        if len(seen) > 32:  # two are enough, because they keep NaN
             seen[:] = torch.stack(seen).aminmax()
 
     def first(self, graph: Graph) -> Tensor | None:
-        """The first leaf with an entry that is not finite; waits for each device."""
+        """Return the first leaf with an entry that is not finite; wait for each device."""
         if all_finite([extreme for own in self._seen.values() for extreme in own]):
             return None
         return next((leaf for leaf in graph.leaves() if not all_finite(self._seen.get(id(leaf), []))), None)

@@ -1,4 +1,4 @@
-"""The sweep of the gradient: along with the user's own backward pass where there is one."""
+"""The sweep of the gradient, along with the user's own backward pass if there is one."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from packprop.graph.site import Site
 from packprop.graph.sweep import SweepOptions, Watch, sweep
 
 WORTH_SUMMING = 2**22
-"""From this many multiplications on, it is worth an effort not to compute a weight's gradient twice."""
+"""From this number of multiplications on, it pays to avoid computing a weight's gradient twice."""
 
 
 Backward = Callable[[Sequence[Tensor] | None], None]
-"""Runs the user's own pass; restricted to some leaves if these are given."""
+"""Runs the user's own pass, for some leaves only if they are given."""
 
 
 def changed_gradient() -> PackpropError:
-    """The error for a hook that changes the gradient where single samples were swept apart from it."""
+    """Return the error for a hook that changes a gradient after packprop swept single samples separately."""
     return PackpropError(
         "Quantities of single samples were asked for.",
         "a hook on a tensor or a module, which changed the gradient",
@@ -47,10 +47,10 @@ class GradientPass:
     """The last part of a pass: statistics of the gradient's cotangents, and the user's own pass.
 
     Args:
-        request: What the pass is asked for.
-        results: What statistics are merged into.
+        request: The request of the pass.
+        results: Merges the statistics.
         backward: The user's own pass, if there is one.
-        autocast: The regions that the user's pass runs in; statistics are taken outside of them.
+        autocast: The regions that the user's pass runs in; packprop takes statistics outside of them.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class GradientPass:
     def run(self, tasks: list[Task], *, apart: bool = False) -> None:
         """Take the statistics of some tasks, and run the user's pass.
 
-        ``apart``: whether gradients were swept already, so that no hook may change them in the user's pass.
+        ``apart``: whether an earlier sweep took the gradients, so that no hook may change them in this pass.
         """
         graph = self._request.graph
         if self._request.clip is not None:
@@ -96,7 +96,7 @@ class GradientPass:
         collector.flush()
 
     def _sweep_groups(self, tasks: list[Task]) -> None:
-        """Sweep the gradient; that of training rows goes to the leaves. See NOTE [Probe rows]."""
+        """Sweep the gradient, and hand that of training rows to the leaves. See NOTE [Probe rows]."""
         graph = self._request.graph
         leaves = graph.leaves()
         self._require_parameters_alone(
@@ -107,11 +107,11 @@ class GradientPass:
         self._sweep_apart(collector, lambda: self._results.take_gradients(leaves))
 
     def _sweep_clipped(self, tasks: list[Task], clip: Clip) -> None:
-        """Sweep the gradient; clipped sums go to the leaves. See NOTE [Clipping]."""
+        """Sweep the gradient, and hand clipped sums to the leaves. See NOTE [Clipping]."""
         graph = self._request.graph
         self._require_parameters_alone(ASKED, "its gradient would not be clipped")
         sums = ClippedSums(self._request, clip, self._results)
-        for use in graph.uses:  # contributions are kept until all norms are known
+        for use in graph.uses:  # they keep contributions until all norms are known
             use.waits = True
         collector = Collector(
             self._results, graph.uses, tasks, last=True, first_tasks=sums.tasks, keep=sums.keep
@@ -125,7 +125,7 @@ class GradientPass:
         self._sweep_apart(collector, take)
 
     def _require_parameters_alone(self, asked: str, why: str) -> None:
-        """Refuse tensors that require gradients and are no parameters of uses or of terms without samples."""
+        """Raise if a tensor requires gradients, and is no parameter of a use or of a term without samples."""
         graph = self._request.graph
         leaves = graph.leaves()
         _, others = split_leaves(graph, leaves)
@@ -140,7 +140,7 @@ class GradientPass:
             )
 
     def _sweep_apart(self, collector: Collector, take: Callable[[], list[tuple[Tensor, Tensor]]]) -> None:
-        """Sweep the gradient without autograd's sums, and hand over those that ``take`` returns."""
+        """Sweep the gradient without autograd's sums, and hand over the sums that ``take`` returns."""
         graph = self._request.graph
         edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
         terms = list(graph.in_terms.values())
@@ -181,15 +181,15 @@ class GradientPass:
                 torch.autograd.backward([leaf for leaf, _ in gradients], [grad for _, grad in gradients])
 
     def _summed_leaves(self, tasks: list[Task]) -> tuple[list[Tensor], list[Tensor]]:
-        """Leaves whose gradient is summed from per-sample ones, and the leaves that are left to autograd.
+        """Return the leaves whose gradient packprop sums from per-sample ones, and those left to autograd.
 
         # NOTE [One product for two]
         The per-sample gradients of a weight that is shared over positions cost as many multiplications as the
-        summed gradient. Where they are formed anyway, autograd is kept from computing the sum again: its pass
-        is restricted to the other leaves. These leaves are given their sums at the end, through their own
-        nodes, so that hooks on them run; and with them the gradients of terms that no sample enters. Hooks of
-        the user's own on what lies between, and processes that exchange gradients when a pass ends, would see
-        that some are missing: then nothing is restricted.
+        summed gradient. If packprop forms them anyway, it restricts autograd's pass to the other leaves, so
+        that autograd does not compute the sum again. At the end, packprop hands the sums to their leaves
+        through the leaves' own nodes, so that hooks on them run. It adds the gradients of terms that no sample
+        enters. User hooks on tensors or modules in between, and processes that exchange gradients when a pass
+        ends, would miss gradients in a restricted pass. In these cases packprop restricts nothing.
         """
         graph = self._request.graph
         if graph.hooks.are_inside:
@@ -200,7 +200,7 @@ class GradientPass:
         chosen: dict[int, Tensor] = {}
         for use in graph.uses:
             if any(self._is_worth_summing(use, site, statistics) for site in use.sites):
-                # a bias, too: autograd computes gradients of weight and bias by one function
+                # with the bias: autograd computes the gradients of weight and bias in one function
                 chosen |= {id(s.leaf): s.leaf for s in use.sites if s.direct and s.leaf.is_leaf}
         return split_leaves(graph, list(chosen.values())) if chosen else ([], [])
 
@@ -213,7 +213,7 @@ class GradientPass:
         return multiplications >= WORTH_SUMMING and any(forms_rows(each, extents) for each in statistics)
 
     def _run_user_pass(self) -> None:
-        """The user's own pass, when all that was asked for is there."""
+        """Run the user's own pass, if there is one."""
         if self._backward is None:
             return
         self._backward(None)

@@ -1,4 +1,4 @@
-"""Diagonals of the Hessian, and values by double backward in the parameters: what they add to the results."""
+"""Diagonals of the Hessian, and values by double backward in the parameters, added to the results."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from packprop.types import EXACT, Seed
 
 
 def add_hessian(sweeps: ColumnSweeps, tasks: list[Task], roots: list[Columns] | None) -> list[Columns] | None:
-    """Add all of the Hessian's diagonals but what the columns of the GGN give.
+    """Add all parts of the Hessian's diagonals except the diagonal of the GGN.
 
-    Returns these columns if they are still to be swept for all leaves. See NOTE [Hessian diagonal].
+    Returns the columns of the GGN if all leaves still need their sweep. See NOTE [Hessian diagonal].
     """
     graph, create_graph = sweeps.request.graph, sweeps.request.create_graph
     per_sample = any(task.row.over_n.grows or task.extension.subsampling is not None for task in tasks)
-    if roots is None:  # a loss without a root has second derivatives, too
+    if roots is None:  # a loss without a root also has second derivatives
         with contextlib.suppress(PackpropError):
             roots = columns(graph, EXACT, create_graph)
     noted = sweeps.results.finite_check
@@ -68,10 +68,10 @@ def add_hessian(sweeps: ColumnSweeps, tasks: list[Task], roots: list[Columns] | 
 
 
 def _add_terms(sweeps: ColumnSweeps, tasks: list[Task], routes: Routes, per_sample: bool) -> None:
-    """Add the terms that no sample enters to diagonals of the whole loss; samples have no share in them."""
+    """Add the terms that no sample enters to diagonals of the whole loss, but not to those of samples."""
     graph = sweeps.request.graph
     whole = [task for task in tasks if not task.row.over_n.grows and task.extension.subsampling is None]
-    there = [] if per_sample else routes.parameter  # the whole loss was differentiated in these
+    there = [] if per_sample else routes.parameter  # their diagonals are those of the whole loss already
     leaves = [leaf for leaf in graph.leaves() if not any(leaf is other for other in there)]
     for leaf, values in term_diagonals(graph, leaves if whole else [], sweeps.request.create_graph):
         sweeps.results.finite_check.note(leaf, [values])
@@ -83,7 +83,7 @@ def _add_terms(sweeps: ColumnSweeps, tasks: list[Task], routes: Routes, per_samp
 def _add_nonlinearities(
     sweeps: ColumnSweeps, tasks: list[Task], routes: Routes, swept: Sequence[ReachedUse]
 ) -> None:
-    """Add what the second derivatives of elementwise nonlinearities give at the uses of swept leaves."""
+    """Add the second derivatives of elementwise nonlinearities at the uses of swept leaves."""
     graph, create_graph = sweeps.request.graph, sweeps.request.create_graph
     diagonals = OutputDiagonals(graph, routes, swept)
     noted = sweeps.results.finite_check
@@ -97,7 +97,7 @@ def _add_nonlinearities(
 
 
 def _find_cause(graph: Graph, noted: FiniteCheck) -> None:
-    """If a second derivative is not finite, find out which: afterwards the graph may not be there any more."""
+    """Find the function whose second derivative is not finite, if any, while the graph still exists."""
     leaf = noted.first(graph)
     if leaf is None:
         return
@@ -107,7 +107,7 @@ def _find_cause(graph: Graph, noted: FiniteCheck) -> None:
 def _contributions(
     leaf: Tensor, uses: Sequence[ReachedUse], cotangents: Sequence[list[Tensor | None]]
 ) -> list[Contribution]:
-    """The contributions of some uses to one leaf."""
+    """Return the contributions of some uses to one leaf."""
     pairs = zip(uses, cotangents, strict=True)
     return [(use, site, each) for use, each in pairs for site in use.take() if site.leaf is leaf]
 

@@ -1,4 +1,4 @@
-"""What the second pass over a parameter finds of the first one: structures, or per-sample gradients."""
+"""Structures or per-sample gradients that the first pass over a parameter keeps for the second one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from packprop.engine.request import Task
 class Kept:
     """Chunks of samples between two passes over one parameter; see NOTE [Second pass].
 
-    One chunk of all samples is kept as it is. Of several, the per-sample gradients are, if the first pass has
-    formed them, the second one needs nothing else, and they take no more room than cotangents may: to read
-    them again takes less time than what they are made of. Else nothing is kept.
+    A single chunk of all samples is kept unchanged. Of several chunks, the per-sample gradients are kept if the
+    first pass has formed them, the second pass needs nothing else, and they take no more memory than cotangents
+    may: reading them again is faster than reading the inputs and cotangents that they come from. In all other
+    cases nothing is kept.
 
     Args:
-        chunk_sizes: How much may be held.
-        tasks: What the second pass takes.
+        chunk_sizes: The limit on memory.
+        tasks: The tasks of the second pass.
     """
 
     def __init__(self, chunk_sizes: ChunkSizes, tasks: Sequence[Task]) -> None:
@@ -30,7 +31,7 @@ class Kept:
         self._keeps = True
 
     def keep(self, structure: Statistical, extent: Extent) -> None:
-        """Keep what the second pass can use of a chunk of the first."""
+        """Keep the part of a chunk that the second pass can use."""
         if extent.whole:
             self._chunks = {extent: structure}
             return
@@ -44,10 +45,10 @@ class Kept:
         self._chunks.clear()
 
     def samples_at_once(self, step: int) -> int:
-        """The chunks of the second pass: those of the first where they were kept, else of ``step`` samples."""
+        """Return the chunk size of the second pass: that of kept chunks, else ``step`` samples."""
         first = next(iter(self._chunks), None)
         return step if first is None or first.whole else first.stop
 
     def take(self, extent: Extent) -> Statistical | None:
-        """What was kept of a chunk; it is let go of."""
+        """Take out the kept structure of a chunk; ``None`` if there is none."""
         return self._chunks.pop(extent, None)

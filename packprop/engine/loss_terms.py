@@ -1,4 +1,4 @@
-"""How a loss reduces its terms, and how many there are: by this, losses of several batches are put together."""
+"""The reduction of a loss and its number of terms, from which packprop combines losses of several batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from packprop.recording.marks import RecordedLoss
 
 
 def reduction_and_divisor(call: RecordedLoss) -> tuple[str, Tensor | float] | None:
-    """``"mean"`` or ``"sum"``, and what the sum of terms is divided by; ``None`` if that is not known."""
+    """Return ``"mean"`` or ``"sum"``, and the divisor of the sum of terms; ``None`` if it is not known."""
     divisor = describe(call.function, call.args, call.kwargs).divisor
     given = _arguments(call)
     reduction = given.get("reduction", "mean")
@@ -25,15 +25,15 @@ def reduction_and_divisor(call: RecordedLoss) -> tuple[str, Tensor | float] | No
 
 
 def reduction_of(call: RecordedLoss) -> Literal["mean", "sum"] | None:
-    """What a loss is of the losses of its samples; ``None`` for neither, and if that is not known.
+    """Return whether a loss is a mean or a sum over its samples; ``None`` for neither, or if it is not known.
 
-    A mean over samples of sums is a mean, and so is one whose divisor is not known.
+    A mean over samples of sums is a mean, and so is a mean whose divisor is not known.
     """
     given = _arguments(call)
     averages, reduces = _deprecated(given)
     if reduces is False:
         return None
-    if averages is not None or reduces is not None:  # torch lets them decide
+    if averages is not None or reduces is not None:  # in torch they override reduction
         return "sum" if averages is False else "mean"
     if "reduction" in given:
         known: dict[str, Literal["mean", "sum"]] = {"mean": "mean", "batchmean": "mean", "sum": "sum"}
@@ -49,5 +49,5 @@ def _arguments(call: RecordedLoss) -> dict[str, Any]:
 
 
 def _deprecated(given: dict[str, Any]) -> list[bool | None]:
-    """``size_average`` and ``reduce``, which torch still takes."""
+    """Return ``size_average`` and ``reduce``, which torch still takes."""
     return [given.get("size_average"), given.get("reduce")]

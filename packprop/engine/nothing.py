@@ -1,7 +1,7 @@
-"""Values for no samples: an empty batch, as Poisson sampling draws it, or an empty subset of one.
+"""Values for no samples: an empty batch, which Poisson sampling may draw, or an empty subset of one.
 
-Values of samples have no rows, ``[0, *p]``; sums over samples are zero; the variance of no rows is NaN, as a
-mean over nothing is. Samples without entries, such as sequences of no length, have rows of zeros.
+Values of samples have no rows, ``[0, *p]``. Sums over samples are zero. The variance of no rows is NaN, like
+any mean over nothing. Samples without entries, such as sequences of length zero, have rows of zeros.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from packprop.samples.separation import model_outputs
 from packprop.types import Extension, Row
 
 OF_SAMPLES = ("gradient", "ggn", "empirical", "hessian", "hessian_mc", "jacobian")
-"""Seeds whose statistics are those of gradients of samples, so that zeros take the place of any structure."""
+"""Seeds with statistics of per-sample gradients, for which zeros can replace any structure."""
 
 
 def samples_of_nothing(graph: Graph) -> int | None:
-    """How many samples a pass is about in which no sample has an entry; ``None`` if one has."""
+    """Return the number of samples of a pass in which no sample has an entry; ``None`` if a sample has one."""
     shapes = [loss.call.shape for loss in graph.losses] or [shape for _, _, shape in graph.outputs]
     if not shapes or not all(0 in shape for shape in shapes):
         return None
@@ -40,7 +40,7 @@ def samples_of_nothing(graph: Graph) -> int | None:
 
 
 def knows_nothing(extension: Extension) -> bool:
-    """Whether an extension has a value where there are no samples."""
+    """Tell whether an extension has a value for no samples."""
     return all(
         row.over_n is SINGLE or (row.seed.kind in OF_SAMPLES and (row.sums or not row.seed.by_token))
         for row in extension.rows
@@ -48,28 +48,28 @@ def knows_nothing(extension: Extension) -> bool:
 
 
 class ZeroProduct:
-    """Product with a block of zeros, in place of a function that belongs to a graph."""
+    """A product with a block of zeros, in place of a function that belongs to a graph."""
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        """Zeros like ``vectors``."""
+        """Return zeros like ``vectors``."""
         return torch.zeros_like(vectors)
 
     def scaled(self, factor: Tensor | float) -> ZeroProduct:
-        """The product with a multiple of the block."""
+        """Return the product with a multiple of the block."""
         return self
 
 
 def results_of_nothing(extension: Extension, leaf: Tensor, graph: Graph, samples: int = 0) -> list[Any]:
-    """The results of the rows of an extension for a leaf, before they are finished.
+    """Return the results of the rows of an extension for a leaf, before ``finish``.
 
     Args:
-        extension: One that ``knows_nothing`` is true for.
+        extension: An extension for which ``knows_nothing`` is true.
         leaf: Any leaf of the graph.
-        graph: What the pass goes through.
-        samples: How many there are, none of which has an entry.
+        graph: The graph of the pass.
+        samples: The number of samples, none of which has an entry.
     """
     zeros = torch.zeros_like(leaf, dtype=extension.dtype_of(leaf.dtype))
-    if torch.is_grad_enabled():  # a caller that differentiates values finds the leaf
+    if torch.is_grad_enabled():  # a caller that differentiates values then reaches the leaf
         zeros = zeros + 0 * leaf
     results: list[Any] = []
     for row in extension.rows:
@@ -100,18 +100,18 @@ def saved_nothing(
     create_graph: bool = False,
     is_plain: bool = True,
 ) -> bool:
-    """Save the values of a pass in which no sample has an entry, and tell their norms; whether it is one.
+    """Save the values, and tell the norms, if no sample of the pass has an entry; return whether this is so.
 
     Args:
-        graph: What the pass goes through.
-        extensions: What is computed.
-        saver: Saves it.
-        clipping: How gradients are clipped, if they are.
+        graph: The graph of the pass.
+        extensions: The quantities to compute.
+        saver: Saves the values.
+        clipping: The request for clipped gradients, if there is one.
         create_graph: Whether values are differentiable.
         is_plain: Whether the pass is ``backward()`` without options, and not traced.
 
     Raises:
-        PackpropError: With the extension that has no value then.
+        PackpropError: For an extension that has no value in such a pass.
     """
     samples = samples_of_nothing(graph)
     if samples is None:
@@ -144,7 +144,7 @@ def saved_nothing(
 
 
 def _without_value(extension: Extension, graph: Graph, samples: int) -> str:
-    """Why an extension has no value; empty if it has one."""
+    """Return the reason why an extension has no value; an empty text if it has one."""
     rows = extension.rows
     if any(row.seed.by_token and not row.sums for row in rows):
         return "how many tokens a sample has does not show"
@@ -161,17 +161,17 @@ def _without_value(extension: Extension, graph: Graph, samples: int) -> str:
 
 
 def _has_penalties(row: Row) -> bool:
-    """Whether terms that no sample enters are part of a result."""
+    """Tell whether terms that no sample enters are part of a result."""
     return row.seed.kind.startswith("hessian") and row.sums
 
 
 def _is_exact(row: Row) -> bool:
-    """Whether there is a column for each entry of a sample's input of the losses."""
+    """Tell whether there is a column for each entry of a sample in the inputs of the losses."""
     return row.seed.kind == "ggn" and row.seed.mc_samples is None
 
 
 def _columns(row: Row, graph: Graph, samples: int) -> int:
-    """How many columns are fed in for a row."""
+    """Return the number of seed vectors of a row."""
     if row.seed.kind == "jacobian" and row.seed.entries is not None:
         return len(row.seed.entries)
     if row.seed.kind == "jacobian":
@@ -184,7 +184,7 @@ def _columns(row: Row, graph: Graph, samples: int) -> int:
 
 
 def _entries(shape: torch.Size, samples: int) -> int:
-    """Entries of one sample in a tensor of this shape, in which either all or none of the samples have any."""
+    """Count the entries of one sample in a tensor of this shape, in which all samples or none have entries."""
     if 0 not in shape:
         return shape[1:].numel()
     return 0 if samples else math.prod(extent for extent in shape if extent)

@@ -16,10 +16,10 @@ from packprop.tensors.nesting import tensors_in
 from packprop.types import Extension
 
 Begin = Callable[[], dict[tuple[Extension, int], Tensor]]
-"""Called before the first value is kept; returns tensors that may be overwritten, by extension and leaf."""
+"""Called before the first value is kept; returns tensors that results may overwrite, by extension and leaf."""
 
 Known = Callable[[Tensor, Extension], list[Any]]
-"""From a leaf and an extension to what the first pass over all samples led to."""
+"""Maps a leaf and an extension to the results of the first pass over all samples."""
 
 
 class PartialResults:
@@ -27,7 +27,7 @@ class PartialResults:
 
     Args:
         begin: Called once, before the first value is kept.
-        known: What earlier passes led to, in place of a first pass.
+        known: Returns results of earlier passes, in place of a first pass.
     """
 
     def __init__(self, begin: Begin, known: Known | None = None) -> None:
@@ -37,7 +37,7 @@ class PartialResults:
         self._first_pass: dict[tuple[int, int], list[Any]] = {}
 
     def at(self, leaf: Tensor, task: Task) -> Partial:
-        """The partial result of one task at one leaf, made when it is first asked for."""
+        """Return the partial result of one task at one leaf; make it on the first call."""
         if self._spare is None:
             self._spare = self._begin()
         key = (id(task.extension), task.index, id(leaf))
@@ -47,13 +47,13 @@ class PartialResults:
         return self._partial[key]
 
     def has(self, leaf: Tensor, task: Task) -> bool:
-        """Whether anything was kept for this task at this leaf."""
+        """Tell whether there is a partial result of this task at this leaf."""
         return (id(task.extension), task.index, id(leaf)) in self._partial
 
     def end_first_pass(self, leaf: Tensor, tasks: Sequence[Task]) -> None:
-        """Replace results of a first pass, once, by what ``after`` makes of them; see NOTE [Second pass].
+        """Replace the results of a first pass, once, by those of ``after``; see NOTE [Second pass].
 
-        ``after`` needs the same memory whatever the chunks of samples.
+        ``after`` needs the same memory for chunks of any size.
         """
         if self._known is not None:
             return
@@ -66,13 +66,13 @@ class PartialResults:
                     self._first_pass[key] = after(results)
 
     def first_pass(self, leaf: Tensor, extension: Extension) -> list[Any]:
-        """What ``end_first_pass`` made, or what is known."""
+        """Return the results that ``end_first_pass`` made, or those of earlier passes."""
         if self._known is not None:
             return self._known(leaf, extension)
         return self._first_pass[id(extension), id(leaf)]
 
     def take(self, leaf: Tensor, extension: Extension) -> list[Any] | None:
-        """Take out the results of all rows at one leaf; ``None`` if nothing was kept for them."""
+        """Take out the results of all rows at one leaf; ``None`` if there are none."""
         first = self._first_pass.pop((id(extension), id(leaf)), [])
         rest = range(len(first), len(extension.rows))
         if any((id(extension), index, id(leaf)) in self._partial for index in rest):
@@ -85,14 +85,14 @@ class PartialResults:
         return [None if partial is None else partial.result() for partial in partials]
 
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors that are kept."""
+        """Yield all tensors of partial results."""
         for partial in self._partial.values():
             yield from partial.tensors()
         yield from tensors_in([*self._first_pass.values()])
 
 
 def cubes_of_factors(graph: Graph) -> float:
-    """Rows of all Kronecker factors, cubed: what the time for their eigenvectors grows with."""
+    """Sum the cubed sizes of all Kronecker factors; the time for their eigenvectors grows with this sum."""
     sizes: dict[int, list[int]] = {}
     for site in (site for use in graph.uses for site in use.sites):
         fans = site.entry.fans if site.direct else None

@@ -1,12 +1,12 @@
-"""Probe rows: samples that go through a pass with the others, and are left out of gradients and sums.
+"""Probe rows: samples that go through a pass with the others, but do not count in gradients and sums.
 
 # NOTE [Probe rows]
 A pass over training samples and probes together has the cotangents of both. Statistics take the rows of one
-group or of the other, as those of chosen samples (``subsampling``) do, and are brought to the scale of a loss
-over that group alone: what a mean over all rows is divided by is replaced by what one over the group would be
-divided by. Gradients are sums over training rows; autograd cannot leave rows out of a weight's gradient while
-it pulls their cotangents back. So there is one sweep, which computes no gradient of a weight; gradients are
-summed by packprop, and handed to the nodes of the leaves.
+group, as they do for chosen samples (``subsampling``). packprop rescales them to a loss over that group alone:
+it replaces the divisor of a mean over all rows by the divisor of a mean over the group. Gradients are sums over
+training rows. autograd cannot leave rows out of a weight's gradient while it pulls their cotangents back. So
+packprop makes one sweep that computes no gradient of a weight, sums the gradients itself, and hands them to the
+nodes of the leaves.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from packprop.tensors.precision import wider_dtype
 from packprop.types import Extension, Row
 
 SUFFIX = "_probes"
-"""What follows the attribute of an extension for the values of probes."""
+"""The suffix of an extension's attribute for the values of probes."""
 
 SEEDS = ("gradient", "ggn", "empirical", "jacobian", "none")
 """Seeds whose cotangents belong to samples."""
 
 
 ASKED = "probes=... was asked for."
-"""What errors say was asked for."""
+"""The request that errors name."""
 
 INSTEAD = "leave it out, or take a pass over the probes alone, with gradients of its own"
-"""What errors say to do."""
+"""The advice that errors give."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The samples of a pass, as training rows and probes.
+    """The samples of a pass, divided into training rows and probes.
 
     Args:
         training: Indices of training samples, in order.
-        probes: Indices of probes, in the order in which they were given.
-        of_training: What the loss would be multiplied by if it were taken over training samples alone.
-        of_probes: The same for probes.
+        probes: Indices of probes, in the order in which you gave them.
+        of_training: The factor from the loss to a loss over training samples alone.
+        of_probes: The factor from the loss to a loss over probes alone.
     """
 
     training: list[int]
@@ -63,9 +63,10 @@ class OfGroup(Extension):
     Args:
         of: The extension.
         chosen: Indices of the samples.
-        factor: What the loss is multiplied by.
-        suffix: What follows the attribute.
-        cross: Of products between samples, how many first rows are multiplied with the others; 0 for all.
+        factor: The factor on the loss.
+        suffix: The suffix of the attribute.
+        cross: For products between samples, the number of first rows whose products with the other rows are
+            kept; 0 for all products.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class OfGroup(Extension):
         return self._of.name
 
     def finish(self, values: list[Any], samples: int) -> Any:
-        """The value for a loss over the group alone."""
+        """Return the value for a loss over the group alone."""
         degrees = self.degrees
         values = [
             None if value is None else rescale(value, _beside(value, self._factor), degree)
@@ -102,15 +103,15 @@ class OfGroup(Extension):
 
 
 def _beside(value: Any, factor: Tensor | float) -> Tensor | float:
-    """A factor on the device of a value."""
+    """Move a factor to the device of a value."""
     return factor.to(value.device) if isinstance(factor, Tensor) and isinstance(value, Tensor) else factor
 
 
 def require_alone(probes: Any, has_budget: bool, joins_ranks: bool) -> None:
-    """Refuse probes where a plan, or ranks, would have to know of them.
+    """Raise if probes are combined with a memory budget or with ranks.
 
     Raises:
-        BadInput: With which of the two.
+        BadInput: With the one of the two.
     """
     instead = "leave one of the two out"
     if probes is not None and has_budget:
@@ -120,23 +121,23 @@ def require_alone(probes: Any, has_budget: bool, joins_ranks: bool) -> None:
 
 
 def nothing_recorded(instead: str, asked: str = ASKED) -> PackpropError:
-    """The error for a pass that meets no use: it would be a plain one, with the gradients of all samples."""
+    """Return the error for a pass without a use, which would be a plain pass with gradients of all samples."""
     return PackpropError(asked, "the loss", "no use of a parameter is known", instead)
 
 
 def by_groups(
     graph: Graph, probes: Any, extensions: Sequence[Extension], is_plain: bool
 ) -> tuple[Sequence[Extension], Groups | None]:
-    """The extensions of a pass, for training rows and for probes if there are any.
+    """Return the extensions of a pass, for training rows and for probes if there are probes.
 
     Args:
-        graph: What the pass goes through, with its samples located.
+        graph: The graph of the pass, with its samples located.
         probes: Indices of probes or a mask; ``None`` for no probes.
-        extensions: What was asked for.
+        extensions: The requested extensions.
         is_plain: Whether the pass is ``backward()`` without options, and not traced.
 
     Raises:
-        PackpropError: For what probes cannot be left out of.
+        PackpropError: For extensions and passes that cannot leave probes out.
     """
     if probes is None:
         return extensions, None
@@ -153,7 +154,11 @@ def by_groups(
 
 
 def for_groups(extensions: Sequence[Extension], groups: Groups) -> tuple[Extension, ...]:
-    """Each extension for the training rows and for the probes; products between samples: within and between."""
+    """Return each extension for the training rows and for the probes.
+
+    An extension of products between samples has the products within the training rows, and those between
+    training rows and probes.
+    """
     found: list[Extension] = []
     for extension in extensions:
         found.append(OfGroup(extension, groups.training, groups.of_training))
@@ -168,11 +173,11 @@ def for_groups(extensions: Sequence[Extension], groups: Groups) -> tuple[Extensi
 
 
 def groups_of(graph: Graph, probes: Any, asked: str) -> Groups:
-    """Training rows and probes of a pass.
+    """Divide the samples of a pass into training rows and probes.
 
     Raises:
         BadInput: For probes that are not some of the samples.
-        PackpropError: For a loss of which it is not known what it is divided by.
+        PackpropError: For a loss whose divisor is not known.
     """
     chosen = indices_of(probes, graph.samples, asked)
     training = [index for index in range(graph.samples) if index not in set(chosen)]
@@ -185,7 +190,7 @@ def groups_of(graph: Graph, probes: Any, asked: str) -> Groups:
         )
     factors: list[list[Tensor | float]] = []
     if any(loss.call.released for loss in graph.losses):
-        raise _not_known(asked, "a loss whose arguments an earlier pass has let go of")
+        raise _not_known(asked, "a loss whose arguments an earlier pass has freed")
     for loss in graph.losses:
         call = loss.call
         known = divisors(call.function, call.args, call.kwargs, loss.layout, [training, chosen])
@@ -203,7 +208,7 @@ def groups_of(graph: Graph, probes: Any, asked: str) -> Groups:
 
 
 def _in_double(divisor: Tensor | float) -> Tensor | float:
-    """A divisor with all digits that its device has."""
+    """Return a divisor in the widest precision of its device."""
     if not isinstance(divisor, Tensor):
         return float(divisor)
     wide = wider_dtype(torch.float32, divisor.device.type) or torch.float32
@@ -221,7 +226,7 @@ def _not_known(asked: str, where: str) -> PackpropError:
 
 
 def indices_of(probes: Any, samples: int, asked: str) -> list[int]:
-    """Indices of probes, given as indices or as a mask.
+    """Return the indices of probes, given as indices or as a mask.
 
     Raises:
         BadInput: If they are neither.
@@ -248,10 +253,10 @@ def indices_of(probes: Any, samples: int, asked: str) -> list[int]:
 
 
 def require_separable(graph: Graph, extensions: Sequence[Extension], asked: str) -> None:
-    """Refuse what probes cannot be left out of.
+    """Raise if an extension, or a part of the model, cannot leave probes out.
 
     Raises:
-        PackpropError: With what it is.
+        PackpropError: With the extension or the part of the model.
     """
     for extension in extensions:
         if extension.subsampling is not None:
@@ -268,10 +273,10 @@ def require_separable(graph: Graph, extensions: Sequence[Extension], asked: str)
 
 
 def require_no_other_pass(graph: Graph, asked: str, instead: str) -> None:
-    """Refuse what needs autograd's own pass, where gradients are summed apart from it.
+    """Raise if a part of the model needs autograd's own pass, because packprop sums gradients outside of it.
 
     Raises:
-        PackpropError: With what it is.
+        PackpropError: With the part of the model.
     """
     if graph.hooks.are_inside:
         why = "it would see gradients of all samples, or would not be called"

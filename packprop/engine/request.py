@@ -1,4 +1,4 @@
-"""What one backward pass is asked for, as tasks by seed, and what is refused before any work begins."""
+"""The request of one backward pass, as tasks by seed, and the checks before any work begins."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from packprop.types import GRADIENT, INPUTS, Extension, Row, Seed
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What one backward pass is asked for.
+    """The request of one backward pass.
 
     Args:
-        graph: What the pass goes through, with its samples located.
+        graph: The graph of the pass, with its samples located.
         extensions: The quantities to compute.
-        chunk_sizes: How much is taken at once.
-        create_graph: Whether results shall be differentiable.
-        drawn: Columns that were drawn for this pass already, by seed; the pass takes them, and draws no others.
-        draws: Sampled seeds that are drawn before any other, in this order, whether or not they are asked for.
-        known: What the rows before the last one led to, by leaf and extension, where these went over all
-            samples in passes before this one; such an extension consists of its last row. See NOTE [Second
-            reading] (``packprop/dataset/parts.py``).
-        groups: Training rows and probes, if there are any; see NOTE [Probe rows].
-        clip: The bounds that gradients of samples are clipped to, if they are; see NOTE [Clipping].
+        chunk_sizes: Limits on the work that the pass takes at once.
+        create_graph: Whether results are differentiable.
+        drawn: Columns that were drawn for this pass already, by seed; the pass takes them instead of drawing.
+        draws: Sampled seeds that are drawn before any other, in this order, even if no extension needs them.
+        known: Returns, for a leaf and an extension, the results of the rows before the last one, if earlier
+            passes over all samples have computed them. Such an extension consists of its last row. See
+            NOTE [Second reading] (``packprop/dataset/parts.py``).
+        groups: Training rows and probes, if there are probes; see NOTE [Probe rows].
+        clip: The bounds on gradients of samples, if they are clipped; see NOTE [Clipping].
     """
 
     graph: Graph
@@ -54,7 +54,7 @@ class Request:
 
     @functools.cached_property
     def summed(self) -> Task:
-        """The task for leaves whose gradient autograd shall not compute: of all samples or of training rows."""
+        """The task that sums a leaf's gradient in place of autograd, over all samples or training rows."""
         if self.groups is None:
             return SUMMED
         extension = OfGroup(TOTAL.extension, self.groups.training, self.groups.of_training)
@@ -77,7 +77,7 @@ class _SummedGradient(Extension):
 
 
 class _TotalGradient(Extension):
-    """The gradient itself, in one product."""
+    """The gradient itself, computed in one product."""
 
     savefield = "total_grad"
     rows = (Row(GRADIENT, total_grad),)
@@ -87,14 +87,14 @@ _SUMMED_GRADIENT, _TOTAL_GRADIENT = _SummedGradient(), _TotalGradient()
 
 
 SUMMED = Task(_SUMMED_GRADIENT, 0, _SUMMED_GRADIENT.rows[0])
-"""The task for leaves whose gradient autograd shall not compute; its result becomes part of ``.grad``."""
+"""The task that sums a leaf's gradient in place of autograd; its result is added to ``.grad``."""
 
 TOTAL = Task(_TOTAL_GRADIENT, 0, _TOTAL_GRADIENT.rows[0])
-"""As ``SUMMED``, by one product over samples."""
+"""Like ``SUMMED``, by one product over samples."""
 
 
 def tasks_by_seed(extensions: Sequence[Extension]) -> dict[Seed, list[Task]]:
-    """The rows of all extensions by the seed that they share."""
+    """Group the rows of all extensions by their seed."""
     tasks: dict[Seed, list[Task]] = {}
     for extension in extensions:
         for index, row in enumerate(extension.rows):
@@ -103,12 +103,12 @@ def tasks_by_seed(extensions: Sequence[Extension]) -> dict[Seed, list[Task]]:
 
 
 def settle_loss_inputs(graph: Graph, extensions: Sequence[Extension], kept: bool = False) -> None:
-    """Let go of what the losses were given, unless more is asked for than gradients and inputs of uses tell.
+    """Free the inputs of the losses, unless an extension needs more than gradients and inputs of uses.
 
-    ``kept``: whether a later pass may ask for more.
+    ``kept``: whether a later pass may need them.
 
     Raises:
-        FreedGraph: If it is asked for, and is gone already.
+        FreedGraph: If an extension needs them, and an earlier pass has freed them.
     """
     if any(row.seed not in (GRADIENT, INPUTS) for extension in extensions for row in extension.rows):
         require_loss_inputs(graph)
@@ -117,7 +117,7 @@ def settle_loss_inputs(graph: Graph, extensions: Sequence[Extension], kept: bool
 
 
 def by_subsampling(tasks: Sequence[Task]) -> list[tuple[list[int] | None, list[Task]]]:
-    """Tasks by the samples that they are about; ``None`` for all of them."""
+    """Group tasks by the samples that they choose; ``None`` for all samples."""
     groups: dict[tuple[int, ...] | None, list[Task]] = {}
     for task in tasks:
         chosen = task.extension.subsampling
@@ -126,7 +126,7 @@ def by_subsampling(tasks: Sequence[Task]) -> list[tuple[list[int] | None, list[T
 
 
 def require_possible(request: Request, seeds: Iterable[Seed]) -> None:
-    """Refuse what cannot be computed for this graph.
+    """Raise if the request cannot be computed for this graph.
 
     Raises:
         BadInput: For a sample that is not in the batch, or a row of a second pass that does not fit.
@@ -150,7 +150,7 @@ def require_possible(request: Request, seeds: Iterable[Seed]) -> None:
 
 
 def _asks_hessians_of_samples(request: Request) -> bool:
-    """Whether Hessians of single samples are asked for; that of the whole loss needs no terms."""
+    """Tell whether an extension needs Hessians of single samples; that of the whole loss needs no terms."""
     return any(
         row.seed.kind == "hessian" and (row.over_n is not SUM or extension.subsampling is not None)
         for extension in request.extensions
@@ -159,10 +159,10 @@ def _asks_hessians_of_samples(request: Request) -> bool:
 
 
 def require_indices(extensions: Sequence[Extension], samples: int) -> None:
-    """Refuse indices of samples that are not in the batch.
+    """Raise if an index is that of a sample outside the batch.
 
     Raises:
-        BadInput: With the first one.
+        BadInput: With the first such index.
     """
     for extension in extensions:
         for index in extension.subsampling or ():
@@ -178,7 +178,7 @@ def require_indices(extensions: Sequence[Extension], samples: int) -> None:
 
 
 def _require_real_numbers(request: Request) -> None:
-    """Refuse squares, products and factors of gradients of a complex parameter."""
+    """Raise for squares, products and factors of gradients of a complex parameter."""
     parameter = next((leaf for leaf in request.graph.leaves() if leaf.is_complex()), None)
     if parameter is None:
         return

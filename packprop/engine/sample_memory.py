@@ -1,4 +1,4 @@
-"""How much temporary memory the statistics of one leaf take for each sample."""
+"""Temporary memory that the statistics of one leaf take for each sample."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from packprop.graph.site import Site
 
 
 def column_count(cotangents: Sequence[Tensor | None]) -> int:
-    """The number of columns in the cotangents at a use; 0 where only inputs are looked at."""
+    """Return the number of columns in the cotangents at a use; 0 where statistics need only the inputs."""
     return next((cotangent.shape[0] for cotangent in cotangents if cotangent is not None), 0)
 
 
 class SampleMemory(NamedTuple):
-    """What decides on the temporary memory for a sample.
+    """The properties of a leaf and its statistics that decide on the temporary memory for a sample.
 
     Args:
         leaf: The parameter.
-        statistics: What is taken of it.
-        forms_no_rows: Whether without shared positions no statistic forms per-sample gradients.
+        statistics: Its statistics.
+        forms_no_rows: Whether no statistic forms per-sample gradients if the weight has one position.
         of_rows: Whether all statistics are functions of per-sample gradients of the joint structure.
         may_go_one_by_one: Whether samples may be taken one at a time.
     """
@@ -47,7 +47,10 @@ class SampleMemory(NamedTuple):
         joint: bool,
         create_graph: bool,
     ) -> SampleMemory:
-        """For all contributions to a leaf, and statistics of their joint structure or of something else."""
+        """Make the record for all contributions to a leaf.
+
+        ``joint``: whether the statistics are those of the joint structure.
+        """
         groups = max((site.entry.fans.groups if site.entry.fans else 1) for _, site, _ in contributions)
         return cls(
             leaf,
@@ -58,7 +61,7 @@ class SampleMemory(NamedTuple):
         )
 
     def entries(self, contribution: Contribution, samples: int, held: int | None) -> int:
-        """Entries of temporary tensors that one contribution takes for each of ``samples``."""
+        """Count the entries of temporary tensors that one contribution takes for each of ``samples``."""
         use, site, cotangents = contribution
         columns = column_count(cotangents)
         places = zip(use.layouts, use.recorded.shapes, strict=True)
@@ -82,7 +85,7 @@ class SampleMemory(NamedTuple):
         return largest * columns
 
     def matrix_entries(self, contributions: Sequence[Contribution]) -> int:
-        """Entries of the matrix that each chunk of samples adds up to; 0 if something else is taken."""
+        """Count the entries of the matrix that chunks of samples add up to; 0 for other statistics."""
         if not all(getattr(each, "func", each) in MATRICES for each in self.statistics):
             return 0
         ((_, site, cotangents), *more) = contributions

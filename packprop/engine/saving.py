@@ -1,4 +1,4 @@
-"""Finished values are saved on parameters, and the user's hook is told which modules are done."""
+"""Saving of finished values on parameters, and calls of the user's hook for modules that are done."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class ResultSaver:
     """Saves the results of a pass on its leaves, and calls the hook of each module that is done.
 
     Args:
-        graph: What the pass goes through.
+        graph: The graph of the pass.
         hook: The user's extension hook.
-        loss_scale: How many times the loss that is meant was differentiated; ``None`` for once.
+        loss_scale: The factor on the loss that was differentiated; ``None`` for 1.
     """
 
     def __init__(self, graph: Graph, hook: Hook | None, loss_scale: Tensor | float | None = None) -> None:
@@ -42,14 +42,14 @@ class ResultSaver:
         self._diagonal: dict[Extension, list[str]] = {}
 
     def take_off(self, extensions: Sequence[Extension], reuse: bool) -> dict[tuple[Extension, int], Tensor]:
-        """Take off what an earlier pass has saved; with ``reuse``, return the tensors that may be overwritten.
+        """Remove the results of an earlier pass; with ``reuse``, return the tensors that may be overwritten.
 
         # NOTE [Results in place]
-        A training loop leaves the results of a step on the parameters until those of the next step take their
-        place. They are taken off before that, so that both are never there at once. On a processor fresh memory
-        is paid for page by page, which takes a large part of the time of per-sample gradients: there, results
-        that nobody else holds are overwritten instead. Under a budget they are not: they would be there from
-        the first moment of the pass, when a step without them has room for activations.
+        A training loop leaves the results of a step on the parameters until the next step replaces them.
+        packprop removes them first, so that both are never alive at once. On a CPU the process pays for fresh
+        memory page by page, which takes a large part of the time of per-sample gradients. There, packprop
+        overwrites results that nobody else holds. Under a budget it does not: such results would be alive from
+        the start of the pass, when a step without them has room for activations.
         """
         spare: dict[tuple[Extension, int], Tensor] = {}
         for extension in extensions:
@@ -92,7 +92,7 @@ class ResultSaver:
                     self._hook(module)
 
     def _of_loss_meant(self, leaf: Tensor, extension: Extension, values: list[Any]) -> list[Any]:
-        """The results of rows for the loss that is meant, of which a multiple was differentiated."""
+        """Rescale the results of rows to the loss without the factor ``loss_scale``."""
         scale = self._loss_scale
         if scale is None:
             return values
@@ -102,7 +102,7 @@ class ResultSaver:
         return [rescale(value, factor, degree) for value, degree in zip(values, extension.degrees, strict=True)]
 
     def warn_of_large(self) -> None:
-        """Warn of parameters on which nothing, or a diagonal, was saved, as an extension's options allow."""
+        """Warn of parameters that have no value, or a diagonal, because their factors would be too large."""
         for extension, names in self._diagonal.items():
             warn_of_diagonals(extension, names)
         for extension, names in self._skipped.items():
@@ -110,7 +110,7 @@ class ResultSaver:
 
 
 def warn_of_skipped(extension: Extension, names: Sequence[str]) -> None:
-    """Warn of parameters that an extension has no value for."""
+    """Warn of parameters for which an extension has no value."""
     warnings.warn(
         f"{extension.name}: there is no {extension.savefield} for {', '.join(map(repr, names))}, whose factors "
         "would be too large; otherwise='diagonal' keeps their diagonals.",
@@ -120,9 +120,9 @@ def warn_of_skipped(extension: Extension, names: Sequence[str]) -> None:
 
 
 def without_correlations(extension: Extension, value: Any, shape: Sequence[int]) -> bool:
-    """Whether a factor was too large, and its diagonal took its place because nothing else was asked for.
+    """Tell whether a diagonal replaced a factor that was too large, without an option that allows it.
 
-    The diagonal of the inputs of a table, which has an entry for each row, is all that there is.
+    The factor of a table's inputs does not count: it is diagonal, with an entry for each row of the table.
     """
     if getattr(extension, "otherwise", "") is not None:
         return False
@@ -134,7 +134,7 @@ def without_correlations(extension: Extension, value: Any, shape: Sequence[int])
 
 
 def warn_of_diagonals(extension: Extension, names: Sequence[str]) -> None:
-    """Warn, once, of parameters that have a diagonal in place of a factor that would be too large."""
+    """Warn, once, of parameters with a diagonal in place of a factor that would be too large."""
     shown = ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     warnings.warn(
         f"{extension.name}: factors of more than 2^14 rows are kept as their diagonals, of {shown}. "
@@ -145,34 +145,34 @@ def warn_of_diagonals(extension: Extension, names: Sequence[str]) -> None:
 
 
 def grows(extension: Extension) -> bool:
-    """Whether a result has entries for samples or columns, so that it may be written over in place."""
+    """Tell whether a result has entries for samples or columns, so that it may be overwritten in place."""
     return not all(row.sums for row in extension.rows)
 
 
 def _is_of_parameter(extension: Extension, value: Any, leaf: Tensor) -> bool:
-    """Whether a value has an entry for each entry of a parameter, as sums and moments have."""
-    summed = all(row.sums and not row.whole for row in extension.rows)  # else it is one of samples
+    """Tell whether a value has an entry for each entry of a parameter, as sums and moments have."""
+    summed = all(row.sums and not row.whole for row in extension.rows)  # else its rows belong to samples
     return isinstance(value, Tensor) and value.shape == leaf.shape and summed
 
 
 def _may_be_overwritten(old: Any) -> bool:
-    """Whether a result of an earlier pass is a tensor on a processor that may be written to."""
+    """Tell whether a result of an earlier pass is a CPU tensor that may be overwritten."""
     if type(old) is not Tensor or old.device.type != "cpu" or old.layout is not torch.strided:
         return False
     return not (old.requires_grad or old.is_inference())
 
 
 def _saved(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A result without gaps, in a precision of its own; to autograd it must not be a view of a hidden one."""
+    """Return a contiguous result in this precision; autograd must not see it as a view of a hidden tensor."""
     value = value.to(dtype).contiguous()
     return value if value.requires_grad else value.data
 
 
 def factor_of(call: str, loss_scale: Any) -> float | Tensor | None:
-    """A factor on the loss, as given to ``call``; not looked at if it is a tensor, ``None`` for 1.
+    """Check a factor on the loss, as given to ``call``; ``None`` for 1. The value of a tensor is not checked.
 
     Raises:
-        BadInput: If it is no positive number.
+        BadInput: If the factor is not a positive number, or a tensor of one entry.
     """
     if isinstance(loss_scale, Tensor) and loss_scale.numel() == 1 and loss_scale.is_floating_point():
         return loss_scale.detach().reshape(())

@@ -21,7 +21,7 @@ What was found so is kept for graphs of the same structure.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ from packprop.graph.graph import EAGER, Graph, ReachedUse
 from packprop.graph.search import nodes_above
 from packprop.graph.traversal import made_by
 from packprop.recording.compiled import is_compiled_region
-from packprop.recording.marks import EXTENDED, Use
+from packprop.recording.marks import EXTENDED, ForwardCall, Use
 from packprop.recording.reentrant import is_reentrant
 from packprop.tensors.dry import is_dry_run, is_of_batch, storage_key
 from packprop.tensors.layout import possible_layouts
@@ -98,14 +98,24 @@ class Constants:
     """What is known of the constants that nodes have saved.
 
     Args:
-        graph: What the pass goes through.
+        forwards: The calls of extended models that the pass goes through.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        modules = {id(module): module for module in [*graph.modules, *EXTENDED]}.values()
+    def __init__(self, forwards: Sequence[ForwardCall]) -> None:
+        self._forwards = forwards
+
+    @functools.cached_property
+    def _own(self) -> set[int]:
+        """The memory of parameters and buffers."""
+        called = [module for forward in self._forwards if (module := forward.module()) is not None]
+        modules = {id(module): module for module in [*called, *EXTENDED]}.values()
         own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        self._own = {_place_of(tensor) for tensor in own} - {0}
-        self._inputs = {each for forward in graph.forwards for each in forward.storages} - self._own
+        return {_place_of(tensor) for tensor in own} - {0}
+
+    @functools.cached_property
+    def _inputs(self) -> set[int]:
+        """The memory of what the models were given."""
+        return {each for forward in self._forwards for each in forward.storages} - self._own
 
     def are_known(self, node: Node) -> bool | None:
         """Whether no constant of a node is data; ``None`` if some may be, ``False`` if one is."""
@@ -147,7 +157,7 @@ class Reading:
         order: Its nodes, each after all that lie upstream of it.
         places: The number of each node.
         wanted: Leaves that count as parameters, by identity.
-        structure: Equal for graphs of the same nodes and edges.
+        structure: Returns a number that is equal for graphs of the same nodes and edges.
     """
 
     def __init__(
@@ -156,12 +166,11 @@ class Reading:
         order: Sequence[Node],
         places: dict[Node, int],
         wanted: dict[int, Tensor],
-        structure: int,
+        structure: Callable[[], int],
     ) -> None:
         self._order, self._places, self._wanted = order, places, wanted
         self._roots = [(root.grad_fn, root.output_nr) for root in graph.roots if root.grad_fn is not None]
-        self._structure, self._constants = structure, Constants(graph)
-        self._parametric = _PARAMETRIC.get(structure, frozenset())
+        self._structure, self._constants = structure, Constants(graph.forwards)
         self._below: set[Node] = set()
         self._derived: set[Node] = set()
         self.made_of_parameters: dict[Node, None] = {}
@@ -238,6 +247,11 @@ class Reading:
         return "parameters" if known and name not in HIDING else "undecided"
 
     @functools.cached_property
+    def _parametric(self) -> frozenset[int]:
+        """The places of nodes that an earlier pass has shown to be made of parameters alone."""
+        return _PARAMETRIC.get(self._structure(), frozenset()) if _PARAMETRIC else frozenset()
+
+    @functools.cached_property
     def _takers(self) -> dict[Node, list[tuple[Node, int]]]:
         """What takes the outputs of each node, and at which place."""
         takers: dict[Node, list[tuple[Node, int]]] = {}
@@ -309,7 +323,8 @@ class Reading:
             return False
         if len(_PARAMETRIC) >= MANY:
             _PARAMETRIC.clear()
-        _PARAMETRIC[self._structure] = _PARAMETRIC.get(self._structure, self._parametric) | {self._places[node]}
+        structure = self._structure()
+        _PARAMETRIC[structure] = _PARAMETRIC.get(structure, self._parametric) | {self._places[node]}
         return True
 
 

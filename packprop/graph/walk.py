@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -68,15 +69,21 @@ class _Trail:
     cut: list[Node] = field(default_factory=list)
     reentrant: dict[Node, ReentrantCheckpoint] = field(default_factory=dict)
 
+    @functools.cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """Where each node's inputs come from, by number."""
+        """Where each node's inputs come from, by number; known when all nodes have been met."""
         return tuple(
             (-1 if above is None else self.places.get(above, -1), output)
             for node in self.places
             for above, output in node.next_functions
         )
 
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
+    def structure(self) -> int:
+        """A number that is equal for graphs of the same nodes, edges and shapes."""
+        own = self.names[: len(self.places)]  # without those of uses inside of checkpoints
+        return hash((tuple(own), self.edges, self._shapes()))
+
+    def _shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of first outputs; empty for tensors without one."""
         found = []
         for node in self.places:
@@ -249,8 +256,7 @@ def _read_uses(graph: Graph, trail: _Trail, wanted: Sequence[Tensor] | None, end
     for node in trail.order:
         if any(above in losses or above in after for above in trail.neighbours[node]):
             after.add(node)
-    structure = hash((tuple(trail.names), trail.edges(), trail.shapes()))
-    graph.reading = reading = Reading(graph, trail.order, trail.places, leaves, structure)
+    graph.reading = reading = Reading(graph, trail.order, trail.places, leaves, trail.structure)
     reading.sort(set(nodes_above(ends)), after | losses)
     if inside and any(start in reading.made_of_parameters for start in ends):
         raise refused("a tensor made of parameters alone leaves it, and what becomes of it is out of sight")
@@ -368,5 +374,5 @@ def _signature(graph: Graph, trail: _Trail) -> int:
     )
     declared = tuple(forward.declared for forward in graph.forwards)
     open_paths = tuple(place.shape for place in graph.open), tuple(loss.is_open for loss in graph.losses)
-    named = tuple(trail.names), tuple(trail.options), trail.edges()
+    named = tuple(trail.names), tuple(trail.options), trail.edges
     return hash((named, uses, losses, declared, open_paths, bool(graph.without_loss)))

@@ -15,7 +15,6 @@ from packprop.recording.compiled import is_compiled_region
 from packprop.recording.compiled import refused as refused_compiled
 from packprop.recording.marks import EXTENDED
 from packprop.recording.reentrant import is_reentrant, refused
-from packprop.recording.transforms import refused as refused_transformed
 from packprop.tensors.hooks import Hooks
 from packprop.tensors.precision import is_for_storage
 from packprop.tensors.sharding import (
@@ -34,7 +33,7 @@ UNKNOWN_LOSS = (
 
 
 MARK_THE_LOSS = (
-    "call a loss function of torch; or extend the model (`packprop.extend(model)` before its forward pass); or "
+    "call a loss function of torch; or extend the model (`packprop.extend(model)` before its forward pass, outside of vmap); or "
     "call your own loss as an extended module, or inside `with packprop.record():`"
 )
 """What to do then."""
@@ -226,9 +225,6 @@ def require_differentiable(graph: Graph) -> None:
 
 def require_complete(graph: Graph) -> None:
     """Raise unless every use of every wanted parameter is known."""
-    if graph.transformed:
-        module = graph.transformed[0].module()
-        raise refused_transformed("the model" if module is None else f"a {type(module).__name__}")
     if not graph.missing:
         return
     order = {id(p): place for module in EXTENDED for place, p in enumerate(module.parameters())}

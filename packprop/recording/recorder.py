@@ -16,8 +16,7 @@ from packprop.errors import BadInput
 from packprop.functions.composites import COMPOSITES, body_of, has_parts
 from packprop.functions.losses.description import LOSSES, input_of
 from packprop.recording.aside import OwnMode, is_running
-from packprop.recording.marks import LOSS, OUTPUT, TRANSFORMED, ForwardCall, RecordedLoss, edge_of, marks_of
-from packprop.recording.transforms import node_under_transforms
+from packprop.recording.marks import LOSS, OUTPUT, ForwardCall, RecordedLoss, edge_of, marks_of
 from packprop.tensors.nesting import tensors_in
 from packprop.tensors.state import version
 
@@ -119,7 +118,7 @@ def mark_loss(
 
 
 def mark_outputs(module: nn.Module, declared: int | None, args: Any, kwargs: Any, output: Any) -> None:
-    """Mark what the call of an extended model returned, or that it ran inside a transform of ``torch.func``."""
+    """Mark what the call of an extended model returned: not inside ``vmap``, where samples may be on any axis."""
     forward = None
     for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
         node = tensor.grad_fn
@@ -127,8 +126,6 @@ def mark_outputs(module: nn.Module, declared: int | None, args: Any, kwargs: Any
             forward = ForwardCall(weakref.ref(module), declared, args, kwargs)
         if node is not None and not (tensor.is_nested and tensor.layout == torch.strided):
             marks_of(node)[OUTPUT] = (forward, tensor.output_nr, tensor.shape)
-        elif node is None and (node := node_under_transforms(tensor)) is not None:
-            marks_of(node)[TRANSFORMED] = forward
 
 
 def require_loss(recorder: LossRecorder, documents: Tensor | None) -> None:

@@ -29,8 +29,8 @@ ASKED = "A product with a curvature matrix or a Jacobian was asked for."
 
 
 INSTEAD = (
-    "use functions that are twice differentiable, or ask for diagonals or Kronecker factors of the GGN, which take no "
-    "second derivative"
+    "use functions that are twice differentiable, or ask for diagonals or Kronecker factors of the GGN, "
+    "which take no second derivative"
 )
 
 

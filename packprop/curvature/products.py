@@ -166,11 +166,11 @@ def ggn_product(
         PackpropError: If something in the graph is not twice differentiable; the product raises it, too.
     """
     found, kernels = _evaluated(graph)
-    if not isinstance(found, (tuple, list)) or len(found) != 2 or not all(isinstance(x, Tensor) for x in found):
+    if not isinstance(found, (tuple, list)) or [isinstance(each, Tensor) for each in found] != [True, True]:
         raise BadInput(
             f"{asked}(...) was called.",
-            f"graph of type {type(graph).__name__}" + (f", which returned {type(found).__name__}" if callable(graph) and not isinstance(graph, Tensor) else ""),
-            "the GGN needs the model's output and the loss that is computed from it",
+            "graph, or what it returned",
+            "it is no pair of tensors: the GGN needs the model's output and the loss that is computed from it",
             f"{asked}(lambda: (outputs := model(x), loss(outputs, y)), parameters)",
         )
     outputs, loss = found

@@ -254,4 +254,3 @@ def _quiet_without(terms: float) -> Iterator[None]:
         if not terms:
             warnings.simplefilter("ignore", PackpropWarning)
         yield
-

@@ -15,9 +15,9 @@ from packprop.graph.graph import Graph
 from packprop.recording.marks import RecordedLoss
 
 TELL = (
-    "write it as a module without parameters that takes the model's output and the targets, with an attribute "
-    "reduction='mean' or 'sum'; tell what it divides by with @packprop.register_loss(MyLoss); and extend the module: "
-    "packprop.extend(MyLoss())"
+    "write it as a module without parameters that takes the model's output and the targets, with an "
+    "attribute reduction='mean' or 'sum'; tell what it divides by with @packprop.register_loss(MyLoss); and "
+    "extend the module: packprop.extend(MyLoss())"
 )
 """What to do about a loss that is none of torch's."""
 
@@ -36,8 +36,8 @@ def loss_terms(graph: Graph) -> tuple[str, Tensor | float]:
         raise _unknown(
             "the loss of a batch, part of which no loss function makes that packprop knows",
             "nothing tells what that part is divided by, so that batches cannot be given their weight",
-            "write it with loss functions of torch, F.mse_loss(a, b) for (a - b).square().mean(), and give all of "
-            f"them the same reduction; or {TELL}",
+            "write it with loss functions of torch, F.mse_loss(a, b) for (a - b).square().mean(), and give "
+            f"all of them the same reduction; or {TELL}",
         )
     found = []
     for call in calls:
@@ -80,8 +80,8 @@ def number_of_terms(divisor: Tensor | float) -> float:
             "the loss of a batch, made of several means",
             "in one of them some samples count more than others (targets that are ignored, weights), so that a "
             "batch has another weight in it than in the rest",
-            "give all loss functions reduction='sum', and divide by numbers that are the same in all batches; or ask "
-            "for one loss after the other",
+            "give all loss functions reduction='sum', and divide by numbers that are the same in all "
+            "batches; or ask for one loss after the other",
         )
     return terms
 

@@ -177,6 +177,11 @@ class NodeCall:
         """Whether the node saves something under a name: nodes of one family may differ."""
         return hasattr(self.node, f"_saved_{name}")
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether torch's own gradient of a table is a sparse tensor, which no ``vmap`` makes dense."""
+        return self.has_option("sparse") and bool(self.option("sparse"))
+
     def attribute(self, name: str) -> Any:
         """A value that a ``torch.autograd.Function`` of your own has kept on its ``ctx``."""
         return getattr(self.node, name)
@@ -199,7 +204,7 @@ class NodeCall:
             return torch.stack([pull(*(each[k] for each in there)) for k in range(count)])
 
         key = (self.node.name(), self.place, *(tuple(each.shape[1:]) for each in there))
-        if count == 1 or _VECTORISED.get(key, True) is False:
+        if count == 1 or self.is_sparse or _VECTORISED.get(key, True) is False:
             return one_by_one()
         try:
             with warnings.catch_warnings():  # of functions that are called once for each column

@@ -33,8 +33,8 @@ UNKNOWN_LOSS = (
 
 
 MARK_THE_LOSS = (
-    "call a loss function of torch; or extend the model (`packprop.extend(model)` before its forward pass, outside of vmap); or "
-    "call your own loss as an extended module, or inside `with packprop.record():`"
+    "call a loss function of torch; or extend the model (`packprop.extend(model)` before its forward pass, "
+    "outside of vmap); or call your own loss as an extended module, or inside `with packprop.record():`"
 )
 """What to do then."""
 
@@ -248,9 +248,9 @@ def require_complete(graph: Graph) -> None:
             "added to the loss, or whose constants may hold samples"
         )
         instead = (
-            "keep a parameter that weighs losses in a module that is not extended, with extended losses inside; add "
-            "penalties to the loss, with their constants in buffers of an extended module; let a loss function of "
-            "torch, or an extended loss without parameters, make each other term; or set requires_grad=False on the "
-            "parameter, which changes no value of the others"
+            "keep a parameter that weighs losses in a module that is not extended, with extended losses "
+            "inside; add penalties to the loss, with their constants in buffers of an extended module; let a "
+            "loss function of torch, or an extended loss without parameters, make each other term; or set "
+            "requires_grad=False on the parameter, which changes no value of the others"
         )
     raise PackpropError("A quantity beyond the gradient was asked for.", f"parameter {name!r}", why, instead)

@@ -118,7 +118,7 @@ def mark_loss(
 
 
 def mark_outputs(module: nn.Module, declared: int | None, args: Any, kwargs: Any, output: Any) -> None:
-    """Mark what the call of an extended model returned: not inside ``vmap``, where samples may be on any axis."""
+    """Mark what the call of an extended model returned: not inside ``vmap``, where samples are anywhere."""
     forward = None
     for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
         node = tensor.grad_fn

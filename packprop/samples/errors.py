@@ -76,7 +76,7 @@ def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
             graph.asked,
             "the model's output, one number",
             "no loss function that packprop has a rule for made it, so that no axis of it holds the samples",
-            "let the model return what the number is computed from, and compute the loss outside of it; or let it "
-            "call a loss function of torch; or a module without parameters that takes what the number is computed "
-            "from and the targets, after packprop.extend(module)",
+            "let the model return what the number is computed from, and compute the loss outside of it; or "
+            "let it call a loss function of torch; or a module without parameters that takes what the number "
+            "is computed from and the targets, after packprop.extend(module)",
         )

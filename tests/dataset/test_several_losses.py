@@ -42,7 +42,9 @@ class Weighted(nn.Module):
         self.of_place = nn.MSELoss(reduction=of_place)
 
     def forward(self, outputs: Any, targets: Any) -> Tensor:
-        losses = [task(f, y) for task, f, y in zip((self.of_kind, self.of_place), outputs, targets, strict=True)]
+        losses = [
+            task(f, y) for task, f, y in zip((self.of_kind, self.of_place), outputs, targets, strict=True)
+        ]
         return ((-self.s).exp() * torch.stack(losses) + self.s).sum()
 
 
@@ -141,7 +143,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 def test_what_batches_have_no_weight_in(name: str, compiled: bool) -> None:
     make, said, instead = REFUSED[name]
     with pytest.raises(PackpropError, match=said) as error:
-        compute(Tasks().double(), make().requires_grad_(False), ignoring(batches()), extensions.Variance(), compiled=compiled)
+        compute(
+            Tasks().double(),
+            make().requires_grad_(False),
+            ignoring(batches()),
+            extensions.Variance(),
+            compiled=compiled,
+        )
     assert instead in error.value.instead
     both = Weighted(of_kind="sum", of_place="sum").requires_grad_(False)
     compute(Tasks().double(), both, ignoring(batches()), extensions.Variance())

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.errors import PackpropError
 from packprop.recording.marks import EXTENDED
 from packprop.recording.switch import is_extended
 from tests.references.oracle import Oracle, Problem
@@ -259,7 +258,9 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "grad of the sum": lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
     "vmap of grad": lambda model, x: torch.vmap(torch.func.grad(lambda row: model(row).sum()))(x),
     "vmap of jacrev": lambda model, x: torch.vmap(torch.func.jacrev(model))(x).flatten(1),
-    "vmap of hessian": lambda model, x: torch.vmap(torch.func.hessian(lambda row: model(row).sum()))(x).flatten(1),
+    "vmap of hessian": lambda model, x: torch.vmap(torch.func.hessian(lambda row: model(row).sum()))(x).flatten(
+        1
+    ),
 }
 """What models are called through in losses with derivatives; rows are of samples."""
 
@@ -286,7 +287,11 @@ def test_a_model_inside_a_transform(name: str, extended: bool, inside: bool) -> 
     rows = made(x)
     loss = F.mse_loss(rows, torch.ones_like(rows))
     terms = F.mse_loss(rows, torch.ones_like(rows), reduction="none") / rows.numel()
-    reached = [p for p in model.parameters() if torch.autograd.grad(loss, p, retain_graph=True, allow_unused=True)[0] is not None]
+    reached = [
+        p
+        for p in model.parameters()
+        if torch.autograd.grad(loss, p, retain_graph=True, allow_unused=True)[0] is not None
+    ]
     assert_rows_of_terms(terms, loss, reached)
 
 

@@ -99,8 +99,8 @@ def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> 
 
     Args:
         functions: The loss functions, or classes of loss modules without parameters, whose ``forward`` has the
-            signature. Calls of a module are seen once it is extended; calls of a function inside ``record()``, if
-            PyTorch hands them on: ``@torch.overrides.wrap_torch_function`` has it do so for your own.
+            signature. packprop sees calls of an extended module; those of a function it sees inside
+            ``record()``, if PyTorch hands them on. ``torch.overrides.wrap_torch_function`` does that for yours.
         input_name: Name of their first argument, which the model's output goes into.
 
     Raises:
@@ -127,8 +127,8 @@ def _require_seen(function: Any) -> None:
             "register_loss(...) was called.",
             "no function" if function is None else f"argument of type {type(function).__name__}",
             "a rule belongs to a loss function, or to a class of loss modules",
-            "decorate the rule with @packprop.register_loss(MyLoss), where MyLoss is the class of a module without "
-            "parameters that takes the model's output and the targets",
+            "decorate the rule with @packprop.register_loss(MyLoss), where MyLoss is the class of a module "
+            "without parameters that takes the model's output and the targets",
         )
     names = function.__code__.co_names if isinstance(function, FunctionType) else ("handle_torch_function",)
     if "handle_torch_function" not in names:
@@ -136,10 +136,10 @@ def _require_seen(function: Any) -> None:
             "register_loss(...) was called.",
             f"function {function.__name__}",
             "PyTorch does not hand its calls on, so that packprop sees those of the functions inside alone",
-            "put it into the forward of a module without parameters, register the class of that, and extend the "
-            "module that you call: @packprop.register_loss(MyLoss), loss = packprop.extend(MyLoss()); or decorate "
-            "the function with @torch.overrides.wrap_torch_function(lambda input, target: (input, target)), and "
-            "call it inside `with packprop.record():`",
+            "put it into the forward of a module without parameters, register the class of that, and extend "
+            "the module that you call: @packprop.register_loss(MyLoss), loss = packprop.extend(MyLoss()); or "
+            "decorate the function with @torch.overrides.wrap_torch_function(lambda input, target: (input, "
+            "target)), and call it inside `with packprop.record():`",
         )
 
 
@@ -197,7 +197,7 @@ def number_of_samples(loss: Loss, shape: Sequence[int]) -> int:
 
 def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loss:
     """What is known of one call of a loss; for a function without a rule, only that it is differentiable."""
-    rule = LOSSES.get(function) or LOSSES.get(getattr(function, "module_class", None))
+    rule = LOSSES.get(function) or LOSSES.get(getattr(function, "module_class", function))
     if rule is None:
         return Loss(None, 1.0, None, None)
     loss = rule(*args, **kwargs)

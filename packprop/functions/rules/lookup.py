@@ -37,7 +37,7 @@ def _embedding(call: NodeCall) -> Entry:
         admits=lambda axis: axis != last,
         scratch=Scratch(math.prod(call.operand.shape)),
         linear=True,
-        sparse=_is_sparse(call),
+        sparse=call.is_sparse,
     )
 
 
@@ -58,7 +58,7 @@ def _build(call: NodeCall) -> Callable[[Tensor | None, Tensor], Structure]:
 
 
 def of_table(call: NodeCall, entry: Entry) -> Entry:
-    """Return the entry of a table, if a node combines rows of it with the samples: all of them share the look-up.
+    """Return the entry of a table of which a node takes rows that all samples share; else ``entry``.
 
     Positions are looked up so, once for all samples. Each sample then looks up the same rows.
     """
@@ -97,8 +97,4 @@ def _embedding_bag(call: NodeCall) -> Entry | None:
 
 def _called(call: NodeCall) -> Entry:
     refusal = SCALED_BY_COUNTS if call.option("scale_grad_by_freq") else None
-    return samplewise(call, linear=True, refusal=refusal, sparse=_is_sparse(call))
-
-
-def _is_sparse(call: NodeCall) -> bool:
-    return call.has_option("sparse") and bool(call.option("sparse"))
+    return samplewise(call, linear=True, refusal=refusal, sparse=call.is_sparse)

@@ -19,7 +19,7 @@ TELL = (
     "attribute reduction='mean' or 'sum'; tell what it divides by with @packprop.register_loss(MyLoss); and "
     "extend the module: packprop.extend(MyLoss())"
 )
-"""What to do about a loss that is none of torch's."""
+"""Advice on a loss that is none of torch's."""
 
 
 def loss_terms(graph: Graph) -> tuple[str, Tensor | float]:

@@ -14,7 +14,7 @@ from packprop.tensors.traced import note_fault
 
 
 class _DryRun(NamedTuple):
-    """What ``dry_run`` was given."""
+    """The arguments of a dry run."""
 
     device: str
     of_batch: Set[int]

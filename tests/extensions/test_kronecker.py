@@ -94,7 +94,7 @@ def positions_of(
 
         def forward(self, x: Tensor) -> Tensor:
             each = look_up(self.table, x, places)
-            return self.head(torch.tanh(self.body(each)).mean(1))  # type: ignore[no-any-return]
+            return self.head(torch.tanh(self.body(each)).mean(1))  # type: ignore[no-any-return]  # a layer's
 
     return Positions()
 

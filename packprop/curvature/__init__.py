@@ -1,1 +1,1 @@
-"""Second derivatives: what is fed in for them, by which route, and products with them."""
+"""Second derivatives: their seed vectors, the routes to compute them, and products with them."""

@@ -35,17 +35,18 @@ Modify = Literal["clip", "abs"]
 class BlockProduct:
     """The product with one parameter's block of a curvature matrix, for vectors ``[v, *p]`` or one ``[*p]``.
 
+    The product keeps the graph of its forward pass, and does not run the model again. It stays valid, and takes
+    memory, until you drop it (``del parameter.hmp``) or another backward pass overwrites it. It raises if a
+    parameter that it reads has changed; it mostly reads the parameters downstream of its own. See ``Snapshot``
+    for the way it detects a change.
+
     Args:
         leaf: The parameter.
-        product: From vectors ``[v, *p]`` to products.
-        snapshots: The parameters that the product reads, as they were in the backward pass.
+        product: Maps vectors ``[v, *p]`` to products.
+        snapshots: Snapshots, from the backward pass, of the parameters that the product reads.
         name: Name of the parameter, for messages.
         hooks: The user's hooks on the graph, which products do not run.
-        factor: What products are multiplied by.
-
-    It keeps the graph of its forward pass, and nothing is run again: it stays valid, and takes memory, until it
-    is dropped (``del parameter.hmp``) or overwritten by another backward pass. Where a parameter that it reads
-    was changed, it is refused: those downstream of its own, mostly. ``Snapshot`` says how a change is seen.
+        factor: The factor on products.
     """
 
     leaf: Tensor
@@ -57,15 +58,15 @@ class BlockProduct:
     _looked_at: bool = False
 
     def scaled(self, factor: Tensor | float) -> BlockProduct:
-        """The product with a multiple of the block."""
+        """Return the product with a multiple of the block."""
         return replace(self, factor=self.factor * factor)
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        """Products of the shape of ``vectors``.
+        """Return products of the shape of ``vectors``.
 
         Raises:
             BadInput: If the vectors do not have the parameter's shape behind at most one axis.
-            PackpropError: If a parameter that the product reads was changed in place since.
+            PackpropError: If a parameter that the product reads was changed in place since the backward pass.
         """
         shape = self.leaf.shape
         single = vectors.shape == shape
@@ -87,7 +88,7 @@ class BlockProduct:
         try:
             with self.hooks.quiet():
                 product = self.product(given[None] if single else given)
-                if not self._looked_at:  # once is enough, and waits for the device
+                if not self._looked_at:  # once is enough, because it waits for the device
                     self._looked_at = True
                     what = f"A product with the block of parameter {self.name!r}"
                     warn_unless_finite(what, [product], [given], self.product.faulty_node, self.product.graph)
@@ -105,12 +106,13 @@ class BlockProduct:
 
 
 def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tuple[Tensor, BlockProduct]]:
-    """The product with each leaf's block.
+    """Yield each leaf with the product with its block.
 
     Args:
-        graph: With its samples located; kept alive by the products.
+        graph: The graph, with its samples located; the products keep it alive.
         matrix: The Hessian, the GGN, or the positive-curvature Hessian.
-        modify: What the positive-curvature Hessian does with negative curvature of elementwise nonlinearities.
+        modify: The treatment of negative curvature of elementwise nonlinearities in the positive-curvature
+            Hessian: set to zero, or replaced by its absolute value.
 
     Raises:
         PackpropError: If the Hessian of a loss cannot be used; for the positive-curvature Hessian, if a
@@ -159,7 +161,7 @@ class _Scaling:
 
 @dataclass(eq=False)
 class _HessianBlock:
-    """``H v``: the gradient is computed by the first call, and kept."""
+    """The product ``H v``: the first call computes the gradient, and keeps it."""
 
     graph: Graph
     leaf: Tensor
@@ -178,18 +180,18 @@ class _HessianBlock:
         return torch.zeros_like(vectors) if product is None else product
 
     def faulty_node(self) -> Node | None:
-        """The node whose second derivative is not finite."""
+        """Return the node whose second derivative is not finite."""
         return faulty_node(self.graph.roots, self.graph.root_gradients(), [self.leaf], [self.leaf])
 
 
 @dataclass(eq=False)
 class _GaussNewtonBlock:
-    """``sum_t J_t^T H_t J_t v`` over tensors t between the parameter and the root.
+    """The product ``sum_t J_t^T H_t J_t v`` over tensors t between the parameter and the root.
 
     Args:
-        graph: Holds the roots.
+        graph: The graph with the roots.
         leaf: The parameter.
-        tensors: Where each t came from.
+        tensors: The edges of the tensors t.
         hessians: For each t the product with ``H_t``.
     """
 
@@ -211,6 +213,6 @@ class _GaussNewtonBlock:
         return torch.zeros_like(vectors) if product is None else product
 
     def faulty_node(self) -> Node | None:
-        """The node whose second derivative is not finite."""
+        """Return the node whose second derivative is not finite."""
         own = faulty_node(self.graph.roots, self.graph.root_gradients(), self.tensors, self.tensors)
         return own or faulty_jacobian(self.tensors, [self.leaf])

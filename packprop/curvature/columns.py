@@ -1,4 +1,4 @@
-"""Columns that are fed in together, and unit columns."""
+"""Columns of seed vectors that enter a sweep together, and unit columns."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from packprop.tensors.layout import Layout
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns that are fed in together, made when they are needed.
+    """Columns of seed vectors that enter a sweep together, made when a sweep needs them.
 
     Args:
-        edges: Where they are fed in: the inputs of one or more losses.
-        count: How many columns there are.
-        chunk: Makes those from ``start`` to ``stop``: ``[v, *f]`` for each edge.
+        edges: The edges of the seed vectors: the inputs of one or more losses.
+        count: The number of columns.
+        chunk: Makes the columns from ``start`` to ``stop``: ``[v, *f]`` for each edge.
         weights: Factors on the squares of each column and sample ``[v, n]``; ``None`` for 1.
-        counted: Where columns belong to tokens, the same number of consecutive columns to each: whether each
-            token of each sample counts ``[t, n]``.
+        counted: For columns that belong to tokens, the same number of consecutive columns to each: says which
+            tokens of each sample count ``[t, n]``.
     """
 
     edges: Sequence[GradientEdge]
@@ -34,16 +34,16 @@ class Columns:
 
     @property
     def tokens(self) -> int:
-        """How many results of its own the group has: tokens, or columns."""
+        """The number of separate results of the group: one for each token, or for each column."""
         return self.count if self.counted is None else len(self.counted)
 
     @property
     def per_token(self) -> int:
-        """How many consecutive columns have one result."""
+        """The number of consecutive columns with one result."""
         return self.count // max(self.tokens, 1)
 
     def chunks(self, step: int) -> list[tuple[int, int]]:
-        """Where chunks of at most ``step`` columns begin and end: of whole tokens, or of a part of one."""
+        """Return start and stop of chunks of at most ``step`` columns: of whole tokens, or of a part of one."""
         each = self.per_token
         if step >= each:
             step -= step % each
@@ -59,7 +59,9 @@ class Columns:
 def unit_columns(
     shape: torch.Size, layout: Layout, like: Tensor, start: int = 0, stop: int | None = None
 ) -> Tensor:
-    """Columns that are 1 at one entry of every sample, all or from ``start`` to ``stop``: ``[v, *shape]``.
+    """Return columns that are 1 at one entry of every sample, all or from ``start`` to ``stop``.
+
+    Their shape is ``[v, *shape]``.
 
     Samples share memory where possible, so the columns must not be written to.
     """

@@ -1,4 +1,4 @@
-"""Whether the Hessian has entries between samples."""
+"""A check for entries of the Hessian between samples."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from packprop.tensors.layout import Layout
 
 
 def couples_samples(graph: Graph) -> bool:
-    """Whether the Hessian in the outputs of all uses has entries between samples.
+    """Tell whether the Hessian in the outputs of all uses has entries between samples.
 
-    As in NOTE [Separation]: a column of random numbers, those of each sample times a power of two of its own,
-    and another one with the inverse powers. What comes back in the rows of a sample has its own power, unless
-    part of it is another sample's.
+    The check is that of NOTE [Separation]. It multiplies the Hessian with a column of random numbers, in which
+    those of each sample are scaled by a power of two of their own, and with another column with the inverse
+    powers. The rows of a sample in the product are scaled by the sample's own power, unless a part of them
+    comes from another sample.
     """
     if graph.samples == 1:
         return False
@@ -48,7 +49,7 @@ def couples_samples(graph: Graph) -> bool:
     layouts = [use.layouts[index] for use, index in places]
 
     def sizes_by(exponents: Tensor) -> dict[int, Tensor]:
-        """How large the rows of each sample are ``[n]``, its own power taken off, by place."""
+        """Return the sizes of the rows of each sample ``[n]``, without the sample's power, by place."""
         seeds = [
             (random * _of_samples(layouts[place], torch.exp2(exponents), random)).to(gradient)
             for (place, gradient), random in zip(fed, noise, strict=True)
@@ -72,5 +73,5 @@ def couples_samples(graph: Graph) -> bool:
 
 
 def _of_samples(layout: Layout, factors: Tensor, like: Tensor) -> Tensor:
-    """A factor for each sample ``[n]``, to be broadcast against a tensor."""
+    """Reshape factors of samples ``[n]`` to broadcast against a tensor."""
     return layout.broadcast(factors, like.dim())

@@ -1,4 +1,4 @@
-"""On which uses each node of the graph depends. Uses are bits of a number, so that sets of them are quick."""
+"""The uses that each node of the graph depends on. Uses are bits of a number, which makes their sets fast."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from packprop.graph.graph import EAGER, Graph, ReachedUse
 
 
 def dependence(graph: Graph) -> dict[Node, int]:
-    """For each node between roots and leaves the uses that it depends on, as bits."""
+    """Return for each node between roots and leaves the uses that it depends on, as bits."""
     return upstream_bits([root.grad_fn for root in graph.roots if root.grad_fn is not None], bits_of(graph))
 
 
 def bits_of(graph: Graph) -> dict[ReachedUse, int]:
-    """A bit for each use."""
+    """Return a bit for each use."""
     return {use: 1 << place for place, use in enumerate(graph.uses)}
 
 
 def upstream_bits(starts: Sequence[Node], bits: dict[ReachedUse, int]) -> dict[Node, int]:
-    """Bits of the uses that lie upstream of each node, or at the node itself.
+    """Return the bits of the uses that lie upstream of each node, or at the node itself.
 
     Raises:
         PackpropError: If a branch of the graph has been summed already.
@@ -48,7 +48,7 @@ def upstream_bits(starts: Sequence[Node], bits: dict[ReachedUse, int]) -> dict[N
 
 
 def upstream_first(starts: Sequence[Node]) -> Iterator[Node]:
-    """Every node once, after all those that it leads to."""
+    """Yield every node once, after all nodes upstream of it."""
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(start, False) for start in starts]
     while stack:

@@ -27,27 +27,27 @@ from packprop.tensors.precision import accumulation_dtype
 from packprop.types import Seed
 
 BATCHED_ENTRIES = 2**23
-"""So many entries of all outputs of uses may be taken at once in columns by double backward."""
+"""Largest number of entries, over all outputs of uses, in the columns of one double backward."""
 
 
 LARGEST_COLUMNS = 2**26
-"""So many entries of all outputs of uses may be taken at once in columns of the entries of a parameter."""
+"""Largest number of entries, over all outputs of uses, in one chunk of columns of a parameter's entries."""
 
 
 BY_DOUBLE_BACKWARD = "columns by double backward"
-"""The kind of work, for estimates of time."""
+"""Name of this kind of work in estimates of time."""
 
 
 def hessian_columns(
     graph: Graph, uses: Sequence[ReachedUse], create_graph: bool, at_once: int | None = None
 ) -> Iterator[tuple[list[list[Tensor | None]], list[list[Tensor | None]]]]:
-    """Unit columns u at the outputs of some uses, and ``H u`` with H the Hessian of the roots in these outputs.
+    """Yield unit columns u at the outputs of some uses, and ``H u`` with H the Hessian in these outputs.
 
     Args:
-        graph: With its samples located.
-        uses: Their outputs are taken together.
-        create_graph: Whether columns shall be differentiable.
-        at_once: How many columns are taken at once; by default as many as ``BATCHED_ENTRIES`` allows.
+        graph: The graph, with its samples located.
+        uses: The uses, whose outputs are taken together.
+        create_graph: Whether columns are differentiable.
+        at_once: The number of columns in a chunk; by default as many as ``BATCHED_ENTRIES`` allows.
 
     Yields:
         For each use and output, ``[v, *y]`` of both.
@@ -90,7 +90,7 @@ def _zeros_at(use: ReachedUse, index: int) -> Tensor:
 def _derivatives_along(
     where: str, gradient: Tensor, ends: Sequence[Any], vectors: Tensor, create_graph: bool
 ) -> list[Tensor | None]:
-    """Derivatives of ``gradient`` along each of ``vectors [v, *y]``, at every end ``[v, *end]``."""
+    """Return derivatives of ``gradient`` along each of ``vectors [v, *y]``, at every end ``[v, *end]``."""
     if not gradient.requires_grad:
         return [None] * len(ends)
     with differentiating_twice(where):
@@ -100,7 +100,7 @@ def _derivatives_along(
 def parameter_diagonals(
     graph: Graph, leaves: Sequence[Tensor], per_sample: bool, create_graph: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each leaf with the diagonals of its Hessian: of each sample ``[n, *p]``, or summed ``[1, *p]``."""
+    """Yield each leaf with the diagonals of its Hessian: of each sample ``[n, *p]``, or summed ``[1, *p]``."""
     if not leaves:
         return
     require_second_derivatives(graph.roots, leaves, named(graph))
@@ -114,7 +114,7 @@ def parameter_diagonals(
 
 
 def _whole_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Differentiable gradients ``[1, *p]`` of some leaves."""
+    """Return differentiable gradients ``[1, *p]`` of some leaves."""
     gradients = gradients_at(graph, leaves, create_graph=True)
     dense = [each.to_dense() if each is not None and each.is_sparse else each for each in gradients]
     pairs = zip(leaves, dense, strict=True)
@@ -122,7 +122,7 @@ def _whole_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _sample_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Differentiable gradients of single samples ``[n, *p]`` of some leaves."""
+    """Return differentiable per-sample gradients ``[n, *p]`` of some leaves."""
     wanted = {id(leaf) for leaf in leaves}
     parts: dict[int, list[Any]] = {}
 
@@ -143,7 +143,10 @@ def _sample_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
 def diagonals(
     where: str, leaf: Tensor, gradient: Tensor, create_graph: bool, at_once: int | None = None
 ) -> Tensor:
-    """The diagonal of the derivative of each gradient ``[n, *p]`` in the leaf, so many columns at once."""
+    """Return the diagonal of the derivative of each gradient ``[n, *p]`` in the leaf.
+
+    ``at_once``: the largest number of columns in a chunk.
+    """
     entries, samples = leaf.numel(), gradient.shape[0]
     if not gradient.requires_grad:
         return torch.zeros_like(gradient, dtype=accumulation_dtype(gradient.dtype))
@@ -153,7 +156,7 @@ def diagonals(
     pieces, done = [], 0
     for start in chunk_starts(flat.numel(), step):
         stop = min(flat.numel(), start + step)
-        if start > done:  # without data not all chunks are run, but all take memory
+        if start > done:  # a dry run skips chunks, but counts the memory of all of them
             pieces.append(flat.new_zeros(start - done))
         done = stop
         places = torch.arange(start, stop, device=flat.device)
@@ -172,9 +175,10 @@ def diagonals(
 def estimated_diagonals(
     graph: Graph, leaves: Sequence[Tensor], seed: Seed, create_graph: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Unbiased estimates ``u * (H u)`` with random signs u (Bekas et al. 2007), the mean over draws ``[*p]``.
+    """Yield each leaf with an unbiased estimate of its Hessian's diagonal, ``[*p]`` (Bekas et al. 2007).
 
-    One Hessian-vector product for each draw, whatever the number of parameters.
+    The estimate is the mean of ``u * (H u)`` over draws of random signs u. Each draw takes one Hessian-vector
+    product, for any number of parameters.
     """
     if create_graph:
         require_third_derivatives(graph, leaves)
@@ -184,7 +188,7 @@ def estimated_diagonals(
         with torch.enable_grad():
             gradients = _whole_gradients(graph, leaves)
         totals: list[Tensor | float] = [0.0] * len(leaves)
-        for _ in chunk_starts(draws, 1):  # without data few are drawn: sums take no more memory
+        for _ in chunk_starts(draws, 1):  # a dry run draws a few: sums take no more memory
             signs = [_signs(leaf, seed.generator) for leaf in leaves]
             pairs = [(g, u[None]) for g, u in zip(gradients, signs, strict=True) if g.requires_grad]
             products: Sequence[Tensor | None] = [None] * len(leaves)
@@ -201,7 +205,7 @@ def estimated_diagonals(
 
 
 def _signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Random signs of the shape of a tensor."""
+    """Draw random signs of the shape of a tensor."""
     device = like.device if generator is None else generator.device
     coins = torch.randint(0, 2, like.shape, generator=generator, device=device)
     return (2 * coins - 1).to(like.device, like.dtype)

@@ -1,4 +1,4 @@
-"""Losses differentiated by autograd: factors on them, roots of their Hessians, products with their Hessians."""
+"""Losses differentiated by autograd: their factors, roots of their Hessians, products with their Hessians."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from packprop.tensors.repeated import one_by_one
 
 
 def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
-    """What multiplies a loss: the gradient of the roots with respect to what the loss function returned.
+    """Return the factor on a loss: the gradient of the roots with respect to the output of the loss function.
 
     Raises:
         PackpropError: If the loss enters nonlinearly or with a negative factor: its curvature is then not the
@@ -43,7 +43,7 @@ def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
 
 
 def linear_factor(graph: Graph, loss: ReachedLoss, asked: str) -> Tensor:
-    """As ``loss_factor``, of either sign; ``asked`` is what errors say was asked for."""
+    """Return the factor like ``loss_factor``, of either sign; ``asked`` is the request that errors name."""
     root, given = graph.roots[0], graph.gradients[0]
     if len(graph.roots) == 1 and root.grad_fn is loss.node and given is None:
         return torch.ones_like(root, requires_grad=False)
@@ -53,7 +53,7 @@ def linear_factor(graph: Graph, loss: ReachedLoss, asked: str) -> Tensor:
         (factor,) = derivatives(graph.roots, [edge], gradients, create_graph=True)
         assert factor is not None
         curved: list[Tensor | None] = []
-        if factor.requires_grad:  # along random numbers: along ones, shares of a whole would not change
+        if factor.requires_grad:  # random, because along ones a share of the total does not change
             noise = torch.rand(factor.shape, generator=torch.Generator().manual_seed(0)).to(factor)
             curved = derivatives([factor], _ends(graph), [noise])
     if any(each is not None and has_fault((each != 0).any()) for each in curved):
@@ -68,7 +68,7 @@ def linear_factor(graph: Graph, loss: ReachedLoss, asked: str) -> Tensor:
 
 
 def _ends(graph: Graph) -> list[GradientEdge]:
-    """Values of all losses, and where else the model is met: what a factor of one loss may depend on."""
+    """Return the edges that the factor of a loss may depend on: values of all losses, and open paths."""
     losses = [GradientEdge(loss.node, loss.output) for loss in graph.losses]
     return losses + [place.edge for place in graph.open if place.is_open]
 
@@ -80,7 +80,7 @@ def generic_root(
     factor: Tensor,
     layout: Layout,
 ) -> Root:
-    """The root of a loss that has no rule, from its own second derivatives, sample by sample."""
+    """Return the root of a loss without a rule, from the second derivatives of each sample."""
     differentiable = torch.is_grad_enabled()
     outputs, value = _evaluated_in_wide(function, args, kwargs, factor)
     _require_twice_differentiable(function, value)
@@ -120,10 +120,10 @@ def generic_root(
 def _evaluated_in_wide(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``evaluated_again`` in at least float32: what low precision makes of a Hessian may not be convex."""
+    """Call ``evaluated_again`` in at least float32: in low precision a Hessian may not be positive."""
     given_in = input_of(function, args, kwargs).dtype
     if accumulation_dtype(given_in) != given_in:
-        with torch.enable_grad(), contextlib.suppress(RuntimeError):  # it may have constants in low precision
+        with torch.enable_grad(), contextlib.suppress(RuntimeError):  # there may be constants in low precision
             wide = [map_tensors(_widened, value) for value in args]
             return evaluated_again(function, (*wide,), map_tensors(_widened, kwargs), factor)
     return evaluated_again(function, args, kwargs, factor)
@@ -134,7 +134,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def _rounded(root: Root, dtype: torch.dtype) -> Root:
-    """The same root with columns in the precision of what a loss was given."""
+    """Return the same root with columns in the precision of the loss's input."""
     return Root(
         root.columns,
         lambda t, start, stop: root.position(t, start, stop).to(dtype),
@@ -143,7 +143,7 @@ def _rounded(root: Root, dtype: torch.dtype) -> Root:
 
 
 def loss_hessian_products(graph: Graph, loss: ReachedLoss) -> Callable[[Tensor], Tensor]:
-    """From vectors ``[v, *f]`` where columns of a loss are fed in to their products with its Hessian."""
+    """Return the function from vectors ``[v, *f]`` at the entrance of a loss to products with its Hessian."""
     call = loss.call
     outputs: Any
     value: Any
@@ -169,7 +169,7 @@ def loss_hessian_products(graph: Graph, loss: ReachedLoss) -> Callable[[Tensor],
 
 
 def _require_twice_differentiable(function: Callable[..., Any], value: Tensor) -> None:
-    """Refuse losses that contain functions marked as differentiable once."""
+    """Raise if a loss contains functions that are marked as once differentiable."""
     for node in nodes_above([value.grad_fn]):
         if is_once_differentiable(node):
             raise PackpropError(
@@ -183,7 +183,7 @@ def _require_twice_differentiable(function: Callable[..., Any], value: Tensor) -
 def evaluated_again(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Evaluate a loss again by itself: its input, and what it adds to the roots as a function of that."""
+    """Evaluate a loss again; return its input, and its term of the roots as a function of this input."""
     original, differentiable = input_of(function, args, kwargs), torch.is_grad_enabled()
     with torch.enable_grad():
         outputs = original.view_as(original) if differentiable else original.detach()
@@ -194,7 +194,7 @@ def evaluated_again(
 
 
 def _require_separate(product: Callable[[Tensor], Tensor], front: Tensor) -> None:
-    """Refuse losses whose Hessian has entries between samples: no sample has its own curvature then."""
+    """Raise if the Hessian of a loss has entries between samples: no sample then has its own curvature."""
     half = torch.arange(front.shape[0], device=front.device) % 2 == 0
     if front.shape[0] == 1:
         return

@@ -1,4 +1,4 @@
-"""Products with the matrix of all parameters together, of a recorded graph whose losses are known."""
+"""Products with the curvature matrix of all parameters together, for a recorded graph with known losses."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ Matrix = Literal["ggn", "hessian"]
 
 
 def graph_product(graph: Graph, matrix: Matrix, parameters: Sequence[Tensor]) -> Product:
-    """From vectors ``[v, *p]`` for each parameter to products with the GGN, or the Hessian, of a recorded loss.
+    """Return the product with the GGN, or the Hessian, of a recorded loss.
 
-    The GGN is that of everything before the loss function, as for the extensions: what happens between the
-    model's output and the loss function belongs to the model.
+    The product maps vectors ``[v, *p]`` for each parameter to products. The GGN linearises everything before
+    the loss function, as for the extensions: operations between the model's output and the loss function belong
+    to the model.
 
     Args:
-        graph: With its samples located; kept alive by the product.
-        matrix: Which one.
-        parameters: Leaves; those that the graph does not reach have products of zero.
+        graph: The graph, with its samples located; the product keeps it alive.
+        matrix: The GGN or the Hessian.
+        parameters: Leaves; the products of those that the graph does not reach are zero.
 
     Raises:
-        PackpropError: If something in the graph is not twice differentiable, or a loss has no GGN; products
-            raise it, too.
+        PackpropError: If a function in the graph is not twice differentiable, or a loss has no GGN. The product
+            may also raise this.
     """
     if matrix == "hessian":
         return hessian_product("operators.of_data", graph.roots[0], parameters)[0]
@@ -52,7 +53,7 @@ def graph_product(graph: Graph, matrix: Matrix, parameters: Sequence[Tensor]) ->
             at_losses = jacobian(vectors)
             curved = [hessian(each) for hessian, each in zip(hessians, at_losses, strict=True)]
             products = with_zeros(vjps(edges, parameters, curved), parameters, len(vectors[0]))
-            if not looked_at:  # once is enough, and waits for the device
+            if not looked_at:  # once is enough, because it waits for the device
                 looked_at.append(True)
                 warn_unless_finite("A product with the GGN of a batch", products, vectors, search, graph)
             return products
@@ -65,6 +66,6 @@ def graph_product(graph: Graph, matrix: Matrix, parameters: Sequence[Tensor]) ->
 
 
 def _refuse_losses_without(graph: Graph) -> list[Columns]:
-    """Refuse losses that have no GGN: columns of its root are made where they are needed, which is nowhere."""
+    """Raise if a loss has no GGN. Columns are made on demand, so this makes none of them."""
     with torch.no_grad():
         return columns(graph, EXACT, create_graph=False)

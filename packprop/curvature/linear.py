@@ -1,11 +1,11 @@
-"""Jacobian-vector and vector-Jacobian products, which products with curvature matrices are made of.
+"""Jacobian-vector and vector-Jacobian products, the parts of products with curvature matrices.
 
 # NOTE [Products by double backward]
-All products are reverse over reverse. Forward over reverse is cheaper, and silently wrong through LayerNorm,
-InstanceNorm and BatchNorm in training mode in torch 2.13. ``J v`` is the derivative, along v, of ``J^T u`` in a
-vector u that is otherwise arbitrary (Townsend 2017). Random numbers are taken for u: a formula that is linear
-in u need not have a slope at zero, as that of ``logcumsumexp``, which takes logarithms of u. Whether the
-derivative is the map's own is seen from ``<u, J v> = <J^T u, v>``, both of which are there.
+All products are reverse over reverse. Forward over reverse is cheaper, but silently wrong through LayerNorm,
+InstanceNorm and BatchNorm in training mode in torch 2.13. ``J v`` is the derivative of ``J^T u`` with respect
+to u, along v, for any vector u (Townsend 2017). packprop takes random numbers for u: a formula that is linear
+in u need not have a derivative at zero, such as that of ``logcumsumexp``, which takes logarithms of u. packprop
+checks the result by ``<u, J v> = <J^T u, v>``, since it has both sides.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class PullOptions(TypedDict, total=False):
 
 
 class LinearMap(Protocol):
-    """``J v`` for vectors at some inputs."""
+    """The map from vectors v at some inputs to ``J v``."""
 
     def __call__(self, vectors: Vectors, **options: Unpack[PullOptions]) -> list[Tensor]:
-        """From ``[v, *x]`` at each input to ``[v, *y]`` for each output."""
+        """Map ``[v, *x]`` at each input to ``[v, *y]`` for each output."""
 
 
 def differentiable_gradients(value: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """Gradients of a scalar, with a graph of their own; ``None`` where it does not depend on an input."""
+    """Return gradients of a scalar, with a graph of their own; ``None`` if it does not depend on an input."""
     if not value.requires_grad:
         return [None] * len(inputs)
     with torch.enable_grad():
@@ -60,9 +60,9 @@ def differentiable_gradients(value: Tensor, inputs: Sequence[Tensor]) -> list[Te
 def vjps(
     outputs: Sequence[Any], inputs: Sequence[Any], vectors: Vectors, **options: Unpack[PullOptions]
 ) -> list[Tensor | None]:
-    """``J^T u`` for u ``[v, *y]`` at each output: ``[v, *x]`` for each input, ``None`` if it is not reached.
+    """Return ``J^T u`` for u ``[v, *y]`` at each output: ``[v, *x]`` for each input, ``None`` if not reached.
 
-    Outputs that are ``None`` or constant are passed over.
+    Outputs that are ``None`` or constant are skipped.
     """
     pairs = [
         (output, vector)
@@ -77,7 +77,7 @@ def vjps(
 def jvps(
     outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Vectors, **options: Unpack[PullOptions]
 ) -> list[Tensor]:
-    """``J v`` for v ``[v, *x]`` at each input: ``[v, *y]`` for each output.
+    """Return ``J v`` for v ``[v, *x]`` at each input: ``[v, *y]`` for each output.
 
     See NOTE [Products by double backward].
     """
@@ -85,7 +85,7 @@ def jvps(
 
 
 def linearize(outputs: Sequence[Any], inputs: Sequence[Tensor], retain_graph: bool = True) -> LinearMap:
-    """The map from v to ``J v``, for many calls: its graph is made once, and looked at in the first call."""
+    """Return the map from v to ``J v``, for many calls: it makes its graph once; the first call checks it."""
     looked_at: list[bool] = []
     with torch.enable_grad():
         arbitrary = [tensor.requires_grad_() for tensor in noise_like(outputs)]
@@ -94,7 +94,7 @@ def linearize(outputs: Sequence[Any], inputs: Sequence[Tensor], retain_graph: bo
     def apply(vectors: Vectors, **options: Unpack[PullOptions]) -> list[Tensor]:
         products = vjps(linear, arbitrary, vectors, **options)
         found = with_zeros(products, arbitrary, len(vectors[0]) if options.get("batched", True) else None)
-        if not looked_at and not is_dry_run():  # once is enough, and waits for the device
+        if not looked_at and not is_dry_run():  # once is enough, because it waits for the device
             looked_at.append(True)
             _require_adjoint(zip(arbitrary, found, strict=True), zip(linear, vectors, strict=True))
         return found
@@ -105,10 +105,10 @@ def linearize(outputs: Sequence[Any], inputs: Sequence[Tensor], retain_graph: bo
 def _require_adjoint(
     at_outputs: Iterable[tuple[Tensor | None, Tensor]], at_inputs: Iterable[tuple[Tensor | None, Tensor]]
 ) -> None:
-    """Refuse a map whose ``<u, J v>`` are not its ``<J^T u, v>``.
+    """Raise if ``<u, J v>`` is not ``<J^T u, v>`` for a map.
 
-    Rounding is measured by what is added up, and by ``|u| |v|``: where the map is zero, as that from a bias to
-    what batch normalisation makes of it, both sides are nothing but rounding.
+    The tolerance is relative to the sums of absolute products, and to ``|u| |v|``: where the map is zero, such
+    as that from a bias through batch normalisation, both sides are nothing but rounding.
 
     Raises:
         PackpropError: If they differ by more than rounding.
@@ -133,7 +133,7 @@ def _require_adjoint(
 
 
 def with_zeros(products: Sequence[Tensor | None], like: Sequence[Tensor], count: int | None) -> list[Tensor]:
-    """Products, with zeros in place of ``None``: ``[v, *x]`` for ``count`` vectors, or ``[*x]``."""
+    """Replace ``None`` among products by zeros: ``[v, *x]`` for ``count`` vectors, or ``[*x]``."""
     front = () if count is None else (count,)
     return [
         tensor.new_zeros(*front, *tensor.shape) if product is None else product
@@ -142,7 +142,7 @@ def with_zeros(products: Sequence[Tensor | None], like: Sequence[Tensor], count:
 
 
 def noise_like(outputs: Sequence[Any]) -> list[Tensor]:
-    """Random numbers of the shape of each tensor, or of what an edge stands for: the same in each call."""
+    """Return random numbers of the shape of each tensor, or of an edge's tensor: the same in each call."""
     generator = torch.Generator().manual_seed(0)
     like = [each if isinstance(each, Tensor) else made_by(each.node)[each.output_nr] for each in outputs]
     wide = [accumulation_dtype(each.dtype) for each in like]
@@ -153,13 +153,13 @@ def noise_like(outputs: Sequence[Any]) -> list[Tensor]:
 
 
 def require_vectors(call: str, like: Sequence[Tensor], vectors: Vectors, many: bool = False) -> None:
-    """Refuse vectors that do not belong to some tensors.
+    """Raise if vectors do not fit some tensors.
 
     Args:
-        call: PullOptions the function was called, for the message.
+        call: The call of the function, for the message.
         like: The tensors.
-        vectors: One for each, of its shape; or, if ``many``, all with one more leading axis.
-        many: Whether there is that axis.
+        vectors: One for each tensor, of its shape; or, if ``many``, all with one more leading axis.
+        many: Whether the vectors have that axis.
 
     Raises:
         BadInput: If numbers or shapes differ.

@@ -1,4 +1,4 @@
-"""What is not linear between the losses and the uses."""
+"""Nonlinear nodes between the losses and the uses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Nonlinearity:
 
     Args:
         node: Its node.
-        input: Where its input came from.
+        input: The edge of its input.
         shape: Shape of its input.
         upstream: Bits of the uses that its input depends on.
     """
@@ -40,7 +40,7 @@ class NonlinearNodes:
 
     Args:
         elementwise: Elementwise nonlinearities.
-        layouts: Where their inputs hold the samples.
+        layouts: The places of samples in their inputs.
         products: Products, each by the bits of its factors. A product is linear for a leaf if only one of its
             factors depends on the leaf's uses.
         unknown: Bits of the uses upstream of nodes of any other kind.
@@ -52,7 +52,7 @@ class NonlinearNodes:
     unknown: int = 0
 
     def allow_sweep(self, bits: int) -> bool:
-        """Whether uses, given as bits, have nothing downstream but linear and elementwise nodes."""
+        """Tell whether uses, given as bits, have only linear and elementwise nodes downstream."""
         if bits & self.unknown:
             return False
         return not any(sum(bool(bits & factor) for factor in factors) > 1 for factors in self.products)
@@ -62,7 +62,7 @@ def nonlinear_nodes(graph: Graph, masks: dict[Node, int]) -> NonlinearNodes:
     """Find the nodes between the losses and the uses that are not linear.
 
     Args:
-        graph: With its samples located.
+        graph: The graph, with its samples located.
         masks: The uses upstream of each node, as bits.
     """
     nodes = NonlinearNodes()
@@ -73,7 +73,7 @@ def nonlinear_nodes(graph: Graph, masks: dict[Node, int]) -> NonlinearNodes:
         if isinstance(layouts, list):
             nodes.layouts = layouts
             break
-        nodes.unknown |= nodes.elementwise.pop(layouts).upstream  # no layout is seen for this one
+        nodes.unknown |= nodes.elementwise.pop(layouts).upstream  # its layout was not found
     return nodes
 
 

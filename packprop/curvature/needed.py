@@ -1,7 +1,7 @@
-"""Which parameters a product with a block reads: those whose change makes it a product at other values.
+"""Parameters that a product with a block reads, and whose change makes the product wrong.
 
-A product differentiates what lies between its parameter and the roots, and reads what the nodes there saved:
-the weights downstream of it. Its own weight, and what lies upstream, may change.
+A product differentiates the nodes between its parameter and the roots, and reads the tensors that these nodes
+saved, such as the weights downstream. You may change its own weight, and weights upstream.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from packprop.functions.saved import keeps_elsewhere
 from packprop.graph.graph import Graph
 
 AFFINE = NORMALISATIONS | {"NativeLayerNorm", "NativeGroupNorm"}
-"""Functions whose derivative in what scales and shifts (all but the first input) does not read it."""
+"""Functions whose derivatives in scale and shift (all inputs but the first) do not read scale and shift."""
 
 
 def read_by_products(graph: Graph, leaves: Sequence[Tensor]) -> list[list[Tensor]]:
-    """For each leaf the leaves that the product with its block reads."""
+    """Return for each leaf the leaves that the product with its block reads."""
     everything = [list(leaves) for _ in leaves]
     if graph.checkpoints:
         return everything
@@ -39,9 +39,9 @@ def read_by_products(graph: Graph, leaves: Sequence[Tensor]) -> list[list[Tensor
             masks[node] |= slot
         if not masks[node] or variable is not None:
             continue
-        if isinstance(node, BackwardCFunction) or "Backward" not in node.name():  # may hold anything
+        if isinstance(node, BackwardCFunction) or "Backward" not in node.name():  # it may hold anything
             return everything
-        if keeps_elsewhere(node):  # what is computed again reads all parameters again
+        if keeps_elsewhere(node):  # a recomputation reads all parameters again
             return everything
         for saved in saved_tensors(node):
             leaf = None if saved.layout != leaves[0].layout else at.get(saved.untyped_storage().data_ptr())
@@ -51,21 +51,21 @@ def read_by_products(graph: Graph, leaves: Sequence[Tensor]) -> list[list[Tensor
 
 
 def _readers(name: str, slots: Sequence[int], own: int) -> int:
-    """Leaves, as bits, whose product reads a leaf that a node has saved.
+    """Return the leaves, as bits, whose products read a leaf that a node has saved.
+
+    The derivative of a product in one operand reads the other operand. That in a summand reads neither.
 
     Args:
         name: Name of the node.
-        slots: The leaves that each of its inputs depends on.
-        own: The leaf that it has saved.
-
-    The derivative of a product in one operand reads the other one, that in a summand neither.
+        slots: The leaves that each of its inputs depends on, as bits.
+        own: The bit of the leaf that it has saved.
     """
     read = slots
     if name in AFFINE:
         read = slots[:1]
     elif name in PRODUCTS and sum(bool(slot & own) for slot in slots) == 1:
         first, last = name in WITH_SUMMAND or name == "Addcmul", name in CONVOLUTIONS or name == "Linear"
-        summand = 0 if first else 2 if last else None  # it stands before the two operands, or behind them
+        summand = 0 if first else 2 if last else None  # it comes before the two operands, or after them
         read = [slot for place, slot in enumerate(slots) if place != summand and not slot & own]
     found = 0
     for slot in read:

@@ -1,4 +1,4 @@
-"""What elementwise nonlinearities add to the Hessian."""
+"""Terms of the Hessian from elementwise nonlinearities."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from packprop.tensors.precision import accumulation_dtype
 
 @dataclass(frozen=True)
 class CurvatureTerm:
-    """What one input of elementwise nonlinearities adds to the Hessian.
+    """The term of the Hessian from one input of elementwise nonlinearities.
 
     Args:
-        columns: Weighted unit columns at the input, or what they become below the function that made it.
-        uses: Uses that the columns are swept to.
+        columns: Weighted unit columns at the input, or their products below the function that made it.
+        uses: The uses to which these columns are swept.
     """
 
     columns: Columns
@@ -40,7 +40,7 @@ class CurvatureTerm:
 def nonlinearity_terms(
     graph: Graph, routes: Routes, uses: Sequence[ReachedUse], diagonals: OutputDiagonals, create_graph: bool
 ) -> Iterator[CurvatureTerm]:
-    """What elementwise nonlinearities add, input by input; ``diagonals`` gets what needs no sweep."""
+    """Yield the terms of elementwise nonlinearities, input by input; add to ``diagonals`` without a sweep."""
     if not routes.nonlinearities:
         return
     weights = residuals(graph, routes, create_graph)
@@ -68,7 +68,7 @@ def nonlinearity_terms(
 
 
 def residuals(graph: Graph, routes: Routes, create_graph: bool = False) -> list[Tensor]:
-    """``phi''(z) dL/dphi(z)`` at the input z of each elementwise nonlinearity, of its shape."""
+    """Return ``phi''(z) dL/dphi(z)`` at the input z of each elementwise nonlinearity, of its shape."""
     if not routes.nonlinearities:
         return []
     outputs = [GradientEdge(nonlinearity.node, 0) for nonlinearity, _ in routes.nonlinearities]
@@ -78,14 +78,14 @@ def residuals(graph: Graph, routes: Routes, create_graph: bool = False) -> list[
 
 
 def residual(nonlinearity: Nonlinearity, gradient: Tensor | None, create_graph: bool) -> Tensor:
-    """``phi''(z) dL/dphi(z)`` of the shape of z, from the gradient ``dL/dphi(z)``.
+    """Return ``phi''(z) dL/dphi(z)`` of the shape of z, from the gradient ``dL/dphi(z)``.
 
-    A node that is called with ones gives phi' of what it saved; autograd differentiates that in z.
+    A call of the node with ones gives ``phi'(z)``, and autograd differentiates this in z.
     """
     made = made_by(nonlinearity.node)[0]
     if gradient is None:
         return torch.zeros(nonlinearity.shape, dtype=made.dtype, device=made.device)
-    node: Any = nonlinearity.node  # nodes can be called, which torch's annotations leave out
+    node: Any = nonlinearity.node  # nodes are callable, but torch's annotations do not say so
     with differentiating_twice(nonlinearity.node.name()), torch.enable_grad():
         first: Any = node(torch.ones_like(gradient))
         first = first[0] if isinstance(first, tuple) else first
@@ -99,7 +99,7 @@ def residual(nonlinearity: Nonlinearity, gradient: Tensor | None, create_graph: 
 
 
 def _weighted_columns(weight: Tensor, layout: Layout, at: GradientEdge | SharedRows) -> Columns:
-    """Unit columns at the input of a nonlinearity, or below the function that made it, with their weights."""
+    """Return weighted unit columns at the input of a nonlinearity, or below the function that made it."""
     front = layout.to_front(weight)
     samples, entries = front.shape[0], front.shape[1:].numel()
     weights = front.reshape(samples, entries).mT

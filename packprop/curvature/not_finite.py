@@ -1,8 +1,8 @@
-"""Which function's second derivative is not finite: looked for only where a result is not.
+"""The search for a function whose second derivative is not finite, after a result that is not.
 
-PyTorch's second derivatives are NaN where a formula divides by what is zero: a norm or a standard deviation at
-zero, ``sinc`` at zero. Often the function has a second derivative there, or is taken to have none; PyTorch
-gives neither, so the result is NaN, and a warning names the function.
+PyTorch's second derivatives are NaN where a formula divides by zero: a norm or a standard deviation at zero,
+``sinc`` at zero. Often the function has a second derivative there, or one would take it to be zero. PyTorch
+returns NaN, so the result is NaN, and packprop warns with the name of the function.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from packprop.tensors.finite import are_finite
 def faulty_node(
     outputs: Sequence[Any], seeds: Sequence[Tensor | None], inputs: Sequence[Any], ends: Sequence[Any]
 ) -> Node | None:
-    """The node whose second derivative is not finite although all that comes to it is.
+    """Return the node whose second derivative is not finite although its incoming cotangents are.
 
     Args:
-        outputs: Tensors or edges that are differentiated, twice.
-        seeds: What is fed in there.
-        inputs: Where the first derivative ends.
-        ends: Where the second one ends: the same, or the seeds.
+        outputs: Tensors or edges to differentiate twice.
+        seeds: Their seed vectors.
+        inputs: The inputs of the first derivative.
+        ends: The inputs of the second derivative: the same, or the seeds.
 
     Returns:
-        ``None`` if there is none: something is not finite before.
+        ``None`` if there is no such node, because an earlier tensor is not finite.
     """
     starts = [output.grad_fn if isinstance(output, Tensor) else output.node for output in outputs]
     forward = list(nodes_above(starts))
@@ -77,7 +77,7 @@ def faulty_node(
     try:
         if curved:
             derivatives(curved, ends, [torch.ones_like(gradient) for gradient in curved])
-    except RuntimeError:  # what was asked for went another way
+    except RuntimeError:  # the faulty product was computed in another way
         return None
     finally:
         for handle in handles:
@@ -86,13 +86,13 @@ def faulty_node(
 
 
 def faulty_jacobian(outputs: Sequence[Any], inputs: Sequence[Any]) -> Node | None:
-    """As ``faulty_node``, where first derivatives are differentiated only in what is fed in, as for ``J v``."""
+    """Search like ``faulty_node``, for first derivatives differentiated only in their seeds, as for ``J v``."""
     seeds = [tensor.requires_grad_() for tensor in noise_like(outputs)]
     return faulty_node(outputs, seeds, inputs, seeds)
 
 
 def cause_of(what: str, node: Node, graph: Graph | None = None) -> str:
-    """What a warning says of a node whose second derivative is not finite."""
+    """Return the text of a warning about a node whose second derivative is not finite."""
     near = ""
     if graph is not None:
         uses = {above: use for use in graph.uses for above, _ in use.nodes.values()}
@@ -106,7 +106,10 @@ def cause_of(what: str, node: Node, graph: Graph | None = None) -> str:
 
 
 def cause_in(graph: Graph, what: str) -> str:
-    """As ``cause_of``, between the losses and the uses of a graph; nothing if it is no second derivative."""
+    """Search between the losses and the uses of a graph, and return the text of ``cause_of``.
+
+    The text is empty if no second derivative is the cause.
+    """
     edges = [GradientEdge(*key) for use in graph.uses for key in use.nodes.values()]
     node = faulty_node(graph.roots, graph.root_gradients(), edges, edges)
     return "" if node is None else cause_of(what, node, graph)
@@ -119,14 +122,14 @@ def warn_unless_finite(
     search: Callable[[], Node | None],
     graph: Graph | None = None,
 ) -> None:
-    """Warn of a product that is not finite, and name the function; waits for the device.
+    """Warn of a product that is not finite, and name the function; wait for the device.
 
     Args:
-        what: What the product is, for the message.
+        what: Name of the product, for the message.
         products: The product.
-        vectors: What was multiplied; no warning if that is not finite.
+        vectors: The vectors; there is no warning if they are not finite.
         search: Finds the node, if there is one.
-        graph: To say which layer is near.
+        graph: The graph, if the message shall name a layer nearby.
     """
     if is_dry_run() or are_finite(products) or not are_finite(vectors):
         return

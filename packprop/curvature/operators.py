@@ -1,7 +1,7 @@
 """Curvature matrices as linear operators: ``@`` on tensors, and ``to_scipy()`` for SciPy's solvers.
 
-The entries of some parameters stand side by side in one vector, in the order in which
-``torch.nn.utils.parameters_to_vector`` puts them. All operators are symmetric.
+The entries of all parameters form one vector, in the order of ``torch.nn.utils.parameters_to_vector``. All
+operators are symmetric.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from packprop.tensors.precision import accumulation_dtype, result_dtype
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """A symmetric matrix that is known by its products, plus ``damping`` times the identity.
+    """A symmetric matrix, given by its products with vectors, plus ``damping`` times the identity.
 
     Args:
         parameters: The parameters whose entries are its rows and columns, in this order.
-        product: From vectors ``[v, *p]`` for each parameter to products.
-        damping: What is added to the diagonal, in units of the curvature.
-        snapshots: Tensors that the product is a function of, as they were when it was made.
+        product: Maps vectors ``[v, *p]`` for each parameter to products.
+        damping: The number to add to the diagonal, in units of the curvature.
+        snapshots: Snapshots of the tensors that the product depends on, from the time it was made.
 
     Example:
         >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -53,22 +53,22 @@ class Operator:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of products: the highest among the parameters, and at least that of float32."""
+        """The precision of products: the highest among the parameters, and at least that of float32."""
         highest = functools.reduce(torch.promote_types, (parameter.dtype for parameter in self.parameters))
         return accumulation_dtype(highest)
 
     @property
     def readings(self) -> int:
-        """How often the data of an operator of a data set were read to their end; 0 for other operators."""
+        """The number of complete readings of the data, for an operator of a data set; 0 for other operators."""
         return int(getattr(self.product, "readings", 0))
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the first parameter."""
         return self.parameters[0].device
 
     def __matmul__(self, vectors: Tensor) -> Tensor:
-        """Products with one vector ``[p]``, or with the columns of a matrix ``[p, v]``, of the same shape.
+        """Multiply with one vector ``[p]``, or the columns of a matrix ``[p, v]``; keep the shape.
 
         Raises:
             BadInput: If the vectors have another length.
@@ -85,7 +85,7 @@ class Operator:
             raise PackpropError(
                 "A product with a curvature operator was asked for.",
                 "parameters of its graph",
-                "they were changed in place since the operator was made: it is that of old values",
+                "they were changed in place since the operator was made: its products are those of old values",
                 "make the operator again, from a new forward pass",
             )
         columns = vectors.detach().reshape(len(vectors), -1).mT.to(self.device)
@@ -101,7 +101,7 @@ class Operator:
         return products.mT.reshape(vectors.shape).to(vectors.device, result_dtype(vectors, products))
 
     def to_scipy(self) -> Any:
-        """The same as a ``scipy.sparse.linalg.LinearOperator``, of arrays ``[p]`` or ``[p, v]`` on the CPU.
+        """Return a ``scipy.sparse.linalg.LinearOperator`` for arrays ``[p]`` or ``[p, v]`` on the CPU.
 
         Raises:
             PackpropError: If SciPy is not installed.
@@ -132,20 +132,20 @@ class Operator:
 def hessian(
     loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor], damping: float = 0.0
 ) -> Operator:
-    """The Hessian of a scalar in some parameters (Pearlmutter 1994).
+    """Return the Hessian of a scalar in some parameters (Pearlmutter 1994).
 
-    The loss is evaluated once, and its graph kept as long as the operator is: whatever the model draws in its
-    forward pass is the same in every product.
+    packprop evaluates the loss once, and the operator keeps its graph. All products therefore share the random
+    draws of the forward pass, such as those of dropout.
 
     Args:
-        loss: A scalar with a graph; or a function of no arguments that computes it, which is called once, with
-            the kernels of scaled dot product attention that can be differentiated twice.
+        loss: A scalar with a graph; or a function without arguments that computes it. packprop calls it once,
+            with kernels of scaled dot product attention that are twice differentiable.
         parameters: Leaves of the graph, each once.
-        damping: What is added to the diagonal.
+        damping: The number to add to the diagonal.
 
     Raises:
-        BadInput: If a parameter is there twice or requires no gradient, or the loss is no scalar.
-        PackpropError: If something in the graph is not twice differentiable; products raise it, too.
+        BadInput: If a parameter occurs twice or does not require a gradient, or the loss is not a scalar.
+        PackpropError: If a function in the graph is not twice differentiable. Products may also raise this.
     """
     chosen = _chosen("operators.hessian", parameters)
     product, value = hessian_product("operators.hessian", loss, chosen)
@@ -157,17 +157,17 @@ def ggn(
     parameters: Sequence[Tensor],
     damping: float = 0.0,
 ) -> Operator:
-    """The generalized Gauss-Newton matrix ``J^T H J`` in some parameters (Schraudolph 2002).
+    """Return the generalized Gauss-Newton matrix ``J^T H J`` in some parameters (Schraudolph 2002).
 
     Args:
-        graph: The model's output and the loss computed from it; or a function of no arguments that computes
-            both, called as that of ``hessian``.
+        graph: The model's output and the loss computed from it; or a function without arguments that computes
+            both. packprop calls it like that of ``hessian``.
         parameters: Leaves of the graph, each once.
-        damping: What is added to the diagonal.
+        damping: The number to add to the diagonal.
 
     Raises:
-        BadInput: If a parameter is there twice or requires no gradient.
-        PackpropError: If something in the graph is not twice differentiable; products raise it, too.
+        BadInput: If a parameter occurs twice or does not require a gradient.
+        PackpropError: If a function in the graph is not twice differentiable. Products may also raise this.
     """
     chosen = _chosen("operators.ggn", parameters)
     product, loss = ggn_product("operators.ggn", graph, chosen)
@@ -175,18 +175,18 @@ def ggn(
 
 
 def block_diagonal(parameters: Sequence[Tensor], blocks: Sequence[Block], damping: float = 0.0) -> Operator:
-    """A matrix with one block for each parameter, and zeros between them.
+    """Return a matrix with one block for each parameter, and zeros between the blocks.
 
-    For a damped inverse give inverses of the blocks, ``[kronecker.inverse(p.ekfac, damping) for p in ...]``.
+    For a damped inverse, give inverses of the blocks: ``[kronecker.inverse(p.ekfac, damping) for p in ...]``.
 
     Args:
-        parameters: Each once.
-        blocks: For each what an extension saved on it, or what ``packprop.kronecker`` made of that. Lists of
-            factors must be those of a parameter with entries ``[o, i]``.
-        damping: What is added to the diagonal.
+        parameters: The parameters, each once.
+        blocks: For each parameter the value that an extension saved on it, or the result of a function of
+            ``packprop.kronecker``. Lists of factors must belong to a parameter with entries ``[o, i]``.
+        damping: The number to add to the diagonal.
 
     Raises:
-        BadInput: If a parameter is there twice, or a block does not fit its parameter.
+        BadInput: If a parameter occurs twice, or a block does not fit its parameter.
     """
     chosen = _chosen("operators.block_diagonal", parameters, leaves=False)
     wrong = [parameter for parameter, block in zip(chosen, blocks, strict=False) if not _fits(parameter, block)]
@@ -207,7 +207,7 @@ def block_diagonal(parameters: Sequence[Tensor], blocks: Sequence[Block], dampin
 
 
 def _of_parameters(parameters: Sequence[Tensor], product: Product) -> Product:
-    """A product that autograd computes, which takes vectors of the parameters' own precision."""
+    """Cast the vectors of a product that autograd computes to the parameters' own precision."""
     return lambda vectors: product([v.to(p.dtype) for v, p in zip(vectors, parameters, strict=True)])
 
 
@@ -224,9 +224,9 @@ def _chosen(asked: str, parameters: Sequence[Tensor], leaves: bool = True) -> tu
     chosen = tuple(parameters)
     wrong = None
     if not chosen:
-        wrong = "no parameters", "there is nothing to be a matrix over"
+        wrong = "no parameters", "the matrix would have no rows"
     elif len({id(parameter) for parameter in chosen}) != len(chosen):
-        wrong = "a parameter that is there twice", "its entries would be counted twice"
+        wrong = "a parameter that occurs twice", "its entries would count twice"
     elif leaves and not all(parameter.requires_grad for parameter in chosen):
         wrong = "a parameter with requires_grad=False", "nothing is differentiated in it"
     if wrong is not None:

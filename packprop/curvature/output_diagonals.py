@@ -1,4 +1,4 @@
-"""Diagonals of the Hessian at the outputs of uses that need no more of it."""
+"""Diagonals of the Hessian at the outputs of uses that need only this diagonal."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from packprop.tensors.precision import accumulation_dtype
 
 
 class OutputDiagonals:
-    """Diagonals of the Hessian at the outputs of uses that need no more of it.
+    """Diagonals of the Hessian at the outputs of uses that need only this diagonal.
 
-    Where every entry of the leaves enters one entry of a sample's output, ``H_pp = (dy/dp)^2 H_yy``: whatever
-    is swept there is summed over columns first, and meets the inputs once.
+    If every entry of the leaves enters one entry of a sample's output, ``H_pp = (dy/dp)^2 H_yy``. packprop then
+    first sums the squares of all columns at the output, and multiplies them with the squared inputs once.
 
     Args:
-        graph: With its samples located.
-        routes: Which leaves are swept.
+        graph: The graph, with its samples located.
+        routes: The routes, with the swept leaves.
         uses: The uses of these leaves.
     """
 
@@ -39,11 +39,11 @@ class OutputDiagonals:
         self._totals: dict[int, tuple[ReachedUse, Tensor]] = {}
 
     def needs_no_sweep(self, use: ReachedUse, node: Node, output: int) -> bool:
-        """Whether this is the output of a use, and a diagonal at it meets the inputs without a sweep."""
+        """Tell whether this is the output of a use, and a diagonal there needs no sweep."""
         return use.nodes == {0: (node, output)} and self._bits[use] in self._with_squares
 
     def are_sufficient(self, use: ReachedUse) -> bool:
-        """Whether the diagonal is all that is needed at a use."""
+        """Tell whether a use needs only the diagonal."""
         return self._bits[use] in self._sufficient
 
     def add(self, use: ReachedUse, diagonal: Tensor) -> None:
@@ -61,7 +61,7 @@ class OutputDiagonals:
         self._add(use, (squares * factors if squares.requires_grad else squares.mul_(factors)).sum(0))
 
     def take(self) -> Iterator[tuple[ReachedUse, list[Tensor | None]]]:
-        """Uses with their diagonals, as cotangents of one column ``[1, *y]``."""
+        """Yield uses with their diagonals, as cotangents of one column ``[1, *y]``."""
         for use, total in self._totals.values():
             layout, shape = use.layouts[0], use.recorded.shapes[0]
             yield use, [layout.from_front(total.view(layout.front_shape(shape)))[None]]
@@ -73,18 +73,18 @@ class OutputDiagonals:
 
 
 def flat(front: Tensor, kept: int) -> Tensor:
-    """All axes behind the first ``kept`` as one axis, of extent 1 if there are none."""
+    """Flatten all axes after the first ``kept`` to one axis, of extent 1 if there are none."""
     return front.reshape(*front.shape[:kept], -1)
 
 
 def _has_squares(use: ReachedUse) -> bool:
-    """Whether a diagonal at the output of a use gives the diagonals of all its leaves."""
+    """Tell whether a diagonal at the output of a use gives the diagonals of all its leaves."""
     single = list(use.nodes) == [0] and len(use.recorded.shapes) == 1
     return single and all(site.has_squares for site in use.sites)
 
 
 def _enters_once(use: ReachedUse, site: Site, samples: int) -> bool:
-    """Whether each entry of a leaf is known to enter one entry of each sample's output."""
+    """Tell whether each entry of a leaf enters one entry of each sample's output, as far as is known."""
     if not site.direct or not site.entry.linear:
         return False
     entries, fans = use.recorded.shapes[0].numel() // samples, site.entry.fans

@@ -30,15 +30,15 @@ from packprop.graph.hooks import hooks_below
 
 
 def vjp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> list[Tensor]:
-    """Vector-Jacobian products ``J^T u`` with the Jacobian of ``outputs`` in some parameters.
+    """Return vector-Jacobian products ``J^T u`` with the Jacobian of ``outputs`` in some parameters.
 
     Args:
-        outputs: A tensor with a graph, which is kept.
+        outputs: A tensor with a graph, which is not freed.
         parameters: Leaves or other tensors of the graph.
         vectors: ``[*y]`` or ``[v, *y]``.
 
     Returns:
-        For each parameter ``[*p]`` or ``[v, *p]``; zeros where it is not reached.
+        For each parameter ``[*p]`` or ``[v, *p]``; zeros if ``outputs`` do not depend on it.
     """
     single = _is_single("vjp(outputs, parameters, vectors)", [outputs], [vectors])
     require_passable([outputs], ASKED)
@@ -48,10 +48,10 @@ def vjp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> list[
 
 
 def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tensor:
-    """Jacobian-vector products ``J v``, by reverse over reverse.
+    """Return Jacobian-vector products ``J v``, by reverse over reverse.
 
     Args:
-        outputs: A tensor with a graph, which is kept and must be twice differentiable.
+        outputs: A tensor with a graph, which is not freed and must be twice differentiable.
         parameters: Leaves or other tensors of the graph.
         vectors: For each parameter ``[*p]`` or ``[v, *p]``.
 
@@ -69,11 +69,11 @@ def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tens
 
 
 def hvp(loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor], vectors: Vectors) -> list[Tensor]:
-    """Hessian-vector products of a scalar in some parameters (Pearlmutter 1994).
+    """Return Hessian-vector products of a scalar in some parameters (Pearlmutter 1994).
 
     Args:
-        loss: A scalar with a graph, which is kept; or a function of no arguments that computes it, which is
-            called once, with the kernels of scaled dot product attention that can be differentiated twice.
+        loss: A scalar with a graph, which is not freed; or a function without arguments that computes it.
+            packprop calls it once, with kernels of scaled dot product attention that are twice differentiable.
         parameters: Leaves of the graph.
         vectors: For each parameter ``[*p]`` or ``[v, *p]``.
 
@@ -81,8 +81,8 @@ def hvp(loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor], vecto
         For each parameter, of the shape of its vectors.
 
     Raises:
-        BadInput: If vectors do not fit, or the loss is no scalar.
-        PackpropError: If something in the graph is not twice differentiable.
+        BadInput: If vectors do not fit, or the loss is not a scalar.
+        PackpropError: If a function in the graph is not twice differentiable.
 
     Example:
         >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -95,17 +95,17 @@ def hvp(loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor], vecto
 
 
 Product = Callable[[Vectors], list[Tensor]]
-"""From vectors ``[v, *p]`` for each parameter to their products."""
+"""Maps vectors ``[v, *p]`` for each parameter to products."""
 
 
 def hessian_product(
     asked: str, loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor]
 ) -> tuple[Product, Tensor]:
-    """``hvp`` for many vectors, with a gradient that is computed once and kept; and the loss.
+    """Return ``hvp`` as a function for many calls, which keeps the gradient; and the loss.
 
     Raises:
-        BadInput: If the loss is no scalar.
-        PackpropError: If something in the graph is not twice differentiable; the product raises it, too.
+        BadInput: If the loss is not a scalar.
+        PackpropError: If a function in the graph is not twice differentiable. The product may also raise this.
     """
     value, kernels = _evaluated(loss)
     if value.numel() != 1:
@@ -120,7 +120,7 @@ def hessian_product(
     def product(vectors: Vectors) -> list[Tensor]:
         with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet(), kernels():
             products = with_zeros(vjps(gradients, parameters, vectors), parameters, len(vectors[0]))
-            if not looked_at:  # once is enough, and waits for the device
+            if not looked_at:  # once is enough, because it waits for the device
                 looked_at.append(True)
                 search = functools.partial(faulty_node, [value], [None], parameters, parameters)
                 warn_unless_finite(f"A product by {asked}", products, vectors, search)
@@ -135,11 +135,11 @@ def ggnvp(
     parameters: Sequence[Tensor],
     vectors: Vectors,
 ) -> list[Tensor]:
-    """GGN-vector products ``J^T H J v`` (Schraudolph 2002).
+    """Return GGN-vector products ``J^T H J v`` (Schraudolph 2002).
 
     Args:
-        graph: The model's output and the loss computed from it, whose graph is kept; or a function of no
-            arguments that computes both, called as that of ``hvp``.
+        graph: The model's output and the loss computed from it, whose graph is not freed; or a function without
+            arguments that computes both. packprop calls it like that of ``hvp``.
         parameters: Leaves of the graph.
         vectors: For each parameter ``[*p]`` or ``[v, *p]``.
 
@@ -148,7 +148,7 @@ def ggnvp(
 
     Raises:
         BadInput: If vectors do not fit.
-        PackpropError: If something in the graph is not twice differentiable.
+        PackpropError: If a function in the graph is not twice differentiable.
     """
     single = _is_single("ggnvp(graph, parameters, vectors)", parameters, vectors)
     product, _ = ggn_product("ggnvp", graph, parameters)
@@ -160,10 +160,10 @@ def ggn_product(
     graph: tuple[Tensor, Tensor] | Callable[[], tuple[Tensor, Tensor]],
     parameters: Sequence[Tensor],
 ) -> tuple[Product, Tensor]:
-    """``ggnvp`` for many vectors, with graphs that are made once and kept; and the loss.
+    """Return ``ggnvp`` as a function for many calls, which keeps its graphs; and the loss.
 
     Raises:
-        PackpropError: If something in the graph is not twice differentiable; the product raises it, too.
+        PackpropError: If a function in the graph is not twice differentiable. The product may also raise this.
     """
     found, kernels = _evaluated(graph)
     if not isinstance(found, (tuple, list)) or [isinstance(each, Tensor) for each in found] != [True, True]:
@@ -184,7 +184,7 @@ def ggn_product(
             at_outputs = jacobian(vectors)
             curved = with_zeros(vjps(gradient, [outputs], at_outputs), [outputs], len(at_outputs[0]))
             products = with_zeros(vjps([outputs], parameters, curved), parameters, len(vectors[0]))
-            if not looked_at:  # once is enough, and waits for the device
+            if not looked_at:  # once is enough, because it waits for the device
                 looked_at.append(True)
                 warn_unless_finite(f"A product by {asked}", products, vectors, search)
             return products
@@ -198,7 +198,7 @@ def ggn_product(
 
 
 def _evaluated(value: Any) -> tuple[Any, Callable[[], AbstractContextManager[Any]]]:
-    """What a function returns, and the context that it ran in: checkpoints run it again in the products."""
+    """Call a function; return its value and its context, in which checkpoints must run again in products."""
     if not callable(value) or isinstance(value, Tensor):
         return value, nullcontext
     kernels = functools.partial(sdpa_kernel, SDPBackend.MATH)
@@ -207,12 +207,12 @@ def _evaluated(value: Any) -> tuple[Any, Callable[[], AbstractContextManager[Any
 
 
 def shown(tensor: Tensor) -> str:
-    """What a tensor without a name is called in messages."""
+    """Return the name of a tensor without a name, for messages."""
     return f"the tensor of shape {list(tensor.shape)}"
 
 
 def _is_single(call: str, like: Sequence[Tensor], vectors: Vectors) -> bool:
-    """Whether vectors have the shapes of some tensors; otherwise they must have one more leading axis."""
+    """Tell whether vectors have the shapes of some tensors; raise if they do not have one more leading axis."""
     single = [vector.shape for vector in vectors] == [tensor.shape for tensor in like]
     if not single:
         require_vectors(call, like, vectors, many=True)
@@ -226,6 +226,6 @@ def _with_axis(vectors: Vectors, single: bool) -> list[Tensor]:
 def _finished(
     products: Sequence[Tensor | None], parameters: Sequence[Tensor], vectors: Vectors, single: bool
 ) -> list[Tensor]:
-    """Products with zeros where there are none, and without the axis of vectors if there was a single one."""
+    """Replace missing products by zeros, and remove the axis of vectors if there is a single one."""
     found = with_zeros(products, parameters, 1 if single else len(vectors[0]))
     return [product[0] if single else product for product in found]

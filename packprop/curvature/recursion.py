@@ -1,11 +1,12 @@
 """Curvature averaged over samples layer by layer: the recursion of KFRA and of Hessian backpropagation.
 
 # NOTE [Averaged recursion]
-One matrix goes down a chain: at the loss ``M = sum_n H_n``, below a function f ``1/N sum_n J_n^T M J_n`` with
-J_n the Jacobian of f for sample n, and, for Hessians, the curvature ``r = f'' dL/df`` of elementwise functions,
-summed over samples, on its diagonal. Where Jacobians are the same for all samples the average is exact;
-elsewhere it is an approximation, made once for each function. It is defined on chains alone: where paths meet,
-products of what came down different paths would be needed, and these are not computed.
+The recursion passes one matrix down a chain of functions. At the loss it is ``M = sum_n H_n``. Below a function
+f it is ``1/N sum_n J_n^T M J_n``, with J_n the Jacobian of f for sample n. For Hessians, the curvature
+``r = f'' dL/df`` of elementwise functions, summed over samples, is added to its diagonal. If the Jacobians are
+the same for all samples, the average is exact. Otherwise it is an approximation, made once for each function.
+The recursion is defined on chains only: where paths meet, it would need products between different paths, which
+it does not compute.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Curvature = Literal["ggn", "hessian", "pch-abs", "pch-clip"]
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor of the chain: where it came from, its shape, and where it holds the samples."""
+    """A tensor of the chain: its edge, its shape, and the places of samples in it."""
 
     edge: GradientEdge
     shape: torch.Size
@@ -59,7 +60,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Step:
-    """One function of the chain, from its output to its input; and the number of samples."""
+    """One function of the chain, from its output to its input, with the number of samples."""
 
     place: _Place
     below: _Place
@@ -69,12 +70,12 @@ class _Step:
 def averaged_factors(
     graph: Graph, seed: Seed, curvature: Curvature, average_jacobians: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each leaf with the factor B of its block, ``[o, o]`` or ``[p, p]``.
+    """Yield each leaf with the factor B of its block, ``[o, o]`` or ``[p, p]``.
 
     Args:
-        graph: With its samples located.
-        seed: How the Hessian of the loss is taken, exact or sampled.
-        curvature: Whether elementwise functions add their curvature, and what is done with its sign.
+        graph: The graph, with its samples located.
+        seed: The seed of the loss's Hessian, exact or sampled.
+        curvature: Whether elementwise functions add their curvature, and the treatment of its sign.
         average_jacobians: Whether to average Jacobians of elementwise functions instead of their products.
 
     Raises:
@@ -97,7 +98,7 @@ def averaged_factors(
 
 
 def _chain(graph: Graph) -> list[_Place]:
-    """Tensors from the loss's input to the output of the last use.
+    """Return the tensors from the loss's input to the output of the last use.
 
     Raises:
         PackpropError: If there are several paths, or a function on the path has no place in the recursion.
@@ -152,7 +153,7 @@ def _refused(where: str, why: str) -> PackpropError:
 def _averaged(
     graph: Graph, step: _Step, matrix: Tensor, curvature: Curvature, average_jacobians: bool
 ) -> Tensor:
-    """The matrix below a function: ``1/N sum_n J_n^T M J_n``, and the function's own curvature."""
+    """Return the matrix below a function: ``1/N sum_n J_n^T M J_n``, plus the function's own curvature."""
     place, below = step.place, step.below
     node = place.edge.node
     name = name_of_node(node)
@@ -172,7 +173,7 @@ def _averaged(
 
 
 def _below_any_function(step: _Step, matrix: Tensor) -> Tensor:
-    """``1/N sum_n J_n^T M J_n`` with whole Jacobians, by unit columns."""
+    """Return ``1/N sum_n J_n^T M J_n`` with full Jacobians, from unit columns."""
     place, below = step.place, step.below
     units = unit_columns(place.shape, place.layout, matrix)
     (rows_below,) = pull_columns([place.edge], [below.edge], [units], create_graph=torch.is_grad_enabled())
@@ -183,8 +184,8 @@ def _below_any_function(step: _Step, matrix: Tensor) -> Tensor:
 
 
 def _below_entrywise_function(step: _Step, matrix: Tensor, average_jacobians: bool) -> Tensor:
-    """``1/N sum_n J_n^T M J_n`` with the derivatives of a function of single entries, which its node gives."""
-    node: Any = step.place.edge.node  # nodes can be called, which torch's annotations leave out
+    """Return ``1/N sum_n J_n^T M J_n`` for a function of single entries, whose node gives its derivatives."""
+    node: Any = step.place.edge.node  # nodes are callable, but torch's annotations do not say so
     made = made_by(node)[0]
     derivative: Any = node(torch.ones(step.place.shape, dtype=made.dtype, device=made.device))
     derivative = derivative[0] if isinstance(derivative, tuple) else derivative
@@ -195,7 +196,7 @@ def _below_entrywise_function(step: _Step, matrix: Tensor, average_jacobians: bo
 
 
 def _own_curvature(graph: Graph, step: _Step, curvature: Curvature) -> Tensor:
-    """``r = f'' dL/df`` of an elementwise function, summed over samples; its sign as ``curvature`` says."""
+    """Return ``r = f'' dL/df`` of an elementwise function, summed over samples; ``curvature`` sets its sign."""
     place, below = step.place, step.below
     (gradient,) = gradients_at(graph, [place.edge])
     nonlinearity = Nonlinearity(place.edge.node, below.edge, below.shape, 0)
@@ -207,16 +208,16 @@ def _own_curvature(graph: Graph, step: _Step, curvature: Curvature) -> Tensor:
 
 
 def _samples_lead(layout: Layout) -> bool:
-    """Whether samples are on the leading axis, and nothing else is folded into it."""
+    """Tell whether samples are on the leading axis, and nothing else is folded into it."""
     return layout.axis is None or (layout.axis == 0 and not layout.folded)
 
 
 def _factor(use: ReachedUse, site: Site, place: _Place, matrix: Tensor) -> Tensor:
-    """From the matrix at the output of a use to the one in what multiplies its inputs, or in the leaf."""
+    """Turn the matrix at the output of a use into that of the factor on its inputs, or that in the leaf."""
     fans = site.entry.fans
     entries = len(matrix)
     if fans is not None and fans.groups == 1 and fans.fan_out == entries and _samples_lead(place.layout):
-        return matrix  # what multiplies the inputs is the output itself
+        return matrix  # the cotangent of the output multiplies the inputs as it is
     scales = site.entry.structure == "Scale" and site.entry.constant
     if scales and place.layout.axis == 0 and not place.layout.folded and site.leaf.shape == place.shape[1:]:
         ones = matrix.new_ones(()).expand(1, *place.shape)
@@ -229,7 +230,7 @@ def _factor(use: ReachedUse, site: Site, place: _Place, matrix: Tensor) -> Tenso
         factor: Tensor = to_cotangent.mT @ matrix @ to_cotangent
         return factor
     last = site.structure_of([units], use.layouts, slice(place.layout.samples - 1, None))
-    differ = is_traced() or not site.entry.constant  # a graph is for samples that differ, too
+    differ = is_traced() or not site.entry.constant  # a traced graph must serve samples that differ
     if differ or has_fault((rows(structure) != rows(last)).any()):
         structure = site.structure_of([units], use.layouts, slice(None))
     jacobian = flat_rows(structure).to(matrix.dtype)
@@ -237,7 +238,7 @@ def _factor(use: ReachedUse, site: Site, place: _Place, matrix: Tensor) -> Tenso
 
 
 def _mean_of_products(jacobian: Tensor, matrix: Tensor) -> Tensor:
-    """``1/N sum_n J_n^T M J_n`` with Jacobians ``[a, n, i]``."""
+    """Return ``1/N sum_n J_n^T M J_n`` with Jacobians ``[a, n, i]``."""
     samples = jacobian.shape[1]
     product = (matrix @ jacobian.flatten(1)).unflatten(1, jacobian.shape[1:])
     total: Tensor = jacobian.flatten(0, 1).mT @ product.flatten(0, 1)

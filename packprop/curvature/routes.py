@@ -1,24 +1,25 @@
-"""By which route each parameter's diagonal of the Hessian is computed.
+"""Routes to each parameter's diagonal of the Hessian.
 
 # NOTE [Hessian diagonal]
-A loss curves in the output y of a use because the loss function curves, and because nodes between the two do.
-Where these nodes are linear (by parts) or elementwise, ``H = sum_losses J^T H_l J + sum_z J_z^T diag(r) J_z``,
-with z the input of a nonlinear node phi, J_z its Jacobian in y, and ``r = phi''(z) dL/dphi(z)``.
+A loss has curvature in the output y of a use because the loss function has curvature, and because nodes
+between the two have curvature. If these nodes are (piecewise) linear or elementwise,
+``H = sum_losses J^T H_l J + sum_z J_z^T diag(r) J_z``, with z the input of a nonlinear node phi, J_z its
+Jacobian in y, and ``r = phi''(z) dL/dphi(z)``.
 
-*swept*: The first sum is the GGN, so its columns are swept. For the second sum a unit column is swept for each
-entry of z, and the squares of the cotangents are weighted by r, which may have either sign. No root of r is
-taken: it could not be differentiated where r is zero. If z is y itself, squares of the use's inputs make a
-sweep unnecessary. If each entry of the parameter enters one entry of y, the diagonal of the Hessian in y is
-enough, and columns end there. Columns at the output of a matrix product or a convolution begin at its input if
-its Jacobian is the same for all samples: one pass gives as many of its rows as there are samples. Without
-nonlinear nodes the Hessian is the GGN.
+*swept*: The first sum is the GGN, so packprop sweeps its columns. For the second sum it sweeps a unit column
+for each entry of z, and weights the squares of the cotangents by r, which may have either sign. It does not
+take a root of r, which would not be differentiable where r is zero. If z is y itself, squares of the use's
+inputs replace the sweep. If each entry of the parameter enters one entry of y, the diagonal of the Hessian in y
+is enough, and columns end there. Columns at the output of a matrix product or a convolution begin at its input
+if its Jacobian is the same for all samples: one pass then gives as many rows of the Jacobian as there are
+samples. Without nonlinear nodes the Hessian is the GGN.
 
-*output*: Behind any other node, columns ``H u`` of the Hessian at the outputs of the uses are computed by
-double backward: ``diag(J^T H J) = sum_u (J^T H u) * (J^T u)`` over unit columns u. This needs outputs that are
-affine in the parameter, and no use of it upstream of another.
+*output*: For parameters upstream of any other node, packprop computes columns ``H u`` of the Hessian at the
+outputs of the uses by double backward: ``diag(J^T H J) = sum_u (J^T H u) * (J^T u)`` over unit columns u. This
+requires that outputs are affine in the parameter, and that no use of it is upstream of another.
 
-*parameter*: Whatever remains (tied weights one above the other, parametrised weights, functions that are not
-affine in the parameter) is differentiated twice in the parameter itself, entry by entry.
+*parameter*: packprop differentiates twice in all other parameters, entry by entry: tied weights with one use
+upstream of another, parametrised weights, and parameters of functions that are not affine in them.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ class Routes:
     """The route of each leaf's diagonal.
 
     Args:
-        swept: Leaves that columns of the losses and of elementwise nonlinearities are swept to.
-        nonlinearities: These nonlinearities, and where their inputs hold the samples.
+        swept: Leaves of the route *swept*, from losses and elementwise nonlinearities.
+        nonlinearities: These nonlinearities, with the places of samples in their inputs.
         output: Uses whose outputs get Hessian columns, with the leaves whose diagonals these columns give.
-        parameter: Leaves that are differentiated twice.
-        bits: The bit that stands for each use.
-        masks: The uses that each node depends on, as bits: see ``dependence``.
+        parameter: Leaves of the route *parameter*.
+        bits: The bit of each use.
+        masks: The uses that each node depends on, as bits; see ``dependence``.
     """
 
     swept: list[Tensor] = field(default_factory=list)
@@ -65,11 +66,11 @@ class Routes:
 
     @property
     def is_gauss_newton(self) -> bool:
-        """Whether only the losses curve: the Hessian is the generalized Gauss-Newton matrix."""
+        """True if only the losses have curvature: the Hessian is the generalized Gauss-Newton matrix."""
         return not (self.nonlinearities or self.output or self.parameter)
 
     def route(self, leaf: Tensor) -> Route:
-        """The route of one leaf."""
+        """Return the route of one leaf."""
         if any(leaf is other for other in self.swept):
             return "swept"
         return "parameter" if any(leaf is other for other in self.parameter) else "output"
@@ -79,10 +80,10 @@ def choose_routes(graph: Graph, known_losses: bool, per_sample: bool, create_gra
     """Choose a route for every leaf.
 
     Args:
-        graph: With its samples located.
+        graph: The graph, with its samples located.
         known_losses: Whether the losses have roots of their Hessians, and enter linearly.
-        per_sample: Whether diagonals of single samples are asked for.
-        create_graph: Whether the diagonals shall be differentiable.
+        per_sample: Whether the request is for diagonals of single samples.
+        create_graph: Whether the diagonals are differentiable.
 
     Raises:
         PackpropError: If a branch of the graph has been summed already, or third derivatives are wrong.
@@ -96,11 +97,11 @@ def choose_routes(graph: Graph, known_losses: bool, per_sample: bool, create_gra
     if coupled and per_sample:
         raise PackpropError(
             "A diagonal of the Hessian of each sample was asked for.",
-            "what was made of the samples' losses",
-            "it is not linear in them: the Hessian has entries between samples, and none has one of its own",
+            "the function that combines the losses of samples",
+            "it is not linear in them: the Hessian has entries between samples, so no sample has its own",
             "ask for DiagHessian() without subsampling, or reduce linearly (sum, mean, weights)",
         )
-    # columns for all samples at once would have to follow rows that assignments put into another order
+    # the rows of these samples were reordered by assignments, which columns for all samples do not follow
     scattered = any(layout.rows is not None for use in graph.uses for layout in use.layouts)
     outputs: dict[tuple[ReachedUse, ...], list[Tensor]] = {}
     for leaf in graph.leaves():
@@ -115,7 +116,7 @@ def choose_routes(graph: Graph, known_losses: bool, per_sample: bool, create_gra
     for shared, leaves in outputs.items():
         columns = sum(shape.numel() for use in shared for shape in use.recorded.shapes) // max(graph.samples, 1)
         if not per_sample and sum(leaf.numel() for leaf in leaves) < columns:
-            routes.parameter += leaves  # fewer columns in the parameter than at the outputs
+            routes.parameter += leaves  # the parameter needs fewer columns than the outputs
         else:
             routes.output.append((list(shared), leaves))
     if create_graph:
@@ -130,7 +131,7 @@ def choose_routes(graph: Graph, known_losses: bool, per_sample: bool, create_gra
 
 
 def require_third_derivatives(graph: Graph, leaves: Sequence[Tensor]) -> None:
-    """Refuse nodes that PyTorch differentiates wrongly a third time, as ``create_graph`` asks for.
+    """Raise if PyTorch's third derivative of a node is wrong, which ``create_graph`` would need.
 
     Raises:
         PackpropError: If such a node lies between the roots and one of the leaves.
@@ -141,20 +142,20 @@ def require_third_derivatives(graph: Graph, leaves: Sequence[Tensor]) -> None:
             raise PackpropError(
                 "A diagonal of the Hessian was asked for with create_graph=True.",
                 f"parameter {graph.name(leaves[0])!r}, behind {node.name()}",
-                "it takes two derivatives of that node, and PyTorch's third one of it is wrong",
+                "the diagonal takes two derivatives of that node, and PyTorch's third derivative is wrong",
                 "leave out create_graph=True, write the normalisation out in basic operations, or ask for GGN "
-                "quantities, which take one",
+                "quantities, which take one derivative",
             )
 
 
 def _bits_of_leaves(leaves: Sequence[Tensor], bits: dict[ReachedUse, int]) -> int:
-    """Bits of the uses that some leaves enter."""
+    """Return the bits of the uses that some leaves enter."""
     wanted = {id(leaf) for leaf in leaves}
     return sum(bit for use, bit in bits.items() if any(id(site.leaf) in wanted for site in use.sites))
 
 
 def _is_affine(leaf: Tensor, uses: Sequence[ReachedUse], bits: int, masks: dict[Node, int]) -> bool:
-    """Whether the outputs of its uses are affine in a leaf, and their inputs do not depend on it."""
+    """Tell whether the outputs of its uses are affine in a leaf, and their inputs do not depend on it."""
     sites = [site for use in uses for site in use.sites if site.leaf is leaf]
     if not all(site.direct and site.entry.linear for site in sites):
         return False

@@ -1,4 +1,4 @@
-"""The loss of each sample, by the loss function that was recorded, called once more without its reduction."""
+"""The loss of each sample, from a second call of the recorded loss function without its reduction."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ ASKED = "Losses of single samples were asked for."
 
 
 def sample_losses(graph: Graph) -> Tensor:
-    """Terms of the loss, summed over those of a sample: ``[n]``, in at least float32.
+    """Return the terms of the loss, summed for each sample: ``[n]``, in at least float32.
 
-    They carry weights of classes and terms, and what the loss was multiplied by; not what a mean divides by.
+    The terms include the weights of classes and terms, and the factor on the loss, but no divisor of a mean.
 
     Raises:
-        PackpropError: If there is not one recorded loss, its input was changed, or it has no terms alone.
+        PackpropError: If there is not exactly one recorded loss, its input was changed, or it does not return
+            its terms.
     """
     if len(graph.losses) != 1:
         raise PackpropError(

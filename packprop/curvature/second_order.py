@@ -1,4 +1,4 @@
-"""Differentiate twice, with an error that names the function where PyTorch cannot or gets it wrong."""
+"""Second derivatives, with an error that names the function if PyTorch has none or a wrong one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ASKED = "A diagonal of the Hessian was asked for."
 
 
 NOT_TWICE = re.compile(r"not implemented|not (currently )?support|once_differentiable", re.IGNORECASE)
-"""How PyTorch says that there is no second derivative; its other errors are about something else."""
+"""Messages of PyTorch for a missing second derivative; its other errors have other causes."""
 
 
 ONCE = (
@@ -75,7 +75,7 @@ def differentiating_twice(
     asked: str = ASKED,
     instead: str = "use functions that are twice differentiable, or ask for GGN quantities",
 ) -> Iterator[None]:
-    """Turn what PyTorch says when it cannot differentiate twice inside into an error of four parts.
+    """Turn PyTorch's errors about second derivatives, raised inside the context, into errors of four parts.
 
     Raises:
         PackpropError: With the name of PyTorch's function.
@@ -109,7 +109,7 @@ def _advice_on(said: str) -> str:
         )
     if any(word in said for word in ("flash", "efficient", "attention", "cudnn")):
         return (
-            "run the forward pass (with torch.utils.checkpoint: the backward pass, too) inside "
+            "run the forward pass (with torch.utils.checkpoint also the backward pass) inside "
             "`with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):`: the fused kernels of "
             "scaled_dot_product_attention have no second derivative"
         )
@@ -123,14 +123,15 @@ def require_second_derivatives(
     asked: str = ASKED,
     linear: bool = False,
 ) -> None:
-    """Refuse functions between roots and leaves whose second derivatives PyTorch lacks or gets wrong.
+    """Raise if PyTorch has no second derivative, or a wrong one, of a function between roots and leaves.
 
     Args:
-        roots: Where the graph begins.
-        leaves: Tensors that the roots are differentiated in, twice.
-        name: From a leaf to its name, for the message.
-        asked: What was asked for, for the message.
-        linear: Whether first derivatives are differentiated only in what they are linear in, as for ``J v``.
+        roots: The roots of the graph.
+        leaves: Tensors in which the roots are differentiated twice.
+        name: Maps a leaf to its name, for the message.
+        asked: The request, for the message.
+        linear: Whether first derivatives are differentiated only in vectors in which they are linear, as for
+            ``J v``.
 
     Raises:
         PackpropError: With the name of the node.
@@ -157,7 +158,7 @@ def require_second_derivatives(
 
 
 def require_passable(outputs: Sequence[Tensor | GradientEdge], asked: str) -> None:
-    """Refuse what no vector can be pulled through: reentrant checkpoints, and backward functions not linear.
+    """Raise if a graph has no VJP: for reentrant checkpoints, and for backward functions that are not linear.
 
     Raises:
         PackpropError: With the name of the function.
@@ -168,10 +169,10 @@ def require_passable(outputs: Sequence[Tensor | GradientEdge], asked: str) -> No
 
 
 def named(graph: Graph) -> Callable[[Tensor], str]:
-    """What a leaf is called in messages."""
+    """Return the function from a leaf to its name in messages."""
     return lambda leaf: f"parameter {graph.name(leaf)!r}"
 
 
 def gradients_at(graph: Graph, ends: Sequence[Any], create_graph: bool = False) -> list[Tensor | None]:
-    """Gradients of the roots at tensors or edges."""
+    """Return gradients of the roots at tensors or edges."""
     return derivatives(list(graph.roots), ends, graph.root_gradients(), create_graph=create_graph)

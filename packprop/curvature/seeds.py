@@ -1,4 +1,4 @@
-"""Columns that are fed in: roots of losses' Hessians, exact or sampled, and unit columns for Jacobians."""
+"""Seed vectors as columns: roots of losses' Hessians, exact or sampled, and unit columns for Jacobians."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from packprop.types import EMPIRICAL, ENTRYWISE, EXACT, Seed
 
 
 def jacobian_columns(graph: Graph, seed: Seed) -> list[Columns]:
-    """Unit columns at the model's output, which a sweep turns into its Jacobian.
+    """Return unit columns at the model's output, which a sweep turns into its Jacobian.
 
     Raises:
-        PackpropError: If there is not one output.
-        BadInput: If an entry that was asked for is not there.
+        PackpropError: If there is not exactly one output.
+        BadInput: If the output does not have a requested entry.
     """
     asked = "A Jacobian of the model's output was asked for."
     outputs = {
@@ -82,10 +82,10 @@ def jacobian_columns(graph: Graph, seed: Seed) -> list[Columns]:
 
 
 def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
-    """The columns of a seed: for a generalized Gauss-Newton matrix loss by loss, if they are exact.
+    """Return the columns of a seed, in one group for each loss if they are exact columns of a GGN.
 
-    Sampled columns of several losses are fed in at once: the draws are independent and of mean zero, so that
-    products between losses vanish in expectation. So are empirical columns, which stand for one such draw.
+    Sampled columns of several losses enter a sweep together: the draws are independent and have mean zero, so
+    that products between losses vanish in expectation. So do empirical columns, which stand for one such draw.
 
     Raises:
         PackpropError: If a loss was not recorded, has no curvature of use, or does not enter linearly.
@@ -111,7 +111,7 @@ def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
 
 
 def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
-    """The columns of one loss."""
+    """Return the columns of one loss."""
     call, layout = loss.call, loss.layout
     if call.input.is_complex():
         raise PackpropError(
@@ -174,7 +174,7 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
 
 
 def _empirical_column(loss: ReachedLoss, rule: Loss, factor: Tensor) -> Columns:
-    """Gradients of the terms over the roots of their scales: the column of a draw that hits the target."""
+    """Return gradients of terms divided by the roots of their scales: the column of a draw of the target."""
     call, layout, axis = loss.call, loss.layout, rule.class_axis
     if rule.divisor is None:
         raise PackpropError(
@@ -196,10 +196,10 @@ def _empirical_column(loss: ReachedLoss, rule: Loss, factor: Tensor) -> Columns:
 
 
 def _exact_columns(root: Root, positions: int, by_entry: bool, start: int, stop: int) -> Tensor:
-    """Columns ``start`` to ``stop``, each zero at all positions but one.
+    """Return columns ``start`` to ``stop``, each zero at all positions but one.
 
-    They are ordered by position, then by entry, which takes the fewest calls of the root; or ``by_entry``, then
-    by position, as entries follow each other in what the loss is given.
+    By default they are ordered by position, then by entry, which takes the fewest calls of the root. With
+    ``by_entry`` they are ordered by entry, then by position, like the entries of the loss's input.
     """
     reached: Sequence[int]
     if by_entry:
@@ -228,7 +228,7 @@ def _exact_columns(root: Root, positions: int, by_entry: bool, start: int, stop:
 
 
 def _scale(rule: Loss, loss: ReachedLoss, factor: Tensor, value: Tensor) -> Tensor:
-    """The factor on each term ``[n, t]``: weight over divisor, times the factor on the loss."""
+    """Return the factor on each term ``[n, t]``: weight over divisor, times the factor on the loss."""
     terms = value.shape[:2]
     layout, shape = without_classes(loss.layout, loss.call.shape, rule.class_axis)
     divisor = 1.0 if rule.divisor is None else rule.divisor

@@ -1,4 +1,4 @@
-"""Rows of a Jacobian that all samples have in common."""
+"""Rows of a Jacobian that all samples share."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from packprop.samples.separation import layouts_at
 from packprop.tensors.layout import Layout
 
 WORTH_A_BATCH = 4
-"""From so many passes through one function on, a vectorised pass is faster."""
+"""From this number of passes through one function on, a vectorised pass is faster."""
 
 
 @dataclass
 class SharedRows:
-    """Rows of the Jacobian of one function, which all samples have in common.
+    """Rows of the Jacobian of one function, which all samples share.
 
     One pass through the function gives as many rows as there are samples.
 
     Args:
-        above: Where the output of the function comes from.
+        above: The edge of the function's output.
         shape: Shape of the output.
-        layout: Where the output holds the samples.
-        below: Where its input comes from.
-        layout_below: Where the input holds the samples.
+        layout: The places of samples in the output.
+        below: The edge of its input.
+        layout_below: The places of samples in the input.
         like: A tensor with the precision and device of the output.
-        create_graph: Whether rows shall be differentiable.
+        create_graph: Whether rows are differentiable.
     """
 
     above: GradientEdge
@@ -49,7 +49,7 @@ class SharedRows:
     _rows: Tensor | None = None
 
     def __call__(self, start: int, stop: int) -> Tensor:
-        """Rows as columns at the input ``[v, *x]``, which samples share."""
+        """Return rows as columns at the input ``[v, *x]``, which samples share."""
         known = 0 if self._rows is None else len(self._rows)
         if not self._first <= start <= stop <= self._first + known:
             self._first, self._rows = start, None
@@ -59,7 +59,7 @@ class SharedRows:
         return self.layout_below.from_front(rows[:, None].expand(-1, self.layout.samples, *rows.shape[1:]), 1)
 
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows from ``start`` to ``stop``, or to the last one: ``[v, *rest]``."""
+        """Return rows from ``start`` to ``stop``, or to the last one: ``[v, *rest]``."""
         samples = self.layout.samples
         rest = self.layout.front_shape(self.shape)[1:]
         stop = min(rest.numel(), rest.numel() if stop is None else stop)
@@ -75,11 +75,11 @@ class SharedRows:
 
 
 def is_shared(node: Node, layout: Layout, below: GradientEdge, layout_below: Layout) -> bool:
-    """Whether all samples have the same Jacobian: matrix products of rows, and convolutions of a batch.
+    """Tell whether all samples have the same Jacobian: in matrix products of rows, and convolutions of a batch.
 
-    The axis of samples must pass through. If a product sums over it, each sample meets rows of its own in the
-    other matrix; if samples lie on channels, a convolution may have a kernel for each. Samples that have
-    different numbers of rows share nothing.
+    The function must keep the axis of samples. If a product sums over it, each sample is multiplied with other
+    rows of the matrix. If samples are on the channels, a convolution may have a kernel for each. Samples with
+    different numbers of rows have different Jacobians.
     """
     places = [place for place, (above, _) in enumerate(node.next_functions) if above is below.node]
     if len(places) != 1 or layout != layout_below or layout.rows is not None:
@@ -90,7 +90,7 @@ def is_shared(node: Node, layout: Layout, below: GradientEdge, layout_below: Lay
         kept = (0,)
     elif places == [0] and name == "Linear":
         kept = range(dims - 1)
-    elif name in ("Mm", "Addmm"):  # operands of Addmm stand behind the summand
+    elif name in ("Mm", "Addmm"):  # operands of Addmm come after the summand
         kept = (places[0] - (name == "Addmm"),)
     return len(kept) > 0 and layout.axis in (None, *kept)
 
@@ -103,9 +103,9 @@ def shared_rows_below(
     masks: dict[Node, int],
     create_graph: bool,
 ) -> SharedRows | None:
-    """What unit columns at a nonlinearity's input become below the function that made it.
+    """Return unit columns at a nonlinearity's input, pulled back through the function that made this input.
 
-    ``None`` if samples do not share the function's Jacobian, or if the function is one of the reached uses.
+    Return ``None`` if samples do not share the function's Jacobian, or if it is one of the reached uses.
     """
     above = nonlinearity.input
     edges = above.node.next_functions

@@ -1,4 +1,4 @@
-"""Whether tensors were changed since something was computed from them."""
+"""Snapshots of tensors, which show whether they changed after a computation."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from packprop.tensors.state import version
 
 
 class Snapshot(NamedTuple):
-    """What tells whether a tensor was changed since something was computed from it.
+    """The state of a tensor at the time of a computation, which shows whether it changed later.
 
     Args:
         tensor: The tensor.
-        storage: Where its data were.
-        version: How often it had been changed in place.
-        entries: Some of its entries: changes through ``.data`` do not change the version.
+        storage: The address of its data.
+        version: Its version, which counts changes in place.
+        entries: Some of its entries, because changes through ``.data`` do not change the version.
     """
 
     tensor: Tensor
@@ -28,14 +28,14 @@ class Snapshot(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Snapshot:
-        """A snapshot of a tensor as it is now."""
+        """Take a snapshot of a tensor."""
         return cls(
             tensor, 0 if is_dry_run() else tensor.data_ptr(), version(tensor), _some_entries(tensor).clone()
         )
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the tensor was changed since; waits for the device."""
+        """True if the tensor has changed since; waits for the device."""
         now = Snapshot.of(self.tensor)
         if (now.storage, now.version) != (self.storage, self.version):
             return True
@@ -44,16 +44,16 @@ class Snapshot(NamedTuple):
 
 
 def _some_entries(tensor: Tensor, most: int = 64) -> Tensor:
-    """Entries spread over a tensor ``[k]``; all of them if they are few."""
+    """Return entries spread over a tensor ``[k]``; all of them if they are few."""
     flat = tensor.detach().flatten()
     return flat[:: max(1, flat.numel() // most)]
 
 
 def snapshots_of(tensors: Iterable[Tensor]) -> list[Snapshot]:
-    """Snapshots of tensors as they are now."""
+    """Take snapshots of tensors."""
     return [Snapshot.of(tensor) for tensor in tensors]
 
 
 def were_changed(snapshots: Sequence[Snapshot]) -> bool:
-    """Whether one of the tensors was changed since, as far as its snapshot tells."""
+    """Tell whether one of the tensors has changed, as far as its snapshot shows."""
     return any(snapshot.is_outdated for snapshot in snapshots)

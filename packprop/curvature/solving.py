@@ -1,4 +1,4 @@
-"""Linear systems with an operator, solved by conjugate gradients for all right-hand sides at once."""
+"""Linear systems with an operator, solved by conjugate gradients for all right-hand sides together."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from packprop.errors import BadInput, PackpropError, PackpropWarning
 
 
 class Solution(NamedTuple):
-    """What ``solve`` returns.
+    """The result of ``solve``.
 
     Args:
-        solutions: ``[p]`` or ``[p, v]``, as the right-hand sides.
-        residuals: ``|b - A x| / |b|`` of each ``[v]``, as the recurrence has it.
-        steps: How many products with blocks were taken.
+        solutions: ``[p]`` or ``[p, v]``, like the right-hand sides.
+        residuals: ``|b - A x| / |b|`` of each system ``[v]``, from the recurrence of the residual.
+        steps: The number of products with blocks of vectors.
     """
 
     solutions: Tensor
@@ -37,22 +37,22 @@ def solve(
 ) -> Solution:
     """Solve ``A x = b`` with a positive operator, by block conjugate gradients (O'Leary 1980; Martens 2010).
 
-    Each step is one product with a block of at most as many vectors as there are right-hand sides, so one
-    reading of the data for an operator of a data set; the more right-hand sides, the fewer steps. The damping
+    Each step is one product with a block of at most as many vectors as there are right-hand sides. For an
+    operator of a data set, this is one reading of the data. More right-hand sides need fewer steps. The damping
     of the operator is part of A.
 
     Args:
         operator: A GGN, or another operator that is positive with its damping.
         right: Right-hand sides b, ``[p]`` or ``[p, v]``.
-        preconditioner: Something like the inverse of A, positive, such as ``operators.block_diagonal`` of
+        preconditioner: A positive approximation of the inverse of A, such as ``operators.block_diagonal`` of
             inverted Kronecker factors.
-        tolerance: The residual ``|b - A x| / |b|`` that is enough.
-        steps: The most products that are taken. If they are not enough, a warning says which residual is left;
-            the solutions are the nearest to the exact ones that were found, in the norm of A.
+        tolerance: The residual ``|b - A x| / |b|`` at which to stop.
+        steps: The largest number of products. If it is not enough, a warning states the remaining residual. The
+            solutions are then the closest to the exact ones that were found, in the norm of A.
 
     Raises:
-        BadInput: If right-hand sides do not fit or are not finite, or options are no numbers.
-        PackpropError: If the operator is found to be indefinite.
+        BadInput: If right-hand sides do not fit or are not finite, or options are not numbers in their range.
+        PackpropError: If the operator turns out to be indefinite.
     """
     asked = "operators.solve(...) was called."
     if right.dim() not in (1, 2) or len(right) != operator.shape[0]:
@@ -87,12 +87,12 @@ def solve(
 
 
 def rows_of(operator: Operator) -> Callable[[Tensor], Tensor]:
-    """Products with vectors as rows ``[m, p]``."""
+    """Return the product with vectors as rows ``[m, p]``."""
     return lambda rows: (operator @ rows.mT).mT
 
 
 def indefinite(asked: str, where: str, error: NotPositive) -> PackpropError:
-    """What is said of a matrix that has a negative eigenvalue."""
+    """Return the error for a matrix with a negative eigenvalue."""
     return PackpropError(
         asked,
         where,
@@ -103,10 +103,10 @@ def indefinite(asked: str, where: str, error: NotPositive) -> PackpropError:
 
 
 def require_tolerance(asked: str, tolerance: float, name: str, number: int) -> None:
-    """Refuse a tolerance or a number of steps that is none.
+    """Raise if a tolerance or a number of steps is not in its range.
 
     Raises:
-        BadInput: With the first.
+        BadInput: With the first of the two.
     """
     if not (isinstance(tolerance, (int, float)) and 0 < tolerance < 1):
         instead = "give a share between 0 and 1, such as 1e-3"

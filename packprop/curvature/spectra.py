@@ -13,18 +13,18 @@ from packprop.curvature.operators import Operator
 from packprop.errors import BadInput, PackpropError
 
 RESTARTS = 50
-"""The most restarts of Lanczos iterations, each of some twenty products."""
+"""The largest number of restarts of Lanczos iterations, each of some twenty products."""
 
 WHICH = {"largest": "LA", "smallest": "SA", "magnitude": "LM"}
-"""Ends of a spectrum, and what SciPy calls them."""
+"""Ends of a spectrum, with SciPy's names for them."""
 
 
 class Trace(NamedTuple):
     """An estimate of a trace.
 
     Args:
-        value: The estimate; its mean over all draws is the trace.
-        standard_error: The standard error of the estimate, from its own draws; NaN for a single one.
+        value: The estimate; its expectation is the trace.
+        standard_error: The standard error of the estimate, from its own draws; NaN for a single draw.
     """
 
     value: float
@@ -35,8 +35,8 @@ class Eigenpairs(NamedTuple):
     """Eigenvalues at one end of a spectrum.
 
     Args:
-        values: ``[k]``, in units of the curvature; the outermost first.
-        vectors: Of length one, as columns ``[p, k]``.
+        values: Eigenvalues ``[k]``, in units of the curvature; the outermost first.
+        vectors: Eigenvectors of length one, as columns ``[p, k]``.
     """
 
     values: Tensor
@@ -45,20 +45,20 @@ class Eigenpairs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SpectralDensity:
-    """How the eigenvalues of a matrix are spread: points with weights, for each vector that was drawn.
+    """The distribution of the eigenvalues of a matrix: points with weights, for each random vector.
 
     Args:
-        points: Where they are ``[v, m]``, in units of the curvature.
-        weights: Which share of all eigenvalues each stands for ``[v, m]``; a row sums to one.
+        points: The points ``[v, m]``, in units of the curvature.
+        weights: The share of all eigenvalues at each point ``[v, m]``; a row sums to one.
     """
 
     points: Tensor
     weights: Tensor
 
     def at(self, values: Tensor, width: float) -> Tensor:
-        """The density at some values ``[x]``: each point as a Gaussian of standard deviation ``width``.
+        """Return the density at some values ``[x]``: each point is a Gaussian of standard deviation ``width``.
 
-        Shares of all eigenvalues in a unit of the curvature; the mean over the vectors that were drawn.
+        The density is the share of all eigenvalues per unit of the curvature, averaged over the random vectors.
 
         Raises:
             BadInput: For a width that is not positive.
@@ -72,15 +72,15 @@ class SpectralDensity:
 
 
 def trace(operator: Operator, draws: int = 32, generator: torch.Generator | None = None) -> Trace:
-    """The trace from products with random signs (Hutchinson 1989), all in one block.
+    """Estimate the trace from products with random signs (Hutchinson 1989), all in one block.
 
     Args:
-        operator: Any operator; one of a data set is read once.
-        draws: How many random vectors; the standard error falls with the root of that.
-        generator: Draws them; by default the global one of the CPU.
+        operator: Any operator; a data set is read once.
+        draws: Number of random vectors; the standard error falls with its square root.
+        generator: Generator of the random vectors; by default the global one of the CPU.
 
     Raises:
-        BadInput: If ``draws`` is no number of vectors.
+        BadInput: If ``draws`` is not a positive whole number.
     """
     _require_number("operators.trace", "draws", draws)
     signs = _signs(operator, draws, generator)
@@ -96,19 +96,19 @@ def eigenvalues(
     tolerance: float = 1e-6,
     generator: torch.Generator | None = None,
 ) -> Eigenpairs:
-    """Eigenvalues at one end of the spectrum, by SciPy's Lanczos iterations (``eigsh``).
+    """Compute eigenvalues at one end of the spectrum, by SciPy's Lanczos iterations (``eigsh``).
 
-    Each iteration is a product with one vector: some tens for a few eigenvalues.
+    Each iteration is a product with one vector. A few eigenvalues take some tens of iterations.
 
     Args:
         operator: Any operator.
-        k: How many.
+        k: Number of eigenvalues.
         which: The largest, the smallest, or those of the largest magnitude.
-        tolerance: How exact values are, relative to themselves.
-        generator: Draws the vector to begin with; by default the global one of the CPU.
+        tolerance: Relative accuracy of the eigenvalues.
+        generator: Generator of the first vector; by default the global one of the CPU.
 
     Raises:
-        BadInput: If ``k`` is no number of eigenvalues of the operator, or ``which`` no end.
+        BadInput: If the operator does not have ``k`` eigenvalues, or ``which`` is not an end of a spectrum.
         PackpropError: If SciPy is not installed, or iterations do not converge.
     """
     _require_number("operators.eigenvalues", "k", k)
@@ -149,19 +149,19 @@ def _lanczos(given: Any, k: int, which: str, tolerance: float, start: Any) -> tu
 def spectral_density(
     operator: Operator, steps: int = 30, draws: int = 4, generator: torch.Generator | None = None
 ) -> SpectralDensity:
-    """The density of the spectrum, by stochastic Lanczos quadrature (Ghorbani, Krishnan and Xiao 2019).
+    """Estimate the spectral density, by stochastic Lanczos quadrature (Ghorbani, Krishnan and Xiao 2019).
 
-    Each step is one product with a block of all draws. ``steps + 2`` times ``draws`` vectors are in memory, so
-    that each new one is made orthogonal to all before it.
+    Each step is one product with a block of all draws. The function holds ``steps + 2`` times ``draws`` vectors
+    in memory, to make each new vector orthogonal to all vectors before it.
 
     Args:
-        operator: Any operator; one of a data set is read ``steps`` times.
-        steps: Points of each draw, at most the rows of the operator.
-        draws: How many random vectors.
-        generator: Draws them; by default the global one of the CPU.
+        operator: Any operator; a data set is read ``steps`` times.
+        steps: Number of points of each draw, at most the rows of the operator.
+        draws: Number of random vectors.
+        generator: Generator of the random vectors; by default the global one of the CPU.
 
     Raises:
-        BadInput: If ``steps`` or ``draws`` is no number.
+        BadInput: If ``steps`` or ``draws`` is not a positive whole number.
     """
     _require_number("operators.spectral_density", "steps", steps)
     _require_number("operators.spectral_density", "draws", draws)

@@ -1,4 +1,4 @@
-"""Copies of uses for sweeps that do not go to all of them."""
+"""Copies of uses for sweeps that go only to some of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from packprop.graph.graph import Graph, ReachedUse
 
 
 def swept_uses(graph: Graph, routes: Routes) -> list[ReachedUse]:
-    """Copies of the uses of swept leaves, with these leaves alone."""
+    """Copy the uses of swept leaves, with these leaves alone."""
     swept = {id(leaf) for leaf in routes.swept}
     copies = []
     for use in graph.uses:
@@ -24,7 +24,7 @@ def swept_uses(graph: Graph, routes: Routes) -> list[ReachedUse]:
 
 
 def with_own_ends(uses: Sequence[ReachedUse], routes: Routes) -> list[ReachedUse]:
-    """Copies of uses for a sweep that ends at those with no other one of them upstream."""
+    """Copy uses for a sweep that ends at those without another one of them upstream."""
     copies = []
     for use in uses:
         copy = replace(use, is_end=False)

@@ -25,11 +25,11 @@ from packprop.graph.traversal import made_by
 from packprop.tensors.precision import accumulation_dtype
 
 Entries = tuple[Node, int] | None
-"""What a tensor of single entries was arranged by; ``None`` for sums of functions of single entries."""
+"""The output that arranged a tensor of single entries; ``None`` for sums of functions of single entries."""
 
 
 def term_gradients(graph: Graph, leaves: Sequence[Tensor], create_graph: bool = False) -> list[Tensor | None]:
-    """Gradients of these terms in some leaves; ``None`` where a leaf is in none."""
+    """Return gradients of these terms in some leaves; ``None`` for a leaf in no term."""
     if not any(id(leaf) in graph.in_terms for leaf in leaves):
         return [None] * len(leaves)
     with torch.set_grad_enabled(create_graph):
@@ -44,10 +44,10 @@ def term_gradients(graph: Graph, leaves: Sequence[Tensor], create_graph: bool = 
 def term_diagonals(
     graph: Graph, leaves: Sequence[Tensor], create_graph: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each leaf with the diagonal ``[*p]`` of the Hessian of these terms, for leaves that are in one.
+    """Yield each leaf in such a term with the diagonal ``[*p]`` of the Hessian of these terms.
 
-    Where each entry of a leaf stands alone, as in most penalties, one product with ones gives all of them; else
-    the gradient is differentiated entry by entry.
+    If each entry of a leaf enters functions of its own, as in most penalties, one product with ones gives the
+    whole diagonal. Otherwise the gradient is differentiated entry by entry.
     """
     chosen = [leaf for leaf in leaves if id(leaf) in graph.in_terms]
     if not chosen:
@@ -73,7 +73,7 @@ def term_diagonals(
 
 
 def _coupled_leaves(graph: Graph) -> set[int]:
-    """Leaves of which several entries enter one nonlinear function: their Hessian may have other entries."""
+    """Return leaves with several entries in one nonlinear function: their Hessian may not be diagonal."""
     arranged: dict[tuple[Node, int], Entries] = {}
     coupled: set[Node] = set()
     for node in upstream_first([edge.node for edge in graph.terms]):

@@ -1,19 +1,19 @@
-"""Columns by token: what is fed in at a loss, taken apart by the positions that its terms are at.
+"""Columns by token: seed vectors at a loss, split by the positions of its terms.
 
 # NOTE [Tokens]
-A loss of a language model is a sum of terms, one for each token that is predicted: one for each sample and each
-position that the loss has beside its axes of samples and classes. The gradient of one term flows through
-attention to all earlier positions, so that the cotangent of the sum cannot be taken apart: at a use behind
-attention each position holds parts of many tokens. Samples do stay apart. So the gradient at the input of the
-loss is fed in once for each position, with zeros at all others, for all samples at once. This takes as many
-columns as a sample has tokens, and not as many as the batch has. A row of each token comes out, which is the
-derivative of its own term; the rows sum to the sample's.
+A loss of a language model is a sum of terms, one for each predicted token: one for each sample, and each index
+on the axes of the loss's input that hold neither samples nor classes. The gradient of one term flows through
+attention to all earlier positions. The cotangent of the sum therefore cannot be split: at a use upstream of
+attention each position holds parts of many tokens. Samples stay separate. So packprop feeds in the gradient at
+the input of the loss once for each position, with zeros at all others, for all samples at once. This takes as
+many columns as a sample has tokens, not as many as the batch has. Each token gets a row, the derivative of its
+own term, and the rows of a sample's tokens sum to the row of the sample.
 
-The columns of a GGN are at one position each as they are. Draws are for all positions at once, and are taken
-apart like the gradient. Consecutive columns belong to one token; results of a token's columns are added up.
+Each column of a GGN is at one position already. Draws are for all positions at once, and packprop splits them
+like the gradient. Consecutive columns belong to one token, and packprop sums the results of a token's columns.
 
-A token counts unless its term is multiplied by zero: by ``ignore_index``, by a weight, by what is made of the
-loss afterwards. A token that does not count has rows of zeros.
+A token counts unless its term is multiplied by zero: by ``ignore_index``, by a weight, or by operations on the
+loss. A token that does not count has rows of zeros.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ TOKENS_ASKED = 'Quantities of single tokens were asked for (per="token").'
 
 
 def require_losses(graph: Graph, asked: str, unknown: str) -> None:
-    """Refuse a pass in which something else than recorded losses leads to the parameters.
+    """Raise if a path leads to the parameters without a recorded loss.
 
     Raises:
-        PackpropError: With what was ``asked`` for, and what is ``unknown`` without a loss.
+        PackpropError: With the request ``asked``, and with the ``unknown`` quantity that needs a loss.
     """
     if not graph.losses:
         raise PackpropError(
@@ -54,24 +54,24 @@ def require_losses(graph: Graph, asked: str, unknown: str) -> None:
             asked,
             graph.without_loss[0],
             "a path from the tensor that backward() was called on reaches it without passing a recorded loss",
-            "let a loss function of torch make that part, too, as an extended module or inside "
+            "compute that part with a loss function of torch: as an extended module or inside "
             "`with packprop.record():`; or keep it out of this backward pass",
         )
 
 
 def in_order(losses: Sequence[ReachedLoss]) -> list[ReachedLoss]:
-    """The losses in the order in which they were called, as those of a head that takes some positions each."""
+    """Return the losses in the order of their calls: each loss may take some of the positions."""
     return sorted(losses, key=lambda loss: loss.call.number)
 
 
 def token_count(loss: ReachedLoss, rule: Loss) -> int:
-    """How many tokens of a sample a loss has terms of.
+    """Return the number of tokens of a sample with terms in a loss.
 
-    These are all axes beside those of samples and classes; where each entry has a term of its own, the last
-    axis holds what belongs to one token.
+    Tokens lie on all axes except those of samples and classes. If each entry has a term of its own, the last
+    axis holds the entries of one token.
 
     Raises:
-        PackpropError: If it has no positions, or none that are known.
+        PackpropError: If the loss has no positions, or they are not known.
     """
     shape, layout = loss.call.shape, loss.layout
     name = f"the loss {getattr(loss.call.function, '__name__', loss.call.function)}"
@@ -112,11 +112,11 @@ def token_count(loss: ReachedLoss, rule: Loss) -> int:
 
 
 def gradient_by_token(graph: Graph) -> list[Columns]:
-    """The gradient at the input of each loss, one column for each position."""
+    """Return the gradient at the input of each loss, one column for each position."""
     losses = in_order(graph.losses)
     rules = [loss.entrance.rule for loss in losses]
     for loss, rule in zip(losses, rules, strict=True):
-        token_count(loss, rule)  # refused before any work
+        token_count(loss, rule)  # raises before any work
     create_graph = torch.is_grad_enabled()
     edges = [loss.call.edge for loss in losses]
     with torch.enable_grad():
@@ -130,7 +130,7 @@ def gradient_by_token(graph: Graph) -> list[Columns]:
 
 
 def columns_by_token(graph: Graph, loss: ReachedLoss, entrance: Entrance, values: Tensor) -> Columns:
-    """Columns ``[m, n, p, c]`` in canonical form, taken apart by token: ``m`` consecutive ones for each."""
+    """Split columns ``[m, n, p, c]`` in canonical form by token: ``m`` consecutive ones for each."""
     rule = entrance.rule
     tokens, (each, samples, positions, classes) = token_count(loss, rule), values.shape
     apart = values.reshape(each, samples, tokens, -1)
@@ -148,7 +148,7 @@ def columns_by_token(graph: Graph, loss: ReachedLoss, entrance: Entrance, values
 
 
 def counted_tokens(graph: Graph, loss: ReachedLoss, rule: Loss) -> Tensor:
-    """Whether the terms of each token are multiplied by anything but zero ``[t, n]``."""
+    """Tell which tokens have a term with a factor other than zero ``[t, n]``."""
     tokens = token_count(loss, rule)
     factor = linear_factor(graph, loss, TOKENS_ASKED)
     layout, shape = without_classes(loss.layout, loss.call.shape, rule.class_axis)

@@ -35,7 +35,7 @@ from packprop.dataset.code import (
 )
 from packprop.dataset.digests import PIECE, SPOTS, bytes_digest, digest, kind_of, spot_check
 from packprop.dataset.hidden import CONTAINERS, GENERATORS, attributes_of, cells, generators_in
-from packprop.recording.axes import AXIS
+from packprop.recording.marks import AXIS
 from packprop.tensors.names import named_buffers, named_modules, named_parameters
 from packprop.tensors.sharding import class_before_sharding
 

@@ -181,7 +181,7 @@ def settled(clipping: Clipping, graph: Graph, is_plain: bool, training: Groups |
     recorded = _recorded_reduction(graph, clipping.reduction)
     own: float | Tensor = graph.samples if _reduction(clipping, recorded) == "mean" else 1
     if training is not None:
-        # a mean that you take by hand keeps its scale: its divisor counts the probes
+        # a mean that the user takes by hand keeps its scale: its divisor counts the probes
         own = (len(training.training) if own != 1 and recorded == "mean" else own) * training.of_training
     if clipping.loss_scale is not None:
         own = own / clipping.loss_scale

@@ -69,7 +69,7 @@ def results_of_nothing(extension: Extension, leaf: Tensor, graph: Graph, samples
         samples: The number of samples, none of which has an entry.
     """
     zeros = torch.zeros_like(leaf, dtype=extension.dtype_of(leaf.dtype))
-    if torch.is_grad_enabled():  # a caller that differentiates values then reaches the leaf
+    if torch.is_grad_enabled():  # lets a caller differentiate values in the leaf
         zeros = zeros + 0 * leaf
     results: list[Any] = []
     for row in extension.rows:

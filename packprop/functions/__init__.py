@@ -1,6 +1,6 @@
-"""How parameters enter nodes of the autograd graph, and how losses curve.
+"""Rules for parameters that enter nodes of the autograd graph, and for the curvature of losses.
 
-Here are the names that users need to register functions and losses of their own.
+This module has the names that you need to register functions and losses of your own.
 """
 
 from packprop.functions.building import affine, rowwise, scaled, select_samples

@@ -1,4 +1,4 @@
-"""Parts of rules: choices of samples, and the two common kinds of entries."""
+"""Parts of rules: the selection of samples, and the two common kinds of entries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from packprop.tensors.precision import accumulation_dtype
 
 
 def select_samples(tensor: Tensor, samples: Samples, skip: int = 0) -> Tensor:
-    """Some samples of a tensor whose samples are at axis ``skip``, in at least single precision."""
+    """Return some samples of a tensor, along axis ``skip``, in at least single precision."""
     if isinstance(samples, Tensor):
         tensor = tensor.index_select(skip, samples.to(tensor.device))
     elif samples != slice(None):
@@ -27,9 +27,9 @@ def select_samples(tensor: Tensor, samples: Samples, skip: int = 0) -> Tensor:
 
 
 def rowwise(build: Callable[..., Structure], *inputs: Callable[[], Tensor]) -> StructureOf:
-    """``structure_of`` for inputs that hold the samples on the same axis as the output.
+    """Return ``structure_of`` for inputs with the samples on the same axis as the output.
 
-    ``build`` is given the cotangent ``[v, n, ...]`` and the inputs ``[n, ...]`` of the chosen samples.
+    ``build`` takes the cotangent ``[v, n, ...]`` and the inputs ``[n, ...]`` of the chosen samples.
     """
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
@@ -44,7 +44,7 @@ def rowwise(build: Callable[..., Structure], *inputs: Callable[[], Tensor]) -> S
 
 
 def affine(call: NodeCall, x: Callable[[], Tensor], *, transposed: bool = False, factor: float = 1.0) -> Entry:
-    """A weight ``[o, i]`` that is applied to the last axis of an input ``[..., i]``.
+    """Return the entry of a weight ``[o, i]`` that is applied to the last axis of an input ``[..., i]``.
 
     Args:
         call: The node, and the place of the weight.
@@ -61,7 +61,7 @@ def affine(call: NodeCall, x: Callable[[], Tensor], *, transposed: bool = False,
     def build(cotangent: Tensor | None, x: Tensor) -> Structure:
         if cotangent is not None:
             cotangent = cotangent.reshape(*cotangent.shape[:2], -1, 1, fan_out)
-        x = x if factor == 1.0 else x * factor  # the input, since a pass may want it without a cotangent
+        x = x if factor == 1.0 else x * factor  # not the cotangent, which a pass may leave out
         return Outer(x.reshape(x.shape[0], -1, 1, fan_in), cotangent, fold)
 
     last = len(call.shape) - 1
@@ -83,13 +83,13 @@ def scaled(
     aligned: Sequence[int] | None = None,
     linear: bool = False,
 ) -> Entry:
-    """A parameter that multiplies entries of the output: ``y = parameter * factor + ...``.
+    """Return the entry of a parameter that scales entries of the output: ``y = parameter * factor + ...``.
 
     Args:
         call: The node, and the place of the parameter.
-        factor: Returns what multiplies it, broadcast against the output; or a number.
-        aligned: The parameter's shape among the output's axes, where it is not aligned on the right.
-        linear: Whether ``factor`` is known not to depend on the parameter; numbers do not.
+        factor: Returns the factor, broadcast against the output; or a number.
+        aligned: The parameter's shape among the output's axes, if it is not aligned on the right.
+        linear: Whether ``factor`` is known not to depend on the parameter; numbers never do.
     """
     parameter = call.operand.tensor
     broadcast_shape = tuple(aligned or call.aligned)
@@ -123,7 +123,7 @@ def scaled(
 def sum_over_broadcast(
     product: Tensor, layout: Layout, broadcast_shape: tuple[int, ...], samples: Samples
 ) -> Tensor:
-    """Sum ``[v, n, (k), *rest]`` over the axes that a parameter is broadcast over, but for the samples.
+    """Sum ``[v, n, (k), *rest]`` over the axes that a parameter is broadcast over, except the samples.
 
     ``k`` are the positions that share the samples' axis; ``broadcast_shape`` is the parameter's shape among the
     output's axes.
@@ -133,7 +133,7 @@ def sum_over_broadcast(
         along_samples = math.prod(broadcast_shape[layout.axis : layout.behind])
         before, behind = broadcast_shape[: layout.axis], broadcast_shape[layout.behind :]
         rest = before + behind
-        if layout.folded:  # parts stay where the sample axis was
+        if layout.folded:  # parts keep the place of the sample axis
             rest = (*before, 1 if along_samples == 1 else layout.parts, *behind)
     summed = [2 + axis for axis, size in enumerate(rest) if size == 1 and product.shape[2 + axis] != 1]
     rows = product.sum(summed, keepdim=True) if summed else product.clone()  # never a view of the cotangent

@@ -1,4 +1,4 @@
-"""Functions of torch that are written in Python, and that call a loss function."""
+"""Functions of torch that are written in Python and call a loss function."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ COMPOSITES: frozenset[Callable[..., Any]] = frozenset(
     for name in ("linear_cross_entropy",)  # new in PyTorch 2.13
     if hasattr(F, name)
 )
-"""Functions whose body calls a loss function: a head with its loss is a linear function and a loss."""
+"""Functions whose body calls a loss function, such as a head with its loss: a linear function and a loss."""
 
 
 def has_parts(kwargs: dict[str, Any]) -> bool:
-    """Whether a call of a composite function will call others: a head with ``options`` is one kernel."""
+    """Tell whether a call of a composite function calls others: a head with ``options`` is one kernel."""
     return kwargs.get("options") is None
 
 
 def body_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function without its first question, whether a mode or a tensor's class takes the call over.
+    """Return the same function without its first check, for a mode or a tensor's class that overrides it.
 
-    A mode that takes it over sees one call, and none of those in the body. The code is torch's own, with the
-    names that it finds in its module now: so what is computed is the same to the last bit.
+    A mode that overrides the function sees one call, but not the calls in its body. The code is torch's own,
+    with the current names of its module, so the results are the same to the last bit.
     """
     assert isinstance(function, FunctionType)
     nobody = dict.fromkeys(("has_torch_function", "has_torch_function_variadic"), lambda *_: False)

@@ -1,4 +1,4 @@
-"""How a parameter enters a node of the autograd graph."""
+"""Entries, which describe the way in which a parameter enters a node of the autograd graph."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ Samples = slice | Tensor
 
 
 Cotangents = Sequence[Tensor | None]
-"""One for each output of a node, ``[v, *y]``; ``None`` where nothing arrived."""
+"""One cotangent for each output of a node, ``[v, *y]``; ``None`` if none has arrived."""
 
 
 class ArrivedCotangents(list[Tensor | None]):
     """Cotangents of one sweep at one use."""
 
     derived: Any = None
-    """What a rule has computed from them for all parameters of the use."""
+    """A result of a rule, from these cotangents, for all parameters of the use."""
 
 
 StructureOf = Callable[[Cotangents, Sequence[Layout], Samples], Structure]
-"""From cotangents at the outputs, the layouts of the outputs, and a choice of samples, to a structure."""
+"""Maps cotangents at the outputs, the layouts of the outputs, and a choice of samples to a structure."""
 
 
 class Fans(NamedTuple):
-    """Groups of an affine map, and how many entries of each go in and come out.
+    """Groups of an affine map, with the numbers of inputs and outputs of each group.
 
-    ``channels``: of a group of the images that the map unfolds to positions; gradients can be computed without
-    unfolding. 0 if it unfolds nothing.
-    ``rows``: how often the map is applied in one node; ``None`` for what the (first) output has room for.
+    ``channels``: channels in a group of the images that the map unfolds to positions, whose gradients can be
+    computed without unfolding. 0 if it unfolds nothing.
+    ``rows``: the number of rows that one node maps; ``None`` to count them in the (first) output.
     """
 
     groups: int
@@ -48,14 +48,14 @@ class Fans(NamedTuple):
 
 @dataclass(frozen=True)
 class Scratch:
-    """How many entries of temporary memory a structure takes for one sample.
+    """Entries of temporary memory that a structure takes for one sample.
 
-    0 where it takes no more than the entries of the parameter or of a sample's output, whichever are more.
+    0 if it takes no more than the larger one of the parameter and a sample's output.
 
     Args:
-        per_column: For each column of the cotangent.
-        without_unfolding: For a single column, where an algorithm that does not unfold the inputs is used.
-        inputs_only: Where there is no cotangent.
+        per_column: Entries for each column of the cotangent.
+        without_unfolding: Entries for a single column, with an algorithm that does not unfold the inputs.
+        inputs_only: Entries without a cotangent.
     """
 
     per_column: int = 0
@@ -68,30 +68,31 @@ NO_SCRATCH = Scratch()
 
 @dataclass(frozen=True)
 class Entry:
-    """How one parameter enters one node.
+    """The way in which one parameter enters one node.
 
     Args:
-        parameter: A leaf, or what was computed from leaves alone, by its place in the graph.
+        parameter: A leaf; or a tensor computed from leaves alone, given by its place in the graph.
         structure: Name of the structure, for tables and messages.
         structure_of: Builds the structure from cotangents at the outputs ``[v, *y]``, their layouts, and a
-            choice of samples. A cotangent is ``None`` where only inputs are asked for, or where nothing reaches
-            the output.
-        refusal: Why no number can be given and what to do instead, where that is so.
-        admits: Whether an axis of the outputs can hold the samples. Elsewhere the node is called for each
-            sample.
-        sample_axes: For each output the one axis that can hold the samples; ``None`` if ``admits`` says it all.
-        sequences: For each output the sequence that each entry along its sample axis belongs to, where outputs
-            are packed sequences: all entries of a sequence are of one sample.
+            choice of samples. A cotangent is ``None`` if a statistic needs only the inputs, or if no cotangent
+            reaches the output.
+        refusal: The reason why the parameter has no per-sample gradient, and what to do instead; ``None`` if it
+            has one.
+        admits: Tells whether an axis of the outputs can hold the samples. If they are on another axis, packprop
+            calls the node for each sample.
+        sample_axes: For each output the only axis that can hold the samples; ``None`` to use ``admits`` alone.
+        sequences: For outputs that are packed sequences, the sequence of each entry along the sample axis of
+            each output. All entries of a sequence belong to one sample.
         scratch: Temporary memory that ``structure_of`` takes.
         fans: Groups and extents, for an affine map.
         linear: Whether the outputs are known to be affine in the parameter, with everything else fixed.
         constant: Whether the parameter is known to be multiplied by one number, the same for all samples.
-        squares: As ``structure_of``, with the square of what multiplies the parameter. ``None`` if the
-            structure itself tells the squares (``with_squares``), or if they are not known.
+        squares: Like ``structure_of``, with the square of the factor on the parameter. ``None`` if the
+            structure itself has the squares (``with_squares``), or if they are not known.
         sparse: Whether torch's own gradient of the parameter is a sparse tensor.
-        calls_node: If a node is called when the structure is built, from the layouts of its outputs: where the
-            parameter comes from. The graph must be there then.
-        by_rule: Whether a rule says how the parameter enters; otherwise the node is called for each sample.
+        calls_node: Returns, for the layouts of the outputs, the parameter's edge if building the structure
+            calls a node, which needs the graph; else ``None``.
+        by_rule: Whether a rule made the entry; otherwise packprop calls the node for each sample.
     """
 
     parameter: Any
@@ -111,19 +112,19 @@ class Entry:
     by_rule: bool = True
 
     def but(self, **changed: Any) -> Entry:
-        """As ``dataclasses.replace``, in a fifth of the time: entries are made for each use in each pass."""
+        """Copy with changes, like ``dataclasses.replace`` but five times as fast: every use makes entries."""
         entry = object.__new__(Entry)
         vars(entry).update(vars(self), **changed)
         return entry
 
 
 def plain_options(value: Any, numbers: bool = False) -> Any:
-    """The integers and texts in a value, and its other numbers if wanted; ``None`` in place of all else."""
+    """Return the integers and texts in a value, and floats if ``numbers``; ``None`` in place of the rest."""
     if isinstance(value, (list, tuple)):
         return tuple(plain_options(each, numbers) for each in value)
     return value if isinstance(value, (int, str)) or (numbers and isinstance(value, float)) else None
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function, as users know it."""
+    """Return the name of a function, as users know it."""
     return str(getattr(function, "__name__", function))

@@ -1,12 +1,13 @@
-"""A node of the autograd graph that a parameter enters: what it was given, and how it is called by itself.
+"""A node of the autograd graph that a parameter enters: its inputs, and calls of the node by itself.
 
 # NOTE [Nodes as functions]
-A node is the derivative of one function, with what it needs saved in it. Called by itself on cotangents it
-returns the gradients of its own inputs, whatever else lies in the graph: so a parameter that is used twice, or
-further up, has each of its uses apart. It returns them as its formula does, before autograd sums them over the
-axes that a parameter was broadcast over. So one sample's part can be taken before the sum. While a pass runs to
-some ends alone, a node computes gradients of those inputs that lead there: a sweep in which nodes are called
-must go to their parameters, too.
+A node is the derivative of one function, and holds the saved tensors that it needs. You can call it by itself
+on cotangents. It then returns the gradients of its own inputs, independently of the rest of the graph. This
+keeps the uses of a parameter apart if it is used twice, or again further up. The node returns the gradients of
+its formula, before autograd sums them over the axes along which a parameter was broadcast, so packprop can take
+the part of one sample before the sum. During a pass that is restricted to some leaves, a node computes only
+gradients of inputs that lead to these leaves. A sweep that calls nodes must therefore also go to their
+parameters.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from packprop.tensors.dry import is_dry_run
 from packprop.tensors.traced import is_traced
 
 MANY = 1024
-"""How many nodes are remembered."""
+"""The largest number of nodes to remember."""
 
 
 _VECTORISED: dict[Any, bool] = {}
-"""Whether a node of a name, for cotangents of some shapes, is right for many of them at once.
+"""Says, by name of a node and shapes of cotangents, whether a vectorised call of the node is right.
 
-PyTorch's batching rule of one or the other function is wrong: each is compared with one call when it is first
-used.
+PyTorch's batching rules of some functions are wrong, so packprop compares the first vectorised call of each
+node with a single call.
 """
 
 
 Form = Literal["entries", "shape", "shape or transpose"]
-"""A rule needs a leaf with the entries of what the node takes, or in its shape, or in that or its transpose."""
+"""The requirement of a rule on a leaf: the entries of the node's input, its shape, or its shape transposed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """A tensor that was computed from parameters alone, by where it came from."""
+    """A tensor that was computed from parameters alone, given by its edge."""
 
     edge: GradientEdge
     shape: torch.Size
@@ -68,12 +69,12 @@ class Computed:
 
 @dataclass(frozen=True)
 class Operand:
-    """A parameter as a node takes it.
+    """A parameter as an input of a node.
 
     Args:
-        tensor: The leaf, if only its shape or its type was changed on the way; else what was computed of
-            leaves.
-        shape: Its shape as the node takes it.
+        tensor: The leaf, if only its shape or its type changed on the way to the node; else the tensor that was
+            computed from leaves.
+        shape: Its shape as an input of the node.
         is_transposed: Whether the node takes the transpose of the leaf.
     """
 
@@ -83,7 +84,7 @@ class Operand:
 
 
 def operand_at(node: Node, place: int, form: Form = "entries") -> Operand:
-    """What a node takes at one of its places, followed up to the leaf if nothing but its form was changed."""
+    """Return a node's input at one of its places, traced back to the leaf if only its form changed."""
     above, number = node.next_functions[place]
     assert above is not None
     made = made_by(above)[number]
@@ -105,13 +106,13 @@ def operand_at(node: Node, place: int, form: Form = "entries") -> Operand:
 
 
 def is_transpose(node: Node) -> bool:
-    """Whether a node is that of a function which transposed a matrix."""
+    """Tell whether a node transposes a matrix."""
     name = name_of_node(node)
     return name == "T" or (name == "Transpose" and len(made_by(node)[0].shape) == 2)
 
 
 def has_complex_numbers(node: Node) -> bool:
-    """Whether complex numbers go into a node or come out."""
+    """Tell whether a node has complex inputs or outputs."""
     if any(each.dtype.is_complex for each in made_by(node)):
         return True
     above = ((each, number) for each, number in node.next_functions if each is not None)
@@ -124,11 +125,12 @@ class NodeCall:
 
     Args:
         node: The node.
-        place: The place of the parameter among its ``next_functions``: the tensors that the function was given,
-            in their order.
-        operand: The parameter, as the node takes it.
+        place: The place of the parameter among its ``next_functions``, the tensor arguments of the function in
+            their order.
+        operand: The parameter, as an input of the node.
         shapes: Shapes of its outputs.
-        holds: Whether what the node saved is read now, because the node may be freed before it is needed.
+        holds: Whether to read the node's saved tensors now, because the node may be freed before they are
+            needed.
     """
 
     node: Any
@@ -139,7 +141,7 @@ class NodeCall:
 
     @property
     def name(self) -> str:
-        """The name of the node, without what all of them end in."""
+        """The name of the node, without the suffix of all nodes."""
         return name_of_node(self.node)
 
     @property
@@ -155,14 +157,14 @@ class NodeCall:
 
     @property
     def edge(self) -> GradientEdge:
-        """Where the parameter comes from."""
+        """The edge of the parameter."""
         return GradientEdge(*self.node.next_functions[self.place])
 
     def saved(self, name: str | int) -> Callable[[], Tensor]:
-        """Return a function that returns a tensor that the node saved.
+        """Return a function that returns a tensor saved by the node.
 
-        ``name``: as in PyTorch's list of derivatives; for a ``torch.autograd.Function`` of your own the place
-        among its ``ctx.saved_tensors``.
+        ``name``: the name in PyTorch's list of derivatives; for a ``torch.autograd.Function`` of your own the
+        index in its ``ctx.saved_tensors``.
         """
         if not self.holds:
             return lambda: saved_tensor(self.node, name)
@@ -170,11 +172,11 @@ class NodeCall:
         return lambda: tensor
 
     def option(self, name: str) -> Any:
-        """A number or a list that the node saved."""
+        """Return a number or a list that the node saved."""
         return saved_option(self.node, name)
 
     def has_option(self, name: str) -> bool:
-        """Whether the node saves something under a name: nodes of one family may differ."""
+        """Tell whether the node has an option of this name: nodes of one family may differ."""
         return hasattr(self.node, f"_saved_{name}")
 
     @property
@@ -183,16 +185,16 @@ class NodeCall:
         return self.has_option("sparse") and bool(self.option("sparse"))
 
     def attribute(self, name: str) -> Any:
-        """A value that a ``torch.autograd.Function`` of your own has kept on its ``ctx``."""
+        """Return a value that a ``torch.autograd.Function`` of your own has kept on its ``ctx``."""
         return getattr(self.node, name)
 
     def shape_at(self, place: int) -> torch.Size | None:
-        """The shape of what the node was given at a place; ``None`` for what needs no gradient."""
+        """Return the shape of the node's input at a place; ``None`` if it needs no gradient."""
         above, number = self.node.next_functions[place]
         return None if above is None else torch.Size(made_by(above)[number].shape)
 
     def products(self, columns: Sequence[Tensor | None]) -> Tensor:
-        """The gradients of the parameter from columns ``[v, *y]`` at the outputs, as the node returns them."""
+        """Return gradients of the parameter from columns ``[v, *y]``, before autograd sums broadcast axes."""
         given = [number for number, each in enumerate(columns) if each is not None]
         there = [each for each in columns if each is not None]
         count = len(there[0])
@@ -207,7 +209,7 @@ class NodeCall:
         if count == 1 or self.is_sparse or _VECTORISED.get(key, True) is False:
             return one_by_one()
         try:
-            with warnings.catch_warnings():  # of functions that are called once for each column
+            with warnings.catch_warnings():  # for functions that vmap calls once for each column
                 warnings.filterwarnings("ignore", "There is a performance drop")
                 made: Tensor = torch.vmap(pull)(*there)
             if key in _VECTORISED or is_dry_run() or is_traced():
@@ -222,20 +224,20 @@ class NodeCall:
         return one_by_one()
 
     def _product(self, cotangents: dict[int, Tensor], outputs: int) -> Tensor:
-        """The gradient of the parameter from one cotangent at each of some outputs."""
+        """Return the gradient of the parameter from one cotangent at each of some outputs."""
         node, place = self.node, self.place
         given: list[Tensor | None] = [cotangents.get(number) for number in range(outputs)]
         first = next(iter(cotangents.values()))
         run: Callable[..., Any] = node
         if isinstance(
             node, BackwardCFunction
-        ):  # it runs the user's code, which is given zeros for what is not there
+        ):  # it runs the user's code, which takes zeros for missing cotangents
             run, place = node.apply, _place_of_gradient(node, place)
             given = [first.new_zeros(s) if c is None else c for c, s in zip(given, self.shapes, strict=False)]
         with saved_again(node):
             out = run(*given)
         product = out[place] if isinstance(out, tuple) else out
-        if product is None and not isinstance(node, BackwardCFunction):  # a pass runs that does not go there
+        if product is None and not isinstance(node, BackwardCFunction):  # this pass does not go there
             with saved_again(node):
                 out = in_a_pass_of_its_own(lambda: node(*given))
             product = out[place] if isinstance(out, tuple) else out
@@ -246,7 +248,7 @@ class NodeCall:
 
 
 class _Inside(torch.autograd.Function):
-    """Does something in its backward pass."""
+    """Calls a function in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, trigger: Tensor, run: Callable[[], Any], made: list[Any]) -> Tensor:
@@ -260,7 +262,7 @@ class _Inside(torch.autograd.Function):
 
 
 def in_a_pass_of_its_own(run: Callable[[], Any]) -> Any:
-    """Do something in a backward pass that goes everywhere, whatever pass runs already."""
+    """Call a function inside an unrestricted backward pass, even if a restricted pass runs already."""
     made: list[Any] = []
     differentiable = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -270,9 +272,9 @@ def in_a_pass_of_its_own(run: Callable[[], Any]) -> Any:
 
 
 def _place_of_gradient(node: Any, place: int) -> int:
-    """Where a user's own function returns the gradient of one of the tensors that it was given.
+    """Return the position of a tensor's gradient among the values that a user's own function returns.
 
-    It returns one value for each argument, be it a tensor or not; only tensors have places on the graph.
+    The function returns one value for each argument, but only tensors have places on the graph.
     """
     needs: tuple[bool, ...] = node.needs_input_grad
     before = sum(above is not None for above, _ in node.next_functions[:place])
@@ -281,7 +283,7 @@ def _place_of_gradient(node: Any, place: int) -> int:
 
 
 def _is_sum(columns: Tensor, whole: Tensor) -> bool:
-    """Whether gradients of columns add up to that of their sum, as those of a linear function do."""
+    """Tell whether gradients of columns add up to that of their sum, as for any linear function."""
     if not whole.numel() or columns.shape[1:] != whole.shape:
         return columns.shape[1:] == whole.shape
     total, wide = columns.sum(0), columns.abs().amax() * len(columns)

@@ -22,16 +22,16 @@ __all__ = ["entries_of_node", "rules"]
 def entries_of_node(
     node: Node, places: Iterable[int], shapes: Sequence[torch.Size], holds: bool
 ) -> list[Entry]:
-    """One entry for each place of a node where a parameter enters it.
+    """Return one entry for each place of a node where a parameter enters it.
 
     Args:
         node: The node.
         places: The places of parameters among its ``next_functions``.
         shapes: Shapes of its outputs.
-        holds: Whether what it saved is read now.
+        holds: Whether to read its saved tensors now.
     """
     rule = rule_for(node)
-    if rule is not None and has_complex_numbers(node):  # rules are written for real ones
+    if rule is not None and has_complex_numbers(node):  # rules hold for real numbers
         rule = None
     entries = []
     for place in places:

@@ -1,6 +1,6 @@
-"""What second derivatives the nodes of the autograd graph have: tables of their names.
+"""Tables of the nodes of the autograd graph by name, with their kinds of second derivatives.
 
-Names stand without the number that autograd appends. A node that is in no table counts as nonlinear and not
+The tables leave out the number that autograd appends to a name. A node in no table counts as nonlinear and not
 elementwise, which costs time but is always right.
 """
 
@@ -16,11 +16,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 Kind = Literal["linear", "elementwise", "nonlinear"]
-"""How a node curves: not at all, entry by entry, or in any other way."""
+"""The curvature of a node: none, entry by entry, or any other."""
 
 
 def names_of_nodes(text: str) -> frozenset[str]:
-    """Names of nodes without what they all end in."""
+    """Split a text into names of nodes, given without their common suffix."""
     return frozenset(text.split())
 
 
@@ -48,7 +48,7 @@ PIECEWISE = names_of_nodes(
     Cummin Sign Floor Ceil Round Trunc
     """
 )
-"""Linear in all inputs together wherever they are differentiable."""
+"""Linear in all inputs together at every point where they are differentiable."""
 
 
 CONVOLUTIONS = names_of_nodes(
@@ -79,35 +79,35 @@ ENTRYWISE = ELEMENTWISE | names_of_nodes(
 
 
 MASKS = ENTRYWISE | names_of_nodes("Where MaskedFill Maximum Minimum Fmax Fmin RreluWithNoise")
-"""Functions, entry by entry, whose values may keep an entry from its inputs."""
+"""Entrywise functions whose values may make an entry independent of its inputs."""
 
 
 WRONG_IN_COLUMNS = names_of_nodes("NativeGroupNorm")
-"""Functions whose second derivatives are wrong for many columns at once, where three extents are equal."""
+"""Functions whose second derivatives are wrong for many columns at once if three extents are equal."""
 
 
 WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"
-"""The node of a function that PyTorch has no derivative for, such as a layer that is quantised as it runs.
+"""The node of a function without a derivative in PyTorch, such as a dynamically quantised layer.
 
-PyTorch warns, and goes on as if the derivative were zero.
+PyTorch warns, and continues as if the derivative were zero.
 """
 
 
 WITHOUT_DATA = names_of_nodes("Sgn")
-"""Nodes whose derivative is a tensor of zeros that holds no data, which few other nodes expect.
+"""Nodes whose derivative is a tensor of zeros without data, which few other nodes expect.
 
-Seen on torch 2.13: the backward pass of group norm reads memory that nobody has written in its place, and the
-second derivatives of other normalisations and of some losses raise. Of all functions that PyTorch tests, this
-node alone makes such zeros: as the second derivative of an absolute value, an L1 loss, or a norm.
+Seen on torch 2.13: the backward pass of group norm reads uninitialised memory in its place, and the second
+derivatives of other normalisations and of some losses raise. Of all functions that PyTorch tests, only this
+node makes such zeros, as the second derivative of an absolute value, an L1 loss, or a norm.
 """
 
 
 DIFFERENTIABLE_ONCE = names_of_nodes("Hardsigmoid")
-"""Functions of ``ENTRYWISE``, linear by parts, whose backward pass PyTorch cannot differentiate."""
+"""Piecewise linear functions of ``ENTRYWISE`` whose backward pass PyTorch cannot differentiate."""
 
 
 RESHAPES = names_of_nodes("View UnsafeView ReshapeAlias Squeeze Unsqueeze Clone Alias HandedOn")
-"""The same entries in the same order."""
+"""Functions that keep all entries in the same order."""
 
 
 NORMALISATIONS = frozenset({"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"})
@@ -121,30 +121,30 @@ IDENTITIES = {
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction"
     ),
 }
-"""Nodes of PyTorch's own, written in Python, that hand gradients on as they are, and the functions behind them.
+"""PyTorch's own nodes, written in Python, that pass gradients on unchanged, and the functions behind them.
 
-The first stands at the inputs and outputs of modules with full backward hooks, which run after it. The second
-stands at the outputs of ``DistributedDataParallel(static_graph=True)``: the first gradient that comes through
-it starts the exchange between processes. The third stands at the inputs of modules that ``fully_shard`` was
-called on: it exchanges their gradients. All are private, and known here alone by name: they are neither
-nonlinear nor a user's own, and nothing public tells them apart from those.
+The first is at the inputs and outputs of modules with full backward hooks, which run after it. The second is at
+the outputs of ``DistributedDataParallel(static_graph=True)``: the first gradient through it starts the exchange
+between processes. The third is at the inputs of modules with ``fully_shard``: it exchanges their gradients. All
+three are private, and only this table names them: they are neither nonlinear nor a user's own, but no public
+interface tells them apart from such nodes.
 """
 
 
 DOERS: dict[str, Callable[..., Any]] = dict.fromkeys(
     ("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward"), lambda *cotangents: (None, *cotangents)
 )
-"""Those that do something else besides, each with what hands gradients on in its place."""
+"""Identities with a side effect, each with a function that passes gradients on without it."""
 
 
 def function_of(node: Node) -> Any:
-    """The class of the function behind a node that is written in Python: this has no public name."""
+    """Return the class of the function behind a node that is written in Python; it has no public name."""
     kind: Any = type(node)
     return kind._forward_cls
 
 
 def is_identity(node: Node) -> bool:
-    """Whether a node is one of ``IDENTITIES``, and no user's own of the same name."""
+    """Tell whether a node is one of ``IDENTITIES``, and not a user's own of the same name."""
     if node.name() not in IDENTITIES or not isinstance(node, BackwardCFunction):
         return False
     function = function_of(node)
@@ -152,12 +152,12 @@ def is_identity(node: Node) -> bool:
 
 
 def is_change_of_view(node: Node) -> bool:
-    """Whether a tensor was changed in place through a view: what it was before comes first upstream."""
+    """Tell whether a node changed a tensor in place through a view; its first input is the old tensor."""
     return node.name().endswith("CopySlices")
 
 
 def name_of_node(node: Node) -> str:
-    """The name of a node as in the tables; a user's own function, which may have any name, is marked as own."""
+    """Return the name of a node in the tables; ``own`` marks a user's function, which may have any name."""
     if isinstance(node, BackwardCFunction):
         if is_identity(node):
             return "HandedOn"
@@ -167,18 +167,18 @@ def name_of_node(node: Node) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def short_name(name: str) -> str:
-    """The name of a node of PyTorch's own without what they all end in."""
+    """Return the name of one of PyTorch's own nodes without their common suffix."""
     return re.sub(r"Backward\d+$", "", name)
 
 
 def kind_of(node: Node, dependent: Sequence[int], complex_numbers: bool = False) -> Kind:
-    """How a node curves in those of its inputs that vary.
+    """Return the kind of curvature of a node in some of its inputs.
 
     Args:
         node: The node.
-        dependent: Places of the inputs that vary among its ``next_functions``.
-        complex_numbers: Whether it takes or makes complex numbers. What real functions do entry by entry, or
-            linearly by parts, couples real and imaginary parts there, as an absolute value does.
+        dependent: Places of these inputs among its ``next_functions``.
+        complex_numbers: Whether it has complex inputs or outputs. Functions that are elementwise or piecewise
+            linear for real numbers may couple real and imaginary parts, as an absolute value does.
     """
     name = name_of_node(node)
     if name in LINEAR or (name in PIECEWISE and not complex_numbers):
@@ -197,44 +197,44 @@ def kind_of(node: Node, dependent: Sequence[int], complex_numbers: bool = False)
 
 
 def _uses_running_statistics(node: Node) -> bool:
-    """Whether a batch normalisation has taken its statistics from buffers.
+    """Tell whether a batch normalisation took its statistics from buffers.
 
-    The flag that it saved has no public name; a node without the flag counts as nonlinear.
+    Its saved flag has no public name. A node without the flag counts as nonlinear.
     """
     return hasattr(node, "_saved_training") and node._saved_training is False
 
 
 def made_by(node: Any) -> list[Any]:
-    """Shape, dtype and device of each tensor that a node made; the leaf that a node stands for.
+    """Return shape, dtype and device of each output of a node; for the node of a leaf, the leaf.
 
-    This reads a private attribute of autograd nodes: no public one says how many outputs there are.
+    This reads a private attribute of autograd nodes: no public one has the number of outputs.
     """
     leaf = getattr(node, "variable", None)
     return list(node._input_metadata) if leaf is None else [leaf]
 
 
 def axis_of_rows(node: Node, axes: int) -> int:
-    """The axis, of so many, along which a softmax took entries together."""
+    """Return the axis of a softmax, for a tensor with this number of axes."""
     return int(saved_option(node, "dim")) % axes
 
 
 def saved_option(node: Node, name: str) -> Any:
-    """What a node saved beside tensors under a name, such as ``dim``; autograd shows numbers without a sign."""
+    """Return a saved value that is not a tensor, such as ``dim``; autograd shows negative numbers unsigned."""
     value = getattr(node, f"_saved_{name}")
     return value - 2**64 if isinstance(value, int) and value >= 2**63 else value
 
 
 def is_wrong_in_third_order(node: Node) -> bool:
-    """Whether torch's third derivative of a node is wrong, without any error.
+    """Tell whether torch's third derivative of a node is silently wrong.
 
-    Seen on torch 2.13 for layer norm, and for batch norm by statistics of the batch, instance norm included.
+    Seen on torch 2.13 for layer norm, and for batch norm with statistics of the batch, including instance norm.
     """
     name = name_of_node(node)
     return name == "NativeLayerNorm" or (name in NORMALISATIONS and not _uses_running_statistics(node))
 
 
 def is_wrong_in_second_order(node: Node) -> bool:
-    """Whether torch's second derivative of a node is wrong, without any error.
+    """Tell whether torch's second derivative of a node is silently wrong.
 
     Seen on torch 2.13 for the fused normalisation of weights: its Hessian is not even symmetric.
     """
@@ -242,11 +242,11 @@ def is_wrong_in_second_order(node: Node) -> bool:
 
 
 def bias_without_weight(node: Node) -> Node | None:
-    """Where the bias of a normalisation without a weight comes from; ``None`` for any other node.
+    """Return the node of the bias of a normalisation without a weight; ``None`` for any other node.
 
-    Seen on torch 2.13: the second derivative of such a node loses what comes through the bias: zero without any
-    error, or an error about an undefined tensor. A weight that is not trained has no edge either; the one that
-    the node has saved has no public name.
+    Seen on torch 2.13: the second derivative of such a node loses the part through the bias. It is zero without
+    any error, or raises an error about an undefined tensor. A weight that is not trained has no edge either;
+    the node's saved weight, which has no public name, tells the two cases apart.
     """
     if name_of_node(node) not in (NORMALISATIONS | {"NativeLayerNorm", "NativeGroupNorm"}):
         return None
@@ -257,24 +257,26 @@ def bias_without_weight(node: Node) -> Node | None:
 
 
 WITHOUT_SECOND_DERIVATIVE = ("GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked",)
-"""How the names begin of nodes of PyTorch's own whose second derivative counts as zero, without any error.
+"""Prefixes of the names of PyTorch's own nodes whose second derivative is zero, without any error.
 
-Seen on torch 2.13: ``linear_cross_entropy`` with ``options`` takes the gradient in its forward pass, or from
-detached inputs in its backward pass. Nothing public tells these nodes from others that a library registered.
+Seen on torch 2.13: ``linear_cross_entropy`` with ``options`` computes the gradient in its forward pass, or from
+detached inputs in its backward pass. No public interface tells these nodes from those that a library
+registered.
 """
 
 
 def is_without_second_derivative(node: Node) -> bool:
-    """Whether a node is one of ``WITHOUT_SECOND_DERIVATIVE``."""
+    """Tell whether a node is one of ``WITHOUT_SECOND_DERIVATIVE``."""
     return isinstance(node, BackwardCFunction) and node.name().startswith(WITHOUT_SECOND_DERIVATIVE)
 
 
 def is_once_differentiable(node: Node) -> bool:
-    """Whether a node is a user's function marked as ``once_differentiable``, or a kernel that counts as one.
+    """Tell whether a node is a user's function with the mark ``once_differentiable``, or a similar kernel.
 
-    The graph of such a derivative does not lead to the inputs. If it is differentiated in them, PyTorch raises
-    no error but returns ``None``, which means zero everywhere else. The class behind a node has no public name;
-    the wrapper that the mark puts around its backward pass is recognised by the file that it comes from.
+    The graph of such a derivative does not lead to the inputs. If you differentiate it in the inputs, PyTorch
+    raises no error, but returns ``None``, which means zero for any other function. The class behind a node has
+    no public name. packprop recognises the wrapper that the mark puts around its backward pass by its source
+    file.
     """
     if not isinstance(node, BackwardCFunction):
         return False

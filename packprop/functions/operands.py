@@ -1,7 +1,7 @@
-"""What nodes of the autograd graph take beside the tensors that they are differentiated in: tables of names.
+"""Tables of nodes with operands in which they are not differentiated.
 
-Such operands leave no edge on the graph, and may hold samples. Names stand as in ``functions/nodes.py``. A node
-that is in no table may take anything.
+Such operands leave no edge on the graph, but may hold samples. Names are those of ``functions/nodes.py``. A
+node in no table may have any operands.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from packprop.functions.nodes import (
 )
 
 SUMS = names_of_nodes("Add Sub Rsub Stack Cat")
-"""Sums of their inputs, or inputs side by side."""
+"""Sums of the inputs, or their concatenation."""
 
 
 ALIKE = names_of_nodes(
     "Stack MseLoss SmoothL1Loss HuberLoss KlDiv BinaryCrossEntropy BinaryCrossEntropyWithLogits"
 )
-"""Functions whose operands have one shape, to which they were expanded before."""
+"""Functions whose operands have the same shape, to which an earlier node expands them."""
 
 
 HIDING = names_of_nodes("Where MaskedFill Lerp NativeDropout")
-"""Functions with an operand of which the graph shows nothing: a condition, a mask, a weight."""
+"""Functions with an operand that the graph does not show: a condition, a mask, a weight."""
 
 
 ENTRY_BY_ENTRY = (
@@ -49,7 +49,7 @@ ENTRY_BY_ENTRY = (
     """
     )
 )
-"""Functions whose operands, broadcast against each other, are combined entry by entry."""
+"""Functions that broadcast their operands against each other, and combine them entry by entry."""
 
 
 EXPANDING = names_of_nodes("Expand Repeat")
@@ -57,21 +57,21 @@ EXPANDING = names_of_nodes("Expand Repeat")
 
 
 WITH_SUMMAND = names_of_nodes("Addmm Addbmm Baddbmm Addmv Addr")
-"""Products to which something is added that they do not save."""
+"""Products with a summand that they do not save."""
 
 
 BY_DATA = names_of_nodes(
     "Index IndexSelect Gather Take TakeAlongDim MaskedSelect Embedding EmbeddingBag IndexAdd Scatter ScatterAdd"
 )
-"""Functions that take rows as indices or masks say."""
+"""Functions that select rows by indices or masks."""
 
 
 INDEXED = BY_DATA | names_of_nodes("SelectScatter SliceScatter")
-"""Functions that take indices, or numbers in place of them."""
+"""Functions with indices as operands, or numbers in place of them."""
 
 
 VECTORS = names_of_nodes("Mv Dot")
-"""Products whose other operand is a vector that is summed over: nothing of it is left in the result."""
+"""Products that sum over the axis of a vector, so that it is not in the shape of the result."""
 
 
 WHOLE = (
@@ -89,7 +89,7 @@ WHOLE = (
     """
     )
 ) - INDEXED
-"""Functions that have an edge for each of their operands, but for ``HIDING`` ones."""
+"""Functions with an edge for each operand, except operands of ``HIDING`` functions."""
 
 
 REARRANGING = names_of_nodes(
@@ -98,7 +98,7 @@ REARRANGING = names_of_nodes(
     SplitWithSizes Squeeze Unsqueeze Clone ToCopy Alias Flip Roll Diagonal Tril Triu Neg
     """
 )
-"""Functions of which each entry of the result is an entry of an operand, with either sign, or a constant."""
+"""Functions whose result has entries of operands, with either sign, or constants."""
 
 
 EXPONENTS = frozenset({"_saved_exponent", "_saved_ord", "_saved_p"})
@@ -106,12 +106,12 @@ EXPONENTS = frozenset({"_saved_exponent", "_saved_ord", "_saved_p"})
 
 
 def is_linear(node: Node, dependent: Sequence[int]) -> bool:
-    """Whether a node is linear in those of its inputs that vary, together and everywhere."""
+    """Tell whether a node is linear in some of its inputs, together and everywhere."""
     return kind_of(node, dependent) == "linear" and name_of_node(node) not in PIECEWISE
 
 
 def has_kinks(node: Node) -> bool:
-    """Whether a node is linear by parts: also the deviation of two numbers, which is their distance."""
+    """Tell whether a node is piecewise linear, like the deviation of two numbers, which is their distance."""
     name = name_of_node(node)
     if name in ("LinalgVectorNorm", "Norm"):
         return any(isinstance(option, float) and math.isinf(option) for option in options_of(node))
@@ -119,26 +119,26 @@ def has_kinks(node: Node) -> bool:
 
 
 def options_of(node: Node) -> Sequence[Any]:
-    """What a node saved beside tensors: axes, places, exponents; no factors, which many loops change slowly."""
+    """Return a node's saved axes, places and exponents; no factors, which many loops change slowly."""
     return [plain_options(getattr(node, name), name in EXPONENTS) for name in _options_of_type(type(node))]
 
 
 @functools.lru_cache(maxsize=1024)
 def _options_of_type(kind: type) -> tuple[str, ...]:
-    """Private names of what nodes of a type save that is no tensor: tensors have a raw form, too."""
+    """Return private names of a type's saved values that are not tensors; tensors also have a raw form."""
     names = {name for name in dir(kind) if name.startswith("_saved_")}
     return tuple(sorted(name for name in names if f"_raw{name}" not in dir(kind)))
 
 
 def saved_constants(node: Node) -> Iterator[Tensor]:
-    """Tensors that a node saved and that were not differentiated."""
+    """Return the saved tensors of a node that do not require a gradient."""
     return (tensor for tensor in saved_tensors(node) if not tensor.requires_grad)
 
 
 def saved_tensors(node: Node) -> Iterator[Tensor]:
-    """Tensors that a node saved.
+    """Yield the saved tensors of a node.
 
-    Autograd shows them under names of its own, one for each operand, as PyTorch's notes on it say.
+    Autograd shows them under names of its own, one for each operand; see PyTorch's notes on autograd.
     """
     for name in dir(node):
         if not name.startswith("_saved_"):

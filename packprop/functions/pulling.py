@@ -1,4 +1,4 @@
-"""A function pulled back by PyTorch itself."""
+"""Vector-Jacobian products that PyTorch itself computes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from packprop.tensors.repeated import Products, of_columns, one_by_one
 
 
 def pulled(outputs: Sequence[Any], parameter: Tensor, columns: Sequence[Tensor]) -> Tensor:
-    """Vector-Jacobian products of every column ``[v, *y]`` with a parameter, ``[v, *p]``.
+    """Return vector-Jacobian products of every column ``[v, *y]`` in a parameter, ``[v, *p]``.
 
     # NOTE [Autograd below parameters]
-    PyTorch itself differentiates what was computed from parameters alone: no sample has a part in it.
+    PyTorch itself differentiates functions of parameters alone, because no sample enters them.
     """
     differentiable = torch.is_grad_enabled()
 
@@ -49,5 +49,5 @@ def pulled(outputs: Sequence[Any], parameter: Tensor, columns: Sequence[Tensor])
 
 
 def _for_output(vector: Tensor, output: Any) -> Tensor:
-    """A vector as autograd takes it: complex where the output is."""
+    """Cast a vector to the dtype that autograd expects: complex if the output is complex."""
     return vector.to(output.dtype) if isinstance(output, Tensor) and output.is_complex() else vector

@@ -1,4 +1,4 @@
-"""Leaves whose entries a node takes at other places: from gradients of what it takes to those of the leaf."""
+"""Leaves whose entries were rearranged before a node takes them: from gradients of its input to the leaf's."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from packprop.functions.nodes import (
 from packprop.tensors.layout import Layout
 
 REARRANGING = RESHAPES | names_of_nodes("Permute Transpose T ToCopy Repeat")
-"""Functions of all entries of a tensor, each at other places: their nodes need nothing but shapes."""
+"""Functions that rearrange all entries of a tensor: only shapes are needed to undo them."""
 
 
 def of_leaf(call: NodeCall, entry: Entry) -> Entry:
-    """The entry of the leaf, if the parameter of an entry has the entries of one at other places."""
+    """Return the entry of the leaf, if the parameter of an entry is a leaf with rearranged entries."""
     found = _rearranged(call.node, call.place)
     if found is None or found[0].dtype.is_complex != entry.parameter.dtype.is_complex:
         return entry
@@ -53,10 +53,9 @@ def of_leaf(call: NodeCall, entry: Entry) -> Entry:
 
 
 def _rearranged(node: Node, place: int) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
-    """The leaf that a node takes, if its entries were only put at other places on the way, and the way back.
+    """Return the leaf behind a node's input, if its entries were only rearranged, and the inverse map.
 
-    The way back leads from gradients of what the node takes ``[v, n, *y]`` to gradients of the leaf ``[v, n,
-    *p]``.
+    The inverse maps gradients of the node's input ``[v, n, *y]`` to gradients of the leaf ``[v, n, *p]``.
     """
     above, way = node.next_functions[place][0], list[Callable[[Tensor], Tensor]]()
     leaf: Tensor | None = None
@@ -80,7 +79,7 @@ def _rearranged(node: Node, place: int) -> tuple[Tensor, Callable[[Tensor], Tens
 
 
 def _way_back(node: Any, name: str, shape: torch.Size) -> Callable[[Tensor], Tensor]:
-    """From gradients of what a node of ``REARRANGING`` made to those of its input, ``[v, n, *shape]``."""
+    """Return the map from gradients at the output of a ``REARRANGING`` node to its input ``[v, n, *shape]``."""
     if name == "Permute":
         dims = [axis % len(shape) + 2 for axis in saved_option(node, "dims")]
         order = sorted(range(len(dims)), key=dims.__getitem__)

@@ -17,15 +17,15 @@ from packprop.functions.node_calls import Form, NodeCall
 from packprop.functions.nodes import function_of, short_name
 
 NodeRule = Callable[[NodeCall], Entry | None]
-"""From a node and the place of a parameter to its entry; ``None``: the node is called for each sample."""
+"""Maps a node and the place of a parameter to its entry; ``None`` to call the node for each sample."""
 
 
 class Rule(NamedTuple):
-    """A rule, and what it needs of a leaf.
+    """A rule, and its requirement on a leaf.
 
     Args:
         entry_of: The rule.
-        form: What it needs of a leaf that only changed its form on the way.
+        form: The requirement on a leaf that only changed its form on the way to the node.
         is_own: Whether a user registered it.
     """
 
@@ -35,7 +35,7 @@ class Rule(NamedTuple):
 
 
 RULES: dict[Any, Rule] = {}
-"""Name of a node of PyTorch's own, or class of a user's function -> rule."""
+"""Rules by the name of one of PyTorch's own nodes, or by the class of a user's function."""
 
 
 def rule_of(*names: str, form: Form = "entries") -> Callable[[NodeRule], NodeRule]:
@@ -51,20 +51,19 @@ def rule_of(*names: str, form: Form = "entries") -> Callable[[NodeRule], NodeRul
 def register_use(
     *functions: type[torch.autograd.Function] | str,
 ) -> Callable[[NodeRule], NodeRule]:
-    """Say how parameters enter a ``torch.autograd.Function`` of your own.
+    """Register a rule for parameters of a ``torch.autograd.Function`` of your own.
 
-    The decorated rule is called as ``rule(call)`` with a ``NodeCall``: the node that the function left on the
-    graph, and one parameter that was given to it. It returns the parameter's entry, made with ``affine``,
-    ``scaled`` or
-    ``Entry`` itself; ``None`` means: call the function's backward for each sample. Functions that are made of
-    functions of torch need no rule.
+    packprop calls the decorated rule as ``rule(call)`` with a ``NodeCall``: the function's node on the graph,
+    and one parameter among its arguments. The rule returns the parameter's entry, made with ``affine``,
+    ``scaled`` or ``Entry`` itself, or ``None`` to have packprop call the function's backward for each sample.
+    Functions that consist of functions of torch need no rule.
 
     Args:
-        functions: Classes of functions; or names of nodes, as ``tensor.grad_fn.name()`` tells them, for
-            functions that a library has written in another language.
+        functions: Classes of functions; or names of nodes, from ``tensor.grad_fn.name()``, for functions of
+            libraries in another language.
 
     Raises:
-        BadInput: If one of them is neither.
+        BadInput: If an argument is neither.
     """
     for each in functions or (None,):
         is_function = isinstance(each, type) and issubclass(each, torch.autograd.Function)
@@ -87,7 +86,7 @@ def register_use(
 
 
 def rule_for(node: Node) -> Rule | None:
-    """The rule for a node, if there is one."""
+    """Return the rule for a node; ``None`` if there is none."""
     if _current.ignored:
         return None
     if isinstance(node, BackwardCFunction):
@@ -97,7 +96,7 @@ def rule_for(node: Node) -> Rule | None:
 
 
 def checked(call: NodeCall, rule: Rule) -> Entry | None:
-    """The entry that a rule makes.
+    """Return the entry that a rule makes.
 
     Raises:
         BadInput: If a user's rule returns something else.
@@ -123,12 +122,12 @@ class _Current(threading.local):
 
 
 _current = _Current()
-"""Whether this thread leaves rules aside."""
+"""The state of this thread, which may ignore rules."""
 
 
 @contextlib.contextmanager
 def without_rules() -> Iterator[None]:
-    """Inside, no rule is known in this thread: each node is called for each sample."""
+    """Ignore all rules inside the context, in this thread: packprop calls each node for each sample."""
     before, _current.ignored = _current.ignored, True
     try:
         yield

@@ -1,4 +1,4 @@
-"""Nodes that are called by themselves: on each sample's part of the cotangent, or entry by entry."""
+"""Calls of single nodes: on each sample's part of the cotangent, or entry by entry."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype
 
 AT_ONCE = 2**22
-"""Entries of cotangents that are masked for single samples at once."""
+"""Largest number of entries of cotangents in one chunk, with a masked copy for each sample."""
 
 
 def broadcast(call: NodeCall, **known: Any) -> Entry:
-    """The entry of an operand that is broadcast against the output, whatever the node does entry by entry."""
+    """Return the entry of an operand that any entrywise node broadcasts against its output."""
     parameter, edge = call.operand.tensor, call.edge
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
@@ -40,7 +40,7 @@ def broadcast(call: NodeCall, **known: Any) -> Entry:
 
 
 def samplewise(call: NodeCall, **known: Any) -> Entry:
-    """The entry of a node without a rule: it is called on each sample's part of the cotangent alone."""
+    """Return the entry of a node without a rule, called on each sample's part of the cotangent."""
     parameter = call.operand.tensor
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
@@ -84,7 +84,7 @@ def samplewise(call: NodeCall, **known: Any) -> Entry:
 
 
 def anywhere(call: NodeCall, entry: Entry) -> Entry:
-    """The entry of a rule where it admits the samples; elsewhere the node is called for each sample."""
+    """Return an entry that uses the rule if it admits the samples, and else calls the node for each sample."""
 
     def is_admitted(layouts: Sequence[Layout]) -> bool:
         return all(map(entry.admits, layouts[0].axes)) and len(layouts[0].axes) < 2
@@ -113,7 +113,7 @@ def _numbers(samples: Samples, count: int) -> list[int]:
 
 
 def _of_samples(numbers: Sequence[int], cotangent: Tensor, layout: Layout) -> Tensor:
-    """A cotangent ``[v, *y]`` for each of some samples, zero in the rows of all others: ``[v, m, *y]``."""
+    """Return a cotangent ``[v, *y]`` for each of some samples, zero in all other rows: ``[v, m, *y]``."""
     if layout.axis is None:
         return cotangent.unsqueeze(1)
     owner = layout.sample_of(cotangent.device)

@@ -1,14 +1,14 @@
-"""What a node saved, read so that it can be read again.
+"""Saved tensors of nodes, read in a way that lets others read them again.
 
 # NOTE [Saved twice]
-A non-reentrant checkpoint computes what its nodes saved again in each pass, and hands each tensor out once. A
-use is visited just before its node runs, and needs the same tensors. So packprop puts each tensor that it reads
-back into the place where the checkpoint keeps it. Outside of a pass a checkpoint runs its region again for each
-tensor that is read, and would keep what it computed for as long as the graph is there: packprop drops that.
-Both read what a checkpoint's hooks refer to, its frame and its holders, which are private and are used here
-alone: nothing public says where a checkpoint keeps a tensor. A checkpoint files what it computes under the
-number of the pass, or under a random number of 128 bits outside of all passes, and notes in the holder that the
-tensor was handed out.
+A non-reentrant checkpoint recomputes the saved tensors of its nodes in each pass, and returns each tensor only
+once. packprop visits a use just before its node runs, and both need the same tensors. So packprop puts each
+tensor that it reads back to where the checkpoint keeps it. Outside of a pass, a checkpoint runs its region
+again for each tensor that is read, and would keep the recomputed tensors as long as the graph exists. packprop
+frees them. Both steps read a checkpoint's frame and holders, which its hooks refer to. These are private, and
+only this module uses them: no public interface says where a checkpoint keeps a tensor. A checkpoint stores
+recomputed tensors under the number of the pass, or outside of all passes under a random number of 128 bits. It
+records in the holder that a tensor was returned.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 OUTSIDE = 2**64
-"""Numbers from here on are no pass's."""
+"""Numbers of passes are smaller than this."""
 
 
 class _Handle:
-    """A key of what a checkpoint keeps, which goes with its holder."""
+    """A key of a tensor that a checkpoint keeps; the holder owns the key."""
 
 
 class _Kept(NamedTuple):
-    """A tensor that a checkpoint hands out once, and where it keeps it.
+    """A tensor that a checkpoint returns only once, and the place where it keeps the tensor.
 
     Args:
-        holder: What the node saved in place of the tensor.
+        holder: The object that the node saved in place of the tensor.
         frame: The state of the checkpoint.
-        number: What the checkpoint files the tensor under.
+        number: The number under which the checkpoint stores the tensor.
         value: The tensor.
     """
 
@@ -46,11 +46,11 @@ class _Kept(NamedTuple):
 
 
 def saved_tensor(node: Any, name: str | int) -> Any:
-    """What a node saved under a name, as for ``node._saved_name``; by number as for ``node.saved_tensors``."""
+    """Return a saved tensor by name, like ``node._saved_name``, or by number, like ``node.saved_tensors``."""
     if isinstance(name, int):
         values: list[Any] = []
 
-        def read() -> list[Any]:  # a checkpoint hands all of them out at once, and each only once
+        def read() -> list[Any]:  # a checkpoint returns all of them together, and each only once
             values[:] = node.saved_tensors
             return values
 
@@ -66,7 +66,7 @@ def saved_tensor(node: Any, name: str | int) -> Any:
 
 @contextlib.contextmanager
 def saved_again(node: Any) -> Iterator[None]:
-    """Inside, a node may be called by itself: what it saved is there for the pass, too."""
+    """Keep the saved tensors of a node for the pass, although the context calls the node by itself."""
     kept = [each for raws, read in _saved_by(node) for each in _read(raws, read)]
     if not kept:
         yield
@@ -82,12 +82,12 @@ def saved_again(node: Any) -> Iterator[None]:
 
 
 def keeps_elsewhere(node: Any) -> bool:
-    """Whether a checkpoint keeps what a node saved, so that it is computed when it is read."""
+    """Tell whether a checkpoint keeps the saved tensors of a node, and recomputes them when they are read."""
     return any(_is_kept_elsewhere(raw) for raws, _ in _saved_by(node) for raw in raws)
 
 
 def _saved_by(node: Any) -> Iterator[tuple[Sequence[Any], Callable[[], Sequence[Any]]]]:
-    """Everything that a node saved, with what reads it: only the node itself can read what it made."""
+    """Yield all saved values of a node, each with its reader: only the node can read its own outputs."""
     kind: Any = type(node)
     for name in _raw_names(kind):
         raw, public = getattr(node, name), name.removeprefix("_raw_")
@@ -101,7 +101,7 @@ def _saved_by(node: Any) -> Iterator[tuple[Sequence[Any], Callable[[], Sequence[
 
 @functools.lru_cache(maxsize=1024)
 def _raw_names(kind: type) -> tuple[str, ...]:
-    """Under which names nodes of a type show what they saved, as autograd keeps it."""
+    """Return the names under which a type of node shows the raw form of its saved values."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
@@ -118,9 +118,9 @@ def _is_kept_elsewhere(raw: Any) -> bool:
 
 
 def _read(raws: Sequence[Any], read: Callable[[], Sequence[Any]]) -> list[_Kept]:
-    """Read tensors of which a checkpoint keeps some: those that it keeps.
+    """Read saved tensors, and return those that a checkpoint keeps.
 
-    Its region is run again if this pass has had one of them already.
+    The checkpoint runs its region again if this pass has already read one of them.
     """
     pairs = [(raw.data, _frame_of(raw.unpack_hook)) if _is_kept_elsewhere(raw) else None for raw in raws]
     there = [pair for pair in pairs if pair is not None]
@@ -151,7 +151,7 @@ def _read(raws: Sequence[Any], read: Callable[[], Sequence[Any]]) -> list[_Kept]
 
 
 def _handed_out(holder: Any) -> set[Any]:
-    """The passes that have had a tensor."""
+    """Return the numbers of the passes that have read a tensor."""
     return {number for number, handle in holder.handles.items() if handle is None}
 
 
@@ -163,12 +163,12 @@ def _put_back(kept: list[_Kept]) -> None:
 
 
 def _is_outside(number: Any) -> bool:
-    """Whether a checkpoint files under a number what it has computed outside of all passes."""
+    """Tell whether a number stands for a recomputation outside of all passes."""
     return isinstance(number, int) and number >= OUTSIDE
 
 
 def _drop(frame: Any, number: Any) -> None:
-    """Drop what a region has computed again outside of a pass."""
+    """Free the tensors that a region has recomputed under a number."""
     for table in (frame.recomputed, frame.is_recomputed, frame.recomp_counter):
         table.pop(number, None)
     for reference in frame.weak_holders:
@@ -178,7 +178,7 @@ def _drop(frame: Any, number: Any) -> None:
 
 
 def _frame_of(hook: Any) -> Any:
-    """Where a checkpoint keeps its state, which its hooks refer to."""
+    """Return the state of a checkpoint, to which its hooks refer."""
     names, cells = hook.__code__.co_freevars, hook.__closure__ or ()
     found = dict(zip(names, (cell.cell_contents for cell in cells), strict=True))
     return found["frame"]

@@ -11,10 +11,9 @@ from torch.autograd.graph import Node
 from packprop.errors import FreedGraph, PackpropError
 from packprop.graph.graph import EAGER, Graph
 from packprop.graph.search import nodes_above
-from packprop.recording.compiled import is_compiled_region
-from packprop.recording.compiled import refused as refused_compiled
 from packprop.recording.marks import EXTENDED
 from packprop.recording.reentrant import is_reentrant, refused
+from packprop.recording.unrecorded import is_compiled_region, refused_compiled
 from packprop.tensors.hooks import Hooks
 from packprop.tensors.precision import is_for_storage
 from packprop.tensors.sharding import (
@@ -146,6 +145,7 @@ def find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequ
     modules = {id(module): module for module in [*graph.modules, *EXTENDED]}
     owned = {id(parameter) for module in modules.values() for parameter in module.parameters()}
     owned |= {id(leaf) for leaf in graph.leaves()} | shards_by_whole(modules.values()).keys()
+    owned |= {id(leaf) for leaf, node in consumed if is_compiled_region(node)}  # whoever it belongs to
     data = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
     chosen = owned if wanted is None else {id(leaf) for leaf in wanted}
     graph.missing = [

@@ -15,8 +15,8 @@ from packprop.functions.nodes import is_identity
 from packprop.graph.graph import EAGER
 from packprop.graph.search import nodes_above
 from packprop.graph.traversal import made_by
-from packprop.recording.compiled import is_compiled_region
 from packprop.recording.reentrant import NAME
+from packprop.recording.unrecorded import is_compiled_region
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.traced import is_traced
 

@@ -54,9 +54,9 @@ from packprop.graph.completeness import nested
 from packprop.graph.graph import EAGER, Graph, ReachedUse
 from packprop.graph.search import nodes_above
 from packprop.graph.traversal import made_by
-from packprop.recording.compiled import is_compiled_region
 from packprop.recording.marks import EXTENDED, ForwardCall, Use
 from packprop.recording.reentrant import is_reentrant
+from packprop.recording.unrecorded import is_compiled_region
 from packprop.tensors.dry import is_dry_run, is_of_batch, storage_key
 from packprop.tensors.layout import possible_layouts
 from packprop.tensors.state import storage_of
@@ -172,6 +172,9 @@ class Reading:
         self._order, self._places, self._wanted = order, places, wanted
         self._roots = [(root.grad_fn, root.output_nr) for root in graph.roots if root.grad_fn is not None]
         self._structure, self._constants = structure, Constants(graph.forwards)
+        taken = [(loss.call.shape, loss.call.declared) for loss in graph.losses]
+        taken = taken or [(shape, forward.declared) for _, forward, shape in graph.outputs if shape]
+        self._is_one_sample = any(shape[axis or 0 :][:1] in ((), (1,)) for shape, axis in taken)
         self._below: set[Node] = set()
         self._derived: set[Node] = set()
         self.made_of_parameters: dict[Node, None] = {}
@@ -234,6 +237,8 @@ class Reading:
             return "parameters"
         if whole:
             return "suspect"
+        if not self._is_one_sample and all(torch.Size(each.shape).numel() == 1 for each in made_by(node)):
+            return "parameters"  # no room for samples
         if is_own:
             return "undecided"
         if name == "Expand":
@@ -241,8 +246,8 @@ class Reading:
         if name == "Repeat":
             return "parameters"
         known = self._constants.are_known(node)
-        if known is False:  # a single number has room for a single sample only
-            return "use" if any(torch.Size(each.shape).numel() != 1 for each in made_by(node)) else "undecided"
+        if known is False:
+            return "use"
         if known is None and is_dry_run() and (self._keeps_shape(node, given) or _is_contracted(node, given)):
             return "parameters"  # the most likely
         return "parameters" if known and name not in HIDING else "undecided"

@@ -35,46 +35,21 @@ class OwnMode(TorchFunctionMode):
     """A torch-function mode of packprop's, which can be taken off for a while."""
 
 
-class Nesting:
-    """Which of the calls that are made one inside the other is the outermost one."""
-
-    def __init__(self) -> None:
-        self.outermost: object | None = None
-        """What was called first: a module, or anything else that is entered and left."""
-        self._depth = 0
-
-    def enter(self, called: object) -> bool:
-        """Begin a call; whether it is the outermost one."""
-        if self.outermost is None:
-            self.outermost = called
-        elif self.outermost is not called:
-            return False
-        self._depth += 1
-        return self._depth == 1
-
-    def leave(self, called: object) -> bool:
-        """End a call; whether it was the outermost one."""
-        if self.outermost is not called:
-            return False
-        self._depth -= 1
-        if self._depth == 0:
-            self.outermost = None
-        return self._depth == 0
-
-
 @dataclass
 class Absence:
     """A call of a module during which the modes are off.
 
     Args:
+        module: The module.
         owner: The Python frame of the call.
-        modes: What was taken off, the outermost first.
-        nesting: Calls of the module.
+        modes: The modes that were taken off, the outermost first.
+        depth: How many calls of the module are running, one inside the other.
     """
 
+    module: nn.Module
     owner: FrameType
     modes: list[OwnMode]
-    nesting: Nesting
+    depth: int = 1
 
 
 class _Current(threading.local):
@@ -86,7 +61,7 @@ current = _Current()
 
 
 def chooses_freely(module: nn.Module, inputs: Any) -> bool:
-    """Whether what a module computes would depend on packprop's modes, and on no other one."""
+    """Tell whether the values of a module would depend on packprop's modes, and on no other one."""
     if not isinstance(module, CHOOSERS):
         return False
     tensors: Iterator[Tensor] = tensors_in((list(module.parameters()), inputs))
@@ -95,59 +70,43 @@ def chooses_freely(module: nn.Module, inputs: Any) -> bool:
     return _no_other_mode_in_force()
 
 
-def step_aside(module: nn.Module, owner: FrameType) -> None:
-    """Take the modes off while a module is called, until ``step_back``."""
-    nesting = Nesting()
-    nesting.enter(module)
-    modes = _modes_in_force()
-    for mode in reversed(modes):
-        TorchFunctionMode.__exit__(mode, None, None, None)
-    current.absence = Absence(owner, modes, nesting)
+def enter_call(module: nn.Module, inputs: Any, owner: FrameType) -> None:
+    """Take the modes off while a module is called that would compute otherwise beside them."""
+    end_stale_absence()
+    if (absence := current.absence) is not None:
+        absence.depth += module is absence.module
+    elif chooses_freely(module, inputs):
+        current.absence = Absence(module, owner, _modes_in_force())
+        for mode in reversed(current.absence.modes):
+            TorchFunctionMode.__exit__(mode, None, None, None)
 
 
-def step_back() -> None:
-    """Put the modes back."""
-    absence, current.absence = current.absence, None
-    for mode in absence.modes if absence is not None else ():
-        TorchFunctionMode.__enter__(mode)
+def leave_call(module: nn.Module) -> None:
+    """Put the modes back if they were taken off for this call."""
+    if (absence := current.absence) is not None and module is absence.module:
+        absence.depth -= 1
+        if not absence.depth:
+            _step_back(absence)
 
 
 def end_stale_absence() -> None:
     """Put the modes back if the call that they are off for was interrupted: its closing hook did not run."""
-    if current.absence is not None and not is_running(current.absence.owner):
-        step_back()
+    if (absence := current.absence) is not None and not is_running(absence.owner):
+        _step_back(absence)
 
 
-def is_running(owner: FrameType, asker: object = None) -> bool:
-    """Whether a Python frame is among those that are running in this thread.
+def _step_back(absence: Absence) -> None:
+    current.absence = None
+    for mode in absence.modes:
+        TorchFunctionMode.__enter__(mode)
 
-    To go through them one by one takes long. Who asks again is mostly as far away as the last time.
 
-    Args:
-        owner: The frame.
-        asker: Who asks.
-    """
-    distance = _distances.get(id(asker), 0)
-    try:
-        if distance and sys._getframe(distance) is owner:
-            return True
-    except ValueError:  # there are not as many frames
-        pass
+def is_running(owner: FrameType) -> bool:
+    """Tell whether a Python frame is among those that are running in this thread."""
     frame: FrameType | None = sys._getframe(1)
-    distance = 1
     while frame is not None and frame is not owner:
-        frame, distance = frame.f_back, distance + 1
-    if len(_distances) > MANY:
-        _distances.clear()
-    _distances[id(asker)] = distance
+        frame = frame.f_back
     return frame is not None
-
-
-MANY = 10000
-
-
-_distances: dict[int, int] = {}
-"""How many frames away the owner was when somebody asked last, by identity: a guess, for whoever has it now."""
 
 
 def _modes_in_force() -> list[Any]:
@@ -159,5 +118,5 @@ def _modes_in_force() -> list[Any]:
 
 
 def _no_other_mode_in_force() -> bool:
-    """Whether all torch-function modes are packprop's own, or that of ``make_fx``, which only keeps notes."""
+    """Tell whether no torch-function mode is there but packprop's own, and ``make_fx``'s, which keeps notes."""
     return all(isinstance(mode, OwnMode) or type(mode).__module__ == TRACER for mode in _modes_in_force())

@@ -1,7 +1,16 @@
-"""What recording leaves on the nodes of the autograd graph, where a backward pass finds it."""
+"""Marks that recording leaves on the nodes of the autograd graph, where a backward pass finds them.
+
+# NOTE [Hooks on tensors]
+Autograd keeps the hooks of a tensor on the node that made it, where nothing shows them, also when nobody holds
+the tensor any more. packprop differentiates a graph more often than its user asked for, and must keep these
+hooks quiet (NOTE [Quiet hooks]). So once a module was extended, ``Tensor.register_hook`` leaves the dictionary
+of the hooks in the ``metadata`` of that node, and ``retain_grad`` leaves a reference to its tensor. Both do
+what they did before.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -10,8 +19,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from packprop.functions.entry import Entry
@@ -25,46 +33,12 @@ LOSS, OUTPUT, HOOKS, RETAINS = (f"packprop.{mark}" for mark in ("loss", "output"
 """Keys of the marks in the ``metadata`` of a node."""
 
 
-HANDLES = "_packprop_handles"
-"""Attribute of an extended module: the handles of its hooks."""
+HANDLES, AXIS = "_packprop_handles", "_packprop_sample_axis"
+"""Attributes of an extended module: the handles of its hooks; the declared axis of samples, if there is one."""
 
 
-_COPIED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Copies of extended modules, with all modules inside of them, that were made since somebody asked."""
-
-
-class _ExtendedModules(weakref.WeakSet[nn.Module]):
-    """Modules that ``extend`` was called on, and copies of extended modules."""
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        self._settle()
-        return super().__iter__()
-
-    def __contains__(self, module: object) -> bool:
-        self._settle()
-        return super().__contains__(module)
-
-    def discard(self, module: nn.Module) -> None:
-        """Forget a module."""
-        _COPIED.discard(module)
-        super().discard(module)
-
-    def _settle(self) -> None:
-        """Add those copies that are in no other module: while a copy is made, it has no parts yet."""
-        copied = [*_COPIED]
-        _COPIED.clear()
-        if copied:
-            parts = {
-                child
-                for each in (*copied, *super().__iter__())
-                for child in each.modules()
-                if child is not each
-            }
-            self.update(each for each in copied if each not in parts)
-
-
-EXTENDED: weakref.WeakSet[nn.Module] = _ExtendedModules()
-"""A pass must not miss any parameter of these."""
+EXTENDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules that ``extend`` was called on, and their copies: a pass must not miss any parameter of these."""
 
 
 class Handles(list[RemovableHandle]):
@@ -80,7 +54,7 @@ class Handles(list[RemovableHandle]):
 
 def _copied_handles(module: nn.Module | None, handles: list[RemovableHandle]) -> Handles:
     if module is not None:
-        _COPIED.add(module)
+        EXTENDED.add(module)
     return Handles(module, handles)
 
 
@@ -116,7 +90,7 @@ class ForwardCall:
 
     @property
     def has_parameters(self) -> bool:
-        """Whether the module that was called has parameters; assumed of one that is gone."""
+        """Tell whether the module that was called has parameters; assumed of one that is gone."""
         module = self.module()
         return module is None or next(module.parameters(), None) is not None
 
@@ -143,7 +117,7 @@ class Use:
 
 
 class InputSource(Protocol):
-    """Where a use finds its inputs if its node is in no graph."""
+    """The place of a use's inputs if its node is in no graph."""
 
     def ready(self) -> list[Entry] | None:
         """Entries with their inputs, if these are at hand."""
@@ -210,28 +184,30 @@ def marks_of(node: Node) -> dict[str, Any]:
     return cast(dict[str, Any], node.metadata)
 
 
-def edge_of(tensor: Tensor) -> GradientEdge:
-    """``get_gradient_edge(tensor)``, at less cost where a node is there that is not written in Python."""
-    node = tensor.grad_fn
-    if node is None or isinstance(node, BackwardCFunction):
-        return get_gradient_edge(tensor)
-    return GradientEdge(node, tensor.output_nr)
+def watch_hooks() -> None:
+    """Note hooks on tensors from now on; see NOTE [Hooks on tensors]."""
+    if Tensor.register_hook is not _noted:
+        Tensor.register_hook = _noted  # type: ignore[method-assign]  # there is no other way to see it
+        Tensor.retain_grad = _retained  # type: ignore[assignment,method-assign]  # nor this
 
 
-def note_hooks(tensor: Tensor) -> None:
-    """Leave a tensor's hooks on the node that made it: they run even if nobody holds the tensor any more."""
-    if tensor.grad_fn is None:
-        return
+_register_hook, _retain_grad = Tensor.register_hook, Tensor.retain_grad
+
+
+@functools.wraps(_register_hook)
+def _noted(tensor: Tensor, hook: Any) -> Any:
+    handle = _register_hook(tensor, hook)  # type: ignore[no-untyped-call]  # torch's own
     hooks = dictionary_of(tensor)
-    if hooks is None:
-        return
-    noted = marks_of(tensor.grad_fn).setdefault(HOOKS, [])
-    if not any(hooks is known for known in noted):
-        noted.append(hooks)
+    if tensor.grad_fn is not None and hooks is not None:
+        noted = marks_of(tensor.grad_fn).setdefault(HOOKS, [])
+        if not any(hooks is known for known in noted):
+            noted.append(hooks)
+    return handle
 
 
-def note_retained(tensor: Tensor) -> None:
-    """Leave a tensor that retains its gradient on the node that made it."""
+@functools.wraps(_retain_grad)
+def _retained(tensor: Tensor) -> None:
+    _retain_grad(tensor)
     if tensor.grad_fn is not None:
         marks_of(tensor.grad_fn).setdefault(RETAINS, []).append(weakref.ref(tensor))
 
@@ -250,7 +226,7 @@ def nodes_above(nodes: Iterable[Node | None], end: Node | None = None) -> Iterat
 
 
 def graph_is_kept() -> bool:
-    """Whether the running backward pass retains the graph.
+    """Tell whether the running backward pass retains the graph.
 
     The engine's own answer is private, and is asked for here alone. No public function says whether what a node
     saved will be freed, and holding inputs longer than autograd does would double the memory of a loop that

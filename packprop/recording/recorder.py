@@ -1,4 +1,4 @@
-"""Marks at losses: what autograd does not keep of a loss function is left on the node that it made."""
+"""Marks at losses: the node that a loss made gets what autograd does not keep of its function."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_compiling
 
 from packprop.errors import BadInput
 from packprop.functions.composites import COMPOSITES, body_of, has_parts
 from packprop.functions.losses.description import LOSSES, input_of
 from packprop.recording.aside import OwnMode, is_running
-from packprop.recording.marks import LOSS, OUTPUT, ForwardCall, RecordedLoss, edge_of, marks_of
+from packprop.recording.marks import LOSS, OUTPUT, ForwardCall, RecordedLoss, marks_of
 from packprop.tensors.nesting import tensors_in
 from packprop.tensors.state import version
 
@@ -27,7 +28,7 @@ class _Current(threading.local):
 
 
 current = _Current()
-"""The recorder of this thread, and whether recording is switched off in it."""
+"""The recorder of this thread, and the switch that turns recording off in it."""
 
 
 class LossRecorder(OwnMode):
@@ -44,12 +45,29 @@ class LossRecorder(OwnMode):
     ) -> None:
         super().__init__()
         self.owner, self.sample_axis, self.documents = owner, sample_axis, documents
+        self.outer = current.recorder
+        if self.outer is not None:  # its declarations hold here, too
+            self.sample_axis = self.outer.sample_axis if sample_axis is None else sample_axis
+            self.documents = self.outer.documents if documents is None else documents
         self.has_loss = False
-        """Whether a loss was recorded since somebody asked."""
+        """Says that a loss was recorded."""
+
+    def start(self) -> LossRecorder:
+        """Begin to see losses, in place of the recorder that did so before."""
+        current.recorder = self
+        self.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+        return self
+
+    def stop(self) -> None:
+        """See losses no longer; the recorder from before does so again."""
+        current.recorder = self.outer
+        if self.outer is not None:
+            self.outer.has_loss |= self.has_loss
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
 
     @property
     def stale(self) -> bool:
-        """Whether the call that began this recording was left without its closing hook (an interrupt)."""
+        """Tell whether the call that began this recording was left without its closing hook (an interrupt)."""
         return self.owner is not None and not is_running(self.owner)
 
     def __torch_function__(
@@ -77,7 +95,7 @@ class LossRecorder(OwnMode):
 
 
 def _has_other_classes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a tensor's class may take a call over."""
+    """Tell whether a tensor's class may take a call over."""
     return any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors_in((args, kwargs)))
 
 
@@ -103,15 +121,9 @@ def mark_loss(
     if not isinstance(given, Tensor) or given.grad_fn is None:
         return
     if isinstance(out, Tensor) and out.grad_fn is not None:
+        edge, before = get_gradient_edge(given), version(given)
         loss = RecordedLoss(
-            function,
-            args,
-            kwargs,
-            edge_of(given),
-            given.shape,
-            version(given),
-            declared=declared,
-            documents=documents,
+            function, args, kwargs, edge, given.shape, before, declared=declared, documents=documents
         )
         marks_of(out.grad_fn)[LOSS] = (loss, out.output_nr)
         out.grad_fn.register_prehook(loss.release)

@@ -35,7 +35,7 @@ OTHER_KIND = (
     "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); a model of Hugging Face: "
     "gradient_checkpointing_enable({'use_reentrant': False})"
 )
-"""What to do where this kind does not work, in messages."""
+"""The advice where this kind does not work, in messages."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Rerun:
     outputs: tuple[Tensor | None, ...]
 
     def gradients(self, by_input: dict[int, Tensor | None]) -> tuple[Tensor | None, ...]:
-        """What the node returns, from the gradients of its inputs by ``id``."""
+        """The values that the node returns, from the gradients of its inputs by ``id``."""
         own = [by_input.get(id(value)) if isinstance(value, Tensor) else None for value in self.inputs]
         return (None, None, *own)  # its first arguments are the function, and whether to keep the random state
 
 
 def is_reentrant(node: Node) -> bool:
-    """Whether a node is a reentrant checkpoint.
+    """Tell whether a node is a reentrant checkpoint.
 
     Raises:
         PackpropError: If it is one, but not PyTorch's own, so that it is not known how to run it again.

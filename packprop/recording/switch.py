@@ -13,11 +13,9 @@ from torch.compiler import is_compiling
 
 from packprop.errors import BadInput
 from packprop.recording import aside
-from packprop.recording.axes import AXIS, check_documents, check_sample_axis
-from packprop.recording.compiled import is_traced_over, note_compiled
-from packprop.recording.hooks import watch_hooks
-from packprop.recording.marks import EXTENDED, HANDLES, LOSS, Handles, marks_of, nodes_above
+from packprop.recording.marks import AXIS, EXTENDED, HANDLES, LOSS, Handles, marks_of, nodes_above, watch_hooks
 from packprop.recording.recorder import LossRecorder, current, mark_outputs, require_loss
+from packprop.recording.unrecorded import is_traced_over, note_compiled
 
 # What goes in comes out, and a type checker knows it for what it is.
 Module = TypeVar("Module", bound=nn.Module)
@@ -74,7 +72,7 @@ def extend(
                 "extend(model); extend(loss)",
             )
     if sample_axis is not None:
-        check_sample_axis("extend(module, sample_axis=...) was called.", sample_axis)
+        _check_sample_axis("extend(module, sample_axis=...) was called.", sample_axis)
         module.__dict__[AXIS] = sample_axis
     EXTENDED.add(module)
     if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
@@ -106,31 +104,41 @@ def restore(module: Module) -> Module:
     for child in module.modules():
         EXTENDED.discard(child)
         child.__dict__.pop(AXIS, None)
-        for handle in (*child.__dict__.pop(HANDLES, ()), *child.__dict__.pop(CHOOSING, ())):
-            handle.remove()
+        _remove_hooks(child, HANDLES, CHOOSING)
     return module
+
+
+def _remove_hooks(module: nn.Module, *names: str) -> None:
+    """Remove those hooks whose handles a module keeps under some names."""
+    for name in names:
+        for handle in module.__dict__.pop(name, ()):
+            handle.remove()
 
 
 @contextlib.contextmanager
 def extended(model: nn.Module) -> Iterator[None]:
     """Extend a model inside, and leave its modules as they were."""
-    extended_before = [module for module in model.modules() if is_extended(module)]
+    added = [
+        (child, name) for child in model.modules() for name in (HANDLES, CHOOSING) if name not in vars(child)
+    ]
+    was_extended = model in EXTENDED
     extend(model)
     try:
         yield
     finally:
-        restore(model)
-        for module in extended_before:
-            extend(module)
+        for child, name in added:
+            _remove_hooks(child, name)
+        if not was_extended:
+            EXTENDED.discard(model)
 
 
 def is_extended(module: nn.Module) -> bool:
-    """Whether ``extend`` was called on this module."""
+    """Tell whether ``extend`` was called on this module."""
     return HANDLES in module.__dict__
 
 
 def _is_left_alone() -> bool:
-    """Whether nothing is marked: under ``disable``, without gradients, or while a compiler runs the module."""
+    """Tell whether nothing is marked: under ``disable``, without gradients, or while a compiler runs."""
     if (compiles := is_compiling()) or is_traced_over():
         if compiles:
             note_compiled()
@@ -150,18 +158,15 @@ def _begin_loss(module: nn.Module, args: tuple[Any, ...]) -> None:
         return
     drop_stale_recording()
     if current.recorder is None:
-        current.recorder = LossRecorder(sys._getframe(1), module.__dict__.get(AXIS))
-        current.recorder.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+        LossRecorder(sys._getframe(1), module.__dict__.get(AXIS)).start()
 
 
 def _end_loss(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    if _is_left_alone():
-        return
     recorder = current.recorder
-    if recorder is None:
+    if _is_left_alone() or recorder is None:
         return
     if recorder.owner is not None:
-        _stop(recorder)
+        recorder.stop()
     if output is not None:
         _record_own_loss(recorder, module, args, kwargs, output)
 
@@ -169,18 +174,12 @@ def _end_loss(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
 def _step_aside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Take packprop's modes off for a module that would compute otherwise beside them."""
     # torch.jit.script compiles hooks, and cannot compile this one: call packprop.restore(model) before
-    if is_compiling() or is_traced_over():
-        return
-    aside.end_stale_absence()
-    if (absence := aside.current.absence) is not None:
-        absence.nesting.enter(module)
-    elif aside.chooses_freely(module, (args, kwargs)):
-        aside.step_aside(module, sys._getframe(1))
+    if not (is_compiling() or is_traced_over()):
+        aside.enter_call(module, (args, kwargs), sys._getframe(1))
 
 
 def _step_back(module: nn.Module, args: Any, output: Any) -> None:
-    if (absence := aside.current.absence) is not None and absence.nesting.leave(module):
-        aside.step_back()
+    aside.leave_call(module)
 
 
 def _record_own_loss(recorder: LossRecorder, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -215,25 +214,18 @@ class _UnrecordedLoss:
 
 
 def _has_loss(out: Tensor, loss_input: Tensor) -> bool:
-    """Whether a recorded loss stands between a loss module's output and its input."""
+    """Tell whether a recorded loss stands between a loss module's output and its input."""
     assert out.grad_fn is not None
     if out.grad_fn is loss_input.grad_fn:
         return False
     return any(LOSS in marks_of(node) for node in nodes_above([out.grad_fn], loss_input.grad_fn))
 
 
-def _stop(recorder: LossRecorder) -> None:
-    current.recorder = None
-    recorder.owner = None
-    recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
-
-
 def drop_stale_recording() -> None:
     """End a recording whose call was interrupted, so that its closing hook did not run."""
     aside.end_stale_absence()
-    recorder = current.recorder
-    if recorder is not None and recorder.stale:
-        _stop(recorder)
+    if current.recorder is not None and current.recorder.stale:
+        current.recorder.stop()
 
 
 @contextlib.contextmanager
@@ -254,29 +246,51 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
     """
     drop_stale_recording()
     if sample_axis is not None:
-        check_sample_axis("record(sample_axis=...) was entered.", sample_axis)
+        _check_sample_axis("record(sample_axis=...) was entered.", sample_axis)
     if documents is not None:
-        check_documents(documents)
-    if (outer := current.recorder) is not None:
-        before = outer.sample_axis, outer.documents
-        outer.sample_axis = outer.sample_axis if sample_axis is None else sample_axis
-        outer.documents = outer.documents if documents is None else documents
-        had_loss, outer.has_loss = outer.has_loss, False
-        try:
-            yield
-            require_loss(outer, documents)
-        finally:
-            outer.sample_axis, outer.documents = before
-            outer.has_loss |= had_loss
-        return
-    recorder = current.recorder = LossRecorder(None, sample_axis, documents)
-    recorder.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+        _check_documents(documents)
+    recorder = LossRecorder(None, sample_axis, documents).start()
     try:
         yield
         require_loss(recorder, documents)
     finally:
-        if current.recorder is recorder:
-            _stop(recorder)
+        recorder.stop()
+
+
+def _check_sample_axis(asked: str, declared: Any) -> None:
+    """Refuse a declaration that is no axis.
+
+    Raises:
+        BadInput: A ``ValueError``.
+    """
+    if type(declared) is not int:
+        raise BadInput(
+            asked,
+            f"sample_axis={declared!r}",
+            "it is no axis: a whole number is declared, and it is about what the loss takes, not about the "
+            "arguments of the model",
+            "give the axis of the loss's input that holds the samples (1 for [t, n, c]), or leave it out for 0",
+        )
+
+
+def _check_documents(declared: Any) -> None:
+    """Refuse a declaration that does not give each position a document.
+
+    Raises:
+        BadInput: A ``ValueError``.
+    """
+    what = type(declared).__name__
+    if isinstance(declared, Tensor):
+        whole = declared.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+        if whole and 1 <= declared.dim() <= 2 and declared.numel():
+            return
+        what = f"of shape {list(declared.shape)} and {declared.dtype}"
+    raise BadInput(
+        "record(documents=...) was entered.",
+        f"documents, {what}",
+        "it is no tensor of whole numbers [n, t] or [n * t]",
+        "give the number of the document at each position of the loss, from 0 on",
+    )
 
 
 @contextlib.contextmanager
@@ -290,5 +304,5 @@ def disable() -> Iterator[None]:
 
 
 def is_recording_disabled() -> bool:
-    """Whether ``disable()`` is in force."""
+    """Tell whether ``disable()`` is in force."""
     return current.disabled

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.errors import BadInput
-from packprop.recording.marks import EXTENDED, HANDLES
-from packprop.recording.switch import extend, is_extended
+from packprop.recording.switch import extend, extended
 from packprop.tensors.random import random_states, set_random_states
 from packprop.tensors.sharding import is_distributed
 
@@ -43,21 +42,15 @@ def unchanged(model: nn.Module, asked: str) -> Iterator[None]:
         for module in modules
     ]
     written = [(parameter, parameter.detach().clone()) for parameter in _written_parameters(modules)]
-    newly_extended = [module for module in modules if not is_extended(module)]
-    was_extended, state = model in EXTENDED, random_states()
+    state = random_states()
     copies: dict[int, Tensor] = {}
     for module, _, buffers in before:
         for name, buffer in buffers.items():
             setattr(module, name, copies.setdefault(id(buffer), buffer.detach().clone()))
-    extend(model)
     try:
-        yield
+        with extended(model):
+            yield
     finally:
-        for module in newly_extended:
-            for handle in vars(module).pop(HANDLES, ()):
-                handle.remove()
-        if not was_extended:
-            EXTENDED.discard(model)
         for module, attributes, buffers in before:
             vars(module).clear()
             vars(module).update(attributes)
@@ -69,7 +62,7 @@ def unchanged(model: nn.Module, asked: str) -> Iterator[None]:
 
 
 def _written_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """Those that a forward pass writes to: an embedding with max_norm is the one module of torch that does."""
+    """Parameters that a forward pass writes to: of torch's modules an embedding with max_norm alone does so."""
     for module in modules:
         if getattr(module, "max_norm", None) is not None:
             yield from module.parameters(recurse=False)
@@ -83,7 +76,7 @@ class _Kept(NamedTuple):
 
     @property
     def is_as_it_was(self) -> bool:
-        """Whether its values are; versions do not tell: batch normalisation leaves them as they are."""
+        """Tell whether its values are; versions do not: batch normalisation leaves them as they are."""
         return getattr(self.module, self.name, None) is self.tensor and torch.equal(self.tensor, self.copy)
 
     def put_back(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from packprop.errors import PackpropError
+from packprop.functions.losses import number_of_samples
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.samples.loss_rows import declaration
 from packprop.samples.separation import ModelOutput
@@ -63,15 +64,15 @@ def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
             "let a loss function of torch make it, as an extended module or as a function inside "
             "`with packprop.record():`; or extend a module of your own that takes the model's output",
         )
-    empty = [output for output in outputs if output.samples == 0]
-    if empty and 0 in empty[0].shape:
+    empty = [output for output in outputs if not number_of_samples(output.loss, output.shape)]
+    if empty:
         raise PackpropError(
             graph.asked,
             f"the model's output, of shape {list(empty[0].shape)}",
             "the batch is empty",
             "leave the pass out (`if len(x):`), or ask without probes, plans and other ranks",
         )
-    if empty:
+    if not (graph.losses or graph.open or all(output.shape for output in outputs)):
         raise PackpropError(
             graph.asked,
             "the model's output, one number",

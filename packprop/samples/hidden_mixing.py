@@ -40,11 +40,11 @@ from packprop.graph.sweep import (
     passing_nothing,
     sweep,
 )
-from packprop.samples.separation import Fitting, ModelOutput, by_sample, noise_at, ones_at, sizes_of_rows
+from packprop.samples.rows import UNMASKED, Fitting, sizes_of_rows
+from packprop.samples.separation import ModelOutput, by_sample, noise_at, ones_at
 from packprop.tensors.layout import Layout
 from packprop.tensors.state import version
 
-_UNMASKED = SweepOptions(needs_inputs=False, unmasked=True)
 _DIFFERENTIABLE = SweepOptions(needs_inputs=False, create_graph=True)
 
 
@@ -148,7 +148,7 @@ def dependence(
         seeds = by_sample(ones, chosen, torch.where(fed, torch.nan, 0.0))
         try:
             with torch.autograd.set_detect_anomaly(False):
-                sizes = sizes_of_rows(graph, edges, seeds, lasting, _UNMASKED)
+                sizes = sizes_of_rows(graph.uses, edges, seeds, lasting, UNMASKED)
         except Exception:  # a user's function that refuses NaN
             return Dependence(fitting, True, False)
         del seeds  # before the next ones are made: they are as large as what the losses were given

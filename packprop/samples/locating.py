@@ -27,8 +27,8 @@ from packprop.samples.errors import mixed, require_samples
 from packprop.samples.hidden_mixing import Look, dependence, find_hidden
 from packprop.samples.loss_mixing import require_separate_losses
 from packprop.samples.loss_rows import locate_rows
+from packprop.samples.rows import first_of
 from packprop.samples.separation import (
-    Fitting,
     admitted_layouts,
     layouts_at,
     model_outputs,
@@ -227,33 +227,30 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     outputs = model_outputs(graph)
     require_samples(graph, outputs)
     graph.samples, choices = locate_rows(graph, outputs)
-    samples, mixing = graph.samples, None
-    unfit: list[ReachedUse] = []
+    samples = graph.samples
+    mixing: list[ReachedUse] = []
     for chosen in choices:
-        found = separate(graph, outputs, chosen, samples)
-        if found.fitting is not None:
+        fitting, unfit = separate(graph, outputs, chosen, samples)
+        if not unfit:
             break
-        mixing = mixing or found.mixing
-        unfit += found.unfit
-    if found.fitting is None and _are_reclassified(unfit, samples):
+        mixing += unfit
+    if unfit and _are_reclassified(mixing, samples):
         raise Reread
     suspect = next((use for use in graph.uses if use.suspect), None)
-    if found.fitting is not None and samples > 1 and suspect is not None:
+    if samples > 1 and suspect is not None and not unfit:
         raise mixed(graph, suspect)
-    places = [] if found.fitting is None else _first_of(found.fitting)
-    in_order = all(layout.rows is None for own in places for layout in own)
+    in_order = not unfit and all(layout.rows is None for own in first_of(fitting) for layout in own)
     own = any(isinstance(node, BackwardCFunction) for use in graph.uses for node in use.anchors)
-    if samples == 1 or not places or not in_order or own:
+    if samples == 1 or not in_order or own:
         require_linear_backward(graph.asked, starts_of(graph.roots))
-    if found.fitting is None:
-        assert mixing is not None
-        raise mixed(graph, mixing)
+    if unfit:
+        raise mixed(graph, mixing[0])
     if samples == 1:
-        return _SampleLocations(1, chosen, places, True)
+        return _SampleLocations(1, chosen, first_of(fitting), True)
     look = memory.looks.get(graph.signature)
     if graph.signature in memory.examined or not (look is None or look.is_due(graph)):
-        return _SampleLocations(samples, chosen, places, False)
-    shown = dependence(graph, outputs, chosen, found.fitting, graph.structure not in memory.structures)
+        return _SampleLocations(samples, chosen, first_of(fitting), False)
+    shown = dependence(graph, outputs, chosen, fitting, graph.structure not in memory.structures)
     if shown.on_values:
         hidden = find_hidden(graph, outputs, chosen, shown.fitting)
         if hidden is not None:
@@ -267,15 +264,10 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         memory.examined.add(graph.signature)
         memory.structures.add(graph.structure)
     lasting = shown.is_conclusive and not shown.on_values and in_order
-    return _SampleLocations(samples, chosen, _first_of(shown.fitting), lasting)
+    return _SampleLocations(samples, chosen, first_of(shown.fitting), lasting)
 
 
 def _are_reclassified(uses: Sequence[ReachedUse], samples: int) -> bool:
     """Whether some undecided uses, behind which samples meet, are made of parameters alone."""
     found = [use.undecided(use, samples) for use in uses if use.undecided is not None]
     return any(found)
-
-
-def _first_of(fitting: Fitting) -> list[list[Layout]]:
-    """For each use the usual layouts of its outputs."""
-    return [[layouts[0] for layouts in places] for places in fitting.values()]

@@ -1,4 +1,4 @@
-"""Whether what was computed from the model's output is a sum of one term for each sample.
+"""Checks that what was computed from the model's output is a sum of one term for each sample.
 
 # NOTE [Mixing in the loss]
 Rows of a gradient belong to samples only if the gradient in one sample's output does not depend on the outputs
@@ -31,11 +31,12 @@ from packprop.functions.losses.description import without_classes
 from packprop.functions.operands import has_kinks, is_linear
 from packprop.graph.graph import Graph, OpenPlace, ReachedLoss
 from packprop.graph.pull import pull_columns
+from packprop.graph.sweep import unmasked
 from packprop.graph.traversal import made_by
 from packprop.samples.hidden_mixing import parts
-from packprop.samples.joining import entries_join
-from packprop.samples.separation import ModelOutput, by_sample, noise_at
-from packprop.tensors.layout import Layout
+from packprop.samples.separation import ModelOutput, by_sample, noise_at, ones_at
+from packprop.tensors.layout import Layout, possible_layouts
+from packprop.tensors.repeated import Products
 
 _MERGED = Layout(None, 1)
 """The place of the samples in a value that is one number, or whose numbers belong to no sample."""
@@ -74,21 +75,11 @@ def _ends(
     ends = []
     for record, output, layout in zip(records or [None] * len(outputs), outputs, chosen, strict=True):
         if record is not None and record.value is not None:
-            value = _value(record.value)
+            value = ModelOutput.at(record.value)
             ends.append((value, _layout_of_value(value.shape, output, layout)))
         if record is None or record.is_open:
             ends.append((output, layout))
     return ends
-
-
-def _key(end: ModelOutput) -> tuple[Node, int]:
-    return end.edge.node, end.edge.output_nr
-
-
-def _value(edge: GradientEdge) -> ModelOutput:
-    """A tensor inside the graph as if it were the model's output."""
-    made = made_by(edge.node)[edge.output_nr]
-    return ModelOutput(edge, torch.Size(made.shape), 0, made.dtype, made.device)
 
 
 def _layout_of_value(shape: torch.Size, output: ModelOutput, layout: Layout) -> Layout:
@@ -146,12 +137,12 @@ class _Part:
         """Refuse functions that are not linear, and make entries of more than one sample."""
         for node in nodes:
             edges = [GradientEdge(node, output) for output, _ in enumerate(made_by(node))]
-            if any(entries_join(edge, self._ends, self._layouts, self._samples) for edge in edges):
+            if any(map(self._entries_join, edges)):
                 raise self._mixed([node])
 
     def _nodes(self) -> list[tuple[Node, list[int]]]:
         """The nodes that lead to an end, those nearest to the roots first, with the places where they do."""
-        ends = {_key(end) for end in self._ends}
+        ends = {(edge.node, edge.output_nr) for edge in self._edges}
         leads: dict[Node, list[int]] = {}
         order: list[Node] = []
         stack = [(edge.node, False) for edge in self._roots if (edge.node, edge.output_nr) not in ends]
@@ -174,12 +165,14 @@ class _Part:
                 ]
         return [(node, leads[node]) for node in reversed(order) if leads[node]]
 
+    def _gradients_of(self, edge: GradientEdge, along: Tensor) -> Products:
+        """The gradients of a tensor inside, along numbers of its shape, in the values."""
+        return pull_columns([edge], self._edges, [along], batched=False)
+
     def _joins_samples(self, edge: GradientEdge) -> bool:
-        """Whether a tensor inside depends on more than one sample."""
-        made = made_by(edge.node)[edge.output_nr]
-        ones = torch.ones(made.shape, dtype=made.dtype, device=made.device)
+        """Tell whether a tensor inside depends on more than one sample."""
         try:
-            gradients = pull_columns([edge], self._edges, [ones], batched=False)
+            gradients = self._gradients_of(edge, *ones_at([ModelOutput.at(edge)]))
         except (RuntimeError, NotImplementedError):
             return False
         reached: Tensor | None = None
@@ -191,6 +184,58 @@ class _Part:
             rows = (layout.to_front(gradient) != 0).unsqueeze(-1).flatten(1).any(1).cpu()
             reached = rows if reached is None else reached | rows
         return reached is not None and int(reached.sum()) > 1
+
+    def _entries_join(self, edge: GradientEdge) -> bool:
+        """Tell whether some entry of a tensor inside depends on more than one sample, for some values.
+
+        Each entry's derivative along NaN in the rows of some samples is NaN if it depends on one of them. Each
+        sample is fed NaN in half of the sweeps, no two in the same ones: an entry of one sample comes back as
+        NaN in half of them, one of several samples in more. Where PyTorch has no such derivative, entries of
+        single samples are known by an axis that holds the samples.
+        """
+        made = ModelOutput.at(edge)
+        if any(layout.axis is None for layout in self._layouts):  # no entry may depend on the whole batch
+            gradients = zip(self._gradients_of(edge, *ones_at([made])), self._layouts, strict=True)
+            return any(gradient is not None and layout.axis is None for gradient, layout in gradients)
+        cotangent = torch.ones(made.shape, dtype=made.dtype, device=made.device, requires_grad=True)
+        sweeps, ones = parts(self._samples, every=True), ones_at(self._ends)
+        count = torch.zeros(made.shape, dtype=torch.int64, device=made.device)
+        try:
+            with torch.enable_grad(), unmasked([edge]):
+                products = pull_columns([edge], self._edges, [cotangent], batched=False, create_graph=True)
+            reached = [p for p, product in enumerate(products) if product is not None and product.requires_grad]
+            if not reached:
+                return False
+            for fed in sweeps:
+                vectors = by_sample(ones, self._layouts, torch.where(fed, torch.nan, 0.0))
+                with torch.autograd.set_detect_anomaly(False):
+                    (along,) = pull_columns(
+                        [products[p] for p in reached],
+                        [cotangent],
+                        [vectors[p] for p in reached],
+                        batched=False,
+                    )
+                if along is not None:
+                    count += along.isnan()
+        except (RuntimeError, NotImplementedError):
+            return not self._has_samples_on_an_axis(made)
+        return bool((count > len(sweeps) // 2).any())
+
+    def _has_samples_on_an_axis(self, made: ModelOutput) -> bool:
+        """Tell whether the rows along some axis of a tensor inside depend on one sample each."""
+        sweeps, ones = parts(self._samples, every=True), ones_at([made])
+
+        def is_apart(own: Layout, fed: Tensor) -> bool:
+            """Tell whether nothing comes back in the rows of samples that were fed zeros."""
+            products = self._gradients_of(made.edge, *by_sample(ones, [own], fed))
+            return not any(
+                bool((layout.to_front(product)[~fed.to(product.device)] != 0).any())
+                for product, layout in zip(products, self._layouts, strict=True)
+                if product is not None
+            )
+
+        layouts = possible_layouts(made.shape, self._samples)
+        return any(all(is_apart(own, fed) for fed in sweeps) for own in layouts)
 
     def _is_separate_numerically(self, curved_nodes: list[Node]) -> bool:
         try:

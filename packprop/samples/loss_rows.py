@@ -24,7 +24,7 @@ from packprop.errors import PackpropError
 from packprop.graph.graph import WHOLE, Graph
 from packprop.samples.documents import layouts_of_documents
 from packprop.samples.separation import ModelOutput
-from packprop.samples.tracing import Rows, followed, picked
+from packprop.samples.tracing import Rows, followed
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout, layout_of_rows, possible_layouts
 
@@ -43,12 +43,9 @@ def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list
         layouts = layouts_of_documents(graph, outputs)
         return layouts[0].samples, [layouts]
     axis = declared_axis(graph)
-    found = [_rows_of(output) if output.decides else None for output in outputs]
-    in_turn = _taken_in_turn(found)
+    found = _taken_in_turn([_rows_of(output) if output.decides else None for output in outputs])
     layouts_found = [
-        _layout(graph, output, rows, axis, rows is not None and rows.whole in in_turn)
-        if output.decides
-        else None
+        _layout(graph, output, rows, axis) if output.decides else None
         for output, rows in zip(outputs, found, strict=True)
     ]
     numbers = {layout.samples for layout in layouts_found if layout is not None}
@@ -88,33 +85,42 @@ def declaration(graph: Graph) -> str:
 
 
 def _rows_of(output: ModelOutput) -> Rows | None:
-    """Where the rows of an output of the model come from; ``None`` where the loss knows its axis of samples."""
+    """The place of the rows of a model's output; ``None`` where the loss knows its axis of samples."""
     if output.loss.sample_axis is not None:
         return None
-    return (
-        picked(output.edge)
-        if output.loss.one_sample or not output.shape
-        else followed(output.edge, output.shape)
-    )
+    return followed(output.edge, output.shape, is_row=output.loss.one_sample or not output.shape)
 
 
-def _taken_in_turn(found: Sequence[Rows | None]) -> set[tuple[Node, int]]:
-    """The tensors that several losses take different parts of."""
+def _taken_in_turn(found: Sequence[Rows | None]) -> list[Rows | None]:
+    """The rows of several losses, where parts that they take of one tensor are as if merged.
+
+    Axes in front that all take the same entry of, as a loop over rows of ``out[-1]`` does, are no axes of rows.
+    """
     taken: dict[tuple[Node, int], set[tuple[int, ...]]] = defaultdict(set)
     for rows in found:
         if rows is not None and rows.whole is not None and rows.places is not None:
             taken[rows.whole].add(tuple(rows.places))
-    return {whole for whole, places in taken.items() if len(places) > 1}
+    each: list[Rows | None] = []
+    for rows in found:
+        parts = set() if rows is None or rows.whole is None else taken[rows.whole]
+        if rows is not None and len(parts) > 1 and not rows.merged:
+            while len(rows.lead) > 1 and rows.lead[0] > 1:
+                inner = math.prod(rows.lead[1:])
+                if len({place // inner for places in parts for place in places}) > 1:
+                    break
+                parts = {tuple(place % inner for place in places) for places in parts}
+                rows = rows._replace(lead=rows.lead[1:], places=[place % inner for place in rows.places or ()])
+            rows = rows._replace(merged=True)
+        each.append(rows)
+    return each
 
 
-def _layout(
-    graph: Graph, output: ModelOutput, rows: Rows | None, declared: int | None, in_turn: bool
-) -> Layout:
+def _layout(graph: Graph, output: ModelOutput, rows: Rows | None, declared: int | None) -> Layout:
     """Where an output of the model holds the samples."""
     shape, known = output.shape, output.loss.sample_axis
     if rows is None:  # the loss knows its axis
         return _along(known or 0, shape[known or 0])
-    if not (rows.merged or (in_turn and rows.places is not None)):
+    if not rows.merged:
         if output.loss.one_sample or not shape:
             return WHOLE
         axis = declared or 0
@@ -160,7 +166,7 @@ def _anywhere(graph: Graph, output: ModelOutput, samples: int, declared: int | N
     """Where a tensor that no loss is known to take may hold the samples: first of all where a loss would."""
     layouts = possible_layouts(output.shape, samples)
     try:
-        usual = _layout(graph, output, _rows_of(output), declared, False)
+        usual = _layout(graph, output, _rows_of(output), declared)
     except PackpropError:
         usual = None
     if usual is not None and usual.samples == samples:

@@ -31,27 +31,43 @@ from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
 from packprop.tensors.layout import Layout, layout_of_rows
 from packprop.tensors.precision import accumulation_dtype
 
+Fitting = dict[ReachedUse, list[list[Layout]]]
+"""Ways in which each output of a use may hold the samples, the usual one first."""
 
-class Place(NamedTuple):
-    """Where rows are looked for.
 
-    Args:
-        use: A use.
-        output: One of its outputs, by number.
-        axis: An axis of that.
-        joined: The extents of the axes from there on that the rows run along, where these are several.
-    """
+Place = tuple[ReachedUse, int, Layout]
+"""A use, one of its outputs by number, and a way in which that may hold samples."""
 
-    use: ReachedUse
-    output: int
-    axis: int
-    joined: tuple[int, ...] = ()
 
-    def rows_of(self, tensor: Tensor) -> Tensor:
-        """The rows of a tensor at this place, ``[k, ...]``."""
-        last = self.axis + max(1, len(self.joined)) - 1
-        rows: Tensor = tensor.flatten(self.axis, last).movedim(self.axis, 0)
-        return rows
+Sizes = dict[Place, Tensor]
+"""The size of the rows of each sample ``[n]`` at a place."""
+
+
+def first_of(fitting: Fitting) -> list[list[Layout]]:
+    """For each use the usual layouts of its outputs."""
+    return [[layouts[0] for layouts in places] for places in fitting.values()]
+
+
+def sizes_of_rows(
+    uses: Sequence[ReachedUse],
+    edges: Sequence[GradientEdge],
+    seeds: Sequence[Tensor],
+    fitting: Fitting,
+    options: SweepOptions = ONE_COLUMN_WITHOUT_INPUTS,
+) -> Sizes:
+    """Sweep the seeds and measure the rows of each sample ``[n]``, for each layout that may be."""
+    sizes: Sizes = {}
+
+    def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
+        for index, layouts in enumerate(fitting.get(use, ())):  # none for others in checkpoints on the way
+            cotangent = cotangents[index]
+            if cotangent is None:
+                continue
+            for layout in layouts:
+                sizes[use, index, layout] = sizes_of(layout.to_front(cotangent, 1)[0])
+
+    sweep(edges, seeds, uses, visit, options)
+    return sizes
 
 
 Seeds = Callable[[Tensor], list[Tensor]]
@@ -62,7 +78,7 @@ UNKNOWN, MIXED = -1, -2
 """In place of a sample's number: nothing came back in a row, or it is no single sample's."""
 
 
-_UNMASKED = SweepOptions(needs_inputs=False, unmasked=True)
+UNMASKED = SweepOptions(needs_inputs=False, unmasked=True)
 
 
 class Sweeps(NamedTuple):
@@ -121,17 +137,17 @@ def differ(up: Tensor, down: Tensor, powers: Tensor, tolerance: float, smallest:
 
 
 def layouts_of_rows(
-    places: Sequence[Place],
+    fitting: Fitting,
     sweeps: Sweeps,
     samples: int,
     largest: float,
     tolerance: float,
     documents: Tensor | None = None,
-) -> dict[Place, Layout]:
+) -> list[Place]:
     """The layout of rows at each place; none where samples meet in a row.
 
     Args:
-        places: Where the samples are looked for.
+        fitting: Layouts of which each says where rows are looked for: it takes each for a sample.
         sweeps: What is swept.
         samples: Number of samples.
         largest: The largest number of the precision.
@@ -139,7 +155,15 @@ def layouts_of_rows(
         documents: The sample of each position, where samples are documents that masks keep apart: NaN goes
             through masks, so that rows in which zeros came back go by this, if all others do.
     """
-    numbers = _by_powers(places, sweeps, samples, levels(samples, largest), tolerance)
+    places = [
+        (use, index, layout)
+        for use, outputs in fitting.items()
+        for index, own in enumerate(outputs)
+        for layout in own
+    ]
+    if not places:
+        return []
+    numbers = _by_powers(fitting, sweeps, samples, levels(samples, largest), tolerance)
     came_back = list(numbers)
     _follow_sequences(places, numbers)
     unknown = {place: numbers[place] for place in came_back if bool((numbers[place] == UNKNOWN).any())}
@@ -149,30 +173,32 @@ def layouts_of_rows(
             if len(number) == len(documents) and bool((number == documents)[is_there].all()):
                 number.copy_(documents)
     elif unknown:
-        _look_with_nan(unknown, sweeps, samples)
+        _look_with_nan(unknown, fitting, sweeps, samples)
         _follow_sequences(places, numbers)
-    layouts = {}
-    for place in places:
-        use, index, axis, joined = place
-        rows = numbers.get(place)
+    found = []
+    for use, index, by_row in places:
+        rows = numbers.get((use, index, by_row))
         if rows is None:  # nothing came back, or there is nothing
-            count = math.prod(joined or use.recorded.shapes[index][axis : axis + 1])
-            rows = torch.zeros(count, dtype=torch.int64)
+            rows = torch.zeros(by_row.samples, dtype=torch.int64)
         if not bool((rows == MIXED).any()):
-            layouts[place] = layout_of_rows(axis, rows.clamp(min=0), samples, joined)
-    return layouts
+            assert by_row.axis is not None
+            layout = layout_of_rows(by_row.axis, rows.clamp(min=0), samples, by_row.joined)
+            found.append((use, index, layout))
+    return found
 
 
 def _by_powers(
-    places: Sequence[Place], sweeps: Sweeps, samples: int, exponents: Tensor, tolerance: float
+    fitting: Fitting, sweeps: Sweeps, samples: int, exponents: Tensor, tolerance: float
 ) -> dict[Place, Tensor]:
     """The sample of each row ``[k]`` by the powers of two that it comes back with, digit by digit."""
     every, base = torch.arange(samples), len(exponents)
     numbers: dict[Place, Tensor] = {}
     for digit in range(max(1, math.ceil(math.log(samples, base) - 1e-9))):
         power = exponents[every // base**digit % base]
-        up = _sizes(places, sweeps, sweeps.noise(torch.exp2(power)), ONE_COLUMN_WITHOUT_INPUTS)
-        down = _sizes(places, sweeps, sweeps.noise(torch.exp2(-power)), ONE_COLUMN_WITHOUT_INPUTS)
+        up, down = (
+            sizes_of_rows(sweeps.uses, sweeps.edges, sweeps.noise(torch.exp2(each)), fitting)
+            for each in (power, -power)
+        )
         for place, rows in up.items():
             distance, value = ((rows / down[place]).log2()[:, None] / 2 - exponents).abs().min(1)
             value = torch.where(distance < tolerance, value * base**digit, MIXED)
@@ -190,9 +216,10 @@ def _follow_sequences(places: Sequence[Place], numbers: dict[Place, Tensor]) -> 
     """Give all rows of a packed sequence to the sample that some of them are known to belong to."""
     groups: dict[ReachedUse, list[tuple[Place, Tensor]]] = {}
     for place in places:
-        sequences = sequences_of(place.use)
+        use, index, _ = place
+        sequences = sequences_of(use)
         if sequences is not None:
-            groups.setdefault(place.use, []).append((place, torch.tensor(sequences[place.output])))
+            groups.setdefault(use, []).append((place, torch.tensor(sequences[index])))
     for outputs in groups.values():
         owners = torch.full((1 + max(int(sequence.max()) for _, sequence in outputs),), UNKNOWN)
         for place, sequence in outputs:
@@ -203,7 +230,7 @@ def _follow_sequences(places: Sequence[Place], numbers: dict[Place, Tensor]) -> 
             numbers[place] = torch.where((rows == UNKNOWN) | (rows == owner), owner, MIXED)
 
 
-def _look_with_nan(unknown: Mapping[Place, Tensor], sweeps: Sweeps, samples: int) -> None:
+def _look_with_nan(unknown: Mapping[Place, Tensor], fitting: Fitting, sweeps: Sweeps, samples: int) -> None:
     """Find the samples of rows in which zeros came back, by NaN for half of the samples at a time."""
     every = torch.arange(samples)
     found = {place: torch.zeros_like(rows) for place, rows in unknown.items()}
@@ -215,7 +242,7 @@ def _look_with_nan(unknown: Mapping[Place, Tensor], sweeps: Sweeps, samples: int
             try:
                 with torch.autograd.set_detect_anomaly(False):
                     seeds = sweeps.ones(torch.where(fed, torch.nan, 0.0))
-                    sizes.append(_sizes(list(unknown), sweeps, seeds, _UNMASKED))
+                    sizes.append(sizes_of_rows(sweeps.uses, sweeps.edges, seeds, fitting, UNMASKED))
             except Exception:  # a user's function that refuses NaN
                 return
         for place, number in found.items():
@@ -226,22 +253,3 @@ def _look_with_nan(unknown: Mapping[Place, Tensor], sweeps: Sweeps, samples: int
     for place, rows in unknown.items():
         number = torch.where(nobody[place], UNKNOWN, found[place])
         rows.copy_(torch.where(rows == UNKNOWN, number, rows))
-
-
-def _sizes(
-    places: Sequence[Place], sweeps: Sweeps, seeds: Sequence[Tensor], options: SweepOptions
-) -> dict[Place, Tensor]:
-    """Sweep the seeds and measure each row ``[k]`` along the axis of each place."""
-    sizes: dict[Place, Tensor] = {}
-    wanted: dict[ReachedUse, list[Place]] = {}
-    for place in places:
-        wanted.setdefault(place.use, []).append(place)
-
-    def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
-        for place in wanted.get(use, ()):
-            cotangent = cotangents[place.output]
-            if cotangent is not None:
-                sizes[place] = sizes_of(place.rows_of(cotangent[0]))
-
-    sweep(sweeps.edges, seeds, sweeps.uses, visit, options)
-    return sizes

@@ -18,23 +18,31 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.functions.losses import Loss, describe, number_of_samples
+from packprop.functions.losses import Loss, describe
 from packprop.functions.nodes import ENTRYWISE, name_of_node
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.search import nodes_above
-from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
 from packprop.graph.traversal import made_by
 from packprop.recording.marks import Use
-from packprop.samples.rows import Place, Sweeps, differ, layouts_of_rows, levels, sequences_of, sizes_of
+from packprop.samples.rows import (
+    Fitting,
+    Sizes,
+    Sweeps,
+    differ,
+    first_of,
+    layouts_of_rows,
+    levels,
+    sequences_of,
+    sizes_of_rows,
+)
 from packprop.tensors.dry import is_dry_run
-from packprop.tensors.layout import Layout, possible_layouts
+from packprop.tensors.layout import Layout, layout_of_rows, possible_layouts
 from packprop.tensors.traced import decided
 
 
@@ -45,7 +53,6 @@ class ModelOutput:
     Args:
         edge: Where it came from.
         shape: Its shape.
-        samples: Extent of the axis that holds the samples, perhaps times positions.
         dtype: Its type.
         device: Its device.
         loss: What is known of the loss that took it.
@@ -54,11 +61,17 @@ class ModelOutput:
 
     edge: GradientEdge
     shape: torch.Size
-    samples: int
     dtype: torch.dtype
     device: torch.device
-    loss: Loss = field(default_factory=lambda: Loss(None, 1.0, None, None))
-    decides: bool = True
+    loss: Loss
+    decides: bool
+
+    @classmethod
+    def at(cls, edge: GradientEdge, loss: Loss | None = None, decides: bool = True) -> ModelOutput:
+        """A tensor inside the graph, as it was made."""
+        made = made_by(edge.node)[edge.output_nr]
+        rule = loss or Loss(None, 1.0, None, None)
+        return cls(edge, torch.Size(made.shape), made.dtype, made.device, rule, decides)
 
 
 def model_outputs(graph: Graph) -> list[ModelOutput]:
@@ -66,62 +79,15 @@ def model_outputs(graph: Graph) -> list[ModelOutput]:
 
     Those of recorded losses come first; then where paths without any meet the model, see NOTE [Open paths].
     """
-    outputs = []
-    for loss in graph.losses:
-        call = loss.call
-        given = call.input
-        rule = describe(call.function, call.args, call.kwargs)
-        count = number_of_samples(rule, given.shape)
-        outputs.append(ModelOutput(call.edge, given.shape, count, given.dtype, given.device, rule))
-    for place in graph.open:
-        made = made_by(place.edge.node)[place.edge.output_nr]
-        rule = place.loss or Loss(None, 1.0, None, None)
-        count, decides = number_of_samples(rule, place.shape), place.loss is not None
-        outputs.append(ModelOutput(place.edge, place.shape, count, made.dtype, made.device, rule, decides))
-    if outputs:
-        return outputs
-    leaf = graph.leaves()[0]
-    return [
-        ModelOutput(edge, shape, shape[0] if shape else 0, leaf.dtype, leaf.device)
-        for edge, forward, shape in graph.outputs
-        if forward.has_parameters
-    ]
-
-
-class Separation(NamedTuple):
-    """Whether the samples stay apart, for one choice of layouts at the model's outputs.
-
-    Args:
-        fitting: For the outputs of each use all layouts that keep the samples apart; ``None`` if there is none.
-        mixing: The use nearest to the loss that none of its layouts fits.
-        is_conclusive: Whether something came back at every use: zeros tell nothing, as behind a head of zeros.
-        unfit: All uses that none of their layouts fits.
-    """
-
-    fitting: Fitting | None
-    mixing: ReachedUse | None
-    is_conclusive: bool
-    unfit: Sequence[ReachedUse] = ()
-
-    @property
-    def layouts(self) -> list[list[Layout]] | None:
-        """For each use the layouts of its outputs; ``None`` if the samples are mixed."""
-        if self.fitting is None:
-            return None
-        return [[layouts[0] for layouts in outputs] for outputs in self.fitting.values()]
-
-
-Fitting = dict[ReachedUse, list[list[Layout]]]
-"""For a use and each of its outputs: where the samples may be, the usual place first."""
-
-
-Sizes = dict[tuple[ReachedUse, int, Layout], Tensor]
-"""For a use, one of its outputs and a layout: how large the rows of each sample are ``[n]``."""
+    calls = [(loss.call, loss.call.edge) for loss in graph.losses]
+    outputs = [ModelOutput.at(edge, describe(call.function, call.args, call.kwargs)) for call, edge in calls]
+    outputs += [ModelOutput.at(place.edge, place.loss, place.loss is not None) for place in graph.open]
+    return outputs or [ModelOutput.at(edge) for edge, forward, _ in graph.outputs if forward.has_parameters]
 
 
 def separate(
     graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout], samples: int
-) -> Separation:
+) -> tuple[Fitting, list[ReachedUse]]:
     """Find layouts of all uses that keep the samples apart; see NOTE [Separation].
 
     Args:
@@ -129,9 +95,13 @@ def separate(
         outputs: The model's outputs, where samples are fed in.
         chosen: Where each of them holds the samples.
         samples: Number of samples.
+
+    Returns:
+        For the outputs of each use all layouts that keep the samples apart; and the uses that none fits, those
+        nearest to the loss first.
     """
     if samples == 1:
-        return Separation({use: [[WHOLE]] * len(use.recorded.shapes) for use in graph.uses}, None, True)
+        return {use: [[WHOLE]] * len(use.recorded.shapes) for use in graph.uses}, []
     fitting = {
         use: [admitted_layouts(use, index, samples) for index in range(len(use.recorded.shapes))]
         for use in graph.uses
@@ -144,7 +114,7 @@ def separate(
 
     def scaled_by(exponents: Tensor) -> Sizes:
         scale_by_sample(noise, chosen, torch.exp2(exponents))
-        sizes = sizes_of_rows(graph, edges, noise, fitting)
+        sizes = sizes_of_rows(graph.uses, edges, noise, fitting)
         scale_by_sample(noise, chosen, torch.exp2(-exponents))
         return {place: rows * torch.exp2(-exponents) for place, rows in sizes.items()}
 
@@ -157,16 +127,12 @@ def separate(
         known = up.isfinite() & down.isfinite()
         if differ(up[known], down[known], powers[known], tolerance, smallest):
             fitting[use][index].remove(layout)
-    reached = {use for (use, _, _), sizes in first.items() if bool((sizes > 0).any())}
     unfit = [use for use, layouts in fitting.items() if not all(layouts)]
     if unfit or any(use.reordered for use in graph.uses):
         noisy, even = (functools.partial(by_sample, given, chosen) for given in (noise, ones_at(outputs)))
         sweeps = Sweeps(edges, noisy, even, graph.uses)
-        reached |= _add_layouts_of_rows(graph, fitting, unfit, sweeps, samples, largest, tolerance)
-    for use in graph.uses:  # those nearest to the loss come first
-        if not all(fitting[use]):
-            return Separation(None, use, False, [each for each in graph.uses if not all(fitting[each])])
-    return Separation(fitting, None, len(reached) == len(graph.uses))
+        _add_layouts_of_rows(graph, fitting, unfit, sweeps, samples, largest, tolerance)
+    return fitting, [use for use, layouts in fitting.items() if not all(layouts)]
 
 
 def _dtypes_on_the_way(outputs: Sequence[ModelOutput]) -> set[torch.dtype]:
@@ -185,44 +151,46 @@ def _add_layouts_of_rows(
     samples: int,
     largest: float,
     tolerance: float,
-) -> set[ReachedUse]:
+) -> None:
     """Add layouts of rows in any order behind those that fit, where rows were reordered.
 
     A function may take some rows of some samples, in order, as in a loop over samples: no axis holds them all,
     and it is ``unfit``. Samples that are ``documents``, of which each position of the losses has one, are in
     any order everywhere.
-
-    Returns:
-        The uses that have them.
     """
     documents = graph.documents
-    places = [
-        Place(use, index, axis, joined)
-        for use, outputs in fitting.items()
-        if use.reordered or use in unfit
-        for index, layouts in enumerate(outputs)
-        if not layouts or layouts[0].folded
-        for axis, joined in _axes_of_rows(use.recorded.shapes[index], documents)
-        if _is_admitted(use, index, Layout(axis, samples, joined=joined))
-    ]
-    found = layouts_of_rows(places, sweeps, samples, largest, tolerance, documents) if places else {}
-    for (use, index, *_), layout in found.items():
+    places: Fitting = {}
+    for use, outputs in fitting.items():
+        if use.reordered or use in unfit:
+            shapes = use.recorded.shapes
+            each = [
+                _by_row(shape, documents) if not own or own[0].folded else []
+                for shape, own in zip(shapes, outputs, strict=True)
+            ]
+            places[use] = [
+                [layout for layout in own if _is_admitted(use, index, layout)] for index, own in enumerate(each)
+            ]
+    for use, index, layout in layouts_of_rows(places, sweeps, samples, largest, tolerance, documents):
         assert layout.rows is not None
         own = layout.rows.sample_of
         places_of = (plain.sample_of(own.device) for plain in fitting[use][index] if plain.axis == layout.axis)
-        if any(torch.equal(own, each) for each in places_of):
-            continue  # it is among them already
-        fitting[use][index].append(layout)
-    return {place.use for place in found}
+        if not any(torch.equal(own, each) for each in places_of):  # else it is among them already
+            fitting[use][index].append(layout)
 
 
-def _axes_of_rows(shape: torch.Size, documents: Tensor | None) -> list[tuple[int, tuple[int, ...]]]:
-    """The axes that rows may run along, and behind those runs of axes with the positions of ``documents``."""
-    axes: list[tuple[int, tuple[int, ...]]] = [(axis, ()) for axis, _ in enumerate(shape)]
+def _by_row(shape: torch.Size, documents: Tensor | None) -> list[Layout]:
+    """Layouts with a sample for each row: along each axis, and along runs of axes as long as ``documents``."""
+    layouts = [Layout(axis, extent) for axis, extent in enumerate(shape)]
+    if documents is None:
+        return layouts
     runs = itertools.combinations(range(len(shape) + 1), 2)
     extents = [(start, tuple(shape[start:stop])) for start, stop in runs if stop - start > 1]
-    positions = None if documents is None else len(documents)
-    return axes + [each for each in extents if positions == math.prod(each[1]) and 1 not in each[1]]
+    every = torch.arange(len(documents))
+    return layouts + [
+        layout_of_rows(start, every, len(documents), joined)
+        for start, joined in extents
+        if math.prod(joined) == len(documents) and 1 not in joined
+    ]
 
 
 def noise_at(outputs: Sequence[ModelOutput]) -> list[Tensor]:
@@ -253,28 +221,6 @@ def _at_rows(given: Sequence[Tensor], chosen: Sequence[Layout], factors: Tensor)
     """The factors ``[n]`` for each output of the model, where it has the rows of the samples."""
     for numbers, layout in zip(given, chosen, strict=True):
         yield layout.broadcast(factors.to(numbers.device, numbers.dtype.to_real()), numbers.dim())
-
-
-def sizes_of_rows(
-    graph: Graph,
-    edges: Sequence[GradientEdge],
-    seeds: Sequence[Tensor],
-    fitting: Fitting,
-    options: SweepOptions = ONE_COLUMN_WITHOUT_INPUTS,
-) -> Sizes:
-    """Sweep the seeds and measure the rows of each sample ``[n]``, for each layout that may be."""
-    sizes: Sizes = {}
-
-    def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
-        for index, layouts in enumerate(fitting.get(use, ())):  # none for others in checkpoints on the way
-            cotangent = cotangents[index]
-            if cotangent is None:
-                continue
-            for layout in layouts:
-                sizes[use, index, layout] = sizes_of(layout.to_front(cotangent, 1)[0])
-
-    sweep(edges, seeds, graph.uses, visit, options)
-    return sizes
 
 
 def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) -> list[Layout] | int:
@@ -336,10 +282,8 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
 
 def _found_layouts(unknown: Graph, graph: Graph) -> list[list[Layout]] | int:
     """Where the uses of a graph hold the samples of another one, or the number of the first that mixes them."""
-    separation = separate(unknown, model_outputs(graph), graph.source_layouts, graph.samples)
-    if separation.layouts is None:
-        return next(number for number, use in enumerate(unknown.uses) if use is separation.mixing)
-    return separation.layouts
+    fitting, unfit = separate(unknown, model_outputs(graph), graph.source_layouts, graph.samples)
+    return first_of(fitting) if not unfit else unknown.uses.index(unfit[0])
 
 
 def admitted_layouts(use: ReachedUse, index: int, samples: int) -> list[Layout]:

@@ -40,7 +40,7 @@ PARTS = names_of_nodes("Slice Split SplitWithSizes UnsafeSplit UnsafeSplitWithSi
 
 
 class Rows(NamedTuple):
-    """Where the rows of a loss's input come from.
+    """The place that the rows of a loss's input come from.
 
     Args:
         lead: Extents of the axes that the rows run along, in the tensor that they were followed to.
@@ -61,70 +61,32 @@ class Rows(NamedTuple):
         return [place // inner % extent for place in places]
 
 
-def followed(edge: GradientEdge, shape: torch.Size) -> Rows:
-    """Where the rows along the leading axis of a tensor come from, as far as the graph shows it.
+ONE_ROW = Rows(())
+"""The row of a tensor that has no axis of rows, as ``f[n]`` has none."""
+
+
+def followed(edge: GradientEdge, shape: torch.Size, is_row: bool) -> Rows:
+    """The place that the rows along the leading axis of a tensor come from, as far as the graph shows it.
 
     Args:
         edge: Where the tensor came from.
         shape: Its shape.
+        is_row: Whether it is a row itself, without an axis of rows.
     """
-    return _followed(Rows((shape[0],)), edge, shape)
-
-
-def _followed(rows: Rows, edge: GradientEdge, shape: torch.Size) -> Rows:
-    """Where rows of a tensor come from, as far as the graph shows it."""
-    given = shape
+    rows, given = ONE_ROW if is_row else Rows((shape[0],)), shape
     while True:
         name = name_of_node(edge.node)
         above = _input_with_rows(edge.node, name, shape)
         if above is None:
             return rows
-        before = _shape_of(above)
-        if name in RESHAPES and rows == Rows((1,)) and shape == (1, *before):
-            return picked(above)
+        before, further = _shape_of(above), rows if name not in RESHAPES else None
         if name in RESHAPES and not _is_folded_norm(above, shape):
-            further = _unflattened(rows, before, shape, name in ("Squeeze", "Unsqueeze"), given)
-        elif name in PARTS:
+            further = _reshaped(rows, before, shape, name in ("Squeeze", "Unsqueeze"), given)
+        elif name in PARTS | PICKS:
             further = _part(rows, edge, above, before, shape)
-        elif name in PICKS:
-            further = rows if _axis(edge.node, before) >= _axes_of(rows, shape) else None
-        else:
-            further = None if name in RESHAPES else rows
         if further is None:
             return rows
         rows, edge, shape = further, above, before
-
-
-def picked(edge: GradientEdge) -> Rows:
-    """Where a tensor without an axis of rows comes from: one entry of another tensor, or of nothing known."""
-    while (name := name_of_node(edge.node)) not in PICKS:
-        shape = _shape_of(edge)
-        above = _input_with_rows(edge.node, name, shape) if name in SAME | RESHAPES else None
-        if above is not None and _shape_of(above) == (1, *shape):
-            return followed(above, _shape_of(above))
-        if above is None or _shape_of(above) != shape:
-            return Rows((1,))
-        edge = above
-    picks = []
-    while name_of_node(edge.node) in PICKS:
-        node, number = edge.node.next_functions[0]
-        assert node is not None
-        above = GradientEdge(node, number)
-        axis = _axis(edge.node, _shape_of(above))
-        picks.append((axis, _index(edge, _shape_of(above)[axis])))
-        edge = above
-    shape = _shape_of(edge)
-    axes, index = list(range(len(shape))), {}
-    for axis, place in reversed(picks):  # the first to be applied was met last
-        index[axes.pop(axis)] = place
-    lead = len(index)
-    if sorted(index) != list(range(lead)):
-        return Rows((1,))
-    place = 0
-    for axis in range(lead):
-        place = place * shape[axis] + index[axis]
-    rows = Rows(tuple(shape[:lead]), [place], whole=(edge.node, edge.output_nr))
-    return _followed(rows, edge, shape)
 
 
 def _input_with_rows(node: Node, name: str, shape: torch.Size) -> GradientEdge | None:
@@ -138,7 +100,7 @@ def _input_with_rows(node: Node, name: str, shape: torch.Size) -> GradientEdge |
     return inputs[0] if name in RESHAPES | PARTS | PICKS else None
 
 
-def _unflattened(
+def _reshaped(
     rows: Rows, before: torch.Size, shape: torch.Size, keeps_axes: bool, given: torch.Size
 ) -> Rows | None:
     """The rows in front of a reshape; ``None`` where the leading axes are not whole there.
@@ -150,6 +112,10 @@ def _unflattened(
         keeps_axes: Whether it merges nothing: an axis of one is added, or taken away.
         given: The shape of the tensor that was followed: axes that it has itself were not merged in it.
     """
+    if rows == Rows((1,)) and shape == (1, *before):
+        return ONE_ROW
+    if rows == ONE_ROW:
+        return rows if before == shape else Rows((1,)) if before == (1, *shape) else None
     count = _axes_of(rows, shape)
     if keeps_axes:
         axes = _leading(before, math.prod(shape[:count]))
@@ -162,7 +128,7 @@ def _unflattened(
     if axes is None:
         return _cut(rows, before, shape)
     is_in_given = len(before) == len(given) and before[:axes] == given[:axes]
-    if rows.merged or axes < 2 or axes <= count or is_in_given:
+    if len(rows.lead) > 1 or axes < 2 or axes <= count or is_in_given:
         return rows
     return rows._replace(lead=tuple(before[:axes]), merged=True)
 
@@ -183,31 +149,40 @@ def _cut(rows: Rows, before: torch.Size, shape: torch.Size) -> Rows | None:
 def _part(
     rows: Rows, edge: GradientEdge, above: GradientEdge, before: torch.Size, shape: torch.Size
 ) -> Rows | None:
-    """The rows in the tensor that some entries along an axis were taken of."""
-    node = edge.node
-    if name_of_node(node) == "Index":
-        return _chosen(rows, saved_option(node, "indices"), above, before)
-    axis, count = _axis(node, before), _axes_of(rows, shape)
-    if axis >= count:
+    """The rows in the tensor that some entries along an axis were taken of, or one entry."""
+    name, whole = name_of_node(edge.node), (above.node, above.output_nr)
+    if name == "Index":
+        return _chosen(rows, saved_option(edge.node, "indices"), above, before)
+    axis = int(saved_option(edge.node, "dim")) % max(1, len(before))
+    count, is_taken = _axes_of(rows, shape), rows.whole == (edge.node, edge.output_nr)
+    if axis >= count and not (name in PICKS and rows == ONE_ROW and axis == 0):
         return rows
-    if name_of_node(node) == "IndexSelect":
-        return _chosen(rows, [saved_option(node, "index")], above, before) if axis == 0 else None
+    if name == "IndexSelect":
+        return _chosen(rows, [saved_option(edge.node, "index")], above, before) if axis == 0 else None
     if len(rows.lead) != count or math.prod(before[:count]) == 0:
         return None
-    taken = range(before[axis])[_slice(edge, before[axis])]
-    if len(taken) != rows.lead[axis]:
+    taken = _entries(edge, before[axis])
+    behind = rows.lead[axis:]
+    if name in PICKS:  # an axis that rows were taken along before stays one, another is that of the loss
+        if rows != ONE_ROW and not is_taken:
+            return None
+    elif len(taken) != rows.lead[axis]:
         return None
-    lead = (*rows.lead[:axis], before[axis], *rows.lead[axis + 1 :])
-    outer, inner = math.prod(lead[:axis]), math.prod(lead[axis + 1 :])
-    places = [(o * lead[axis] + t) * inner + i for o in range(outer) for t in taken for i in range(inner)]
+    else:
+        behind = behind[1:]
+    lead = (*rows.lead[:axis], before[axis], *behind)
+    outer, inner = math.prod(lead[:axis]), math.prod(behind)
+    places = [(o * before[axis] + t) * inner + i for o in range(outer) for t in taken for i in range(inner)]
     places = places if rows.places is None else [places[place] for place in rows.places]
-    return rows._replace(lead=lead, places=places, whole=(above.node, above.output_nr))
+    return rows._replace(lead=lead, places=places, whole=whole)
 
 
 def _chosen(
     rows: Rows, indices: Sequence[Tensor | None], above: GradientEdge, before: torch.Size
 ) -> Rows | None:
     """The rows in the tensor that an index or a mask of its leading axes took them of."""
+    if rows == ONE_ROW:  # entries of the row
+        return rows
     if indices[0] is None or any(each is not None for each in indices[1:]) or rows.merged or is_dry_run():
         return None
     index = indices[0].cpu()
@@ -222,30 +197,20 @@ def _chosen(
     return Rows(lead, own, len(lead) > 1, (above.node, above.output_nr))
 
 
-def _axis(node: Node, before: torch.Size) -> int:
-    """The axis that a node took entries along."""
-    return int(saved_option(node, "dim")) % max(1, len(before))
-
-
-def _index(edge: GradientEdge, extent: int) -> int:
-    """The entry that ``Select`` or ``Unbind`` took."""
-    if name_of_node(edge.node) == "Unbind":
-        return edge.output_nr
-    return int(saved_option(edge.node, "index")) % extent
-
-
-def _slice(edge: GradientEdge, extent: int) -> slice:
-    """The entries that a slice or a split took."""
+def _entries(edge: GradientEdge, extent: int) -> Sequence[int]:
+    """The entries along an axis of some extent that a node took."""
     node, number = edge.node, edge.output_nr
     name = name_of_node(node)
+    if name in PICKS:
+        return [number if name == "Unbind" else int(saved_option(node, "index")) % extent]
     if name == "Slice":
-        return slice(*(saved_option(node, each) for each in ("start", "end", "step")))
+        return range(extent)[slice(*(saved_option(node, each) for each in ("start", "end", "step")))]
     if name.endswith("WithSizes"):
         sizes = [int(size) for size in saved_option(node, "split_sizes")]
     else:
         sizes = [int(saved_option(node, "split_size"))] * (number + 1)
     start = sum(sizes[:number])
-    return slice(start, min(extent, start + sizes[number]))
+    return range(extent)[start : start + sizes[number]]
 
 
 def _axes_of(rows: Rows, shape: torch.Size) -> int:

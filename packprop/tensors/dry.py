@@ -14,7 +14,7 @@ from packprop.tensors.traced import note_fault
 
 
 class _DryRun(NamedTuple):
-    """The arguments of a dry run."""
+    """The arguments of ``dry_run``."""
 
     device: str
     of_batch: Set[int]

@@ -213,6 +213,48 @@ def test_losses_of_single_rows_are_those_of_the_samples_that_they_are_taken_of(r
         assert_near(parameter.grad_batch, expected, "rows")
 
 
+TAKEN_TWICE = {
+    "rows": lambda f, y: sum(F.cross_entropy(f[n], y[n]) for n in range(len(f))),
+    "slices": lambda f, y: sum(F.cross_entropy(f[n : n + 1], y[n : n + 1]) for n in range(len(f))),
+    "chunks": lambda f, y: sum(
+        F.cross_entropy(*pair, reduction="sum") for pair in zip(f.split(2), y.split(2), strict=True)
+    ),
+    "scaled rows": lambda f, y: sum(map(F.cross_entropy, (2 * f).unbind(), y)),
+}
+
+
+@pytest.mark.parametrize("way", TAKEN_TWICE)
+@pytest.mark.parametrize("step", [0, -1])
+def test_rows_of_one_step_are_samples(way: str, step: int) -> None:
+    """``f = out[-1]`` has ``n`` rows: that it is one of several steps makes no samples of the steps."""
+    model, _, y = batch_of_rows()
+    x = torch.randn(2, SAMPLES, WIDTH).double()
+    scale = 2 if way == "scaled rows" else 1
+    for loss in (TAKEN_TWICE[way], lambda f, y: F.cross_entropy(scale * f, y, reduction="sum")):
+        with packprop.record(), packprop.backpack(extensions.BatchGrad()):
+            loss(model(x)[step], y).backward()
+        rows = [p.grad_batch for p in model.parameters()]
+        if loss is TAKEN_TWICE[way]:
+            found = rows
+    for mine, wanted in zip(found, rows, strict=True):
+        assert_near(mine, wanted, way)
+
+
+@pytest.mark.parametrize("way", ["rows", "slices", "chunks"])
+def test_rows_of_each_step_belong_to_the_samples_in_front(way: str) -> None:
+    """``out[n][t]`` in two loops: ``n`` samples, as flattened positions are."""
+    model, _, _ = batch_of_rows()
+    x, y = torch.randn(SAMPLES, 4, WIDTH).double(), torch.randint(WORDS, (SAMPLES, 4))
+    with packprop.record(), packprop.backpack(extensions.BatchGrad()):
+        out = model(x)
+        sum(TAKEN_TWICE[way](out[n], y[n]) for n in range(SAMPLES)).backward()
+    found = [p.grad_batch for p in model.parameters()]
+    with packprop.record(), packprop.backpack(extensions.BatchGrad()):
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").backward()
+    for mine, p in zip(found, model.parameters(), strict=True):
+        assert_near(mine, p.grad_batch, way)
+
+
 def test_losses_of_single_rows_in_which_samples_meet() -> None:
     model, x, y = batch_of_rows()
     told = pytest.raises(PackpropError, match="mixed")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.recording import compiled
+from packprop.recording import unrecorded
 from tests.references.per_sample import batch, network, rows_by_loop
 from tests.references.running import assert_near
 from tests.versions import needs_recent
@@ -22,7 +22,7 @@ BACKENDS = ("eager", "aot_eager")
 
 @pytest.fixture(autouse=True)
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(compiled, "_traced", compiled._Traced())
+    monkeypatch.setattr(unrecorded, "_traced", unrecorded._Traced())
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

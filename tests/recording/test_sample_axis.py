@@ -14,6 +14,9 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
+from packprop.recording.marks import EXTENDED
+from packprop.recording.switch import extended, is_extended
+from packprop.recording.unchanged import unchanged
 from tests.cases.models.wrapping import Apply
 from tests.references.running import assert_near
 
@@ -139,3 +142,27 @@ def test_over_a_data_set() -> None:
     )
     (values,) = result.values()
     assert all(len(rows) == 5 for rows in values.values())
+
+
+@pytest.mark.parametrize("around", [extended, lambda model: unchanged(model, "Something was asked for.")])
+def test_an_axis_outlasts_a_context_that_extends_the_model(around: Any) -> None:
+    """``compute``, monitors and profiles extend models for a while: declarations are there afterwards."""
+    model = packprop.extend(nn.Sequential(packprop.extend(nn.Linear(4, 4), sample_axis=0)), sample_axis=1)
+    before = [dict(vars(module)) for module in model.modules()]
+    with around(model):
+        pass
+    assert [dict(vars(module)) for module in model.modules()] == before
+    assert model in EXTENDED
+
+
+def test_a_context_that_extends_a_model_leaves_parts_alone_that_were_extended() -> None:
+    head = packprop.extend(nn.TransformerEncoderLayer(4, 2, 4), sample_axis=1)
+    model, before = nn.Sequential(nn.MultiheadAttention(4, 2), head), dict(vars(head))
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    with extended(model):
+        assert is_extended(model)
+    assert not is_extended(model)
+    assert vars(head) == before
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    assert model not in EXTENDED
+    assert head in EXTENDED

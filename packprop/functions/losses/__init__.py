@@ -1,4 +1,4 @@
-"""Loss -> square root of its Hessian, Monte Carlo draws, number of terms."""
+"""Descriptions of loss functions: square roots of their Hessians, Monte Carlo draws, numbers of terms."""
 
 from packprop.functions.losses import rules
 from packprop.functions.losses.description import (

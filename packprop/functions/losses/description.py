@@ -1,8 +1,8 @@
-"""What is known of a loss function: which entries interact, weights, divisor, the root of its Hessian.
+"""Descriptions of loss functions: interacting entries, weights, divisor, and the root of the Hessian.
 
-All of it refers to the canonical form of a loss's input, ``[n, t, c]``: samples, positions whose terms are
+They refer to the canonical form of a loss's input, ``[n, t, c]``: samples, positions whose terms are
 independent given the input, and the entries of one position (classes, or 1). A loss over N samples with T
-positions of C entries has ``T * C`` columns: one for each position and entry, fed in for all samples at once.
+positions of C entries has ``T * C`` columns: one for each position and entry, for all samples at once.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from packprop.tensors.layout import Layout, layout_of_rows
 
 @dataclass(frozen=True)
 class Root:
-    """Square root of the Hessian of a loss's terms.
+    """The square root of the Hessian of a loss's terms.
 
     Args:
         columns: Number of columns of one position.
         position: ``(t, start, stop) -> [k, n, c]``, some columns at position ``t``.
-        draw: ``(draws, generator) -> [m, n, t, c]``, gradients of the loss for drawn targets. The mean of their
-            outer products is the Hessian; they are not yet divided by ``sqrt(draws)``.
+        draw: ``(draws, generator) -> [m, n, t, c]``, gradients of the loss for drawn targets. The expectation
+            of their outer products is the Hessian. They are not divided by ``sqrt(draws)``.
         entrywise: A root with one column for each entry, if this one has fewer.
     """
 
@@ -41,22 +41,22 @@ class Root:
 
 @dataclass(frozen=True)
 class Loss:
-    """What a loss rule says about one call.
+    """The description of one call of a loss function.
 
     Args:
         class_axis: Axis of the input whose entries interact; ``None`` if every entry has its own term.
-        weight: What multiplies each term before reduction, of the input's shape without ``class_axis``;
-            a number if it is the same for all. Of the input's whole shape it is summed along ``class_axis``.
-        divisor: What the sum of terms is divided by: 1 for ``sum`` and ``none``, ``None`` if unknown.
-        root: From canonical input ``[n, t, c]`` and scale of each term ``[n, t]`` to the root;
-            ``None`` if the loss is described by its own derivatives alone.
-        refusal: Why the loss has no useful curvature, and what to use instead; with a link, where that is not
-            there.
+        weight: Factors on the terms before reduction, of the input's shape without ``class_axis``; a number if
+            all are equal. A weight of the input's full shape is summed along ``class_axis``.
+        divisor: The divisor of the sum of terms: 1 for ``sum`` and ``none``, ``None`` if unknown.
+        root: Maps the canonical input ``[n, t, c]`` and the scale of each term ``[n, t]`` to the root; ``None``
+            to compute the root from second derivatives of the loss.
+        refusal: The reason why the loss has no useful curvature, and what to use instead. With a link, it
+            applies if the link has not made the input.
         sample_axis: The axis of the input that holds the samples and nothing else; ``None`` for the leading
-            axis, which may hold positions, too.
+            axis, which may also hold positions.
         one_sample: Whether the input has no axis of samples.
-        link: The function that must have made the input: the root is that in what it was given. If it takes
-            rows, ``class_axis`` may be ``None``: they are found on the graph.
+        link: The function that must have made the input: the root is that in the input of this function. If it
+            takes rows, ``class_axis`` may be ``None``, and packprop finds the axis on the graph.
     """
 
     class_axis: int | None
@@ -70,38 +70,38 @@ class Loss:
 
 
 Rule = Callable[..., Loss]
-"""From the arguments of a loss function to what is known of this call."""
+"""Maps the arguments of a loss function to the description of this call."""
 
 
 LOSSES: dict[Callable[..., Any], Rule] = {}
-"""Loss function -> rule."""
+"""Rules by loss function."""
 
 
 INPUT_NAMES: dict[Callable[..., Any], str] = {}
-"""Loss function -> name of its first argument, where that is not ``input``."""
+"""Names of the first arguments of loss functions, if they are not ``input``."""
 
 
 NODES: dict[str, Callable[[Sequence[int]], Loss]] = {}
-"""Name of an autograd node -> from the shape of a loss's input to what is known of a loss that was not seen."""
+"""Rules for losses that were not recorded, by the name of their node; a rule takes the shape of the input."""
 
 
 def of_node(name: str) -> Callable[[Sequence[int]], Loss] | None:
-    """The rule of the loss that a node tells, if it is one whose samples are not where they usually are."""
+    """Return the rule for the loss of a node, if its samples are not on the usual axis."""
     return NODES.get(name.rstrip("0123456789"))
 
 
 def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> Callable[[Rule], Rule]:
-    """Say how a loss function curves.
+    """Register a rule for the curvature of a loss function.
 
-    The decorated rule has the signature of the loss function and returns a ``Loss``. With ``root=None`` the
-    Hessian of each sample is computed by double backward and factorised: right for any twice differentiable
-    convex loss, slow for many outputs.
+    The decorated rule has the signature of the loss function and returns a ``Loss``. With ``root=None``
+    packprop computes the Hessian of each sample by double backward and factorises it. This is right for any
+    twice differentiable convex loss, but slow for many outputs.
 
     Args:
         functions: The loss functions, or classes of loss modules without parameters, whose ``forward`` has the
             signature. packprop sees calls of an extended module; those of a function it sees inside
             ``record()``, if PyTorch hands them on. ``torch.overrides.wrap_torch_function`` does that for yours.
-        input_name: Name of their first argument, which the model's output goes into.
+        input_name: Name of their first argument, which takes the model's output.
 
     Raises:
         BadInput: If one of them is neither, or a function whose calls PyTorch does not hand on.
@@ -144,7 +144,7 @@ def _require_seen(function: Any) -> None:
 
 
 def canonical(tensor: Tensor, layout: Layout, class_axis: int | None, skip: int = 0) -> Tensor:
-    """The canonical form ``[*skipped, n, t, c]`` of a loss's input, or of columns there, ``[*skipped, *f]``."""
+    """Return the canonical form ``[*skipped, n, t, c]`` of a loss's input, or of columns ``[*skipped, *f]``."""
     inner, rest = without_classes(layout, tensor.shape[skip:], class_axis)
     classes = 1
     if class_axis is not None:
@@ -155,7 +155,7 @@ def canonical(tensor: Tensor, layout: Layout, class_axis: int | None, skip: int 
 
 
 def from_canonical(tensor: Tensor, shape: torch.Size, layout: Layout, class_axis: int | None) -> Tensor:
-    """The inverse of ``canonical`` for columns ``[v, n, t, c] -> [v, *f]``."""
+    """Invert ``canonical`` for columns ``[v, n, t, c] -> [v, *f]``."""
     inner, rest = without_classes(layout, shape, class_axis)
     classes = () if class_axis is None else (shape[class_axis],)
     front = tensor.reshape(tensor.shape[0], *inner.front_shape(rest), *classes)
@@ -164,9 +164,9 @@ def from_canonical(tensor: Tensor, shape: torch.Size, layout: Layout, class_axis
 
 
 def without_classes(layout: Layout, shape: torch.Size, class_axis: int | None) -> tuple[Layout, torch.Size]:
-    """Layout and shape of a tensor whose axis of classes is taken away.
+    """Return layout and shape of a tensor without its axis of classes.
 
-    One row of classes, which losses of single rows take in turn, becomes a row of one entry.
+    The single row of classes of a loss that takes one row becomes a row of one entry.
     """
     if class_axis is None:
         return layout, shape
@@ -178,7 +178,7 @@ def without_classes(layout: Layout, shape: torch.Size, class_axis: int | None) -
 
 
 def weight_of_terms(loss: Loss, factor: Tensor, shape: Sequence[int]) -> Tensor:
-    """What multiplies each term of a loss whose output is multiplied by ``factor``, without ``class_axis``."""
+    """Return the factors on the terms of a loss whose output is multiplied by ``factor``, without classes."""
     weight = loss.weight * factor
     if loss.class_axis is None or weight.dim() < len(shape):
         return weight
@@ -186,17 +186,17 @@ def weight_of_terms(loss: Loss, factor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def input_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The argument that the model's output went into: the first, by place or by name."""
+    """Return the argument with the model's output: the first one, by place or by name."""
     return args[0] if args else kwargs.get(INPUT_NAMES.get(function, "input"))
 
 
 def number_of_samples(loss: Loss, shape: Sequence[int]) -> int:
-    """Extent of the axis of a loss's input that holds the samples, or samples times positions."""
+    """Return the extent of the axis of a loss's input that holds the samples, or samples times positions."""
     return 1 if not shape or loss.one_sample else shape[loss.sample_axis or 0]
 
 
 def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loss:
-    """What is known of one call of a loss; for a function without a rule, only that it is differentiable."""
+    """Describe one call of a loss; a function without a rule counts as differentiable, and no more."""
     rule = LOSSES.get(function) or LOSSES.get(getattr(function, "module_class", function))
     if rule is None:
         return Loss(None, 1.0, None, None)

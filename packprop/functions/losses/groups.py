@@ -1,4 +1,4 @@
-"""What a loss would be divided by if it were taken over some of its samples alone."""
+"""Divisors of a loss over some of its samples alone."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ def divisors(
     layout: Layout,
     groups: Sequence[Sequence[int]],
 ) -> list[Tensor | float] | None:
-    """The divisor of one call of a loss, and those of calls for each group of samples; ``None`` if unknown.
+    """Return the divisor of one call of a loss, and those of calls for each group of samples.
+
+    Return ``None`` if they are not known.
 
     Args:
         function: The loss function.
-        args: Its arguments, by place; of the input the shape is enough.
+        args: Its arguments, by place; for the input, the shape is enough.
         kwargs: Its arguments, by name.
-        layout: Where its input holds the samples.
+        layout: The place of samples in its input.
         groups: Indices of samples.
     """
     whole = describe(function, args, kwargs)
     if whole.divisor is None:
         return None
-    if not isinstance(whole.divisor, Tensor) and whole.divisor == 1:  # a sum, or what is left to be reduced
+    if not isinstance(whole.divisor, Tensor) and whole.divisor == 1:  # a sum, or terms without a reduction
         return [1.0] * (1 + len(groups))
     if layout.axis in (None, whole.class_axis) or layout.joined:
         return None
@@ -46,7 +48,7 @@ def divisors(
         for place, (name, value) in enumerate(given):
             if not isinstance(value, Tensor) or (name == "weight" and whole.class_axis is not None):
                 continue
-            if place == 0:  # its shape is all that is looked at, and its values may be gone
+            if place == 0:  # only its shape matters, and its values may be freed
                 chosen[name] = value.new_empty(()).expand(_shape(value.shape, layout, group))
             elif value.shape == shape:
                 chosen[name] = _selected(value, layout, group)
@@ -62,19 +64,19 @@ def divisors(
 
 
 def _shape(shape: torch.Size, layout: Layout, group: Sequence[int]) -> list[int]:
-    """The shape of the entries of some samples."""
+    """Return the shape of the entries of some samples."""
     assert layout.axis is not None
     return [*shape[: layout.axis], len(_places(layout, group)), *shape[layout.axis + 1 :]]
 
 
 def _selected(tensor: Tensor, layout: Layout, group: Sequence[int]) -> Tensor:
-    """The entries of some samples, along the axis that holds them."""
+    """Select the entries of some samples, along the axis that holds them."""
     assert layout.axis is not None
     return tensor.index_select(layout.axis, _places(layout, group).to(tensor.device))
 
 
 def _places(layout: Layout, group: Sequence[int]) -> Tensor:
-    """Where some samples are along the axis that holds them."""
+    """Return the places of some samples along the axis that holds them."""
     index = torch.tensor(list(group))
     if layout.rows is not None:
         index = torch.isin(layout.rows.sample_of, index).nonzero().reshape(-1)

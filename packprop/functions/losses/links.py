@@ -1,11 +1,11 @@
-"""Functions that belong to a loss although they are called before it, as ``log_softmax`` does to ``nll_loss``.
+"""Functions that belong to the loss after them, such as ``log_softmax`` before ``nll_loss``.
 
 # NOTE [Links]
-Some losses take probabilities, rates, or logarithms of them. In these they are linear, as ``nll_loss`` and
-``kl_div`` are, or they curve in a way that has nothing to do with how they curve in the model's output. In what
-``log_softmax``, ``sigmoid`` or ``exp`` was given to make them they are ``cross_entropy``,
-``binary_cross_entropy_with_logits`` and ``poisson_nll_loss`` of logarithms. Curvature is that in this tensor:
-it does not depend on where the model is said to end and the loss to begin.
+Some losses take probabilities, rates, or logarithms of them. They are linear in these, like ``nll_loss`` and
+``kl_div``, or their curvature in these is unrelated to their curvature in the model's output. In the input of
+the ``log_softmax``, ``sigmoid`` or ``exp`` before them, they are ``cross_entropy``,
+``binary_cross_entropy_with_logits`` and ``poisson_nll_loss`` of logarithms. packprop takes the curvature in
+this input, so it does not depend on where you say that the model ends and the loss begins.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from packprop.functions.operands import REARRANGING
 CARRYING = (REARRANGING - names_of_nodes("Cat Stack Tril Triu Neg")) | names_of_nodes(
     "Index IndexSelect MaskedSelect HandedOn"
 )
-"""Nodes of one input, whose entries are those of the result: they may stand behind a link."""
+"""Nodes with one input, whose entries are those of the result; they may come after a link."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A function that must have made the input of a loss; the loss curves in what this function was given.
+    """A function that must have made the input of a loss; packprop takes the curvature in its input.
 
     Args:
         chains: Names of the nodes that it may leave, from its output to its input.
-        undone: From its output to its input, up to what makes no difference to the loss.
-        of_rows: Whether it takes the entries along one axis together.
+        undone: Maps its output to its input, up to differences that do not change the loss.
+        of_rows: Whether it combines the entries along one axis.
     """
 
     chains: tuple[tuple[str, ...], ...]

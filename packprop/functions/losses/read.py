@@ -1,4 +1,4 @@
-"""Losses that their nodes tell: which function was called on what, from what the node saved."""
+"""Losses read from their nodes: the function and its arguments, from the tensors that a node saved."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.functions.nodes import axis_of_rows, name_of_node, saved_option
 
 REDUCTIONS = ("none", "mean", "sum")
-"""What nodes save for a reduction -> its name."""
+"""Names of reductions, by the number that nodes save."""
 
 
 class ReadLoss(NamedTuple):
-    """A call of a loss function, read off its node.
+    """A call of a loss function, read from its node.
 
     Args:
         function: The loss function.
-        args: Its arguments, the input first: for ``cross_entropy`` log-probabilities in place of the logits,
-            which are the logits of the same loss.
+        args: Its arguments, the input first. For ``cross_entropy``, log-probabilities in place of the logits;
+            the loss is the same for both.
         kwargs: Its options.
-        edge: Where its input came from.
+        edge: The edge of its input.
     """
 
     function: Callable[..., Any]
@@ -43,11 +43,11 @@ LOSS_NODES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "BinaryCrossEntropy": (F.binary_cross_entropy, ("weight",)),
     "BinaryCrossEntropyWithLogits": (F.binary_cross_entropy_with_logits, ("weight", "pos_weight")),
 }
-"""Name of a node -> the function that made it, and its options beside the reduction."""
+"""Loss functions by the names of their nodes, with their options other than the reduction."""
 
 
 def loss_of_node(node: Any) -> ReadLoss | None:
-    """The call of a loss that made a node; ``None`` if it is no loss that its node tells.
+    """Return the call of the loss that made a node; ``None`` if it is not a loss, or the node does not tell.
 
     Raises:
         RuntimeError: If the graph was freed.
@@ -72,10 +72,10 @@ def loss_of_node(node: Any) -> ReadLoss | None:
 
 
 def _logits_of(edge: GradientEdge, given: Tensor) -> tuple[GradientEdge, torch.Size] | None:
-    """Find the logits that ``log_softmax`` over the classes has made the input of, and their shape."""
+    """Return the logits, and their shape, if ``log_softmax`` over the classes made the input; else ``None``."""
     node: Node = edge.node
-    if name_of_node(node) in ("View", "UnsafeView", "ReshapeAlias"):  # to an image, of which one axis is 1
-        node, number = node.next_functions[0]  # type: ignore[assignment]  # looked at below
+    if name_of_node(node) in ("View", "UnsafeView", "ReshapeAlias"):  # to an image with an axis of extent 1
+        node, number = node.next_functions[0]  # type: ignore[assignment]  # checked below
         if node is None or number:
             return None
     if name_of_node(node) != "LogSoftmax":

@@ -17,16 +17,16 @@ from packprop.tensors.dry import has_fault
 from packprop.tensors.precision import accumulation_dtype
 
 MANY_CLASSES = 256
-"""From more classes one is drawn in two steps."""
+"""From more classes than this, packprop draws one in two steps."""
 
 
 def softmax_root(logits: Tensor, scale: Tensor) -> Root:
-    """The root of ``scale * (diag(p) - p p^T)``, which has rank ``c - 1``.
+    """Return the root of ``scale * (diag(p) - p p^T)``, which has rank ``c - 1``.
 
-    Draws are ``sqrt(scale) (p - e_y)``, entrywise columns ``sqrt(scale p_k) (e_k - p)``. The latter depend on
-    each other: weighted by ``sqrt(p)`` they sum to zero. A reflection that takes ``sqrt(p)`` to the last class
-    z (Householder 1958) leaves the columns ``sqrt(scale p_k) (e_k - (p + sqrt(p_z) e_z) / (1 + sqrt(p_z)))`` of
-    the other classes.
+    Draws are ``sqrt(scale) (p - e_y)``, and entrywise columns are ``sqrt(scale p_k) (e_k - p)``. These columns
+    are linearly dependent: weighted by ``sqrt(p)`` they sum to zero. A reflection that maps ``sqrt(p)`` to the
+    last class z (Householder 1958) leaves the columns
+    ``sqrt(scale p_k) (e_k - (p + sqrt(p_z) e_z) / (1 + sqrt(p_z)))`` of the other classes.
     """
     strength = scale.sqrt()
     classes = logits.shape[-1]
@@ -49,7 +49,7 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
         if p.requires_grad or strength.requires_grad:
             return p.expand(draws, *p.shape).scatter_add(-1, index, less) * strength[..., None]
         columns = p[None] if draws == 1 else p.repeat(draws, *[1] * p.dim())
-        # as large as the logits, which may be all that fits
+        # in place: the columns are as large as the logits, and memory may not hold more
         return columns.scatter_add_(-1, index, less).mul_(strength[..., None])
 
     def reflected(t: int, start: int, stop: int) -> Tensor:
@@ -70,9 +70,10 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
 
 
 def drawn_classes(p: Tensor, draws: int, generator: torch.Generator | None) -> Tensor:
-    """Classes drawn with the probabilities in each row ``[k, c]``: ``[k, m]``.
+    """Draw classes with the probabilities in each row ``[k, c]``: ``[k, m]``.
 
-    A draw takes a random number for each class. Of many classes, a block is drawn first, and then one in it.
+    A draw takes a random number for each class. For many classes, packprop first draws a block of classes, and
+    then a class in the block.
     """
     classes = p.shape[-1]
     if classes <= MANY_CLASSES:
@@ -80,7 +81,7 @@ def drawn_classes(p: Tensor, draws: int, generator: torch.Generator | None) -> T
     width = math.isqrt(classes)
     whole = classes // width * width
     blocks = [p[:, :whole].unflatten(-1, (-1, width))]
-    if whole < classes:  # an empty block would be drawn from rows that are not finite
+    if whole < classes:  # rows that are not finite could draw an empty block
         blocks.append(p[:, None, whole:])
     sums = torch.cat([each.sum(-1, dtype=accumulation_dtype(p.dtype)) for each in blocks], -1)
     block = _drawn(sums, draws, generator)
@@ -88,19 +89,19 @@ def drawn_classes(p: Tensor, draws: int, generator: torch.Generator | None) -> T
     inside = p.gather(-1, places.clamp(max=classes - 1).flatten(1)).view_as(places)
     inside = inside.where(places < classes, 0.0).flatten(0, 1)
     drawn = block * width + _drawn(inside, 1, generator).view_as(block)
-    return drawn.clamp_(max=classes - 1)  # rows that are not finite draw among empty places, too
+    return drawn.clamp_(max=classes - 1)  # rows that are not finite may draw an empty place
 
 
 def _drawn(p: Tensor, draws: int, generator: torch.Generator | None) -> Tensor:
-    """Classes ``[k, m]`` of rows ``[k, c]`` that are proportional to their probabilities."""
-    finite = p.isfinite().all(-1, keepdim=True)  # where it is not, the column is NaN for any target
+    """Draw classes ``[k, m]`` from rows ``[k, c]`` that are proportional to their probabilities."""
+    finite = p.isfinite().all(-1, keepdim=True)  # if not, the column is NaN for any target
     return torch.multinomial(
         torch.where(finite, p, 1.0 / p.shape[-1]), draws, replacement=True, generator=generator
     )
 
 
 def gaussian_root(outputs: Tensor, scale: Tensor) -> Root:
-    """The root of ``2 * scale`` for each entry; draws from ``Normal(f, sqrt(1/2))``."""
+    """Return the root of ``2 * scale`` for each entry; draws are from ``Normal(f, sqrt(1/2))``."""
     strength = (2 * scale).sqrt()
 
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
@@ -113,7 +114,10 @@ def gaussian_root(outputs: Tensor, scale: Tensor) -> Root:
 
 
 def bernoulli_root(logits: Tensor, scale: Tensor) -> Root:
-    """The root of ``scale * q (1 - q)`` for each entry, ``q`` the sigmoid; draws ``sqrt(scale) (q - y)``."""
+    """Return the root of ``scale * q (1 - q)`` for each entry, with ``q`` the sigmoid.
+
+    Draws are ``sqrt(scale) (q - y)``.
+    """
     q = logits.sigmoid()
     strength = scale.sqrt()
     deviation = (0.5 * (F.logsigmoid(logits) + F.logsigmoid(-logits))).exp()
@@ -126,12 +130,15 @@ def bernoulli_root(logits: Tensor, scale: Tensor) -> Root:
 
 
 def poisson_root(logarithms: Tensor, scale: Tensor) -> Root:
-    """The root of ``scale * rate`` for each entry, given log-rates; draws ``sqrt(scale) (rate - y)``."""
+    """Return the root of ``scale * rate`` for each entry, given log-rates.
+
+    Draws are ``sqrt(scale) (rate - y)``.
+    """
     strength = scale.sqrt()
 
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
         rate = logarithms.exp()
-        mean = torch.where(rate.isfinite(), rate, 0.0).detach()  # where it is not, the column is not either
+        mean = torch.where(rate.isfinite(), rate, 0.0).detach()  # else the column is not finite either
         counts = torch.poisson(mean.expand(draws, *mean.shape).contiguous(), generator)
         return (rate - counts) * strength[..., None]
 
@@ -139,7 +146,10 @@ def poisson_root(logarithms: Tensor, scale: Tensor) -> Root:
 
 
 def matrix_root(hessian: Tensor) -> Root:
-    """The root of any positive semi-definite Hessian ``[n, c, c]``; draws add up columns with random signs."""
+    """Return the root of any positive semi-definite Hessian ``[n, c, c]``.
+
+    Draws are sums of the columns with random signs.
+    """
     values, vectors = eigh(hessian)
     largest = values.abs().amax().clamp(min=torch.finfo(values.dtype).tiny)
     tolerance = largest * hessian.shape[-1] * torch.finfo(values.dtype).eps * 10
@@ -163,5 +173,5 @@ def matrix_root(hessian: Tensor) -> Root:
 
 
 def _entrywise(strength: Tensor) -> Callable[[int, int, int], Tensor]:
-    """Every entry is its own position with one column."""
+    """Return columns for entries that are positions of their own, with one column each."""
     return lambda t, start, stop: strength[None, :, t, None]

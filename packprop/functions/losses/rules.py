@@ -1,4 +1,4 @@
-"""The rules of torch's loss functions. The one file that names them."""
+"""The rules of torch's loss functions; only this file names the functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from packprop.tensors.precision import accumulation_dtype
 
 
 def _reduction(reduction: str, size_average: bool | None, reduce: bool | None) -> str:
-    """The reduction that torch's deprecated flags stand for."""
+    """Return the reduction, with torch's deprecated flags taken into account."""
     if size_average is None and reduce is None:
         return reduction
     return "none" if reduce is False else "sum" if size_average is False else "mean"
@@ -40,7 +40,7 @@ def _cross_entropy(
     mean = _reduction(reduction, size_average, reduce) == "mean"
     if (
         weight is None and not target.is_floating_point()
-    ):  # smoothing keeps the total mass of the classes at one
+    ):  # label smoothing keeps the sum over the classes at one
         counted = target != ignore_index
         number = torch.count_nonzero(counted) if mean else 1.0
         return Loss(axis, counted, number, softmax_root, one_sample=alone)
@@ -98,7 +98,7 @@ def _one_term_per_entry(
     divisor: Tensor | float,
     root: Callable[[Tensor, Tensor], Root],
 ) -> Loss:
-    """A loss with one term for each entry of its input."""
+    """Describe a loss with one term for each entry of its input."""
     if target.shape != input.shape:
         refusal = (
             f"input {list(input.shape)} and target {list(target.shape)} are broadcast against each other",
@@ -122,8 +122,8 @@ def _nll_loss(
 ) -> Loss:
     terms = _cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction)
     refusal = (
-        "nll_loss is linear in the log-probabilities that it takes, so that its own Hessian is zero; and no "
-        "log_softmax over the classes has made them",
+        "nll_loss is linear in its log-probabilities, so its own Hessian is zero; and no log_softmax over the "
+        "classes has made them",
         "give the logits to cross_entropy, or what log_softmax makes of them to nll_loss",
     )
     return replace(terms, refusal=refusal, link=LOG_SOFTMAX)
@@ -143,8 +143,8 @@ def _kl_div(
     mass = target.exp() if log_target else target
     terms = _one_term_per_entry(input, target, mass, divisor, softmax_root)
     refusal = (
-        "kl_div is linear in the log-probabilities that it takes, so that its own Hessian is zero; and no "
-        "log_softmax has made them",
+        "kl_div is linear in its log-probabilities, so its own Hessian is zero; and no log_softmax has made "
+        "them",
         "give it what log_softmax makes of logits, or the logits to cross_entropy, whose targets may be "
         "probabilities",
     )
@@ -162,8 +162,8 @@ def _binary_cross_entropy(
 ) -> Loss:
     terms = _binary_cross_entropy_with_logits(input, target, weight, size_average, reduce, reduction)
     refusal = (
-        "it curves in probabilities otherwise than in logits, so that the matrix would depend on what is "
-        "called the model's output; and no sigmoid has made them",
+        "its curvature in probabilities is not that in logits, so the matrix would depend on what you call the "
+        "model's output; and no sigmoid has made them",
         "give logits to binary_cross_entropy_with_logits, or what sigmoid makes of them to this loss",
     )
     return replace(terms, refusal=refusal, link=SIGMOID)
@@ -185,8 +185,8 @@ def _poisson_nll_loss(
     if log_input or terms.refusal:
         return terms
     refusal = (
-        "it curves in rates otherwise than in their logarithms, so that the matrix would depend on what is "
-        "called the model's output; and no exponential has made them",
+        "its curvature in rates is not that in their logarithms, so the matrix would depend on what you call "
+        "the model's output; and no exponential has made them",
         "give logarithms of rates, with log_input=True",
     )
     return replace(terms, refusal=refusal, link=EXPONENTIAL)
@@ -203,7 +203,7 @@ def _l1_loss(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
 
 @register_loss(F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss)
 def _generic_entries(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
-    """One term for each entry; its curvature is computed by double backward."""
+    """Describe a loss with one term for each entry, whose curvature double backward computes."""
     reduction = kwargs.get("reduction", "mean")
     divisor = {"mean": float(input.numel()), "sum": 1.0, "none": 1.0}.get(reduction)
     legacy = len(args) > 1 or any(kwargs.get(flag) is not None for flag in ("size_average", "reduce"))
@@ -213,12 +213,12 @@ def _generic_entries(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
 @register_loss(F.gaussian_nll_loss, F.multilabel_soft_margin_loss, F.multi_margin_loss)
 @register_loss(F.hinge_embedding_loss, F.multilabel_margin_loss)
 def _generic(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
-    """Terms of unknown number; their curvature is computed by double backward."""
+    """Describe a loss with an unknown number of terms, whose curvature double backward computes."""
     return Loss(None, 1.0, None, None)
 
 
 def _terms_of_ctc(shape: Sequence[int]) -> Loss:
-    """One term for each sample, whose axis comes after that of time."""
+    """Describe a loss with one term for each sample; the axis of samples comes after that of time."""
     batched = len(shape) == 3
     return Loss(None, 1.0, None, None, sample_axis=1 if batched else None, one_sample=not batched)
 

@@ -24,7 +24,7 @@ from packprop.functions.nodes import CONVOLUTIONS
 from packprop.functions.registry import rule_of
 
 MANY_CHANNELS = 16
-"""Channels of a group from which on moments of patches are computed from shifts of the input.
+"""Number of channels in a group from which on packprop computes moments of patches from shifts of the input.
 
 With fewer channels the calls take more time than the products.
 """
@@ -32,7 +32,7 @@ With fewer channels the calls take more time than the products.
 
 @dataclass(frozen=True)
 class Geometry(ABC):
-    """Which inputs of a convolution each output position sees, and products of these inputs.
+    """The inputs in the window of each output position of a convolution, and products of these inputs.
 
     Args:
         weight_shape: Shape of the weight.
@@ -53,31 +53,31 @@ class Geometry(ABC):
 
     @abstractmethod
     def fold(self) -> Fold:
-        """The map from ``[..., g, o, i]`` to the shape of the weight."""
+        """Return the map from ``[..., g, o, i]`` to the shape of the weight."""
 
     @abstractmethod
     def unfold(self, images: Tensor) -> Tensor:
-        """What each output position sees, ``[b, g*c, *space] -> [b, s, g, i]``."""
+        """Return the window of each output position, ``[b, g*c, *space] -> [b, s, g, i]``."""
 
     @abstractmethod
     def gradients(self, images: Tensor, cotangent: Tensor) -> Tensor:
-        """Per-sample gradients ``[1, n, *p]`` from one image for each sample, without unfolding."""
+        """Return per-sample gradients ``[1, n, *p]`` from one image for each sample, without unfolding."""
 
     @abstractmethod
     def outputs(self, images: Tensor, weight: Tensor) -> Tensor:
-        """What a weight makes of images, ``[b, g*c, *space] -> [b, g*o, *space]``."""
+        """Convolve images with a weight, ``[b, g*c, *space] -> [b, g*o, *space]``."""
 
     def inner_products(self, images: Tensor, cotangent: Tensor, direction: Tensor) -> Tensor:
-        """Inner products of per-sample gradients with a direction ``[*p]``, without unfolding, ``[n]``."""
+        """Return inner products ``[n]`` of per-sample gradients with a direction ``[*p]``; do not unfold."""
         return (self.outputs(images, direction) * cotangent).flatten(1).sum(1)
 
     @property
     def has_shifts(self) -> bool:
-        """Whether products of inputs can be computed from shifts of the images, and with gain."""
+        """Tell whether products of inputs can be computed from shifts of the images, and faster."""
         return False
 
     def moment(self, images: Tensor, by_shifts: bool) -> Tensor:
-        """Products of what output positions see, summed over images, positions and groups ``[i, i]``."""
+        """Return products of windows, summed over images, positions and groups ``[i, i]``."""
         return second_moment(self.unfold(images).flatten(0, 2))
 
 
@@ -91,21 +91,21 @@ class PlainGeometry(Geometry):
     padding: tuple[int, ...]
 
     def fold(self) -> Fold:
-        """The weight is ``[g*o, c, *kernel]``."""
+        """Return the map to a weight ``[g*o, c, *kernel]``."""
         return fold_to(self.weight_shape)
 
     def unfold(self, images: Tensor) -> Tensor:
-        """Windows of the padded images."""
+        """Return windows of the padded images."""
         return patches(self._pad(images), self.kernel, self.stride, self.dilation, self.groups)
 
     def gradients(self, images: Tensor, cotangent: Tensor) -> Tensor:
-        """By one grouped convolution."""
+        """Compute the gradients by one grouped convolution."""
         return grouped_gradients(
             images, cotangent, self.weight_shape, self.stride, self.padding, self.dilation, self.groups
         )
 
     def outputs(self, images: Tensor, weight: Tensor) -> Tensor:
-        """By PyTorch's function."""
+        """Call PyTorch's function."""
         convolution: Any = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
         options = self.stride, self.padding, self.dilation, self.groups
         outputs: Tensor = convolution(images, weight, None, *options)
@@ -113,11 +113,11 @@ class PlainGeometry(Geometry):
 
     @property
     def has_shifts(self) -> bool:
-        """For kernels of more than one entry and unit stride."""
+        """True for kernels of more than one entry with unit stride."""
         return math.prod(self.kernel) > 1 and set(self.stride) == {1}
 
     def moment(self, images: Tensor, by_shifts: bool) -> Tensor:
-        """From shifts of the images, or from patches of the padded ones."""
+        """Compute the moment from shifts of the images, or from patches of the padded images."""
         if by_shifts:
             sides = [(width, width) for width in self.padding]
             return shift_moment(images, self.kernel, self.dilation, sides, self.groups)
@@ -141,26 +141,26 @@ class TransposedGeometry(Geometry):
     output_padding: tuple[int, ...]
 
     def fold(self) -> Fold:
-        """The weight is ``[g*c, o, *kernel]``."""
+        """Return the map to a weight ``[g*c, o, *kernel]``."""
         return fold_swapped(self.weight_shape)
 
     def unfold(self, images: Tensor) -> Tensor:
-        """Windows of the images with zeros between their entries."""
+        """Return windows of the images with zeros between their entries."""
         return transposed_patches(
             images, self.kernel, self.stride, self.padding, self.output_padding, self.dilation, self.groups
         )
 
     def gradients(self, images: Tensor, cotangent: Tensor) -> Tensor:
-        """By the convolution that takes cotangents back to the inputs: the two change places."""
+        """Compute the gradients by the convolution from cotangents to inputs, which swaps the two."""
         beyond = [extra // step for extra, step in zip(self.output_padding, self.stride, strict=True)]
-        if any(beyond):  # that convolution has more outputs than there are inputs: pad these with zeros
+        if any(beyond):  # that convolution has more outputs than there are inputs: pad the inputs
             images = F.pad(images, [width for extra in reversed(beyond) for width in (0, extra)])
         return grouped_gradients(
             cotangent, images, self.weight_shape, self.stride, self.padding, self.dilation, self.groups
         )
 
     def outputs(self, images: Tensor, weight: Tensor) -> Tensor:
-        """By PyTorch's function."""
+        """Call PyTorch's function."""
         transposed: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(self.kernel) - 1]
         options = self.stride, self.padding, self.output_padding, self.groups, self.dilation
         outputs: Tensor = transposed(images, weight, None, *options)
@@ -189,13 +189,13 @@ def _geometry(call: NodeCall, space: int) -> PlainGeometry | TransposedGeometry:
 
 
 def _one_each(call: NodeCall, name: str, count: int) -> tuple[int, ...]:
-    """An option with one number for each spatial axis."""
+    """Return an option with one number for each spatial axis."""
     value = call.option(name)
     return tuple(value) if len(value) == count else tuple(value) * count
 
 
 def _image(call: NodeCall, geometry: PlainGeometry | TransposedGeometry) -> torch.Size:
-    """The least shape of one image that gives the outputs, if the image has left no edge on the graph."""
+    """Return the smallest shape of an image with these outputs, for an image without an edge on the graph."""
     numbers = zip(
         call.shape[2:], geometry.kernel, geometry.stride, geometry.dilation, geometry.padding, strict=True
     )
@@ -210,7 +210,7 @@ def _image(call: NodeCall, geometry: PlainGeometry | TransposedGeometry) -> torc
 
 
 def _weight(call: NodeCall, image: torch.Size, geometry: Geometry) -> Entry:
-    """The entry of a weight; ``image`` is the shape of one image that it is applied to."""
+    """Return the entry of a weight; ``image`` is the shape of one image."""
     weight = call.operand.tensor
     space = weight.dim() - 2
     channels = call.shape[-space - 1]

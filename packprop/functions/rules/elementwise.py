@@ -24,7 +24,7 @@ def _sum(call: NodeCall) -> Entry:
 
 @rule_of("Rsub")
 def _difference(call: NodeCall) -> Entry:
-    """``other - alpha * self``."""
+    """Return the entry of an operand of ``other - alpha * self``."""
     return scaled(call, 1.0 if call.place else -float(call.option("alpha")))
 
 

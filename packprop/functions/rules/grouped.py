@@ -1,4 +1,4 @@
-"""Products of groups of rows with a matrix each, as in a mixture of experts."""
+"""Products of groups of rows with one matrix for each group, as in a mixture of experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from packprop.tensors.layout import Layout, layout_of_rows
 
 @rule_of("GroupedMm", form="shape")
 def _grouped_product(call: NodeCall) -> Entry | None:
-    """Weights ``[g, i, o]``, each for the rows up to the end of its group."""
+    """Return the entry of weights ``[g, i, o]``, each for the rows up to the end of its group."""
     if call.place != 1 or len(call.operand.shape) != 3 or len(call.option("self_sym_sizes")) != 2:
         return None
     saved, ends = call.saved("self"), call.saved("offs")
@@ -28,12 +28,12 @@ def _grouped_product(call: NodeCall) -> Entry | None:
         rows = torch.arange(len(x))
         group_of = torch.searchsorted(ends().cpu(), rows, right=True)
         sample_of = torch.zeros_like(rows) if layout.axis is None else layout.sample_of(rows.device)
-        used = group_of < groups  # the function leaves rows behind the last group out
+        used = group_of < groups  # the function leaves out rows after the last group
         place = layout_of_rows(0, (sample_of * groups + group_of)[used], layout.samples * groups)
         used = used.to(x.device)
 
         def by_group(tensor: Tensor, skip: int) -> Tensor:
-            """``[*skipped, rows, i] -> [*skipped, n, s, g, i]``, of the chosen samples."""
+            """Map ``[*skipped, rows, i] -> [*skipped, n, s, g, i]``, for the chosen samples."""
             kept = tensor[used] if skip == 0 else tensor[:, used]
             front = place.to_front(kept, skip).unflatten(skip, (layout.samples, groups))
             return select_samples(front.transpose(skip + 1, skip + 2), samples, skip)
@@ -53,5 +53,5 @@ def _grouped_product(call: NodeCall) -> Entry | None:
 
 
 def _fan_in_before_fan_out(gradient: Tensor) -> Tensor:
-    """``[..., g, o, i] -> [..., g, i, o]``."""
+    """Map ``[..., g, o, i] -> [..., g, i, o]``."""
     return gradient.mT

@@ -1,4 +1,4 @@
-"""A head that is one function with its loss, where a kernel computes both without the functions they are."""
+"""A head and its loss in one function, for kernels that compute both without calling their functions."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ SCALED_BY_COUNTS = (
     "scale_grad_by_freq divides by counts over the whole batch: rows of single samples depend on the others",
     "drop scale_grad_by_freq",
 )
-"""Why a table has no gradient of single samples, and what to do instead."""
+"""The reason why a table has no per-sample gradients, and what to do instead."""
 
 
 @rule_of("Embedding", form="shape")

@@ -1,4 +1,4 @@
-"""Normalisations: weight and bias scale and shift what the function returns without them."""
+"""Normalisations, in which weight and bias scale and shift the normalised input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from packprop.functions.nodes import NORMALISATIONS
 from packprop.functions.registry import rule_of
 
 Normalised = Callable[[], Tensor] | None
-"""Returns the input without weight and bias; ``None`` where nothing tells it."""
+"""Returns the normalised input, without weight and bias; ``None`` if it is not known."""
 
 
 @rule_of("NativeLayerNorm")
@@ -26,7 +26,7 @@ def _layer_norm(call: NodeCall) -> Entry | None:
     def normalised() -> Tensor:
         if not torch.is_grad_enabled():
             return (x() - mean()) * deviation()
-        # PyTorch has no derivatives of the statistics that it saved: these are computed again
+        # PyTorch has no derivatives of its saved statistics, so compute them again
         centred = x() - x().mean(axes, keepdim=True)
         return centred * _again(deviation(), centred, axes)
 
@@ -45,7 +45,7 @@ def _rms_norm(call: NodeCall) -> Entry | None:
 
 
 def _again(deviation: Tensor, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """The reciprocal of a deviation, with its derivatives."""
+    """Compute the reciprocal of a deviation again, with its derivatives."""
     square = x.square().mean(axes, keepdim=True)
     rest = (deviation.to(square.dtype).square().reciprocal() - square).detach()
     return (square + rest).rsqrt()
@@ -66,14 +66,14 @@ def _of_batch(call: NodeCall) -> Normalised:
     if not call.has_option("training"):
         return None
     x, eps = call.saved("input"), call.option("eps" if call.has_option("eps") else "epsilon")
-    if call.option("training"):  # of one image whose channels are those of all samples: instance normalisation
+    if call.option("training"):  # instance normalisation: one image with the channels of all samples
         return lambda: F.batch_norm(x(), None, None, training=True, eps=eps)
     mean, var = call.saved("running_mean"), call.saved("running_var")
     return lambda: F.batch_norm(x(), mean(), var(), eps=eps)
 
 
 def _scale_or_shift(call: NodeCall, normalised: Normalised, of_channels: bool = False) -> Entry | None:
-    """The entry of a weight or of a bias; ``of_channels``: it goes along axis 1, not along the last axes."""
+    """Return the entry of a weight or a bias; ``of_channels``: along axis 1, not along the last axes."""
     aligned = [1, call.operand.shape.numel(), *[1] * (len(call.shape) - 2)] if of_channels else None
     if call.place == 2:
         return scaled(call, aligned=aligned)

@@ -18,7 +18,7 @@ from packprop.tensors.layout import Layout
 
 @rule_of("Addmm", "Mm", form="shape or transpose")
 def _product_of_matrices(call: NodeCall) -> Entry | None:
-    """``beta * bias + alpha * left @ right``, of which ``Mm`` has no sum."""
+    """Return the entry of an operand of ``beta * bias + alpha * left @ right``; ``Mm`` is without the sum."""
     sums = call.name == "Addmm"
     if sums and call.place == 0:
         return None if call.operand.is_transposed else scaled(call, float(call.option("beta")))
@@ -32,7 +32,7 @@ def _product_of_matrices(call: NodeCall) -> Entry | None:
 
 @rule_of("Bmm", "Baddbmm", form="shape")
 def _products_of_matrices(call: NodeCall) -> Entry | None:
-    """The same for a batch of matrices."""
+    """Return the entry of an operand of the same function for a batch of matrices."""
     sums = call.name == "Baddbmm"
     if sums and call.place == 0:
         return scaled(call, float(call.option("beta")))
@@ -49,7 +49,7 @@ def _product_with_a_vector(call: NodeCall) -> Entry | None:
 
 
 def _contraction(call: NodeCall, weight: str, other: Callable[[], Tensor], x: str, y: str) -> Entry:
-    """``einsum("weight,x->y")`` of a parameter, where the samples are on an axis of the other operand alone.
+    """Return the entry of a parameter in ``einsum("weight,x->y")``, with samples only in the other operand.
 
     Its gradient is the contraction of the cotangent and the other operand.
     """
@@ -79,12 +79,12 @@ def _contraction(call: NodeCall, weight: str, other: Callable[[], Tensor], x: st
 
 
 BILINEAR = ((1, 3), (0,), (1, 2), (2, 3))
-"""How ``torch.nn.functional.bilinear`` lays out two inputs and a weight for the function that it calls."""
+"""The axes that ``torch.nn.functional.bilinear`` expands in two inputs and a weight, and those it sums over."""
 
 
 @rule_of("Trilinear", form="shape")
 def _bilinear(call: NodeCall) -> Entry | None:
-    """The weight ``[o, i, j]`` of a bilinear map."""
+    """Return the entry of the weight ``[o, i, j]`` of a bilinear map."""
     forms = tuple(tuple(call.option(name)) for name in ("expand1", "expand2", "expand3", "sumdim"))
     if call.place != 1 or forms != BILINEAR:
         return None

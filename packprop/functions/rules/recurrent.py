@@ -1,14 +1,14 @@
-"""An LSTM's layer in one node, as oneDNN has it: every weight is used by an affine map at every step.
+"""An LSTM's layer in one node of oneDNN: each weight enters an affine map at every step.
 
 # NOTE [Recurrent nodes]
-Recurrent layers and cells leave nodes of plain functions on the processor, some for each step: they need no
-rule. An LSTM in single precision leaves one ``MkldnnRnnLayer`` for each layer and direction, which saved the
-states after all steps. It is opened up here, in one way through the steps for all parameters.
+On a CPU, recurrent layers and cells leave nodes of plain functions, some for each step, which need no rule. An
+LSTM in single precision leaves one ``MkldnnRnnLayer`` for each layer and direction, which saves the states
+after all steps. This module expands it into steps, and goes through them once for all parameters.
 
-On CUDA ``CudnnRnn`` takes all layers at once, and did not save what went from one to the next, nor what dropout
-did to that. It is called for each sample. Cells leave ``ThnnFusedLstmCell`` and ``ThnnFusedGruCell`` between
-products with the weights, which have rules; of the fused part only biases are operands. Neither was tried:
-there was no such device.
+On CUDA, one ``CudnnRnn`` computes all layers. It saves neither the tensors between layers nor the masks of
+dropout, so packprop calls it for each sample. Cells leave ``ThnnFusedLstmCell`` and ``ThnnFusedGruCell``
+between products with the weights. The products have rules, and the fused part has only biases as operands.
+Neither has been tested, for lack of such a device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype
 
 SAVED = "input", "weight0", "weight1", "weight2", "weight3", "hx_", "cx_", "result0"
-"""What the node saved: its operands, in order, and the states after all steps."""
+"""The saved tensors of the node: its operands, in order, and the states after all steps."""
 
 
 INPUT, OF_INPUT, OF_STATE, *BIASES, STATE, MEMORY = range(7)
@@ -39,11 +39,11 @@ INPUT, OF_INPUT, OF_STATE, *BIASES, STATE, MEMORY = range(7)
 
 
 LSTM = 2
-"""The mode of a node that is an LSTM's."""
+"""The mode of an LSTM's node."""
 
 
 class _Opened(NamedTuple):
-    """What the steps were given, and what arrives in them; nothing where no cotangent did."""
+    """Inputs and states of the steps, and the cotangents in them; ``None`` if no cotangent has arrived."""
 
     steps: Steps
     signals: Signals | None
@@ -52,7 +52,7 @@ class _Opened(NamedTuple):
 class _Layer:
     """A layer of an LSTM in one direction.
 
-    What is computed from the cotangents of a sweep serves all of its parameters, and is kept with these.
+    The cotangents of a sweep hold the results computed from them, which serve all parameters of the layer.
 
     Args:
         call: Its node, at any place.
@@ -65,7 +65,7 @@ class _Layer:
         """Steps, rows of the batch, and size of a state."""
 
     def opened(self, cotangents: Cotangents) -> _Opened:
-        """What went in, and what arrives, from cotangents at the outputs."""
+        """Return inputs and states of the steps, and the cotangents in them, from those at the outputs."""
         if not isinstance(cotangents, ArrivedCotangents):
             return self._open(cotangents)
         if cotangents.derived is None:
@@ -93,12 +93,12 @@ class _Layer:
         return _Opened(steps, pull_back(steps, weights, states, at_memory))
 
     def _in_order(self, tensor: Tensor) -> Tensor:
-        """Steps in the order in which they were taken."""
+        """Return steps in the order of their computation."""
         return tensor.flip(0) if self._is_reversed else tensor
 
 
 def _layout(cotangents: Cotangents, layouts: Sequence[Layout]) -> Layout:
-    """Where axis 0 of ``[b, *]`` holds the samples."""
+    """Return the layout of samples on axis 0 of ``[b, *]``."""
     pairs = zip(cotangents, layouts, strict=False)
     layout = next((layout for cotangent, layout in pairs if cotangent is not None), layouts[0])
     return layout if layout.axis is None else layout._replace(axis=0)
@@ -106,7 +106,7 @@ def _layout(cotangents: Cotangents, layouts: Sequence[Layout]) -> Layout:
 
 @rule_of("MkldnnRnnLayer", form="shape")
 def _parameter_of_layer(call: NodeCall) -> Entry | None:
-    """A weight, a bias, the first state or the first memory of an LSTM's layer."""
+    """Return the entry of a weight, a bias, the first state or the first memory of an LSTM's layer."""
     if call.option("mode") != LSTM or call.place == INPUT:
         return None
     layer = _Layer(call)
@@ -120,7 +120,7 @@ def _parameter_of_layer(call: NodeCall) -> Entry | None:
 
 
 def _weight(call: NodeCall, layer: _Layer) -> Entry:
-    """A weight ``[o, i]`` that is applied at every step."""
+    """Return the entry of a weight ``[o, i]`` that is applied at every step."""
     fan_out, fan_in = call.operand.shape
     fold = fold_to(call.operand.shape)
 
@@ -145,7 +145,7 @@ def _weight(call: NodeCall, layer: _Layer) -> Entry:
 
 
 def _bias(call: NodeCall, layer: _Layer) -> Entry:
-    """A bias ``[o]`` that is added at every step."""
+    """Return the entry of a bias ``[o]`` that is added at every step."""
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
         signals = layer.opened(cotangents).signals
@@ -159,7 +159,7 @@ def _bias(call: NodeCall, layer: _Layer) -> Entry:
 
 
 def _first_state(call: NodeCall, layer: _Layer) -> Entry:
-    """A trained state before the first step, or a trained first memory ``[b, h]``."""
+    """Return the entry of a trained first state, or a trained first memory ``[b, h]``."""
     entry = scaled(replace(call, shapes=[call.operand.shape]))
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:

@@ -1,21 +1,20 @@
-"""What ``torch.compile`` compiles is not recorded: what recording does beside it, and how it says so."""
+"""Forward passes that are not recorded: compiled ones."""
 
 from __future__ import annotations
 
 import warnings
 
 import torch
-from torch import nn
 from torch.autograd.graph import Node
 
 from packprop.errors import PackpropError, PackpropWarning
 
 UNCOMPILED = "call the model without torch.compile (the module itself: compiled_model._orig_mod)"
-"""What to do instead, in messages."""
+"""The advice in messages."""
 
 
 class _Traced:
-    """What hooks have seen while the compiler traced them, which can do no more than take a note."""
+    """Notes of hooks that the compiler traced, which can do no more than take one."""
 
     noted = False
     told = False
@@ -25,17 +24,12 @@ _traced = _Traced()
 
 
 def is_traced_over() -> bool:
-    """Whether ``torch.jit.trace`` runs a module in order to take it down, so that nothing is recorded."""
+    """Tell whether ``torch.jit.trace`` runs a module in order to take it down, so that nothing is recorded."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]  # torch's own
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is what ``torch.compile(module)`` returned (its class has no public name)."""
-    return type(module).__name__ == "OptimizedModule"
-
-
 def is_compiled_region(node: Node) -> bool:
-    """Whether a node is a compiled region, with all the functions and parameters in it."""
+    """Tell whether a node is a compiled region, with all the functions and parameters in it."""
     return node.name().startswith("CompiledFunction")
 
 
@@ -56,7 +50,7 @@ def warn_of_compiled() -> None:
         )
 
 
-def refused(what: str) -> PackpropError:
+def refused_compiled(what: str) -> PackpropError:
     """The error for a pass that would have to go through a compiled region."""
     return PackpropError(
         "A quantity beyond the gradient was asked for.",

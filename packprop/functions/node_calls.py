@@ -181,7 +181,7 @@ class NodeCall:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether torch's own gradient of a table is a sparse tensor, which no ``vmap`` makes dense."""
+        """Tell whether torch's own gradient of a table is a sparse tensor, which no ``vmap`` makes dense."""
         return self.has_option("sparse") and bool(self.option("sparse"))
 
     def attribute(self, name: str) -> Any:

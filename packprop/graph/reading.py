@@ -4,11 +4,11 @@
 Autograd has recorded which node made each tensor of what. A *use* is a node that takes parameters and
 something that depends on the samples; everything on the way from the parameters to it is made of parameters
 alone. The graph does not show where constants come from: ``mask * weight`` and ``x * weight`` look alike. A
-constant is no data if it is a buffer or a frozen parameter of an extended module, or counts positions; it is
-data if it shares memory with an input of the model. Every other node that takes parameters and constants is
-*undecided*: it counts as a use first, and the sweeps that locate the samples tell (NOTE [Separation]). If
-samples are apart in what arrives at it, it is a use. If they meet there, it is made of parameters alone, and
-the node that takes its output is looked at in its place, unless that would hide layers that mix samples:
+constant is no data if it is a buffer or a frozen parameter of an extended module; it is data if it shares
+memory with an input of the model. Every other node that takes parameters and constants is *undecided*: it
+counts as a use first, and the sweeps that locate the samples tell (NOTE [Separation]). If samples are apart in
+what arrives at it, it is a use. If they meet there, it is made of parameters alone, and the node that takes its
+output is looked at in its place, unless that would hide layers that mix samples:
 
 * A product of a weight and an unknown constant whose output has room for the samples is a layer, and they meet
   behind it.
@@ -141,13 +141,13 @@ def _place_of(tensor: Tensor) -> int:
 
 
 def _counts(node: Node, index: Tensor) -> bool:
-    """Whether an index counts positions from the first one on."""
-    if name_of_node(node) not in BY_DATA or index.is_floating_point() or index.dtype == torch.bool:
-        return False
-    if is_dry_run():  # then this is what indices are that the batch does not decide on
-        return True
-    flat = index.flatten()
-    return len(flat) > 0 and torch.equal(flat, torch.arange(len(flat), dtype=flat.dtype, device=flat.device))
+    """Whether an index counts positions, which samples share; where there are data the sweeps tell.
+
+    Without data it does if it has no axis for samples: that is what the batch does not decide on.
+    """
+    is_index = not index.is_floating_point() and index.dtype != torch.bool
+    is_shared = index.dim() < 2 or index.shape[0] == 1
+    return is_dry_run() and name_of_node(node) in BY_DATA and is_index and is_shared
 
 
 class Reading:

@@ -168,7 +168,7 @@ def test_options_of_an_extension_have_plans_of_their_own(made: list[packprop.Pla
 
 @pytest.mark.parametrize("samples", [1, 3, 6])
 def test_a_plan_finds_the_uses_of_a_parametrised_weight(samples: int) -> None:
-    """Whatever earlier passes have shown of the same graph, and as many samples as rows of the weight or one."""
+    """Earlier passes, a batch of one, and as many samples as the weight has rows change nothing."""
     torch.manual_seed(0)
     layer = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
     model, loss = packprop.extend(nn.Sequential(layer, nn.Tanh(), nn.Linear(6, 3))), nn.CrossEntropyLoss()

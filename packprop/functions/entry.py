@@ -80,8 +80,6 @@ class Entry:
         admits: Whether an axis of the outputs can hold the samples. Elsewhere the node is called for each
             sample.
         sample_axes: For each output the one axis that can hold the samples; ``None`` if ``admits`` says it all.
-        sequences: For each output the sequence that each entry along its sample axis belongs to, where outputs
-            are packed sequences: all entries of a sequence are of one sample.
         scratch: Temporary memory that ``structure_of`` takes.
         fans: Groups and extents, for an affine map.
         linear: Whether the outputs are known to be affine in the parameter, with everything else fixed.
@@ -100,7 +98,6 @@ class Entry:
     refusal: tuple[str, str] | None = None
     admits: Callable[[int], bool] = lambda axis: True
     sample_axes: Sequence[int] | None = None
-    sequences: Sequence[tuple[int, ...]] | None = None
     scratch: Scratch = NO_SCRATCH
     fans: Fans | None = None
     linear: bool = False
@@ -122,8 +119,3 @@ def plain_options(value: Any, numbers: bool = False) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(plain_options(each, numbers) for each in value)
     return value if isinstance(value, (int, str)) or (numbers and isinstance(value, float)) else None
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function, as users know it."""
-    return str(getattr(function, "__name__", function))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from packprop.errors import PackpropError
 from packprop.graph.graph import Graph
-from packprop.samples.separation import ModelOutput
+from packprop.samples.feeding import ModelOutput
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout, layout_of_rows
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from packprop.errors import PackpropError
 from packprop.functions.losses import number_of_samples
 from packprop.graph.graph import Graph, ReachedUse
+from packprop.samples.feeding import ModelOutput
 from packprop.samples.loss_rows import declaration
-from packprop.samples.separation import ModelOutput
 
 
 def mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> PackpropError:

@@ -40,9 +40,7 @@ from packprop.graph.sweep import (
     passing_nothing,
     sweep,
 )
-from packprop.samples.rows import UNMASKED, Fitting, sizes_of_rows
-from packprop.samples.separation import ModelOutput, by_sample, noise_at, ones_at
-from packprop.tensors.layout import Layout
+from packprop.samples.feeding import UNMASKED, Feed, Fitting
 from packprop.tensors.state import version
 
 _DIFFERENTIABLE = SweepOptions(needs_inputs=False, create_graph=True)
@@ -127,28 +125,22 @@ def parts(samples: int, every: bool) -> list[Tensor]:
     return list(fed)
 
 
-def dependence(
-    graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout], fitting: Fitting, every: bool
-) -> Dependence:
+def dependence(feed: Feed, samples: int, fitting: Fitting, every: bool) -> Dependence:
     """Feed NaN in at some samples' rows, and see at which others' it comes back.
 
     Args:
-        graph: What the pass goes through.
-        outputs: The model's outputs, where NaN is fed in.
-        chosen: Where each of them holds the samples.
+        feed: Where NaN is fed in.
+        samples: Number of samples.
         fitting: Layouts at the uses that keep the samples apart in this pass.
         every: Whether any two samples are told apart.
     """
-    samples = next(layout.samples for layout in chosen)
-    edges = [output.edge for output in outputs]
-    ones = ones_at(outputs)
     lasting = {use: [list(layouts) for layouts in places] for use, places in fitting.items()}
     reached: set[ReachedUse] = set()
     for fed in parts(samples, every):
-        seeds = by_sample(ones, chosen, torch.where(fed, torch.nan, 0.0))
+        seeds = feed.ones(torch.where(fed, torch.nan, 0.0))
         try:
             with torch.autograd.set_detect_anomaly(False):
-                sizes = sizes_of_rows(graph.uses, edges, seeds, lasting, UNMASKED)
+                sizes = feed.sizes(seeds, lasting, UNMASKED)
         except Exception:  # a user's function that refuses NaN
             return Dependence(fitting, True, False)
         del seeds  # before the next ones are made: they are as large as what the losses were given
@@ -163,11 +155,11 @@ def dependence(
                 for use, places in lasting.items()
             }
             return Dependence(kept, True, False)
-    return Dependence(lasting, False, len(reached) == len(graph.uses))
+    return Dependence(lasting, False, len(reached) == len(feed.uses))
 
 
 def find_hidden(
-    graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout], fitting: Fitting
+    graph: Graph, feed: Feed, samples: int, fitting: Fitting
 ) -> tuple[ReachedUse, Tensor | None] | None:
     """A use where samples are mixed although random numbers came back apart.
 
@@ -175,17 +167,15 @@ def find_hidden(
         The use, and the trainable leaf that hides the mixing, if one does; ``None`` if samples are not mixed
         for any values of the leaves near to theirs.
     """
-    samples = next(layout.samples for layout in chosen)
     generator = torch.Generator().manual_seed(samples)
-    noise = noise_at(outputs)
-    edges = [output.edge for output in outputs]
-    tolerance = max(torch.finfo(output.dtype).eps for output in outputs) ** 0.5
+    noise = feed.noise()
+    tolerance = max(torch.finfo(output.dtype).eps for output in feed.outputs) ** 0.5
     checkpoints = [*graph.checkpoints, *checkpoints_of(graph.uses)]
 
     def leaks(fed: Tensor, options: SweepOptions) -> list[tuple[ReachedUse, Tensor]]:
         found: list[tuple[ReachedUse, Tensor]] = []
         visit = _note_leaks(found, fitting, fed, tolerance)
-        sweep(edges, by_sample(noise, chosen, fed), graph.uses, visit, options)
+        sweep(feed.edges, feed.by_sample(noise, fed), feed.uses, visit, options)
         return found
 
     def leaks_of(leaves: Sequence[Tensor], fed: Tensor) -> list[tuple[ReachedUse, Tensor]]:

@@ -22,18 +22,12 @@ from packprop.graph.completeness import (
 )
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.own_backward import require_linear_backward, starts_of
-from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
 from packprop.samples.errors import mixed, require_samples
+from packprop.samples.feeding import Feed, first_of, model_outputs
 from packprop.samples.hidden_mixing import Look, dependence, find_hidden
 from packprop.samples.loss_mixing import require_separate_losses
 from packprop.samples.loss_rows import locate_rows
-from packprop.samples.rows import first_of
-from packprop.samples.separation import (
-    admitted_layouts,
-    layouts_at,
-    model_outputs,
-    separate,
-)
+from packprop.samples.separation import admitted_layouts, layouts_at, separate
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout
 from packprop.tensors.traced import is_traced, require_untraced
@@ -211,8 +205,7 @@ def _sweep_once(graph: Graph) -> None:
     """Make one of the sweeps that locating the samples takes in a real pass, for its memory."""
     outputs = model_outputs(graph)
     seeds = [torch.empty(output.shape, dtype=output.dtype, device=output.device) for output in outputs]
-    edges = [output.edge for output in outputs]
-    sweep(edges, seeds, graph.uses, lambda *_: None, ONE_COLUMN_WITHOUT_INPUTS)
+    Feed(outputs, [], graph.uses).sizes(seeds, {})
 
 
 def _tried_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
@@ -230,7 +223,8 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     samples = graph.samples
     mixing: list[ReachedUse] = []
     for chosen in choices:
-        fitting, unfit = separate(graph, outputs, chosen, samples)
+        feed = Feed(outputs, chosen, graph.uses)
+        fitting, unfit = separate(graph, feed, samples)
         if not unfit:
             break
         mixing += unfit
@@ -250,9 +244,9 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     look = memory.looks.get(graph.signature)
     if graph.signature in memory.examined or not (look is None or look.is_due(graph)):
         return _SampleLocations(samples, chosen, first_of(fitting), False)
-    shown = dependence(graph, outputs, chosen, fitting, graph.structure not in memory.structures)
+    shown = dependence(feed, samples, fitting, graph.structure not in memory.structures)
     if shown.on_values:
-        hidden = find_hidden(graph, outputs, chosen, shown.fitting)
+        hidden = find_hidden(graph, feed, samples, shown.fitting)
         if hidden is not None:
             if _are_reclassified([hidden[0]], samples):
                 raise Reread

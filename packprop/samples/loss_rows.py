@@ -23,7 +23,7 @@ from torch.autograd.graph import Node
 from packprop.errors import PackpropError
 from packprop.graph.graph import WHOLE, Graph
 from packprop.samples.documents import layouts_of_documents
-from packprop.samples.separation import ModelOutput
+from packprop.samples.feeding import ModelOutput
 from packprop.samples.tracing import Rows, followed
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout, layout_of_rows, possible_layouts

@@ -34,24 +34,28 @@ def divisors(
         return None
     if not isinstance(whole.divisor, Tensor) and whole.divisor == 1:  # a sum, or what is left to be reduced
         return [1.0] * (1 + len(groups))
-    if layout.axis in (None, whole.class_axis) or layout.joined:
+    if layout.axis is None or layout.axis == whole.class_axis or layout.joined:
         return None
     bound = inspect.signature(function).bind(*args, **kwargs)
     given = list(bound.arguments.items())
     shape = given[0][1].shape
     inner, rest = without_classes(layout, shape, whole.class_axis)
     found: list[Tensor | float] = [whole.divisor]
+    owners = layout.sample_of(torch.device("cpu"))
     for group in groups:
-        chosen = dict(given)
+        chosen, places = dict(given), torch.isin(owners, torch.tensor(list(group))).nonzero().flatten()
         for place, (name, value) in enumerate(given):
             if not isinstance(value, Tensor) or (name == "weight" and whole.class_axis is not None):
                 continue
+            own = places.to(value.device)
             if place == 0:  # its shape is all that is looked at, and its values may be gone
-                chosen[name] = value.new_empty(()).expand(_shape(value.shape, layout, group))
+                sizes = [*shape[: layout.axis], len(own), *shape[layout.behind :]]
+                chosen[name] = value.new_empty(()).expand(sizes)
             elif value.shape == shape:
-                chosen[name] = _selected(value, layout, group)
+                chosen[name] = value.index_select(layout.axis, own)
             elif place == 1 and value.shape == rest:  # targets that are classes
-                chosen[name] = _selected(value, inner, group)
+                assert inner.axis is not None
+                chosen[name] = value.index_select(inner.axis, own)
             elif value.shape != shape[layout.behind :][-1:]:  # samples may be broadcast against it
                 return None
         divisor = describe(function, (), chosen).divisor
@@ -59,28 +63,3 @@ def divisors(
             return None
         found.append(divisor)
     return found
-
-
-def _shape(shape: torch.Size, layout: Layout, group: Sequence[int]) -> list[int]:
-    """The shape of the entries of some samples."""
-    assert layout.axis is not None
-    return [*shape[: layout.axis], len(_places(layout, group)), *shape[layout.axis + 1 :]]
-
-
-def _selected(tensor: Tensor, layout: Layout, group: Sequence[int]) -> Tensor:
-    """The entries of some samples, along the axis that holds them."""
-    assert layout.axis is not None
-    return tensor.index_select(layout.axis, _places(layout, group).to(tensor.device))
-
-
-def _places(layout: Layout, group: Sequence[int]) -> Tensor:
-    """Where some samples are along the axis that holds them."""
-    index = torch.tensor(list(group))
-    if layout.rows is not None:
-        index = torch.isin(layout.rows.sample_of, index).nonzero().reshape(-1)
-    elif layout.parts > 1:
-        parts = torch.arange(layout.parts)
-        index = (
-            index[:, None] * layout.parts + parts if layout.major else index + parts[:, None] * layout.samples
-        )
-    return index.reshape(-1)

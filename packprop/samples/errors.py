@@ -42,16 +42,11 @@ def mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> Pac
         where,
         f"the samples are mixed there: the loss of one of {graph.samples} depends on the inputs of others, or "
         f"no axis of the output, of shape {list(mixing.recorded.shapes[0])}, holds them. Sample n is row n of "
-        f"what the loss takes{_declared(graph)}",
+        f"what the loss takes{declaration(graph)}",
         "keep the samples apart (no statistics over the batch); declare their axis if the loss takes another "
         "one first, extend(model, sample_axis=1); if several rows of the loss are of one sample, flatten them "
         "in front of it from a tensor [n, t, c]; or set requires_grad=False on the parameters upstream",
     )
-
-
-def _declared(graph: Graph) -> str:
-    said = declaration(graph)
-    return f", along {said}" if said else ""
 
 
 def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:

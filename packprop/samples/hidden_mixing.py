@@ -46,28 +46,12 @@ from packprop.tensors.state import version
 _DIFFERENTIABLE = SweepOptions(needs_inputs=False, create_graph=True)
 
 
-@dataclass(frozen=True)
-class Dependence:
-    """What NaN has shown of a graph.
-
-    Args:
-        fitting: For the outputs of each use the layouts that keep the samples apart: for all values if there
-            are any, else for those of this pass.
-        on_values: Whether the values of this pass keep the samples apart at some use.
-        is_conclusive: Whether NaN came back at every use.
-    """
-
-    fitting: Fitting
-    on_values: bool
-    is_conclusive: bool
-
-
 @dataclass
 class Look:
-    """When a pass whose samples values keep apart is looked at for mixing that parameters hide.
+    """The passes in which values keep the samples apart, and when the next is looked at for hidden mixing.
 
     Args:
-        constants: Buffers and frozen parameters: their identities, versions and places in memory.
+        constants: Buffers and frozen parameters, as they were.
         passes: How many passes there were since they changed.
         due: After how many it is looked again.
     """
@@ -76,14 +60,9 @@ class Look:
     passes: int = 1
     due: int = 2
 
-    @classmethod
-    def at(cls, graph: Graph) -> Look:
-        """The graph has been looked at."""
-        return cls(_constants(graph))
-
     def is_due(self, graph: Graph) -> bool:
-        """Whether the next pass has to be looked at; it counts as a pass."""
-        constants = _constants(graph)
+        """Tell whether the next pass has to be looked at; it counts as a pass."""
+        constants = constants_of(graph)
         if constants != self.constants:
             self.constants, self.passes, self.due = constants, 1, 2
             return True
@@ -94,7 +73,8 @@ class Look:
         return True
 
 
-def _constants(graph: Graph) -> list[tuple[int, int, int]]:
+def constants_of(graph: Graph) -> list[tuple[int, int, int]]:
+    """Buffers and frozen parameters: their identities, versions and places in memory."""
     tensors = [
         tensor
         for module in graph.modules
@@ -125,7 +105,7 @@ def parts(samples: int, every: bool) -> list[Tensor]:
     return list(fed)
 
 
-def dependence(feed: Feed, samples: int, fitting: Fitting, every: bool) -> Dependence:
+def dependence(feed: Feed, samples: int, fitting: Fitting, every: bool) -> tuple[Fitting, bool, bool]:
     """Feed NaN in at some samples' rows, and see at which others' it comes back.
 
     Args:
@@ -133,6 +113,11 @@ def dependence(feed: Feed, samples: int, fitting: Fitting, every: bool) -> Depen
         samples: Number of samples.
         fitting: Layouts at the uses that keep the samples apart in this pass.
         every: Whether any two samples are told apart.
+
+    Returns:
+        Layouts for the outputs of each use that keep the samples apart: for all values if there are any, else
+        for those of this pass; whether the values of this pass keep the samples apart at some use; and whether
+        they keep them apart for all values, as far as NaN came back at every use.
     """
     lasting = {use: [list(layouts) for layouts in places] for use, places in fitting.items()}
     reached: set[ReachedUse] = set()
@@ -142,7 +127,7 @@ def dependence(feed: Feed, samples: int, fitting: Fitting, every: bool) -> Depen
             with torch.autograd.set_detect_anomaly(False):
                 sizes = feed.sizes(seeds, lasting, UNMASKED)
         except Exception:  # a user's function that refuses NaN
-            return Dependence(fitting, True, False)
+            return fitting, True, False
         del seeds  # before the next ones are made: they are as large as what the losses were given
         for (use, index, layout), rows in sizes.items():
             if bool(rows[fed].isnan().any()):
@@ -154,8 +139,8 @@ def dependence(feed: Feed, samples: int, fitting: Fitting, every: bool) -> Depen
                 use: [own or fitting[use][index] for index, own in enumerate(places)]
                 for use, places in lasting.items()
             }
-            return Dependence(kept, True, False)
-    return Dependence(lasting, False, len(reached) == len(feed.uses))
+            return kept, True, False
+    return lasting, False, len(reached) == len(feed.uses)
 
 
 def find_hidden(

@@ -24,7 +24,7 @@ from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.own_backward import require_linear_backward, starts_of
 from packprop.samples.errors import mixed, require_samples
 from packprop.samples.feeding import Feed, first_of, model_outputs
-from packprop.samples.hidden_mixing import Look, dependence, find_hidden
+from packprop.samples.hidden_mixing import Look, constants_of, dependence, find_hidden
 from packprop.samples.loss_mixing import require_separate_losses
 from packprop.samples.loss_rows import locate_rows
 from packprop.samples.separation import admitted_layouts, layouts_at, separate
@@ -128,7 +128,12 @@ def locate_samples(graph: Graph) -> None:
     locations = None if reordered else memory.locations.get(graph.signature)
     if locations is None:
         try:
-            locations = _usual_locations(graph) if is_dry_run() else _tried_locations(graph, memory)
+            if is_dry_run():
+                locations = _usual_locations(graph)
+            else:
+                require_untraced("where the samples are")
+                with graph.hooks.quiet():
+                    locations = _find_locations(graph, memory)
         except Reread:
             assert graph.again is not None
             asked = graph.asked
@@ -196,23 +201,10 @@ def _usual_locations(graph: Graph) -> _SampleLocations:
                 raise Reread
             raise mixed(graph, use)
         uses.append([layout[0] for layout in layouts])
-    if samples > 1:
-        _sweep_once(graph)
+    if samples > 1:  # for the memory of one of the sweeps that a real pass makes
+        seeds = [torch.empty(output.shape, dtype=output.dtype, device=output.device) for output in outputs]
+        Feed(outputs, chosen, graph.uses).sizes(seeds, {})
     return _SampleLocations(samples, chosen, uses, False)
-
-
-def _sweep_once(graph: Graph) -> None:
-    """Make one of the sweeps that locating the samples takes in a real pass, for its memory."""
-    outputs = model_outputs(graph)
-    seeds = [torch.empty(output.shape, dtype=output.dtype, device=output.device) for output in outputs]
-    Feed(outputs, [], graph.uses).sizes(seeds, {})
-
-
-def _tried_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
-    """Where sweeps show that the samples are."""
-    require_untraced("where the samples are")
-    with graph.hooks.quiet():
-        return _find_locations(graph, memory)
 
 
 def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
@@ -244,21 +236,20 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     look = memory.looks.get(graph.signature)
     if graph.signature in memory.examined or not (look is None or look.is_due(graph)):
         return _SampleLocations(samples, chosen, first_of(fitting), False)
-    shown = dependence(feed, samples, fitting, graph.structure not in memory.structures)
-    if shown.on_values:
-        hidden = find_hidden(graph, feed, samples, shown.fitting)
+    fitting, on_values, for_all = dependence(feed, samples, fitting, graph.structure not in memory.structures)
+    if on_values:
+        hidden = find_hidden(graph, feed, samples, fitting)
         if hidden is not None:
             if _are_reclassified([hidden[0]], samples):
                 raise Reread
             memory.looks.pop(graph.signature, None)  # it is refused in the next pass, too
             raise mixed(graph, *hidden)
         if look is None:
-            memory.looks[graph.signature] = Look.at(graph)
+            memory.looks[graph.signature] = Look(constants_of(graph))
     else:
         memory.examined.add(graph.signature)
         memory.structures.add(graph.structure)
-    lasting = shown.is_conclusive and not shown.on_values and in_order
-    return _SampleLocations(samples, chosen, first_of(shown.fitting), lasting)
+    return _SampleLocations(samples, chosen, first_of(fitting), for_all and in_order)
 
 
 def _are_reclassified(uses: Sequence[ReachedUse], samples: int) -> bool:

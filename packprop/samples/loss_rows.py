@@ -79,9 +79,9 @@ def declared_axis(graph: Graph) -> int | None:
 
 
 def declaration(graph: Graph) -> str:
-    """The declaration as users wrote it; empty if there is none."""
+    """The declaration as messages say it behind what it is about; empty if there is none."""
     said = declared_axis(graph)
-    return "" if said is None else f"sample_axis={said}"
+    return "" if said is None else f", along sample_axis={said}"
 
 
 def _rows_of(output: ModelOutput) -> Rows | None:

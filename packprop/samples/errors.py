@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from packprop.errors import PackpropError
-from packprop.functions.losses import number_of_samples
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.samples.feeding import ModelOutput
 from packprop.samples.loss_rows import declaration
@@ -59,11 +58,13 @@ def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
             "let a loss function of torch make it, as an extended module or as a function inside "
             "`with packprop.record():`; or extend a module of your own that takes the model's output",
         )
-    empty = [output for output in outputs if not number_of_samples(output.loss, output.shape)]
-    if empty:
+    for output in outputs:
+        axis = output.loss.sample_axis or 0
+        if not output.shape or output.loss.one_sample or output.shape[axis]:
+            continue
         raise PackpropError(
             graph.asked,
-            f"the model's output, of shape {list(empty[0].shape)}",
+            f"the model's output, of shape {list(output.shape)}",
             "the batch is empty",
             "leave the pass out (`if len(x):`), or ask without probes, plans and other ranks",
         )

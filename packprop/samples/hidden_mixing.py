@@ -35,7 +35,6 @@ from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.sweep import (
     ONE_COLUMN_WITHOUT_INPUTS,
     SweepOptions,
-    Visit,
     checkpoints_of,
     passing_nothing,
     sweep,
@@ -158,8 +157,20 @@ def find_hidden(
     checkpoints = [*graph.checkpoints, *checkpoints_of(graph.uses)]
 
     def leaks(fed: Tensor, options: SweepOptions) -> list[tuple[ReachedUse, Tensor]]:
+        """Rows of samples that were fed zeros: without a graph if they are not zero, else with theirs."""
         found: list[tuple[ReachedUse, Tensor]] = []
-        visit = _note_leaks(found, fitting, fed, tolerance)
+
+        def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
+            for layouts, cotangent in zip(fitting[use], cotangents, strict=True):
+                if cotangent is None:
+                    continue
+                rows = layouts[0].to_front(cotangent, 1)[0]
+                other = rows[~fed.to(rows.device)]
+                if bool(other.detach().abs().amax() > tolerance * rows.detach().abs().amax()):
+                    found.append((use, other.detach()))
+                elif other.requires_grad:
+                    found.append((use, other))
+
         sweep(feed.edges, feed.by_sample(noise, fed), feed.uses, visit, options)
         return found
 
@@ -183,25 +194,6 @@ def find_hidden(
                 hiding = (leaf for leaf in graph.leaves() if leaks_of([leaf], fed))
                 return found[0][0], next(hiding, None)
     return None
-
-
-def _note_leaks(
-    leaks: list[tuple[ReachedUse, Tensor]], fitting: Fitting, fed: Tensor, tolerance: float
-) -> Visit:
-    """Note rows of samples that were fed zeros: without a graph if they are not zero, else with theirs."""
-
-    def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
-        for layouts, cotangent in zip(fitting[use], cotangents, strict=True):
-            if cotangent is None:
-                continue
-            rows = layouts[0].to_front(cotangent, 1)[0]
-            other = rows[~fed.to(rows.device)]
-            if bool(other.detach().abs().amax() > tolerance * rows.detach().abs().amax()):
-                leaks.append((use, other.detach()))
-            elif other.requires_grad:
-                leaks.append((use, other))
-
-    return visit
 
 
 @contextlib.contextmanager

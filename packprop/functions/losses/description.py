@@ -155,11 +155,6 @@ def input_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return args[0] if args else kwargs.get(INPUT_NAMES.get(function, "input"))
 
 
-def number_of_samples(loss: Loss, shape: Sequence[int]) -> int:
-    """Extent of the axis of a loss's input that holds the samples, or samples times positions."""
-    return 1 if not shape or loss.one_sample else shape[loss.sample_axis or 0]
-
-
 def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loss:
     """What is known of one call of a loss; for a function without a rule, only that it is differentiable."""
     rule = LOSSES.get(function)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_compiling
 
-from packprop.errors import BadInput
 from packprop.functions.composites import COMPOSITES, body_of, has_parts
 from packprop.functions.losses.description import LOSSES, input_of
 from packprop.recording.aside import OwnMode, is_running
@@ -141,20 +140,3 @@ def mark_outputs(module: nn.Module, declared: int | None, args: Any, kwargs: Any
             marks_of(node)[OUTPUT] = (forward, tensor.output_nr, tensor.shape)
         elif node is None and (node := node_under_transforms(tensor)) is not None:
             marks_of(node)[TRANSFORMED] = forward
-
-
-def require_loss(recorder: LossRecorder, documents: Tensor | None) -> None:
-    """Refuse documents that no loss was told of: arithmetic on the model's output does not know them.
-
-    Raises:
-        BadInput: A ``ValueError``.
-    """
-    if documents is None or recorder.has_loss or current.disabled or not torch.is_grad_enabled():
-        return
-    raise BadInput(
-        "record(documents=...) was left.",
-        f"documents of shape {list(documents.shape)}",
-        "no loss was called inside that packprop knows, so nothing says what these are the rows of",
-        "call a loss function of torch inside; or put the arithmetic into a module without parameters that "
-        "takes the model's output and the targets, and extend it: loss = packprop.extend(MyLoss())",
-    )

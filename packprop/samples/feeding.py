@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,17 +111,15 @@ class Feed:
 
     def by_sample(self, given: Sequence[Tensor], factors: Tensor) -> list[Tensor]:
         """Numbers for each output, those of each sample times a factor of its own ``[n]``."""
-        return [numbers * own for numbers, own in zip(given, self._at_rows(given, factors), strict=True)]
+        made = [numbers.clone() for numbers in given]
+        self.scale(made, factors)
+        return made
 
     def scale(self, given: Sequence[Tensor], factors: Tensor) -> None:
         """Multiply in place the numbers of each sample by a factor of its own ``[n]``."""
-        for numbers, own in zip(given, self._at_rows(given, factors), strict=True):
-            numbers.mul_(own)
-
-    def _at_rows(self, given: Sequence[Tensor], factors: Tensor) -> Iterator[Tensor]:
-        """The factors ``[n]`` for each output, where it has the rows of the samples."""
         for numbers, layout in zip(given, self.layouts, strict=True):
-            yield layout.broadcast(factors.to(numbers.device, numbers.dtype.to_real()), numbers.dim())
+            own = factors.to(numbers.device, numbers.dtype.to_real())
+            numbers.mul_(layout.broadcast(own, numbers.dim()))
 
     def sizes(
         self, seeds: Sequence[Tensor], fitting: Fitting, options: SweepOptions = ONE_COLUMN_WITHOUT_INPUTS

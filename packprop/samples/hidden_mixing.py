@@ -51,25 +51,19 @@ class Look:
 
     Args:
         constants: Buffers and frozen parameters, as they were.
-        passes: How many passes there were since they changed.
-        due: After how many it is looked again.
+        passes: How many passes there were since they changed: the 1st, 2nd, 4th and so on are looked at.
     """
 
     constants: list[tuple[int, int, int]]
     passes: int = 1
-    due: int = 2
 
     def is_due(self, graph: Graph) -> bool:
         """Tell whether the next pass has to be looked at; it counts as a pass."""
         constants = constants_of(graph)
         if constants != self.constants:
-            self.constants, self.passes, self.due = constants, 1, 2
-            return True
+            self.constants, self.passes = constants, 0
         self.passes += 1
-        if self.passes < self.due:
-            return False
-        self.due *= 2
-        return True
+        return self.passes.bit_count() == 1
 
 
 def constants_of(graph: Graph) -> list[tuple[int, int, int]]:

@@ -1,4 +1,4 @@
-"""Where the samples are: known from the graph, not guessed from shapes."""
+"""The place of the samples in every tensor of a pass: known from the graph, not guessed from shapes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -22,11 +22,10 @@ from packprop.graph.completeness import (
 )
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.own_backward import require_linear_backward, starts_of
-from packprop.samples.errors import mixed, require_samples
 from packprop.samples.feeding import Feed, first_of, model_outputs
 from packprop.samples.hidden_mixing import Look, constants_of, dependence, find_hidden
 from packprop.samples.loss_mixing import require_separate_losses
-from packprop.samples.loss_rows import locate_rows
+from packprop.samples.loss_rows import declaration, locate_rows, require_samples
 from packprop.samples.separation import admitted_layouts, layouts_at, separate
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout
@@ -199,7 +198,7 @@ def _usual_locations(graph: Graph) -> _SampleLocations:
         if not all(layouts):
             if _are_reclassified([use], samples):
                 raise Reread
-            raise mixed(graph, use)
+            raise _mixed(graph, use)
         uses.append([layout[0] for layout in layouts])
     if samples > 1:  # for the memory of one of the sweeps that a real pass makes
         seeds = [torch.empty(output.shape, dtype=output.dtype, device=output.device) for output in outputs]
@@ -224,13 +223,13 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         raise Reread
     suspect = next((use for use in graph.uses if use.suspect), None)
     if samples > 1 and suspect is not None and not unfit:
-        raise mixed(graph, suspect)
+        raise _mixed(graph, suspect)
     in_order = not unfit and all(layout.rows is None for own in first_of(fitting) for layout in own)
     own = any(isinstance(node, BackwardCFunction) for use in graph.uses for node in use.anchors)
     if samples == 1 or not in_order or own:
         require_linear_backward(graph.asked, starts_of(graph.roots))
     if unfit:
-        raise mixed(graph, mixing[0])
+        raise _mixed(graph, mixing[0])
     if samples == 1:
         return _SampleLocations(1, chosen, first_of(fitting), True)
     look = memory.looks.get(graph.signature)
@@ -243,7 +242,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
             if _are_reclassified([hidden[0]], samples):
                 raise Reread
             memory.looks.pop(graph.signature, None)  # it is refused in the next pass, too
-            raise mixed(graph, *hidden)
+            raise _mixed(graph, *hidden)
         if look is None:
             memory.looks[graph.signature] = Look(constants_of(graph))
     else:
@@ -256,3 +255,39 @@ def _are_reclassified(uses: Sequence[ReachedUse], samples: int) -> bool:
     """Whether some undecided uses, behind which samples meet, are made of parameters alone."""
     found = [use.undecided(use, samples) for use in uses if use.undecided is not None]
     return any(found)
+
+
+def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> PackpropError:
+    """The samples are mixed below a use; ``hiding``: the leaf whose present values hide it."""
+    place = graph.uses.index(mixing)
+    after = f" and {graph.label(graph.uses[place - 1])}" if place else " and the loss"
+    where = f"between {graph.label(mixing)}{after}"
+    if hiding is not None:
+        name = graph.name(hiding)
+        return PackpropError(
+            graph.asked,
+            where,
+            f"the samples are mixed there, and only the present values of {name!r} hide it: the loss of one "
+            f"sample depends on the inputs of others as soon as {name!r} changes",
+            "keep the samples independent of each other, or set requires_grad=False on that parameter",
+        )
+    if graph.documents is not None:
+        return PackpropError(
+            graph.asked,
+            where,
+            "documents meet there: the loss of one depends on the inputs of another one, as with a mask that "
+            "does not keep them apart, or in a layer that runs over all positions of a row; or no axes of the "
+            f"output, of shape {list(mixing.recorded.shapes[0])}, hold them",
+            "keep documents apart (a block-diagonal mask), or leave record(documents=...) out: a row is a "
+            "sample then",
+        )
+    return PackpropError(
+        graph.asked,
+        where,
+        f"the samples are mixed there: the loss of one of {graph.samples} depends on the inputs of others, or "
+        f"no axis of the output, of shape {list(mixing.recorded.shapes[0])}, holds them. Sample n is row n of "
+        f"what the loss takes{declaration(graph)}",
+        "keep the samples apart (no statistics over the batch); declare their axis if the loss takes another "
+        "one first, extend(model, sample_axis=1); if several rows of the loss are of one sample, flatten them "
+        "in front of it from a tensor [n, t, c]; or set requires_grad=False on the parameters upstream",
+    )

@@ -29,6 +29,36 @@ from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout, layout_of_rows, possible_layouts
 
 
+def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
+    """Raise if there is nowhere to feed samples in."""
+    if not outputs:
+        raise PackpropError(
+            graph.asked,
+            "the tensor that backward() was called on",
+            "neither a recorded loss nor the output of an extended module lies between it and the parameters",
+            "let a loss function of torch make it, as an extended module or as a function inside "
+            "`with packprop.record():`; or extend a module of your own that takes the model's output",
+        )
+    for output in outputs:
+        axis = output.loss.sample_axis or 0
+        if not output.shape or output.loss.one_sample or output.shape[axis]:
+            continue
+        raise PackpropError(
+            graph.asked,
+            f"the model's output, of shape {list(output.shape)}",
+            "the batch is empty",
+            "leave the pass out (`if len(x):`), or ask without probes, plans and other ranks",
+        )
+    if not (graph.losses or graph.open or all(output.shape for output in outputs)):
+        raise PackpropError(
+            graph.asked,
+            "the model's output, one number",
+            "no loss function that packprop has a rule for made it, so that no axis of it holds the samples",
+            "let the model return what the number is computed from, and compute the loss outside of it; or "
+            "give the loss function that it calls a rule by packprop.register_loss",
+        )
+
+
 def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list[list[Layout]]]:
     """The number of samples, and where the outputs of the model hold them; see NOTE [Rows of a loss].
 

@@ -28,7 +28,7 @@ from packprop.tensors.layout import Layout, layout_of_rows
 
 
 def layouts_of_documents(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Layout]:
-    """Where the inputs of the losses hold the documents that were declared.
+    """The places where the inputs of the losses hold the documents that were declared.
 
     Args:
         graph: What the pass goes through; documents were declared for one of its losses at least.

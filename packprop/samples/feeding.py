@@ -69,7 +69,7 @@ class ModelOutput:
 
 
 def model_outputs(graph: Graph) -> list[ModelOutput]:
-    """Where samples can be fed in: at the inputs of the losses, or without losses at outputs of the model.
+    """The places where samples are fed in: the inputs of the losses, or without losses outputs of the model.
 
     Those of recorded losses come first; then where paths without any meet the model, see NOTE [Open paths].
     """
@@ -95,7 +95,7 @@ class Feed:
 
     @property
     def edges(self) -> list[GradientEdge]:
-        """Where the outputs came from."""
+        """The edges that the outputs came from."""
         return [output.edge for output in self.outputs]
 
     def noise(self) -> list[Tensor]:
@@ -140,7 +140,7 @@ class Feed:
 
 
 def sizes_of(rows: Tensor) -> Tensor:
-    """How large the entries of each row ``[n, *]`` are on the average ``[n]``, on the processor.
+    """The size of the entries of each row ``[n, *]`` on the average ``[n]``, on the processor.
 
     Zero where that is below the smallest normal number: what is left of them says nothing.
     """

@@ -1,4 +1,4 @@
-"""Whether it is the values of a pass that keep the samples apart.
+"""Checks whether it is the values of a pass that keep the samples apart.
 
 # NOTE [Hidden mixing]
 A gate that is zero keeps samples apart that are mixed in the next step, when it is not. Numbers do not show

@@ -32,12 +32,12 @@ from packprop.tensors.layout import Layout
 from packprop.tensors.traced import is_traced, require_untraced
 
 MANY = 256
-"""How many kinds of passes are remembered for a module."""
+"""The number of kinds of passes that are remembered for a module."""
 
 
 @dataclass(frozen=True)
 class _SampleLocations:
-    """Where the tensors of a pass hold the samples.
+    """The places where the tensors of a pass hold the samples.
 
     Args:
         samples: Number of samples.
@@ -54,7 +54,7 @@ class _SampleLocations:
 
 @dataclass
 class _Memory:
-    """What earlier passes have shown.
+    """The findings of earlier passes.
 
     Args:
         locations: Where the samples are, by the signature of the pass, where this holds for all values.
@@ -72,7 +72,7 @@ class _Memory:
 
 
 _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""What passes have shown, by the module that was called first; without a module, by the first leaf."""
+"""The findings of passes, by the module that was called first; without a module, by the first leaf."""
 
 
 def _memory_of(graph: Graph) -> _Memory:
@@ -152,7 +152,7 @@ def locate_samples(graph: Graph) -> None:
 
 
 def is_order_of_data(graph: Graph) -> bool:
-    """Whether data may decide on the order of the samples: then they are located anew in each pass."""
+    """Tell whether data may decide on the order of the samples: then they are located anew in each pass."""
     if graph.hides_order or graph.documents is not None:
         return True
     if not graph.reorderings or graph.samples == 1:
@@ -252,7 +252,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
 
 
 def _are_reclassified(uses: Sequence[ReachedUse], samples: int) -> bool:
-    """Whether some undecided uses, behind which samples meet, are made of parameters alone."""
+    """Tell whether some undecided uses, behind which samples meet, are made of parameters alone."""
     found = [use.undecided(use, samples) for use in uses if use.undecided is not None]
     return any(found)
 

@@ -70,7 +70,7 @@ def require_separate_losses(graph: Graph, outputs: Sequence[ModelOutput], chosen
 def _ends(
     graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout]
 ) -> list[tuple[ModelOutput, Layout]]:
-    """Where the user's own arithmetic begins: values of losses, and what it takes beside these."""
+    """The tensors where the user's own arithmetic begins: values of losses, and what it takes beside these."""
     records: list[ReachedLoss | OpenPlace | None] = [*graph.losses, *graph.open]
     ends = []
     for record, output, layout in zip(records or [None] * len(outputs), outputs, chosen, strict=True):
@@ -83,7 +83,7 @@ def _ends(
 
 
 def _layout_of_value(shape: torch.Size, output: ModelOutput, layout: Layout) -> Layout:
-    """Where the value of a loss holds the samples: if it was not reduced, where its input does."""
+    """The place of the samples in the value of a loss: if it was not reduced, that in its input."""
     kept, rest = without_classes(layout, output.shape, output.loss.class_axis)
     if shape == output.shape:
         return layout
@@ -120,7 +120,7 @@ class _Part:
         self._edges = self._feed.edges
 
     def is_separate(self) -> bool:
-        """Whether it is a sum over samples for all values; refused if it is none for the present ones."""
+        """Tell whether it is a sum over samples for all values; refused if it is none for the present ones."""
         nodes = self._nodes()
         for node, places in nodes:
             if not has_kinks(node):
@@ -283,7 +283,7 @@ class _Part:
         ]
 
     def _leak(self, product: Tensor, gradient: Tensor, layout: Layout, fed: Tensor) -> tuple[Tensor, Tensor]:
-        """What must be zero, and what it is compared with."""
+        """The numbers that must be zero, and one that they are compared with."""
         if layout.axis is None:
             return product.abs(), gradient.abs().amax()
         rows, fed = layout.to_front(product), fed.to(product.device)

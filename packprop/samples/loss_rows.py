@@ -1,4 +1,4 @@
-"""Which sample each row of a loss's input belongs to.
+"""The sample that each row of a loss's input belongs to.
 
 # NOTE [Rows of a loss]
 Sample n is row n of what a loss takes, along axis 0 or the declared ``sample_axis``, as ``vmap`` has it. A loss
@@ -146,7 +146,7 @@ def _taken_in_turn(found: Sequence[Rows | None]) -> list[Rows | None]:
 
 
 def _layout(graph: Graph, output: ModelOutput, rows: Rows | None, declared: int | None) -> Layout:
-    """Where an output of the model holds the samples."""
+    """The place of the samples in an output of the model."""
     shape, known = output.shape, output.loss.sample_axis
     if rows is None:  # the loss knows its axis
         return _along(known or 0, shape[known or 0])
@@ -193,7 +193,7 @@ def _along(axis: int, samples: int) -> Layout:
 
 
 def _anywhere(graph: Graph, output: ModelOutput, samples: int, declared: int | None) -> list[Layout]:
-    """Where a tensor that no loss is known to take may hold the samples: first of all where a loss would."""
+    """The places where a tensor that no loss takes may hold the samples: first of all where a loss would."""
     layouts = possible_layouts(output.shape, samples)
     try:
         usual = _layout(graph, output, _rows_of(output), declared)

@@ -1,4 +1,4 @@
-"""Which sample each row belongs to, where data decided on the order of rows.
+"""The sample that each row belongs to, where data decided on the order of rows.
 
 # NOTE [Rows of samples]
 A mixture of experts takes rows of many samples out of their order, and gives some of them to each expert; the
@@ -38,7 +38,7 @@ def levels(samples: int, largest: float) -> Tensor:
 
 
 def differ(up: Tensor, down: Tensor, powers: Tensor, tolerance: float, smallest: float) -> bool:
-    """Whether some row has another size ``[n]`` in one of two sweeps than in the other.
+    """Tell whether some row has another size ``[n]`` in one of two sweeps than in the other.
 
     Args:
         up: Sizes of rows that were fed ``2^powers``, divided by that.

@@ -1,4 +1,4 @@
-"""Which layouts keep the samples apart: tried on the graph with random numbers.
+"""Layouts that keep the samples apart: tried on the graph with random numbers.
 
 # NOTE [Separation]
 A sample has a quantity of its own at a use if the cotangent in its rows comes from its own part of the loss
@@ -130,7 +130,7 @@ def _by_row(shape: torch.Size, documents: Tensor | None) -> list[Layout]:
 
 
 def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) -> list[Layout] | int:
-    """Where tensors between the losses and the uses hold the samples.
+    """The places where tensors between the losses and the uses hold the samples.
 
     Some are known already: inputs of losses, outputs of uses, and outputs of entrywise functions of these.
     The others are found by the same check as for uses.
@@ -187,7 +187,7 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
 
 
 def _found_layouts(unknown: Graph, graph: Graph) -> list[list[Layout]] | int:
-    """Where the uses of a graph hold the samples of another one, or the number of the first that mixes them."""
+    """The places of a graph's samples in uses of another one, or the number of the first that mixes them."""
     fitting, unfit = separate(
         unknown, Feed(model_outputs(graph), graph.source_layouts, unknown.uses), graph.samples
     )
@@ -201,7 +201,7 @@ def admitted_layouts(use: ReachedUse, index: int, samples: int) -> list[Layout]:
 
 
 def _is_admitted(use: ReachedUse, index: int, layout: Layout) -> bool:
-    """Whether the entries of a use allow the samples to be there in one of its outputs."""
+    """Tell whether the entries of a use allow the samples to be there in one of its outputs."""
     if layout.axis is None:
         return True
     axes = [site.entry.sample_axes for site in use.sites]

@@ -20,7 +20,6 @@ TO_COME = {
     "errors.py",
     "functions",
     "graph",
-    "samples",
     "types.py",
 }
 ROOMS = sorted({path.relative_to(PACKPROP).parts[0] for path in PACKPROP.rglob("*.py")})

@@ -164,7 +164,7 @@ def _part(
     taken = _entries(edge, before[axis])
     behind = rows.lead[axis:]
     if name in PICKS:  # an axis that rows were taken along before stays one, another is that of the loss
-        if rows != ONE_ROW and not is_taken:
+        if rows != ONE_ROW and (rows.merged or not is_taken):
             return None
     elif len(taken) != rows.lead[axis]:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from itertools import product
 
@@ -253,6 +253,31 @@ def test_rows_of_each_step_belong_to_the_samples_in_front(way: str) -> None:
         F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").backward()
     for mine, p in zip(found, model.parameters(), strict=True):
         assert_near(mine, p.grad_batch, way)
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        lambda out, y, mask: (out[-1][mask], y[mask]),
+        lambda out, y, mask: (out[-1].flatten(0, 1)[mask.flatten()], y[mask]),
+        lambda out, y, mask: (out[-1].flatten(0, 1)[2:7], y.flatten()[2:7]),
+        lambda out, y, mask: (out[-1][1:].flatten(0, 1), y[1:].flatten()),
+    ],
+    ids=["mask", "flat mask", "slice", "rows"],
+)
+def test_rows_that_are_taken_of_one_step(taken: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """One loss over some positions of the samples: the steps are none of their axes."""
+    model, _, _ = batch_of_rows()
+    x, y = torch.randn(2, SAMPLES, 4, WIDTH).double(), torch.randint(WORDS, (SAMPLES, 4))
+    mask = torch.tensor([[1, 0, 1, 1], [0, 0, 1, 0], [1, 1, 0, 0]], dtype=torch.bool)
+    with packprop.record(), packprop.backpack(extensions.BatchGrad()):
+        F.cross_entropy(*taken(model(x), y, mask), reduction="sum").backward()
+    found = [p.grad_batch for p in model.parameters()]
+    with packprop.record(), packprop.backpack(extensions.BatchGrad()):
+        F.cross_entropy(*taken(model(x[1:]), y, mask), reduction="sum").backward()
+    for mine, p in zip(found, model.parameters(), strict=True):
+        assert_near(mine, p.grad_batch, "rows")
+        assert len(mine) in (2, SAMPLES)
 
 
 def test_losses_of_single_rows_in_which_samples_meet() -> None:

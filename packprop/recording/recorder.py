@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from packprop.functions.composites import COMPOSITES, body_of, has_parts
 from packprop.functions.losses.description import LOSSES, input_of
-from packprop.recording.aside import OwnMode, is_running
+from packprop.recording.aside import OwnMode, end_stale_absence, is_running
 from packprop.recording.marks import LOSS, OUTPUT, TRANSFORMED, ForwardCall, RecordedLoss, marks_of
 from packprop.recording.unrecorded import node_under_transforms
 from packprop.tensors.nesting import tensors_in
@@ -60,6 +60,7 @@ class LossRecorder(OwnMode):
 
     def stop(self) -> None:
         """See losses no longer; the recorder from before does so again."""
+        end_stale_absence()  # modes come off in the order in which they were put on
         current.recorder = self.outer
         if self.outer is not None:
             self.outer.has_loss |= self.has_loss

@@ -73,7 +73,7 @@ def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list
         layouts = layouts_of_documents(graph, outputs)
         return layouts[0].samples, [layouts]
     axis = declared_axis(graph)
-    found = _taken_in_turn([_rows_of(output) if output.decides else None for output in outputs])
+    found = _taken_in_turn([_rows_of(output) if output.decides else None for output in outputs], axis)
     layouts_found = [
         _layout(graph, output, rows, axis) if output.decides else None
         for output, rows in zip(outputs, found, strict=True)
@@ -121,10 +121,11 @@ def _rows_of(output: ModelOutput) -> Rows | None:
     return followed(output.edge, output.shape, is_row=output.loss.one_sample or not output.shape)
 
 
-def _taken_in_turn(found: Sequence[Rows | None]) -> list[Rows | None]:
+def _taken_in_turn(found: Sequence[Rows | None], declared: int | None) -> list[Rows | None]:
     """The rows of several losses, where parts that they take of one tensor are as if merged.
 
-    Axes in front that all take the same entry of, as a loop over rows of ``out[-1]`` does, are no axes of rows.
+    Axes in front that all take the same entry of, as a loop over rows of ``out[-1]`` does, are no axes of rows,
+    unless the axis that is declared to hold the samples is counted from there.
     """
     taken: dict[tuple[Node, int], set[tuple[int, ...]]] = defaultdict(set)
     for rows in found:
@@ -134,7 +135,7 @@ def _taken_in_turn(found: Sequence[Rows | None]) -> list[Rows | None]:
     for rows in found:
         parts = set() if rows is None or rows.whole is None else taken[rows.whole]
         if rows is not None and len(parts) > 1 and not rows.merged:
-            while len(rows.lead) > 1 and rows.lead[0] > 1:
+            while not declared and len(rows.lead) > 1 and rows.lead[0] > 1:
                 inner = math.prod(rows.lead[1:])
                 if len({place // inner for places in parts for place in places}) > 1:
                     break

@@ -163,7 +163,7 @@ def _part(
         return None
     taken = _entries(edge, before[axis])
     behind = rows.lead[axis:]
-    if name in PICKS:  # an axis that rows were taken along before stays one, another is that of the loss
+    if name in PICKS:  # of what rows were taken of already: they run along the axis that it takes away, too
         if rows != ONE_ROW and (rows.merged or not is_taken):
             return None
     elif len(taken) != rows.lead[axis]:

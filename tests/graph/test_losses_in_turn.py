@@ -240,6 +240,22 @@ def test_rows_of_one_step_are_samples(way: str, step: int) -> None:
         assert_near(mine, wanted, way)
 
 
+def test_a_declared_axis_is_counted_from_the_steps() -> None:
+    """A time-first model whose samples are declared: its rows may be taken of one step, or of all."""
+    found = []
+    for axis, steps in ((1, range(2)), (1, range(1, 2)), (None, range(1, 2))):
+        model, _, y = batch_of_rows()
+        torch.manual_seed(2)
+        x = torch.randn(2, SAMPLES, WIDTH).double()
+        with packprop.record(sample_axis=axis), packprop.backpack(extensions.BatchGrad()):
+            out = model(x)
+            sum(F.cross_entropy(out[t][n], y[n]) for t in steps for n in range(SAMPLES)).backward()
+        found.append([p.grad_batch for p in model.parameters()])
+    for both, one, alone in zip(*found, strict=True):
+        assert len(both) == len(one) == SAMPLES
+        assert_near(one, alone, "one step")
+
+
 @pytest.mark.parametrize("way", ["rows", "slices", "chunks"])
 def test_rows_of_each_step_belong_to_the_samples_in_front(way: str) -> None:
     """``out[n][t]`` in two loops: ``n`` samples, as flattened positions are."""

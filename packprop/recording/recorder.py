@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from packprop.functions.composites import COMPOSITES, body_of, has_parts
 from packprop.functions.losses.description import LOSSES, input_of
-from packprop.recording.aside import OwnMode, end_stale_absence, is_running
+from packprop.recording.aside import OwnMode, end_stale_absence
 from packprop.recording.marks import LOSS, OUTPUT, TRANSFORMED, ForwardCall, RecordedLoss, marks_of
 from packprop.recording.unrecorded import node_under_transforms
 from packprop.tensors.nesting import tensors_in
@@ -65,11 +65,6 @@ class LossRecorder(OwnMode):
         if self.outer is not None:
             self.outer.has_loss |= self.has_loss
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
-
-    @property
-    def stale(self) -> bool:
-        """Tell whether the call that began this recording was left without its closing hook (an interrupt)."""
-        return self.owner is not None and not is_running(self.owner)
 
     def __torch_function__(
         self,

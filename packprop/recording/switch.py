@@ -212,8 +212,9 @@ def _has_loss(out: Tensor, loss_input: Tensor) -> bool:
 def drop_stale_recording() -> None:
     """End a recording whose call was interrupted, so that its closing hook did not run."""
     aside.end_stale_absence()
-    if current.recorder is not None and current.recorder.stale:
-        current.recorder.stop()
+    recorder = current.recorder
+    if recorder is not None and recorder.owner is not None and not aside.is_running(recorder.owner):
+        recorder.stop()
 
 
 @contextlib.contextmanager

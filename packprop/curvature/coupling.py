@@ -14,7 +14,8 @@ from packprop.curvature.second_order import (
 )
 from packprop.graph.graph import Graph
 from packprop.graph.pull import pull_columns
-from packprop.samples.rows import differ, sizes_of
+from packprop.samples.feeding import sizes_of
+from packprop.samples.rows import differ
 from packprop.samples.separation import random_powers
 from packprop.tensors.layout import Layout
 

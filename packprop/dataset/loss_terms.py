@@ -9,7 +9,6 @@ from torch import Tensor
 
 from packprop.engine.loss_terms import reduction_and_divisor
 from packprop.errors import PackpropError
-from packprop.functions.entry import name_of
 from packprop.functions.losses.description import describe
 from packprop.graph.graph import Graph
 from packprop.recording.marks import RecordedLoss
@@ -44,13 +43,13 @@ def loss_terms(graph: Graph) -> tuple[str, Tensor | float]:
         known = reduction_and_divisor(call)
         if known is None:
             raise _unknown(
-                f"the loss {name_of(call.function)}",
+                f"the loss {call.function.__name__}",
                 "what it is divided by is not known, so that batches cannot be given their weight",
                 f"use a loss function of torch with reduction='mean' or reduction='sum'; or {TELL}",
             )
         found.append(known)
     if len({reduction for reduction, _ in found}) > 1:
-        names = [f"{name_of(call.function)} ({each})" for call, (each, _) in zip(calls, found, strict=True)]
+        names = [f"{call.function.__name__} ({each})" for call, (each, _) in zip(calls, found, strict=True)]
         raise _unknown(
             f"the loss of a batch, made of {', '.join(names)}",
             "a batch has another weight in a mean than in a sum",

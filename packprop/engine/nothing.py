@@ -22,8 +22,8 @@ from packprop.engine.saving import ResultSaver
 from packprop.errors import PackpropError
 from packprop.graph.completeness import require_complete, require_separable
 from packprop.graph.graph import Graph
+from packprop.samples.feeding import model_outputs
 from packprop.samples.loss_rows import locate_rows
-from packprop.samples.separation import model_outputs
 from packprop.types import Extension, Row
 
 OF_SAMPLES = ("gradient", "ggn", "empirical", "hessian", "hessian_mc", "jacobian")

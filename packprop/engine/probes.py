@@ -21,7 +21,7 @@ from torch import Tensor
 from packprop.algebra.monoid import rescale
 from packprop.algebra.statistics import gram
 from packprop.errors import BadInput, PackpropError
-from packprop.functions.losses.groups import divisors
+from packprop.functions.losses.description import divisors
 from packprop.graph.graph import Graph
 from packprop.tensors.precision import wider_dtype
 from packprop.types import Extension, Row

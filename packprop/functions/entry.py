@@ -81,8 +81,6 @@ class Entry:
         admits: Tells whether an axis of the outputs can hold the samples. If they are on another axis, packprop
             calls the node for each sample.
         sample_axes: For each output the only axis that can hold the samples; ``None`` to use ``admits`` alone.
-        sequences: For outputs that are packed sequences, the sequence of each entry along the sample axis of
-            each output. All entries of a sequence belong to one sample.
         scratch: Temporary memory that ``structure_of`` takes.
         fans: Groups and extents, for an affine map.
         linear: Whether the outputs are known to be affine in the parameter, with everything else fixed.
@@ -101,7 +99,6 @@ class Entry:
     refusal: tuple[str, str] | None = None
     admits: Callable[[int], bool] = lambda axis: True
     sample_axes: Sequence[int] | None = None
-    sequences: Sequence[tuple[int, ...]] | None = None
     scratch: Scratch = NO_SCRATCH
     fans: Fans | None = None
     linear: bool = False
@@ -123,8 +120,3 @@ def plain_options(value: Any, numbers: bool = False) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(plain_options(each, numbers) for each in value)
     return value if isinstance(value, (int, str)) or (numbers and isinstance(value, float)) else None
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """Return the name of a function, as users know it."""
-    return str(getattr(function, "__name__", function))

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from packprop.algebra.structures import Dense, Structure, rows
-from packprop.functions.entry import Cotangents, Entry, Samples, StructureOf
+from packprop.functions.entry import Cotangents, Entry, Samples
 from packprop.functions.node_calls import NodeCall
 from packprop.functions.nodes import (
     RESHAPES,
@@ -28,54 +27,30 @@ REARRANGING = RESHAPES | names_of_nodes("Permute Transpose T ToCopy Repeat")
 
 def of_leaf(call: NodeCall, entry: Entry) -> Entry:
     """Return the entry of the leaf, if the parameter of an entry is a leaf with rearranged entries."""
-    found = _rearranged(call.node, call.place)
-    if found is None or found[0].dtype.is_complex != entry.parameter.dtype.is_complex:
-        return entry
-    leaf, back = found
-
-    def of_leaf(build: StructureOf) -> StructureOf:
-        def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
-            structure = build(cotangents, layouts, samples)
-            if structure.rows is None:
-                return Dense(None)
-            return Dense(back(rows(structure)).reshape(*structure.rows.shape[:2], *leaf.shape))
-
-        return structure_of
-
-    return entry.but(
-        parameter=leaf,
-        structure="Dense",
-        structure_of=of_leaf(entry.structure_of),
-        squares=None,
-        fans=None,
-        constant=False,
-    )
-
-
-def _rearranged(node: Node, place: int) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
-    """Return the leaf behind a node's input, if its entries were only rearranged, and the inverse map.
-
-    The inverse maps gradients of the node's input ``[v, n, *y]`` to gradients of the leaf ``[v, n, *p]``.
-    """
-    above, way = node.next_functions[place][0], list[Callable[[Tensor], Tensor]]()
-    leaf: Tensor | None = None
-    while above is not None and (leaf := getattr(above, "variable", None)) is None:
+    above, way = call.node.next_functions[call.place][0], list[Callable[[Tensor], Tensor]]()
+    while above is not None and not hasattr(above, "variable"):
         name = name_of_node(above)
         below, number = above.next_functions[0] if above.next_functions else (None, 0)
         if below is None or name not in REARRANGING or is_identity(above):
-            return None
-        shape = torch.Size(made_by(below)[number].shape)
-        way.append(_way_back(above, name, shape))
+            return entry
+        way.append(_way_back(above, name, torch.Size(made_by(below)[number].shape)))
         above = below
-    if leaf is None:
-        return None
+    leaf = None if above is None else above.variable
+    if leaf is None or leaf.dtype.is_complex != entry.parameter.dtype.is_complex:
+        return entry
 
-    def back(rows: Tensor) -> Tensor:
-        for each in way:
-            rows = each(rows)
-        return rows
+    def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
+        structure = entry.structure_of(cotangents, layouts, samples)
+        if structure.rows is None:
+            return Dense(None)
+        gradients = rows(structure)
+        for back in way:
+            gradients = back(gradients)
+        return Dense(gradients.reshape(*gradients.shape[:2], *leaf.shape))
 
-    return leaf, back
+    return entry.but(
+        parameter=leaf, structure="Dense", structure_of=structure_of, squares=None, fans=None, constant=False
+    )
 
 
 def _way_back(node: Any, name: str, shape: torch.Size) -> Callable[[Tensor], Tensor]:

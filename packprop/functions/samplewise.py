@@ -60,23 +60,20 @@ def samplewise(call: NodeCall, **known: Any) -> Entry:
             ]
             products = call.products(masked)
             if call.operand.shape != products.shape[1:]:
-                products = products.sum_to_size(
-                    len(products), *_aligned(call.operand.shape, products.dim() - 1)
-                )
-            rows.append(products.reshape(columns, len(own), *parameter_shape))
+                ones = [1] * (products.dim() - 1 - len(call.operand.shape))
+                products = products.sum_to_size(len(products), *ones, *call.operand.shape)
+            rows.append(products.reshape(columns, len(own), *call.operand.shape))
         whole = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
         whole = whole.mT if call.operand.is_transposed else whole
         whole = whole.reshape(*whole.shape[:2], *parameter.shape)
         return Dense(whole.to(accumulation_dtype(whole.dtype)))
 
-    parameter_shape = call.operand.shape
-    scratch = Scratch(parameter.numel())
     edge = call.edge
     return Entry(
         parameter,
         "Dense",
         structure_of,
-        scratch=scratch,
+        scratch=Scratch(parameter.numel()),
         calls_node=lambda layouts: edge,
         by_rule=False,
         **known,
@@ -100,10 +97,6 @@ def anywhere(call: NodeCall, entry: Entry) -> Entry:
         return entry.calls_node(layouts) if is_admitted(layouts) else edge
 
     return entry.but(structure_of=structure_of, admits=lambda axis: True, calls_node=calls_node)
-
-
-def _aligned(shape: torch.Size, dims: int) -> tuple[int, ...]:
-    return (1,) * (dims - len(shape)) + tuple(shape)
 
 
 def _numbers(samples: Samples, count: int) -> list[int]:

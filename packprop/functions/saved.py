@@ -47,27 +47,20 @@ class _Kept(NamedTuple):
 
 def saved_tensor(node: Any, name: str | int) -> Any:
     """Return a saved tensor by name, like ``node._saved_name``, or by number, like ``node.saved_tensors``."""
-    if isinstance(name, int):
-        values: list[Any] = []
-
-        def read() -> list[Any]:  # a checkpoint returns all of them together, and each only once
-            values[:] = node.saved_tensors
-            return values
-
-        _put_back(_read(node._raw_saved_tensors, read))
-        return (values or node.saved_tensors)[name]
-    raw = getattr(node, f"_raw_saved_{name}", None)
-    if not _is_kept_elsewhere(raw):
-        return getattr(node, f"_saved_{name}")
-    kept = _read([raw], lambda: [getattr(node, f"_saved_{name}")])
+    if isinstance(name, int):  # a checkpoint returns all of them together, and each only once
+        values, kept = _read(node._raw_saved_tensors, lambda: node.saved_tensors)
+    else:
+        raw = getattr(node, f"_raw_saved_{name}", None)
+        values, kept = _read([raw], lambda: [getattr(node, f"_saved_{name}")])
     _put_back(kept)
-    return kept[0].value
+    return values[name if isinstance(name, int) else 0]
 
 
 @contextlib.contextmanager
 def saved_again(node: Any) -> Iterator[None]:
     """Keep the saved tensors of a node for the pass, although the context calls the node by itself."""
-    kept = [each for raws, read in _saved_by(node) for each in _read(raws, read)]
+    saved = [(raws, read) for raws, read in _saved_by(node) if any(map(_is_kept_elsewhere, raws))]
+    kept = [each for raws, read in saved for each in _read(raws, read)[1]]
     if not kept:
         yield
         return
@@ -117,15 +110,15 @@ def _is_kept_elsewhere(raw: Any) -> bool:
     return type(getattr(raw, "data", None)).__module__ == checkpoint.__name__
 
 
-def _read(raws: Sequence[Any], read: Callable[[], Sequence[Any]]) -> list[_Kept]:
-    """Read saved tensors, and return those that a checkpoint keeps.
+def _read(raws: Sequence[Any], read: Callable[[], Sequence[Any]]) -> tuple[Sequence[Any], list[_Kept]]:
+    """Read saved tensors; return them, and those that a checkpoint keeps.
 
     The checkpoint runs its region again if this pass has already read one of them.
     """
     pairs = [(raw.data, _frame_of(raw.unpack_hook)) if _is_kept_elsewhere(raw) else None for raw in raws]
     there = [pair for pair in pairs if pair is not None]
     if not there:
-        return []
+        return read(), []
     before = [_handed_out(holder) for holder, _ in there]
     try:
         values = read()
@@ -136,7 +129,7 @@ def _read(raws: Sequence[Any], read: Callable[[], Sequence[Any]]) -> list[_Kept]
             for number in set().union(*before):
                 _drop(frame, number)
             given = [raw for raw in frame.saved_args if _is_kept_elsewhere(raw)]
-            _put_back(_read(given, functools.partial(_unpacked, given)))
+            _put_back(_read(given, functools.partial(_unpacked, given))[1])
         before = [_handed_out(holder) for holder, _ in there]
         values = read()
     kept = [value for pair, value in zip(pairs, values, strict=True) if pair is not None]
@@ -147,7 +140,7 @@ def _read(raws: Sequence[Any], read: Callable[[], Sequence[Any]]) -> list[_Kept]
     for _, frame, number, _ in found:
         if _is_outside(number):
             _drop(frame, number)
-    return found
+    return values, found
 
 
 def _handed_out(holder: Any) -> set[Any]:

@@ -6,13 +6,14 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from packprop.algebra.structures import Dense, Outer, Structure, rows, with_squares
 from packprop.functions.entry import Entry, Samples
 from packprop.functions.node_calls import Computed
 from packprop.functions.nodes import RESHAPES, name_of_node
-from packprop.functions.pulling import pulled
+from packprop.graph.pull import pull_columns
 from packprop.recording.reentrant import differs
 from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype
@@ -119,8 +120,14 @@ def _is_made_alike(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _pull_back(parameter: Tensor | Computed, leaf: Tensor, gradients: Tensor) -> Tensor:
-    """From gradients of a computed parameter ``[v, n, *d]`` to gradients of a leaf ``[v, n, *p]``."""
+    """From gradients of a computed parameter ``[v, n, *d]`` to gradients of a leaf ``[v, n, *p]``.
+
+    No sample has a part in what was computed from parameters alone: PyTorch itself differentiates it.
+    """
     flat = gradients.flatten(0, 1).to(parameter.dtype)
-    outputs = [parameter.edge if isinstance(parameter, Computed) else parameter]
-    at_leaf: Tensor = pulled(outputs, leaf, [flat]).unflatten(0, gradients.shape[:2])
+    output = parameter.edge if isinstance(parameter, Computed) else parameter
+    (product,) = pull_columns([output], [leaf], [flat], create_graph=torch.is_grad_enabled())
+    if product is None:
+        product = leaf.new_zeros(len(flat), *leaf.shape)
+    at_leaf: Tensor = product.unflatten(0, gradients.shape[:2])
     return at_leaf.to(accumulation_dtype(at_leaf.dtype))

@@ -1,1 +1,1 @@
-"""The forward pass: functions that consume trainable parameters leave uses on the autograd graph."""
+"""The forward pass: marks at losses and at the outputs of models, hooks, reentrant checkpoints."""

@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
+from packprop.recording.unrecorded import is_traced_over
 from packprop.tensors.nesting import tensors_in
 
 CHOOSERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -60,42 +62,35 @@ current = _Current()
 """The call in this thread during which the modes are off."""
 
 
-def chooses_freely(module: nn.Module, inputs: Any) -> bool:
-    """Tell whether the values of a module would depend on packprop's modes, and on no other one."""
-    if not isinstance(module, CHOOSERS):
-        return False
-    tensors: Iterator[Tensor] = tensors_in((list(module.parameters()), inputs))
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return False
-    return _no_other_mode_in_force()
-
-
-def enter_call(module: nn.Module, inputs: Any, owner: FrameType) -> None:
-    """Take the modes off while a module is called that would compute otherwise beside them."""
+def step_aside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Take the modes off, in a hook before a call of a module that would compute otherwise beside them."""
+    # torch.jit.script compiles hooks, and cannot compile this one: call packprop.restore(model) before
+    if is_compiling() or is_traced_over():
+        return
     end_stale_absence()
     if (absence := current.absence) is not None:
         absence.depth += module is absence.module
-    elif chooses_freely(module, inputs):
-        current.absence = Absence(module, owner, _modes_in_force())
+    elif _chooses_freely(module, (args, kwargs)):
+        current.absence = Absence(module, sys._getframe(1), _modes_in_force())
         for mode in reversed(current.absence.modes):
             TorchFunctionMode.__exit__(mode, None, None, None)
 
 
-def leave_call(module: nn.Module) -> None:
-    """Put the modes back if they were taken off for this call."""
+def step_back(module: nn.Module, args: Any, output: Any) -> None:
+    """Put the modes back, in a hook after the call that they were taken off for."""
     if (absence := current.absence) is not None and module is absence.module:
         absence.depth -= 1
         if not absence.depth:
-            _step_back(absence)
+            _put_back(absence)
 
 
 def end_stale_absence() -> None:
     """Put the modes back if the call that they are off for was interrupted: its closing hook did not run."""
     if (absence := current.absence) is not None and not is_running(absence.owner):
-        _step_back(absence)
+        _put_back(absence)
 
 
-def _step_back(absence: Absence) -> None:
+def _put_back(absence: Absence) -> None:
     current.absence = None
     for mode in absence.modes:
         TorchFunctionMode.__enter__(mode)
@@ -117,6 +112,12 @@ def _modes_in_force() -> list[Any]:
     return list(torch.overrides._get_current_function_mode_stack())
 
 
-def _no_other_mode_in_force() -> bool:
-    """Tell whether no torch-function mode is there but packprop's own, and ``make_fx``'s, which keeps notes."""
+def _chooses_freely(module: nn.Module, inputs: Any) -> bool:
+    """Tell whether the values of a module would depend on packprop's modes, and on no other one.
+
+    The mode of ``make_fx`` is none: it only keeps notes.
+    """
+    tensors: Iterator[Tensor] = tensors_in((list(module.parameters()), inputs))
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
     return all(isinstance(mode, OwnMode) or type(mode).__module__ == TRACER for mode in _modes_in_force())

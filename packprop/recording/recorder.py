@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_compiling
 
-from packprop.errors import BadInput
 from packprop.functions.composites import COMPOSITES, body_of, has_parts
 from packprop.functions.losses.description import LOSSES, input_of
-from packprop.recording.aside import OwnMode, is_running
+from packprop.recording.aside import OwnMode, end_stale_absence
 from packprop.recording.marks import LOSS, OUTPUT, ForwardCall, RecordedLoss, marks_of
 from packprop.tensors.nesting import tensors_in
 from packprop.tensors.state import version
@@ -60,15 +59,11 @@ class LossRecorder(OwnMode):
 
     def stop(self) -> None:
         """See losses no longer; the recorder from before does so again."""
+        end_stale_absence()  # modes come off in the order in which they were put on
         current.recorder = self.outer
         if self.outer is not None:
             self.outer.has_loss |= self.has_loss
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
-
-    @property
-    def stale(self) -> bool:
-        """Tell whether the call that began this recording was left without its closing hook (an interrupt)."""
-        return self.owner is not None and not is_running(self.owner)
 
     def __torch_function__(
         self,
@@ -138,20 +133,3 @@ def mark_outputs(module: nn.Module, declared: int | None, args: Any, kwargs: Any
             forward = ForwardCall(weakref.ref(module), declared, args, kwargs)
         if node is not None and not (tensor.is_nested and tensor.layout == torch.strided):
             marks_of(node)[OUTPUT] = (forward, tensor.output_nr, tensor.shape)
-
-
-def require_loss(recorder: LossRecorder, documents: Tensor | None) -> None:
-    """Refuse documents that no loss was told of: arithmetic on the model's output does not know them.
-
-    Raises:
-        BadInput: A ``ValueError``.
-    """
-    if documents is None or recorder.has_loss or current.disabled or not torch.is_grad_enabled():
-        return
-    raise BadInput(
-        "record(documents=...) was left.",
-        f"documents of shape {list(documents.shape)}",
-        "no loss was called inside that packprop knows, so nothing says what these are the rows of",
-        "call a loss function of torch inside; or put the arithmetic into a module without parameters that "
-        "takes the model's output and the targets, and extend it: loss = packprop.extend(MyLoss())",
-    )

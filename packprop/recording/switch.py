@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from packprop.errors import BadInput
 from packprop.recording import aside
 from packprop.recording.marks import AXIS, EXTENDED, HANDLES, LOSS, Handles, marks_of, nodes_above, watch_hooks
-from packprop.recording.recorder import LossRecorder, current, mark_outputs, require_loss
+from packprop.recording.recorder import LossRecorder, current, mark_outputs
 from packprop.recording.unrecorded import is_traced_over, note_compiled
 
 # What goes in comes out, and a type checker knows it for what it is.
@@ -88,8 +88,8 @@ def extend(
     for child in module.modules():
         if isinstance(child, aside.CHOOSERS) and CHOOSING not in child.__dict__:
             child.__dict__[CHOOSING] = [
-                child.register_forward_pre_hook(_step_aside, with_kwargs=True),
-                child.register_forward_hook(_step_back, always_call=True),
+                child.register_forward_pre_hook(aside.step_aside, with_kwargs=True),
+                child.register_forward_hook(aside.step_back, always_call=True),
             ]
     watch_hooks()
     return module
@@ -171,17 +171,6 @@ def _end_loss(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         _record_own_loss(recorder, module, args, kwargs, output)
 
 
-def _step_aside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Take packprop's modes off for a module that would compute otherwise beside them."""
-    # torch.jit.script compiles hooks, and cannot compile this one: call packprop.restore(model) before
-    if not (is_compiling() or is_traced_over()):
-        aside.enter_call(module, (args, kwargs), sys._getframe(1))
-
-
-def _step_back(module: nn.Module, args: Any, output: Any) -> None:
-    aside.leave_call(module)
-
-
 def _record_own_loss(recorder: LossRecorder, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
     """Record a user's own loss: a module without parameters that turns a model's output into a scalar."""
     if not isinstance(out, Tensor) or out.ndim > 0 or out.grad_fn is None:
@@ -224,8 +213,9 @@ def _has_loss(out: Tensor, loss_input: Tensor) -> bool:
 def drop_stale_recording() -> None:
     """End a recording whose call was interrupted, so that its closing hook did not run."""
     aside.end_stale_absence()
-    if current.recorder is not None and current.recorder.stale:
-        current.recorder.stop()
+    recorder = current.recorder
+    if recorder is not None and recorder.owner is not None and not aside.is_running(recorder.owner):
+        recorder.stop()
 
 
 @contextlib.contextmanager
@@ -252,7 +242,16 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
     recorder = LossRecorder(None, sample_axis, documents).start()
     try:
         yield
-        require_loss(recorder, documents)
+        is_marked = torch.is_grad_enabled() and not current.disabled
+        if documents is not None and is_marked and not recorder.has_loss:
+            raise BadInput(
+                "record(documents=...) was left.",
+                f"documents of shape {list(documents.shape)}",
+                "no loss was called inside that packprop knows, so nothing says what these are the rows of",
+                "call a loss function of torch inside; or put the arithmetic into a module without parameters "
+                "that takes the model's output and the targets, and extend it: "
+                "loss = packprop.extend(MyLoss())",
+            )
     finally:
         recorder.stop()
 

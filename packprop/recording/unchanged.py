@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,22 +67,6 @@ def _written_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
             yield from module.parameters(recurse=False)
 
 
-class _Kept(NamedTuple):
-    module: nn.Module
-    name: str
-    tensor: Tensor
-    copy: Tensor
-
-    @property
-    def is_as_it_was(self) -> bool:
-        """Tell whether its values are; versions do not: batch normalisation leaves them as they are."""
-        return getattr(self.module, self.name, None) is self.tensor and torch.equal(self.tensor, self.copy)
-
-    def put_back(self) -> None:
-        self.tensor.detach().copy_(self.copy)
-        setattr(self.module, self.name, self.tensor)
-
-
 class SameForEachPass:
     """Puts back what forward passes write to, so that each begins as the first one did.
 
@@ -96,7 +79,7 @@ class SameForEachPass:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [child for module in modules for child in module.modules()]
-        self._kept: list[_Kept] | None = None
+        self._kept: list[tuple[nn.Module, str, Tensor, Tensor]] | None = None
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
@@ -105,16 +88,22 @@ class SameForEachPass:
         try:
             yield
         finally:
-            if self._kept is None:  # to look at values waits for the device
-                self._kept = [each for each in kept if not each.is_as_it_was]
-            for each in self._kept:
-                each.put_back()
+            if self._kept is None:
+                # waits for the device; versions do not tell: batch normalisation leaves them as they are
+                self._kept = [
+                    (module, name, tensor, copy)
+                    for module, name, tensor, copy in kept
+                    if getattr(module, name, None) is not tensor or not torch.equal(tensor, copy)
+                ]
+            for module, name, tensor, copy in self._kept:
+                tensor.detach().copy_(copy)
+                setattr(module, name, tensor)
 
-    def _all(self) -> Iterator[_Kept]:
+    def _all(self) -> Iterator[tuple[nn.Module, str, Tensor, Tensor]]:
         for module in self._modules:
             written = {id(parameter) for parameter in _written_parameters([module])}
             parameters = [each for each in module.named_parameters(recurse=False) if id(each[1]) in written]
             for name, tensor in [*module.named_buffers(recurse=False), *parameters]:
                 is_plain = tensor.layout is torch.strided and not is_distributed(tensor)
                 if is_plain and not nn.parameter.is_lazy(tensor):
-                    yield _Kept(module, name, tensor, tensor.detach().clone())
+                    yield module, name, tensor, tensor.detach().clone()

@@ -1,1 +1,1 @@
-"""Where the samples of a pass are, and whether they stay apart."""
+"""The place of the samples of a pass, and checks that they stay apart."""

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from packprop.errors import PackpropError
 from packprop.graph.graph import Graph
-from packprop.samples.separation import ModelOutput
+from packprop.samples.feeding import ModelOutput
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout, layout_of_rows
 
 
 def layouts_of_documents(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Layout]:
-    """Where the inputs of the losses hold the documents that were declared.
+    """The places where the inputs of the losses hold the documents that were declared.
 
     Args:
         graph: What the pass goes through; documents were declared for one of its losses at least.

@@ -1,4 +1,4 @@
-"""Whether it is the values of a pass that keep the samples apart.
+"""Checks whether it is the values of a pass that keep the samples apart.
 
 # NOTE [Hidden mixing]
 A gate that is zero keeps samples apart that are mixed in the next step, when it is not. Numbers do not show
@@ -35,68 +35,39 @@ from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.sweep import (
     ONE_COLUMN_WITHOUT_INPUTS,
     SweepOptions,
-    Visit,
     checkpoints_of,
     passing_nothing,
     sweep,
 )
-from packprop.samples.rows import UNMASKED, Fitting, sizes_of_rows
-from packprop.samples.separation import ModelOutput, by_sample, noise_at, ones_at
-from packprop.tensors.layout import Layout
+from packprop.samples.feeding import UNMASKED, Feed, Fitting
 from packprop.tensors.state import version
 
 _DIFFERENTIABLE = SweepOptions(needs_inputs=False, create_graph=True)
 
 
-@dataclass(frozen=True)
-class Dependence:
-    """What NaN has shown of a graph.
-
-    Args:
-        fitting: For the outputs of each use the layouts that keep the samples apart: for all values if there
-            are any, else for those of this pass.
-        on_values: Whether the values of this pass keep the samples apart at some use.
-        is_conclusive: Whether NaN came back at every use.
-    """
-
-    fitting: Fitting
-    on_values: bool
-    is_conclusive: bool
-
-
 @dataclass
 class Look:
-    """When a pass whose samples values keep apart is looked at for mixing that parameters hide.
+    """The passes in which values keep the samples apart, and when the next is looked at for hidden mixing.
 
     Args:
-        constants: Buffers and frozen parameters: their identities, versions and places in memory.
-        passes: How many passes there were since they changed.
-        due: After how many it is looked again.
+        constants: Buffers and frozen parameters, as they were.
+        passes: How many passes there were since they changed: the 1st, 2nd, 4th and so on are looked at.
     """
 
     constants: list[tuple[int, int, int]]
     passes: int = 1
-    due: int = 2
-
-    @classmethod
-    def at(cls, graph: Graph) -> Look:
-        """The graph has been looked at."""
-        return cls(_constants(graph))
 
     def is_due(self, graph: Graph) -> bool:
-        """Whether the next pass has to be looked at; it counts as a pass."""
-        constants = _constants(graph)
+        """Tell whether the next pass has to be looked at; it counts as a pass."""
+        constants = constants_of(graph)
         if constants != self.constants:
-            self.constants, self.passes, self.due = constants, 1, 2
-            return True
+            self.constants, self.passes = constants, 0
         self.passes += 1
-        if self.passes < self.due:
-            return False
-        self.due *= 2
-        return True
+        return self.passes.bit_count() == 1
 
 
-def _constants(graph: Graph) -> list[tuple[int, int, int]]:
+def constants_of(graph: Graph) -> list[tuple[int, int, int]]:
+    """Buffers and frozen parameters: their identities, versions and places in memory."""
     tensors = [
         tensor
         for module in graph.modules
@@ -127,30 +98,29 @@ def parts(samples: int, every: bool) -> list[Tensor]:
     return list(fed)
 
 
-def dependence(
-    graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout], fitting: Fitting, every: bool
-) -> Dependence:
+def dependence(feed: Feed, samples: int, fitting: Fitting, every: bool) -> tuple[Fitting, bool, bool]:
     """Feed NaN in at some samples' rows, and see at which others' it comes back.
 
     Args:
-        graph: What the pass goes through.
-        outputs: The model's outputs, where NaN is fed in.
-        chosen: Where each of them holds the samples.
+        feed: Where NaN is fed in.
+        samples: Number of samples.
         fitting: Layouts at the uses that keep the samples apart in this pass.
         every: Whether any two samples are told apart.
+
+    Returns:
+        Layouts for the outputs of each use that keep the samples apart: for all values if there are any, else
+        for those of this pass; whether the values of this pass keep the samples apart at some use; and whether
+        they keep them apart for all values, as far as NaN came back at every use.
     """
-    samples = next(layout.samples for layout in chosen)
-    edges = [output.edge for output in outputs]
-    ones = ones_at(outputs)
     lasting = {use: [list(layouts) for layouts in places] for use, places in fitting.items()}
     reached: set[ReachedUse] = set()
     for fed in parts(samples, every):
-        seeds = by_sample(ones, chosen, torch.where(fed, torch.nan, 0.0))
+        seeds = feed.ones(torch.where(fed, torch.nan, 0.0))
         try:
             with torch.autograd.set_detect_anomaly(False):
-                sizes = sizes_of_rows(graph.uses, edges, seeds, lasting, UNMASKED)
+                sizes = feed.sizes(seeds, lasting, UNMASKED)
         except Exception:  # a user's function that refuses NaN
-            return Dependence(fitting, True, False)
+            return fitting, True, False
         del seeds  # before the next ones are made: they are as large as what the losses were given
         for (use, index, layout), rows in sizes.items():
             if bool(rows[fed].isnan().any()):
@@ -162,12 +132,12 @@ def dependence(
                 use: [own or fitting[use][index] for index, own in enumerate(places)]
                 for use, places in lasting.items()
             }
-            return Dependence(kept, True, False)
-    return Dependence(lasting, False, len(reached) == len(graph.uses))
+            return kept, True, False
+    return lasting, False, len(reached) == len(feed.uses)
 
 
 def find_hidden(
-    graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout], fitting: Fitting
+    graph: Graph, feed: Feed, samples: int, fitting: Fitting
 ) -> tuple[ReachedUse, Tensor | None] | None:
     """A use where samples are mixed although random numbers came back apart.
 
@@ -175,17 +145,27 @@ def find_hidden(
         The use, and the trainable leaf that hides the mixing, if one does; ``None`` if samples are not mixed
         for any values of the leaves near to theirs.
     """
-    samples = next(layout.samples for layout in chosen)
     generator = torch.Generator().manual_seed(samples)
-    noise = noise_at(outputs)
-    edges = [output.edge for output in outputs]
-    tolerance = max(torch.finfo(output.dtype).eps for output in outputs) ** 0.5
+    noise = feed.noise()
+    tolerance = max(torch.finfo(output.dtype).eps for output in feed.outputs) ** 0.5
     checkpoints = [*graph.checkpoints, *checkpoints_of(graph.uses)]
 
     def leaks(fed: Tensor, options: SweepOptions) -> list[tuple[ReachedUse, Tensor]]:
+        """Rows of samples that were fed zeros: without a graph if they are not zero, else with theirs."""
         found: list[tuple[ReachedUse, Tensor]] = []
-        visit = _note_leaks(found, fitting, fed, tolerance)
-        sweep(edges, by_sample(noise, chosen, fed), graph.uses, visit, options)
+
+        def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
+            for layouts, cotangent in zip(fitting[use], cotangents, strict=True):
+                if cotangent is None:
+                    continue
+                rows = layouts[0].to_front(cotangent, 1)[0]
+                other = rows[~fed.to(rows.device)]
+                if bool(other.detach().abs().amax() > tolerance * rows.detach().abs().amax()):
+                    found.append((use, other.detach()))
+                elif other.requires_grad:
+                    found.append((use, other))
+
+        sweep(feed.edges, feed.by_sample(noise, fed), feed.uses, visit, options)
         return found
 
     def leaks_of(leaves: Sequence[Tensor], fed: Tensor) -> list[tuple[ReachedUse, Tensor]]:
@@ -208,25 +188,6 @@ def find_hidden(
                 hiding = (leaf for leaf in graph.leaves() if leaks_of([leaf], fed))
                 return found[0][0], next(hiding, None)
     return None
-
-
-def _note_leaks(
-    leaks: list[tuple[ReachedUse, Tensor]], fitting: Fitting, fed: Tensor, tolerance: float
-) -> Visit:
-    """Note rows of samples that were fed zeros: without a graph if they are not zero, else with theirs."""
-
-    def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
-        for layouts, cotangent in zip(fitting[use], cotangents, strict=True):
-            if cotangent is None:
-                continue
-            rows = layouts[0].to_front(cotangent, 1)[0]
-            other = rows[~fed.to(rows.device)]
-            if bool(other.detach().abs().amax() > tolerance * rows.detach().abs().amax()):
-                leaks.append((use, other.detach()))
-            elif other.requires_grad:
-                leaks.append((use, other))
-
-    return visit
 
 
 @contextlib.contextmanager

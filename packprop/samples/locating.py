@@ -1,4 +1,4 @@
-"""Where the samples are: known from the graph, not guessed from shapes."""
+"""The place of the samples in every tensor of a pass: known from the graph, not guessed from shapes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -22,29 +22,22 @@ from packprop.graph.completeness import (
 )
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.own_backward import require_linear_backward, starts_of
-from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
-from packprop.samples.errors import mixed, require_samples
-from packprop.samples.hidden_mixing import Look, dependence, find_hidden
+from packprop.samples.feeding import Feed, first_of, model_outputs
+from packprop.samples.hidden_mixing import Look, constants_of, dependence, find_hidden
 from packprop.samples.loss_mixing import require_separate_losses
-from packprop.samples.loss_rows import locate_rows
-from packprop.samples.rows import first_of
-from packprop.samples.separation import (
-    admitted_layouts,
-    layouts_at,
-    model_outputs,
-    separate,
-)
+from packprop.samples.loss_rows import declaration, locate_rows, require_samples
+from packprop.samples.separation import admitted_layouts, layouts_at, separate
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout
 from packprop.tensors.traced import is_traced, require_untraced
 
 MANY = 256
-"""How many kinds of passes are remembered for a module."""
+"""The number of kinds of passes that are remembered for a module."""
 
 
 @dataclass(frozen=True)
 class _SampleLocations:
-    """Where the tensors of a pass hold the samples.
+    """The places where the tensors of a pass hold the samples.
 
     Args:
         samples: Number of samples.
@@ -61,7 +54,7 @@ class _SampleLocations:
 
 @dataclass
 class _Memory:
-    """What earlier passes have shown.
+    """The findings of earlier passes.
 
     Args:
         locations: Where the samples are, by the signature of the pass, where this holds for all values.
@@ -79,7 +72,7 @@ class _Memory:
 
 
 _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""What passes have shown, by the module that was called first; without a module, by the first leaf."""
+"""The findings of passes, by the module that was called first; without a module, by the first leaf."""
 
 
 def _memory_of(graph: Graph) -> _Memory:
@@ -134,7 +127,12 @@ def locate_samples(graph: Graph) -> None:
     locations = None if reordered else memory.locations.get(graph.signature)
     if locations is None:
         try:
-            locations = _usual_locations(graph) if is_dry_run() else _tried_locations(graph, memory)
+            if is_dry_run():
+                locations = _usual_locations(graph)
+            else:
+                require_untraced("where the samples are")
+                with graph.hooks.quiet():
+                    locations = _find_locations(graph, memory)
         except Reread:
             assert graph.again is not None
             asked = graph.asked
@@ -154,7 +152,7 @@ def locate_samples(graph: Graph) -> None:
 
 
 def is_order_of_data(graph: Graph) -> bool:
-    """Whether data may decide on the order of the samples: then they are located anew in each pass."""
+    """Tell whether data may decide on the order of the samples: then they are located anew in each pass."""
     if graph.hides_order or graph.documents is not None:
         return True
     if not graph.reorderings or graph.samples == 1:
@@ -200,26 +198,12 @@ def _usual_locations(graph: Graph) -> _SampleLocations:
         if not all(layouts):
             if _are_reclassified([use], samples):
                 raise Reread
-            raise mixed(graph, use)
+            raise _mixed(graph, use)
         uses.append([layout[0] for layout in layouts])
-    if samples > 1:
-        _sweep_once(graph)
+    if samples > 1:  # for the memory of one of the sweeps that a real pass makes
+        seeds = [torch.empty(output.shape, dtype=output.dtype, device=output.device) for output in outputs]
+        Feed(outputs, chosen, graph.uses).sizes(seeds, {})
     return _SampleLocations(samples, chosen, uses, False)
-
-
-def _sweep_once(graph: Graph) -> None:
-    """Make one of the sweeps that locating the samples takes in a real pass, for its memory."""
-    outputs = model_outputs(graph)
-    seeds = [torch.empty(output.shape, dtype=output.dtype, device=output.device) for output in outputs]
-    edges = [output.edge for output in outputs]
-    sweep(edges, seeds, graph.uses, lambda *_: None, ONE_COLUMN_WITHOUT_INPUTS)
-
-
-def _tried_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
-    """Where sweeps show that the samples are."""
-    require_untraced("where the samples are")
-    with graph.hooks.quiet():
-        return _find_locations(graph, memory)
 
 
 def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
@@ -230,7 +214,8 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     samples = graph.samples
     mixing: list[ReachedUse] = []
     for chosen in choices:
-        fitting, unfit = separate(graph, outputs, chosen, samples)
+        feed = Feed(outputs, chosen, graph.uses)
+        fitting, unfit = separate(graph, feed, samples)
         if not unfit:
             break
         mixing += unfit
@@ -238,36 +223,71 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         raise Reread
     suspect = next((use for use in graph.uses if use.suspect), None)
     if samples > 1 and suspect is not None and not unfit:
-        raise mixed(graph, suspect)
+        raise _mixed(graph, suspect)
     in_order = not unfit and all(layout.rows is None for own in first_of(fitting) for layout in own)
     own = any(isinstance(node, BackwardCFunction) for use in graph.uses for node in use.anchors)
     if samples == 1 or not in_order or own:
         require_linear_backward(graph.asked, starts_of(graph.roots))
     if unfit:
-        raise mixed(graph, mixing[0])
+        raise _mixed(graph, mixing[0])
     if samples == 1:
         return _SampleLocations(1, chosen, first_of(fitting), True)
     look = memory.looks.get(graph.signature)
     if graph.signature in memory.examined or not (look is None or look.is_due(graph)):
         return _SampleLocations(samples, chosen, first_of(fitting), False)
-    shown = dependence(graph, outputs, chosen, fitting, graph.structure not in memory.structures)
-    if shown.on_values:
-        hidden = find_hidden(graph, outputs, chosen, shown.fitting)
+    fitting, on_values, for_all = dependence(feed, samples, fitting, graph.structure not in memory.structures)
+    if on_values:
+        hidden = find_hidden(graph, feed, samples, fitting)
         if hidden is not None:
             if _are_reclassified([hidden[0]], samples):
                 raise Reread
             memory.looks.pop(graph.signature, None)  # it is refused in the next pass, too
-            raise mixed(graph, *hidden)
+            raise _mixed(graph, *hidden)
         if look is None:
-            memory.looks[graph.signature] = Look.at(graph)
+            memory.looks[graph.signature] = Look(constants_of(graph))
     else:
         memory.examined.add(graph.signature)
         memory.structures.add(graph.structure)
-    lasting = shown.is_conclusive and not shown.on_values and in_order
-    return _SampleLocations(samples, chosen, first_of(shown.fitting), lasting)
+    return _SampleLocations(samples, chosen, first_of(fitting), for_all and in_order)
 
 
 def _are_reclassified(uses: Sequence[ReachedUse], samples: int) -> bool:
-    """Whether some undecided uses, behind which samples meet, are made of parameters alone."""
+    """Tell whether some undecided uses, behind which samples meet, are made of parameters alone."""
     found = [use.undecided(use, samples) for use in uses if use.undecided is not None]
     return any(found)
+
+
+def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> PackpropError:
+    """The samples are mixed below a use; ``hiding``: the leaf whose present values hide it."""
+    place = graph.uses.index(mixing)
+    after = f" and {graph.label(graph.uses[place - 1])}" if place else " and the loss"
+    where = f"between {graph.label(mixing)}{after}"
+    if hiding is not None:
+        name = graph.name(hiding)
+        return PackpropError(
+            graph.asked,
+            where,
+            f"the samples are mixed there, and only the present values of {name!r} hide it: the loss of one "
+            f"sample depends on the inputs of others as soon as {name!r} changes",
+            "keep the samples independent of each other, or set requires_grad=False on that parameter",
+        )
+    if graph.documents is not None:
+        return PackpropError(
+            graph.asked,
+            where,
+            "documents meet there: the loss of one depends on the inputs of another one, as with a mask that "
+            "does not keep them apart, or in a layer that runs over all positions of a row; or no axes of the "
+            f"output, of shape {list(mixing.recorded.shapes[0])}, hold them",
+            "keep documents apart (a block-diagonal mask), or leave record(documents=...) out: a row is a "
+            "sample then",
+        )
+    return PackpropError(
+        graph.asked,
+        where,
+        f"the samples are mixed there: the loss of one of {graph.samples} depends on the inputs of others, or "
+        f"no axis of the output, of shape {list(mixing.recorded.shapes[0])}, holds them. Sample n is row n of "
+        f"what the loss takes{declaration(graph)}",
+        "keep the samples apart (no statistics over the batch); declare their axis if the loss takes another "
+        "one first, extend(model, sample_axis=1); if several rows of the loss are of one sample, flatten them "
+        "in front of it from a tensor [n, t, c]; or set requires_grad=False on the parameters upstream",
+    )

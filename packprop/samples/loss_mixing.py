@@ -33,8 +33,8 @@ from packprop.graph.graph import Graph, OpenPlace, ReachedLoss
 from packprop.graph.pull import pull_columns
 from packprop.graph.sweep import unmasked
 from packprop.graph.traversal import made_by
+from packprop.samples.feeding import Feed, ModelOutput
 from packprop.samples.hidden_mixing import parts
-from packprop.samples.separation import ModelOutput, by_sample, noise_at, ones_at
 from packprop.tensors.layout import Layout, possible_layouts
 from packprop.tensors.repeated import Products
 
@@ -70,7 +70,7 @@ def require_separate_losses(graph: Graph, outputs: Sequence[ModelOutput], chosen
 def _ends(
     graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout]
 ) -> list[tuple[ModelOutput, Layout]]:
-    """Where the user's own arithmetic begins: values of losses, and what it takes beside these."""
+    """The tensors where the user's own arithmetic begins: values of losses, and what it takes beside these."""
     records: list[ReachedLoss | OpenPlace | None] = [*graph.losses, *graph.open]
     ends = []
     for record, output, layout in zip(records or [None] * len(outputs), outputs, chosen, strict=True):
@@ -83,7 +83,7 @@ def _ends(
 
 
 def _layout_of_value(shape: torch.Size, output: ModelOutput, layout: Layout) -> Layout:
-    """Where the value of a loss holds the samples: if it was not reduced, where its input does."""
+    """The place of the samples in the value of a loss: if it was not reduced, that in its input."""
     kept, rest = without_classes(layout, output.shape, output.loss.class_axis)
     if shape == output.shape:
         return layout
@@ -115,11 +115,12 @@ class _Part:
         layouts: Sequence[Layout],
     ) -> None:
         self._asked, self._name, self._samples = graph.asked, name, graph.samples
-        self._roots, self._seeds, self._ends, self._layouts = roots, seeds, ends, layouts
-        self._edges = [end.edge for end in ends]
+        self._roots, self._seeds, self._layouts = roots, seeds, layouts
+        self._feed = Feed(ends, layouts)
+        self._edges = self._feed.edges
 
     def is_separate(self) -> bool:
-        """Whether it is a sum over samples for all values; refused if it is none for the present ones."""
+        """Tell whether it is a sum over samples for all values; refused if it is none for the present ones."""
         nodes = self._nodes()
         for node, places in nodes:
             if not has_kinks(node):
@@ -172,7 +173,7 @@ class _Part:
     def _joins_samples(self, edge: GradientEdge) -> bool:
         """Tell whether a tensor inside depends on more than one sample."""
         try:
-            gradients = self._gradients_of(edge, *ones_at([ModelOutput.at(edge)]))
+            gradients = self._gradients_of(edge, ModelOutput.at(edge).ones())
         except (RuntimeError, NotImplementedError):
             return False
         reached: Tensor | None = None
@@ -195,10 +196,10 @@ class _Part:
         """
         made = ModelOutput.at(edge)
         if any(layout.axis is None for layout in self._layouts):  # no entry may depend on the whole batch
-            gradients = zip(self._gradients_of(edge, *ones_at([made])), self._layouts, strict=True)
+            gradients = zip(self._gradients_of(edge, made.ones()), self._layouts, strict=True)
             return any(gradient is not None and layout.axis is None for gradient, layout in gradients)
         cotangent = torch.ones(made.shape, dtype=made.dtype, device=made.device, requires_grad=True)
-        sweeps, ones = parts(self._samples, every=True), ones_at(self._ends)
+        sweeps = parts(self._samples, every=True)
         count = torch.zeros(made.shape, dtype=torch.int64, device=made.device)
         try:
             with torch.enable_grad(), unmasked([edge]):
@@ -207,7 +208,7 @@ class _Part:
             if not reached:
                 return False
             for fed in sweeps:
-                vectors = by_sample(ones, self._layouts, torch.where(fed, torch.nan, 0.0))
+                vectors = self._feed.ones(torch.where(fed, torch.nan, 0.0))
                 with torch.autograd.set_detect_anomaly(False):
                     (along,) = pull_columns(
                         [products[p] for p in reached],
@@ -223,11 +224,11 @@ class _Part:
 
     def _has_samples_on_an_axis(self, made: ModelOutput) -> bool:
         """Tell whether the rows along some axis of a tensor inside depend on one sample each."""
-        sweeps, ones = parts(self._samples, every=True), ones_at([made])
+        sweeps = parts(self._samples, every=True)
 
         def is_apart(own: Layout, fed: Tensor) -> bool:
             """Tell whether nothing comes back in the rows of samples that were fed zeros."""
-            products = self._gradients_of(made.edge, *by_sample(ones, [own], fed))
+            products = self._gradients_of(made.edge, *Feed([made], [own]).ones(fed))
             return not any(
                 bool((layout.to_front(product)[~fed.to(product.device)] != 0).any())
                 for product, layout in zip(products, self._layouts, strict=True)
@@ -250,7 +251,7 @@ class _Part:
         curved = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
         if not curved:
             return True
-        noise = noise_at(self._ends)
+        noise = self._feed.noise()
         lasting = True
         for fed in parts(self._samples, every=False):
             for factors in (fed.double(), torch.where(fed, torch.nan, 0.0)):
@@ -275,14 +276,14 @@ class _Part:
 
     def _vectors(self, noise: Sequence[Tensor], factors: Tensor) -> list[Tensor]:
         """Numbers for each end, those of each sample times a factor of its own."""
-        own = by_sample(noise, self._layouts, factors)
+        own = self._feed.by_sample(noise, factors)
         return [
             (random * factors.abs().amax()).to(vector) if layout.axis is None else vector
             for vector, random, layout in zip(own, noise, self._layouts, strict=True)
         ]
 
     def _leak(self, product: Tensor, gradient: Tensor, layout: Layout, fed: Tensor) -> tuple[Tensor, Tensor]:
-        """What must be zero, and what it is compared with."""
+        """The numbers that must be zero, and one that they are compared with."""
         if layout.axis is None:
             return product.abs(), gradient.abs().amax()
         rows, fed = layout.to_front(product), fed.to(product.device)

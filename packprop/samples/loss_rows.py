@@ -1,4 +1,4 @@
-"""Which sample each row of a loss's input belongs to.
+"""The sample that each row of a loss's input belongs to.
 
 # NOTE [Rows of a loss]
 Sample n is row n of what a loss takes, along axis 0 or the declared ``sample_axis``, as ``vmap`` has it. A loss
@@ -23,10 +23,41 @@ from torch.autograd.graph import Node
 from packprop.errors import PackpropError
 from packprop.graph.graph import WHOLE, Graph
 from packprop.samples.documents import layouts_of_documents
-from packprop.samples.separation import ModelOutput
+from packprop.samples.feeding import ModelOutput
 from packprop.samples.tracing import Rows, followed
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout, layout_of_rows, possible_layouts
+
+
+def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
+    """Raise if there is nowhere to feed samples in."""
+    if not outputs:
+        raise PackpropError(
+            graph.asked,
+            "the tensor that backward() was called on",
+            "neither a recorded loss nor the output of an extended module lies between it and the parameters",
+            "let a loss function of torch make it, as an extended module or as a function inside "
+            "`with packprop.record():`; or extend a module of your own that takes the model's output",
+        )
+    for output in outputs:
+        axis = output.loss.sample_axis or 0
+        if not output.shape or output.loss.one_sample or output.shape[axis]:
+            continue
+        raise PackpropError(
+            graph.asked,
+            f"the model's output, of shape {list(output.shape)}",
+            "the batch is empty",
+            "leave the pass out (`if len(x):`), or ask without probes, plans and other ranks",
+        )
+    if not (graph.losses or graph.open or all(output.shape for output in outputs)):
+        raise PackpropError(
+            graph.asked,
+            "the model's output, one number",
+            "no loss function that packprop has a rule for made it, so that no axis of it holds the samples",
+            "let the model return what the number is computed from, and compute the loss outside of it; or "
+            "let it call a loss function of torch; or a module without parameters that takes what the number "
+            "is computed from and the targets, after packprop.extend(module)",
+        )
 
 
 def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list[list[Layout]]]:
@@ -43,7 +74,7 @@ def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list
         layouts = layouts_of_documents(graph, outputs)
         return layouts[0].samples, [layouts]
     axis = declared_axis(graph)
-    found = _taken_in_turn([_rows_of(output) if output.decides else None for output in outputs])
+    found = _taken_in_turn([_rows_of(output) if output.decides else None for output in outputs], axis)
     layouts_found = [
         _layout(graph, output, rows, axis) if output.decides else None
         for output, rows in zip(outputs, found, strict=True)
@@ -79,9 +110,9 @@ def declared_axis(graph: Graph) -> int | None:
 
 
 def declaration(graph: Graph) -> str:
-    """The declaration as users wrote it; empty if there is none."""
+    """The declaration as messages say it behind what it is about; empty if there is none."""
     said = declared_axis(graph)
-    return "" if said is None else f"sample_axis={said}"
+    return "" if said is None else f", along sample_axis={said}"
 
 
 def _rows_of(output: ModelOutput) -> Rows | None:
@@ -91,10 +122,11 @@ def _rows_of(output: ModelOutput) -> Rows | None:
     return followed(output.edge, output.shape, is_row=output.loss.one_sample or not output.shape)
 
 
-def _taken_in_turn(found: Sequence[Rows | None]) -> list[Rows | None]:
+def _taken_in_turn(found: Sequence[Rows | None], declared: int | None) -> list[Rows | None]:
     """The rows of several losses, where parts that they take of one tensor are as if merged.
 
-    Axes in front that all take the same entry of, as a loop over rows of ``out[-1]`` does, are no axes of rows.
+    Axes in front that all take the same entry of, as a loop over rows of ``out[-1]`` does, are no axes of rows,
+    unless the axis that is declared to hold the samples is counted from there.
     """
     taken: dict[tuple[Node, int], set[tuple[int, ...]]] = defaultdict(set)
     for rows in found:
@@ -104,7 +136,7 @@ def _taken_in_turn(found: Sequence[Rows | None]) -> list[Rows | None]:
     for rows in found:
         parts = set() if rows is None or rows.whole is None else taken[rows.whole]
         if rows is not None and len(parts) > 1 and not rows.merged:
-            while len(rows.lead) > 1 and rows.lead[0] > 1:
+            while not declared and len(rows.lead) > 1 and rows.lead[0] > 1:
                 inner = math.prod(rows.lead[1:])
                 if len({place // inner for places in parts for place in places}) > 1:
                     break
@@ -116,7 +148,7 @@ def _taken_in_turn(found: Sequence[Rows | None]) -> list[Rows | None]:
 
 
 def _layout(graph: Graph, output: ModelOutput, rows: Rows | None, declared: int | None) -> Layout:
-    """Where an output of the model holds the samples."""
+    """The place of the samples in an output of the model."""
     shape, known = output.shape, output.loss.sample_axis
     if rows is None:  # the loss knows its axis
         return _along(known or 0, shape[known or 0])
@@ -163,7 +195,7 @@ def _along(axis: int, samples: int) -> Layout:
 
 
 def _anywhere(graph: Graph, output: ModelOutput, samples: int, declared: int | None) -> list[Layout]:
-    """Where a tensor that no loss is known to take may hold the samples: first of all where a loss would."""
+    """The places where a tensor that no loss takes may hold the samples: first of all where a loss would."""
     layouts = possible_layouts(output.shape, samples)
     try:
         usual = _layout(graph, output, _rows_of(output), declared)

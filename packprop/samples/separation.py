@@ -1,4 +1,4 @@
-"""Which layouts keep the samples apart: tried on the graph with random numbers.
+"""Layouts that keep the samples apart: tried on the graph with random numbers.
 
 # NOTE [Separation]
 A sample has a quantity of its own at a use if the cotangent in its rows comes from its own part of the loss
@@ -14,86 +14,33 @@ pass; whether it holds for all, so that its result may be kept, is told by NOTE 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.functions.losses import Loss, describe
 from packprop.functions.nodes import ENTRYWISE, name_of_node
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.search import nodes_above
 from packprop.graph.traversal import made_by
 from packprop.recording.marks import Use
-from packprop.samples.rows import (
-    Fitting,
-    Sizes,
-    Sweeps,
-    differ,
-    first_of,
-    layouts_of_rows,
-    levels,
-    sequences_of,
-    sizes_of_rows,
-)
+from packprop.samples.feeding import Feed, Fitting, ModelOutput, Sizes, first_of, model_outputs
+from packprop.samples.rows import RowSearch, differ, levels
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout, layout_of_rows, possible_layouts
 from packprop.tensors.traced import decided
 
 
-@dataclass(frozen=True)
-class ModelOutput:
-    """An output of the model where samples can be fed in.
-
-    Args:
-        edge: Where it came from.
-        shape: Its shape.
-        dtype: Its type.
-        device: Its device.
-        loss: What is known of the loss that took it.
-        decides: Whether its extent says how many samples there may be.
-    """
-
-    edge: GradientEdge
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    loss: Loss
-    decides: bool
-
-    @classmethod
-    def at(cls, edge: GradientEdge, loss: Loss | None = None, decides: bool = True) -> ModelOutput:
-        """A tensor inside the graph, as it was made."""
-        made = made_by(edge.node)[edge.output_nr]
-        rule = loss or Loss(None, 1.0, None, None)
-        return cls(edge, torch.Size(made.shape), made.dtype, made.device, rule, decides)
-
-
-def model_outputs(graph: Graph) -> list[ModelOutput]:
-    """Where samples can be fed in: at the inputs of the losses, or without losses at outputs of the model.
-
-    Those of recorded losses come first; then where paths without any meet the model, see NOTE [Open paths].
-    """
-    calls = [(loss.call, loss.call.edge) for loss in graph.losses]
-    outputs = [ModelOutput.at(edge, describe(call.function, call.args, call.kwargs)) for call, edge in calls]
-    outputs += [ModelOutput.at(place.edge, place.loss, place.loss is not None) for place in graph.open]
-    return outputs or [ModelOutput.at(edge) for edge, forward, _ in graph.outputs if forward.has_parameters]
-
-
-def separate(
-    graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout], samples: int
-) -> tuple[Fitting, list[ReachedUse]]:
+def separate(graph: Graph, feed: Feed, samples: int) -> tuple[Fitting, list[ReachedUse]]:
     """Find layouts of all uses that keep the samples apart; see NOTE [Separation].
 
     Args:
         graph: What the pass goes through.
-        outputs: The model's outputs, where samples are fed in.
-        chosen: Where each of them holds the samples.
+        feed: Where samples are fed in.
         samples: Number of samples.
 
     Returns:
@@ -106,16 +53,15 @@ def separate(
         use: [admitted_layouts(use, index, samples) for index in range(len(use.recorded.shapes))]
         for use in graph.uses
     }
-    edges = [output.edge for output in outputs]
-    dtypes = _dtypes_on_the_way(outputs)
+    dtypes = _dtypes_on_the_way(feed.outputs)
     largest = min(torch.finfo(dtype).max for dtype in dtypes)
     powers = random_powers(samples, largest)
-    noise = noise_at(outputs)  # as large as what the losses were given: there is one of it at any time
+    noise = feed.noise()  # as large as what the losses were given: there is one of it at any time
 
     def scaled_by(exponents: Tensor) -> Sizes:
-        scale_by_sample(noise, chosen, torch.exp2(exponents))
-        sizes = sizes_of_rows(graph.uses, edges, noise, fitting)
-        scale_by_sample(noise, chosen, torch.exp2(-exponents))
+        feed.scale(noise, torch.exp2(exponents))
+        sizes = feed.sizes(noise, fitting)
+        feed.scale(noise, torch.exp2(-exponents))
         return {place: rows * torch.exp2(-exponents) for place, rows in sizes.items()}
 
     first, second = scaled_by(powers), scaled_by(-powers)
@@ -129,9 +75,8 @@ def separate(
             fitting[use][index].remove(layout)
     unfit = [use for use, layouts in fitting.items() if not all(layouts)]
     if unfit or any(use.reordered for use in graph.uses):
-        noisy, even = (functools.partial(by_sample, given, chosen) for given in (noise, ones_at(outputs)))
-        sweeps = Sweeps(edges, noisy, even, graph.uses)
-        _add_layouts_of_rows(graph, fitting, unfit, sweeps, samples, largest, tolerance)
+        search = RowSearch(feed, noise, samples, levels(samples, largest), tolerance, graph.documents)
+        _add_layouts_of_rows(fitting, unfit, search)
     return fitting, [use for use, layouts in fitting.items() if not all(layouts)]
 
 
@@ -143,34 +88,25 @@ def _dtypes_on_the_way(outputs: Sequence[ModelOutput]) -> set[torch.dtype]:
     return {output.dtype for output in outputs} | (behind & {torch.float16})
 
 
-def _add_layouts_of_rows(
-    graph: Graph,
-    fitting: Fitting,
-    unfit: Sequence[ReachedUse],
-    sweeps: Sweeps,
-    samples: int,
-    largest: float,
-    tolerance: float,
-) -> None:
+def _add_layouts_of_rows(fitting: Fitting, unfit: Sequence[ReachedUse], search: RowSearch) -> None:
     """Add layouts of rows in any order behind those that fit, where rows were reordered.
 
     A function may take some rows of some samples, in order, as in a loop over samples: no axis holds them all,
-    and it is ``unfit``. Samples that are ``documents``, of which each position of the losses has one, are in
-    any order everywhere.
+    and it is ``unfit``. Samples that are documents, of which each position of the losses has one, are in any
+    order everywhere.
     """
-    documents = graph.documents
     places: Fitting = {}
     for use, outputs in fitting.items():
         if use.reordered or use in unfit:
             shapes = use.recorded.shapes
             each = [
-                _by_row(shape, documents) if not own or own[0].folded else []
+                _by_row(shape, search.documents) if not own or own[0].folded else []
                 for shape, own in zip(shapes, outputs, strict=True)
             ]
             places[use] = [
                 [layout for layout in own if _is_admitted(use, index, layout)] for index, own in enumerate(each)
             ]
-    for use, index, layout in layouts_of_rows(places, sweeps, samples, largest, tolerance, documents):
+    for use, index, layout in search.layouts(places):
         assert layout.rows is not None
         own = layout.rows.sample_of
         places_of = (plain.sample_of(own.device) for plain in fitting[use][index] if plain.axis == layout.axis)
@@ -193,38 +129,8 @@ def _by_row(shape: torch.Size, documents: Tensor | None) -> list[Layout]:
     ]
 
 
-def noise_at(outputs: Sequence[ModelOutput]) -> list[Tensor]:
-    """Random numbers for each output of the model, as it would hold them: the same ones in each call."""
-    generator = torch.Generator().manual_seed(len(outputs))
-    return [
-        torch.randn(output.shape, generator=generator).to(output.device, output.dtype) for output in outputs
-    ]
-
-
-def ones_at(outputs: Sequence[ModelOutput]) -> list[Tensor]:
-    """Ones for each output of the model, of which one is in memory."""
-    return [torch.ones((), dtype=output.dtype, device=output.device).expand(output.shape) for output in outputs]
-
-
-def by_sample(given: Sequence[Tensor], chosen: Sequence[Layout], factors: Tensor) -> list[Tensor]:
-    """Numbers for each output of the model, those of each sample times a factor of its own ``[n]``."""
-    return [numbers * own for numbers, own in zip(given, _at_rows(given, chosen, factors), strict=True)]
-
-
-def scale_by_sample(given: Sequence[Tensor], chosen: Sequence[Layout], factors: Tensor) -> None:
-    """Multiply in place the numbers of each sample by a factor of its own ``[n]``."""
-    for numbers, own in zip(given, _at_rows(given, chosen, factors), strict=True):
-        numbers.mul_(own)
-
-
-def _at_rows(given: Sequence[Tensor], chosen: Sequence[Layout], factors: Tensor) -> Iterator[Tensor]:
-    """The factors ``[n]`` for each output of the model, where it has the rows of the samples."""
-    for numbers, layout in zip(given, chosen, strict=True):
-        yield layout.broadcast(factors.to(numbers.device, numbers.dtype.to_real()), numbers.dim())
-
-
 def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) -> list[Layout] | int:
-    """Where tensors between the losses and the uses hold the samples.
+    """The places where tensors between the losses and the uses hold the samples.
 
     Some are known already: inputs of losses, outputs of uses, and outputs of entrywise functions of these.
     The others are found by the same check as for uses.
@@ -281,21 +187,21 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
 
 
 def _found_layouts(unknown: Graph, graph: Graph) -> list[list[Layout]] | int:
-    """Where the uses of a graph hold the samples of another one, or the number of the first that mixes them."""
-    fitting, unfit = separate(unknown, model_outputs(graph), graph.source_layouts, graph.samples)
+    """The places of a graph's samples in uses of another one, or the number of the first that mixes them."""
+    fitting, unfit = separate(
+        unknown, Feed(model_outputs(graph), graph.source_layouts, unknown.uses), graph.samples
+    )
     return first_of(fitting) if not unfit else unknown.uses.index(unfit[0])
 
 
 def admitted_layouts(use: ReachedUse, index: int, samples: int) -> list[Layout]:
     """The ways in which an output of a use can hold the samples, as far as shape and entries say."""
-    if sequences_of(use) is not None:
-        return []  # see NOTE [Rows of samples]
     layouts = possible_layouts(use.recorded.shapes[index], samples)
     return [layout for layout in layouts if _is_admitted(use, index, layout)]
 
 
 def _is_admitted(use: ReachedUse, index: int, layout: Layout) -> bool:
-    """Whether the entries of a use allow the samples to be there in one of its outputs."""
+    """Tell whether the entries of a use allow the samples to be there in one of its outputs."""
     if layout.axis is None:
         return True
     axes = [site.entry.sample_axes for site in use.sites]

@@ -134,7 +134,7 @@ def _reshaped(
 
 
 def _is_folded_norm(above: GradientEdge, shape: torch.Size) -> bool:
-    """Whether it is an instance norm, which PyTorch takes of ``[1, n c, t]``, that is unfolded to a shape."""
+    """Tell whether it is an instance norm, of which PyTorch makes one of ``[1, n c, t]``, that is unfolded."""
     before = _shape_of(above)
     return name_of_node(above.node) in NORMALISATIONS and before[0] == 1 and len(before) == len(shape)
 
@@ -163,8 +163,8 @@ def _part(
         return None
     taken = _entries(edge, before[axis])
     behind = rows.lead[axis:]
-    if name in PICKS:  # an axis that rows were taken along before stays one, another is that of the loss
-        if rows != ONE_ROW and not is_taken:
+    if name in PICKS:  # of what rows were taken of already: they run along the axis that it takes away, too
+        if rows != ONE_ROW and (rows.merged or not is_taken):
             return None
     elif len(taken) != rows.lead[axis]:
         return None
@@ -214,7 +214,7 @@ def _entries(edge: GradientEdge, extent: int) -> Sequence[int]:
 
 
 def _axes_of(rows: Rows, shape: torch.Size) -> int:
-    """How many leading axes of a tensor the rows run along."""
+    """The number of leading axes of a tensor that the rows run along."""
     own = len(rows.lead)
     if tuple(shape[:own]) == rows.lead:
         return own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from itertools import product
 
@@ -240,6 +240,22 @@ def test_rows_of_one_step_are_samples(way: str, step: int) -> None:
         assert_near(mine, wanted, way)
 
 
+def test_a_declared_axis_is_counted_from_the_steps() -> None:
+    """A time-first model whose samples are declared: its rows may be taken of one step, or of all."""
+    found = []
+    for axis, steps in ((1, range(2)), (1, range(1, 2)), (None, range(1, 2))):
+        model, _, y = batch_of_rows()
+        torch.manual_seed(2)
+        x = torch.randn(2, SAMPLES, WIDTH).double()
+        with packprop.record(sample_axis=axis), packprop.backpack(extensions.BatchGrad()):
+            out = model(x)
+            sum(F.cross_entropy(out[t][n], y[n]) for t in steps for n in range(SAMPLES)).backward()
+        found.append([p.grad_batch for p in model.parameters()])
+    for both, one, alone in zip(*found, strict=True):
+        assert len(both) == len(one) == SAMPLES
+        assert_near(one, alone, "one step")
+
+
 @pytest.mark.parametrize("way", ["rows", "slices", "chunks"])
 def test_rows_of_each_step_belong_to_the_samples_in_front(way: str) -> None:
     """``out[n][t]`` in two loops: ``n`` samples, as flattened positions are."""
@@ -253,6 +269,31 @@ def test_rows_of_each_step_belong_to_the_samples_in_front(way: str) -> None:
         F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").backward()
     for mine, p in zip(found, model.parameters(), strict=True):
         assert_near(mine, p.grad_batch, way)
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        lambda out, y, mask: (out[-1][mask], y[mask]),
+        lambda out, y, mask: (out[-1].flatten(0, 1)[mask.flatten()], y[mask]),
+        lambda out, y, mask: (out[-1].flatten(0, 1)[2:7], y.flatten()[2:7]),
+        lambda out, y, mask: (out[-1][1:].flatten(0, 1), y[1:].flatten()),
+    ],
+    ids=["mask", "flat mask", "slice", "rows"],
+)
+def test_rows_that_are_taken_of_one_step(taken: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """One loss over some positions of the samples: the steps are none of their axes."""
+    model, _, _ = batch_of_rows()
+    x, y = torch.randn(2, SAMPLES, 4, WIDTH).double(), torch.randint(WORDS, (SAMPLES, 4))
+    mask = torch.tensor([[1, 0, 1, 1], [0, 0, 1, 0], [1, 1, 0, 0]], dtype=torch.bool)
+    with packprop.record(), packprop.backpack(extensions.BatchGrad()):
+        F.cross_entropy(*taken(model(x), y, mask), reduction="sum").backward()
+    found = [p.grad_batch for p in model.parameters()]
+    with packprop.record(), packprop.backpack(extensions.BatchGrad()):
+        F.cross_entropy(*taken(model(x[1:]), y, mask), reduction="sum").backward()
+    for mine, p in zip(found, model.parameters(), strict=True):
+        assert_near(mine, p.grad_batch, "rows")
+        assert len(mine) in (2, SAMPLES)
 
 
 def test_losses_of_single_rows_in_which_samples_meet() -> None:

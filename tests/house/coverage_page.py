@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from packprop import PackpropError, extensions
-from packprop.functions.entry import name_of
 from packprop.functions.losses.description import LOSSES
 from packprop.functions.nodes import is_wrong_in_second_order, short_name
 from packprop.functions.registry import RULES, Rule, rule_for
@@ -149,7 +148,7 @@ def read_cases(covered: Covered) -> tuple[dict[str, Line], dict[str, Line]]:
     uses = {title: Line(title) for title in (ENTRIES, FALLBACK, DERIVED, NORMALISED, SHARED, REGION)}
     asked: set[Any] = set()
     losses = {
-        title: Line(title) for title in (*(f"`{name_of(function)}`" for function in LOSSES), OWN, TWO, NONE)
+        title: Line(title) for title in (*(f"`{function.__name__}`" for function in LOSSES), OWN, TWO, NONE)
     }
     for case in sorted(CASES, key=lambda case: -sum((name, case.name) in covered for name in CATALOGUE)):
         if case.refuses:
@@ -174,7 +173,7 @@ def read_cases(covered: Covered) -> tuple[dict[str, Line], dict[str, Line]]:
                     line.layers[layer] = None
                 rows[id(line)] = line
         functions = [loss.call.function for loss in graph.losses]
-        kinds = {f"`{name_of(function)}`" if function in LOSSES else OWN for function in functions}
+        kinds = {f"`{function.__name__}`" if function in LOSSES else OWN for function in functions}
         kinds |= {TWO} if len(functions) > 1 else set() if functions else {NONE}
         for line in (*rows.values(), *(losses[kind] for kind in kinds)):
             line.cases.append(case)

@@ -63,7 +63,7 @@ AUTOGRAD = {
     "testing": "is the loop that results are compared with",
 }
 # Who may do so only beside a comment `# NOTE [Autograd ...]` that says why nothing lower will do.
-AUTOGRAD_WITH_NOTE = ("algebra", "functions/pulling")
+AUTOGRAD_WITH_NOTE = ("algebra",)
 NOTE = re.compile(r"^\s*# NOTE \[[^\]]*autograd[^\]]*\]", re.IGNORECASE | re.MULTILINE)
 
 # Libraries for the same job: what packprop is measured against, not what it is made of.

@@ -18,7 +18,6 @@ PACKAGE = Path(__file__).resolve().parents[2] / "packprop"
 PRIVATE = {
     "_get_current_graph_task_keep_graph": {"recording/marks.py"},
     "_input_metadata": {
-        "functions/losses/read.py",
         "functions/nodes.py",
         "graph/reorderings.py",
         "graph/traversal.py",

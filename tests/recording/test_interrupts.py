@@ -72,6 +72,22 @@ def test_an_error_inside_record_leaves_nothing_on(error: BaseException) -> None:
     check_rows(model, x, y)
 
 
+def test_an_interrupt_in_a_frozen_encoder_inside_record() -> None:
+    """packprop's modes are off there: they come back before the recording ends."""
+    layer = nn.TransformerEncoderLayer(4, 2, 4, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1).eval().requires_grad_(False)
+    encoder.layers[0].register_forward_pre_hook(lambda *_: interrupt())
+    packprop.extend(encoder)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), packprop.record():
+        encoder(torch.randn(2, 3, 4))
+    assert not torch.overrides._get_current_function_mode_stack()
+    check_rows(packprop.extend(network()), *batch())
+
+
 def test_an_error_in_the_backward_pass_leaves_nothing_on() -> None:
     model = packprop.extend(network())
     x, y = batch()

@@ -7,7 +7,6 @@ from packprop.functions.losses.description import (
     Root,
     describe,
     input_of,
-    number_of_samples,
     of_node,
     register_loss,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "gaussian_root",
     "input_of",
     "matrix_root",
-    "number_of_samples",
     "of_node",
     "register_loss",
     "rules",

@@ -7,6 +7,7 @@ positions of C entries has ``T * C`` columns: one for each position and entry, f
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from packprop.errors import BadInput
-from packprop.functions.entry import name_of
 from packprop.functions.losses.links import Link
 from packprop.tensors.layout import Layout, layout_of_rows
 
@@ -190,11 +190,6 @@ def input_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return args[0] if args else kwargs.get(INPUT_NAMES.get(function, "input"))
 
 
-def number_of_samples(loss: Loss, shape: Sequence[int]) -> int:
-    """Return the extent of the axis of a loss's input that holds the samples, or samples times positions."""
-    return 1 if not shape or loss.one_sample else shape[loss.sample_axis or 0]
-
-
 def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loss:
     """Describe one call of a loss; a function without a rule counts as differentiable, and no more."""
     rule = LOSSES.get(function) or LOSSES.get(getattr(function, "module_class", function))
@@ -204,9 +199,63 @@ def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     if not isinstance(loss, Loss):
         raise BadInput(
             "A quantity beyond the gradient was asked for.",
-            f"the rule {getattr(rule, '__name__', rule)} that is registered for {name_of(function)}",
+            f"the rule {getattr(rule, '__name__', rule)} that is registered for {function.__name__}",
             f"it returned {type(loss).__name__}, where the description of a loss was expected",
             "return packprop.functions.Loss(class_axis, weight, divisor, root), with what the sum of terms is "
             "divided by as divisor, and root=None if nothing faster is known than second derivatives",
         )
     return loss
+
+
+def divisors(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    layout: Layout,
+    groups: Sequence[Sequence[int]],
+) -> list[Tensor | float] | None:
+    """Return the divisor of one call of a loss, and those of calls for each group of samples.
+
+    Return ``None`` if they are not known.
+
+    Args:
+        function: The loss function.
+        args: Its arguments, by place; for the input, the shape is enough.
+        kwargs: Its arguments, by name.
+        layout: The place of samples in its input.
+        groups: Indices of samples.
+    """
+    whole = describe(function, args, kwargs)
+    if whole.divisor is None:
+        return None
+    if not isinstance(whole.divisor, Tensor) and whole.divisor == 1:  # a sum, or terms without a reduction
+        return [1.0] * (1 + len(groups))
+    if layout.axis is None or layout.axis == whole.class_axis or layout.joined:
+        return None
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    given = list(bound.arguments.items())
+    shape = given[0][1].shape
+    inner, rest = without_classes(layout, shape, whole.class_axis)
+    found: list[Tensor | float] = [whole.divisor]
+    owners = layout.sample_of(torch.device("cpu"))
+    for group in groups:
+        chosen, places = dict(given), torch.isin(owners, torch.tensor(list(group))).nonzero().flatten()
+        for place, (name, value) in enumerate(given):
+            if not isinstance(value, Tensor) or (name == "weight" and whole.class_axis is not None):
+                continue
+            own = places.to(value.device)
+            if place == 0:  # only its shape matters, and its values may be freed
+                sizes = [*shape[: layout.axis], len(own), *shape[layout.behind :]]
+                chosen[name] = value.new_empty(()).expand(sizes)
+            elif value.shape == shape:
+                chosen[name] = value.index_select(layout.axis, own)
+            elif place == 1 and value.shape == rest:  # targets that are classes
+                assert inner.axis is not None
+                chosen[name] = value.index_select(inner.axis, own)
+            elif value.shape != shape[layout.behind :][-1:]:  # samples may be broadcast against it
+                return None
+        divisor = describe(function, (), chosen).divisor
+        if divisor is None:
+            return None
+        found.append(divisor)
+    return found

@@ -1,16 +1,17 @@
-"""Losses read from their nodes: the function and its arguments, from the tensors that a node saved."""
+"""Losses read from their nodes: the function and its arguments, from the tensors that a node saved.
+
+``cross_entropy`` is read as ``nll_loss`` of the output of ``log_softmax``; see NOTE [Links].
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
-from packprop.functions.nodes import axis_of_rows, name_of_node, saved_option
+from packprop.functions.nodes import name_of_node, saved_option
 
 REDUCTIONS = ("none", "mean", "sum")
 """Names of reductions, by the number that nodes save."""
@@ -21,8 +22,7 @@ class ReadLoss(NamedTuple):
 
     Args:
         function: The loss function.
-        args: Its arguments, the input first. For ``cross_entropy``, log-probabilities in place of the logits;
-            the loss is the same for both.
+        args: Its arguments, the input first.
         kwargs: Its options.
         edge: The edge of its input.
     """
@@ -62,29 +62,4 @@ def loss_of_node(node: Any) -> ReadLoss | None:
     kwargs["reduction"] = REDUCTIONS[node._saved_reduction]
     given, target = node._saved_self, node._saved_target
     edge = GradientEdge(above, number)
-    if function is F.nll_loss:
-        logits = _logits_of(edge, given)
-        if logits is not None:
-            edge, shape = logits
-            target = target.reshape(shape[:1] + shape[2:]) if len(shape) > 1 else target
-            return ReadLoss(F.cross_entropy, (given.reshape(shape), target), kwargs, edge)
     return ReadLoss(function, (given, target), kwargs, edge)
-
-
-def _logits_of(edge: GradientEdge, given: Tensor) -> tuple[GradientEdge, torch.Size] | None:
-    """Return the logits, and their shape, if ``log_softmax`` over the classes made the input; else ``None``."""
-    node: Node = edge.node
-    if name_of_node(node) in ("View", "UnsafeView", "ReshapeAlias"):  # to an image with an axis of extent 1
-        node, number = node.next_functions[0]  # type: ignore[assignment]  # checked below
-        if node is None or number:
-            return None
-    if name_of_node(node) != "LogSoftmax":
-        return None
-    shape = torch.Size(node._input_metadata[0].shape)
-    axis = 1 if len(shape) > 1 else 0
-    above, number = node.next_functions[0]
-    if above is None or axis_of_rows(node, len(shape)) != axis or shape[axis] != given.shape[axis]:
-        return None
-    if shape[:1] != given.shape[:1] or (node is not edge.node and len(shape) < 3):
-        return None
-    return GradientEdge(above, number), shape

@@ -1,4 +1,4 @@
-"""Nodes by which data decide on the order of rows, and along which axes they do."""
+"""Nodes that take rows in an order that data decide on, and the axes of these rows."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ PRODUCTS = {
     "Addmm": ("_saved_mat1", "_saved_mat2"),
     "Mv": ("_saved_self",),
 }
-"""Products of matrices -> what their nodes have saved of both, of which a constant may be sparse."""
+"""Products of matrices -> the operands that their nodes have saved; a constant one may be sparse."""
 
 
 def axes_reordered(node: Any) -> frozenset[int] | None:
-    """The axes of a node's output along which rows may stand anywhere; ``None`` if it may be any."""
+    """Return the axes of a node's output along which rows may be in any order; ``None`` if all axes may be."""
     name = name_of_node(node)
     if name in PRODUCTS:
         constants = any(above is None for above, _ in node.next_functions)
@@ -61,7 +61,7 @@ def axes_reordered(node: Any) -> frozenset[int] | None:
 
 
 def _is_larger(node: Any) -> bool:
-    """Whether a node has repeated entries."""
+    """Tell whether a node repeats entries."""
     above, number = node.next_functions[0]
     leaf = None if above is None else getattr(above, "variable", None)
     before = None if above is None else (leaf if leaf is not None else above._input_metadata[number]).shape
@@ -69,17 +69,17 @@ def _is_larger(node: Any) -> bool:
 
 
 def own_options(node: Node) -> Any:
-    """Whole numbers and texts that a user's own function has kept."""
+    """Return the integers and strings that a user's own function has kept."""
     if not isinstance(node, BackwardCFunction):
         return None
     return tuple((key, plain_options(value)) for key, value in sorted(vars(node).items()))
 
 
 def _axes_of_index(node: Any) -> frozenset[int] | None:
-    """For a tensor that was taken by lists of rows: the new axes, which stand where the lists do."""
+    """Return the axes that lists of indices have made, in place of the indexed axes; ``None`` if unknown."""
     try:
         indices = node._saved_indices
-    except RuntimeError:  # they were freed; the pass will say so
+    except RuntimeError:  # freed; the pass raises an error later
         return None
     places = [place for place, index in enumerate(indices) if index is not None]
     if not places or places[-1] - places[0] != len(places) - 1:
@@ -98,7 +98,7 @@ def _axes_of_index(node: Any) -> frozenset[int] | None:
 def _kept_by(node: Any) -> list[Any]:
     try:
         return [*vars(node).values(), *node.saved_tensors]
-    except RuntimeError:  # they were freed; the pass will say so
+    except RuntimeError:  # freed; the pass raises an error later
         return []
 
 

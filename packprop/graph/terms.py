@@ -134,7 +134,7 @@ class _Terms:
 
     @property
     def has_suspects(self) -> bool:
-        """Tell whether a parameter enters more than terms without samples, or a leaf is unknown beside a loss."""
+        """Tell whether parameters enter more than sample-free terms, or an unknown leaf may enter a loss."""
         return not self._parametric <= self.free or bool(self._strange and self._losses)
 
     def edges(self, graph: Graph) -> list[GradientEdge]:

@@ -325,7 +325,10 @@ class Reading:
         )
 
     def _reclassify(self, node: Node, given: Sequence[int], use: ReachedUse, samples: int) -> bool:
-        """Tell whether an undecided use behind which samples meet takes parameters alone; note it if so."""
+        """Tell whether an undecided use is made of parameters alone, given that samples meet behind it.
+
+        The finding is kept for graphs of the same structure.
+        """
         if _is_layer(node, use.recorded.shapes[0], samples) and not _is_contracted(node, given):
             return False
         if len(_PARAMETRIC) >= MANY:

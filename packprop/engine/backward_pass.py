@@ -106,7 +106,8 @@ class BackwardPass:
         for seed in dict.fromkeys([*request.draws, *tasks]):
             if seed.kind in ("ggn", "empirical", "jacobian") or seed.by_token:
                 found = request.drawn.pop(seed, []) or columns(request.graph, seed, request.create_graph)
-                if not any(group.count for group in found):
+                found = [group for group in found if group.count]  # a loss may have no entries
+                if not found:
                     raise PackpropError(
                         request.graph.asked,
                         "the input of the loss, or the output of the model",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from packprop.algebra.monoid import CAT
 from packprop.algebra.statistics import along, sq_norm, total_grad
-from packprop.context import Backpack, BackwardCall
+from packprop.context import Backpack
 from packprop.curvature.products import hessian_product, vjp
 from packprop.distributed.joint import JointPass
 from packprop.distributed.ranks import AllRanks
@@ -25,6 +25,7 @@ from packprop.recording.switch import disable
 from packprop.reports.profile.quantities import SampleGGNTrace
 from packprop.tensors.names import named_parameters
 from packprop.types import GRADIENT, Extension, Row
+from packprop.user_pass import BackwardCall
 
 MONITORED = "packprop.monitored"
 """Key in the metadata of a node: the step that has counted its samples."""
@@ -113,7 +114,8 @@ class MonitoredPass(Backpack):
         super().__init__(asked, None, None, False, loss_scale, ranks)
         # the results of a first pass stay as they are in a pass, so values are divided by the factor when they
         # are taken off
-        self._scale, self._loss_scale = self._loss_scale, None
+        self._scale = self._options.loss_scale
+        self._options = replace(self._options, loss_scale=None)
         self._parameters = {
             name: parameter for name, parameter in named_parameters(model) if parameter.requires_grad
         }
@@ -191,7 +193,7 @@ class MonitoredPass(Backpack):
         if not values.squares:
             return None
         values.samples = len(next(iter(values.squares.values())))
-        values.own = range(values.samples) if self._ranks is None else self.rows
+        values.own = range(values.samples) if self._options.ranks is None else self.rows
         return values
 
     def _bend(self, call: BackwardCall) -> tuple[Tensor, Tensor]:

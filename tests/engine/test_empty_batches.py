@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -394,3 +394,31 @@ def test_compiled_steps(reduction: str) -> None:
     assert sum(kind.replays for kind in step.kinds) == 3
     with pytest.raises(packprop.PackpropError, match="the batch is empty"):
         packprop.compile(model, loss, extensions.KFAC(), backend="eager")(x, y)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_loss_without_entries_beside_another_one_adds_nothing(first: bool) -> None:
+    """Its curvature has no columns."""
+    torch.manual_seed(0)
+    model = packprop.extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)).double())
+    x, y = torch.randn(5, 3).double(), torch.randn(5, 4).double()
+    asked = {
+        "diag_ggn_exact": extensions.DiagGGNExact(),
+        "diag_h": extensions.DiagHessian(),
+        "kflr": extensions.KFLR(),
+        "sqrt_ggn_exact": extensions.SqrtGGNExact(),
+    }
+    found = []
+    for part in (0, None):
+        loss, out = packprop.extend(nn.MSELoss(reduction="sum")), model(x)
+        terms = [loss(out, y)] if part is None else [loss(out[:, :0], y[:, :0]), loss(out, y)]
+        with packprop.backpack(*asked.values()):
+            sum(terms if first else terms[::-1]).backward()
+        found.append([p for parameter in model.parameters() for p in flat(parameter, asked)])
+    for with_empty, alone in zip(*found, strict=True):
+        torch.testing.assert_close(with_empty, alone)
+
+
+def flat(parameter: Tensor, asked: Iterable[str]) -> list[Tensor]:
+    values = [getattr(parameter, name) for name in asked]
+    return [each for value in values for each in (value if isinstance(value, list) else [value])]

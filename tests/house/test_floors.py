@@ -35,6 +35,7 @@ FLOORS = (
     ("extensions",),
     ("memory",),
     ("distributed",),
+    ("user_pass",),
     ("context",),
     ("clipped", "compiled", "store"),
     ("dataset",),
@@ -56,6 +57,7 @@ AUTOGRAD = {
     "engine/gradient": "sweeps the gradient where no pass of the user's does",
     "memory": "runs a step without data",
     "context": "takes over the backward pass of the user",
+    "user_pass": "runs it for some inputs alone",
     "compat": "hands gradients at modules to extensions written for them",
     "eager": "takes the gradient of a branch at once",
     "testing": "is the loop that results are compared with",
@@ -276,7 +278,7 @@ FAULTS = [
     (
         upward,
         {"types.py": "import torch\ndef late():\n    from packprop import context\n"},
-        "types.py:3 (floor 3) imports context.py (floor 13)",
+        "types.py:3 (floor 3) imports context.py (floor 14)",
     ),
     (
         upward,
@@ -286,7 +288,7 @@ FAULTS = [
     (
         upward,
         {"functions/entry.py": "from packprop import extend\n"},
-        "functions/entry.py:1 (floor 4) imports __init__.py (floor 21)",
+        "functions/entry.py:1 (floor 4) imports __init__.py (floor 22)",
     ),
     (
         upward,
@@ -296,7 +298,7 @@ FAULTS = [
     (
         upward,
         {"extensions/first_order.py": "from ..context import backpack\n"},
-        "extensions/first_order.py:1 (floor 10) imports context.py (floor 13)",
+        "extensions/first_order.py:1 (floor 10) imports context.py (floor 14)",
     ),
     (
         upward,
@@ -304,7 +306,7 @@ FAULTS = [
             "recording/recorder.py": "import importlib\n"
             "importlib.import_module('..reports.cli', 'packprop.recording')\n"
         },
-        "recording/recorder.py:2 (floor 5) imports reports/cli.py (floor 17)",
+        "recording/recorder.py:2 (floor 5) imports reports/cli.py (floor 18)",
     ),
     (
         circular,

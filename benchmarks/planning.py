@@ -133,7 +133,12 @@ def printed() -> dict[str, str]:
         tokens = torch.zeros(4, 2048, dtype=torch.long)
     start = time.perf_counter()
     plan = packprop.plan(
-        model, nn.CrossEntropyLoss(), (tokens, tokens), [extensions.BatchL2Grad()], "80GiB", "cuda"
+        model,
+        nn.CrossEntropyLoss(),
+        (tokens, tokens),
+        [extensions.BatchL2Grad()],
+        memory="80GiB",
+        device="cuda",
     )
     seconds = time.perf_counter() - start
     count = sum(p.numel() for p in model.parameters())

@@ -35,12 +35,6 @@ needs_counting = pytest.mark.skipif(
 )
 """For tests of results that are written over."""
 
-needs_unwrapping = pytest.mark.skipif(
-    not hasattr(torch.func, "debug_unwrap"),
-    reason="PyTorch 2.6 does not tell what tensors inside vmap stand for",
-)
-"""For refusals of what ran inside transforms of ``torch.func``."""
-
 needs_every_case = pytest.mark.skipif(
     pieces._top is None or INSTANCE_NORM_WRITES, reason="older versions of PyTorch have fewer cases"
 )

@@ -29,6 +29,9 @@ SLOWER = 1.1
 A tie goes to the compiler: its code leaves Python free for other threads.
 """
 
+COSTLY = 10.0
+"""Seconds of compiling from which on you hear that it was for nothing."""
+
 WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of ``torch.compile`` that make CUDA graphs."""
 
@@ -54,6 +57,16 @@ class Runner:
         """The reason why the graph is replayed uncompiled, although you asked to compile it, if it is."""
         self.warning: str | None = None
         """The message for the user."""
+
+    @property
+    def is_costly(self) -> bool:
+        """Tell whether compiling took long."""
+        return self.seconds is not None and self.seconds > COSTLY
+
+    @property
+    def took(self) -> str:
+        """Say how long compiling took."""
+        return f"after {self.seconds or 0:.0f} s of compiling"
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the outputs of the graph; differentiate nothing."""
@@ -82,6 +95,11 @@ class Runner:
             own, other = seconds_in_turns([self, as_it_is], tensors)
             if own > SLOWER * other:
                 self.verdict = f"compiled it takes {1000 * own:.3g} ms, as it is {1000 * other:.3g} ms"
+            if self.verdict is not None and self.is_costly:
+                self.warning = (
+                    f"A traced pass is replayed as it is, {self.took}: {self.verdict}. "
+                    'packprop.compile(..., backend="eager") does without a compiler.'
+                )
         if self.verdict is not None:
             self._run, self.backend, self._copies = self._graph, REPLAY, False
 

@@ -21,6 +21,7 @@ from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.memory.plan import gradients_are_there
 from packprop.recording.switch import is_recording_disabled
 from packprop.tensors.hooks import has_late_hooks
+from packprop.tensors.long_work import waiting
 from packprop.tensors.nesting import tensors_in
 from packprop.tensors.traced import Decisions, NotTraceable, noting_decisions
 
@@ -185,7 +186,8 @@ class Replayer:
             loss = self._timed(kind, inputs, targets)
         kind.decisions = decisions
         try:
-            kind.traced = trace(self._pass, inputs, targets, decisions)
+            with waiting("tracing a step", self._policy.warns):
+                kind.traced = trace(self._pass, inputs, targets, decisions)
         except PackpropError as error:
             if self._policy.warns and not isinstance(error, NotTraceable):
                 raise
@@ -200,7 +202,10 @@ class Replayer:
         compiles = not kind.tried and self._backend != REPLAY and self._policy.compiles(kind)
         kind.tried = kind.tried or compiles
         runner = Runner(traced.graph, self._backend if compiles else REPLAY, self._mode)
-        with noting_decisions() as decisions:
+        if compiles and not kind.is_first:
+            self._say_compiled_again(state)
+        said = f"{'compiling' if compiles else 'checking'} {traced.operations:,} operations of a step"
+        with noting_decisions() as decisions, waiting(said, self._policy.warns):
             outcome, fault = checked(self._pass, traced, runner, state, inputs, targets)
         if (differing := _differing(kind.decisions, decisions)) is not None:
             fault = f"values decide on it anew in each pass: {differing}"
@@ -231,6 +236,8 @@ class Replayer:
         kind.replay_seconds = min(kind.replay_seconds, time.perf_counter() - start)
         if not self._policy.keeps(kind):
             own, other = 1000 * kind.replay_seconds, 1000 * kind.pass_seconds
+            if runner.is_costly:
+                self._warn("slower", f"{runner.took}, a replay takes {own:.3g} ms and a pass {other:.3g} ms")
             kind.runner, kind.refusal = None, f"a replay takes {own:.3g} ms, a pass {other:.3g} ms"
         return loss
 
@@ -293,6 +300,18 @@ class Replayer:
     def _refuse(self, kind: Kind, reason: str) -> None:
         kind.refusal = reason
         self._warn(reason, reason)
+
+    def _say_compiled_again(self, state: State) -> None:
+        """Say once that calls of several kinds come often, each of which needs a graph of its own."""
+        first = next((key for key, kind in self._kinds.items() if kind.is_first), None)
+        if first is not None and "again" not in self._warned and self._policy.warns:
+            self._warned.add("again")
+            warnings.warn(
+                "A compiled step is compiled again, for calls that differ from the first ones in "
+                f"{first_change(self._pass.modules, first, state)}.",
+                PackpropWarning,
+                stacklevel=5,
+            )
 
     def _warn(self, about: str, reason: str) -> None:
         """Say once that calls run eagerly."""

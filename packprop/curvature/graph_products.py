@@ -39,7 +39,7 @@ def graph_product(graph: Graph, matrix: Matrix, parameters: Sequence[Tensor]) ->
             may also raise this.
     """
     if matrix == "hessian":
-        return hessian_product("A product with the Hessian of a data set", graph.roots[0], parameters)[0]
+        return hessian_product("operators.of_data", graph.roots[0], parameters)[0]
     _refuse_losses_without(graph)
     edges: list[GradientEdge] = [loss.entrance.edge for loss in graph.losses]
     hessians: list[Callable[[Tensor], Tensor]] = [loss_hessian_products(graph, loss) for loss in graph.losses]

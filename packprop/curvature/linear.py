@@ -28,7 +28,10 @@ Vectors = Sequence[Tensor]
 ASKED = "A product with a curvature matrix or a Jacobian was asked for."
 
 
-INSTEAD = "use functions that are twice differentiable"
+INSTEAD = (
+    "use functions that are twice differentiable, or ask for diagonals or Kronecker factors of the GGN, "
+    "which take no second derivative"
+)
 
 
 class PullOptions(TypedDict, total=False):

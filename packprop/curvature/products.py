@@ -165,7 +165,15 @@ def ggn_product(
     Raises:
         PackpropError: If a function in the graph is not twice differentiable. The product may also raise this.
     """
-    (outputs, loss), kernels = _evaluated(graph)
+    found, kernels = _evaluated(graph)
+    if not isinstance(found, (tuple, list)) or [isinstance(each, Tensor) for each in found] != [True, True]:
+        raise BadInput(
+            f"{asked}(...) was called.",
+            "graph, or what it returned",
+            "it is no pair of tensors: the GGN needs the model's output and the loss that is computed from it",
+            f"{asked}(lambda: (outputs := model(x), loss(outputs, y)), parameters)",
+        )
+    outputs, loss = found
     require_second_derivatives([loss], parameters, shown, ASKED, linear=True)
     where, hooks = f"the graph given to {asked}", hooks_below([loss, outputs], parameters)
     with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet(), kernels():

@@ -96,11 +96,17 @@ def differentiating_twice(
         if not NOT_TWICE.search(said):
             raise
         why = f"PyTorch cannot differentiate twice what lies above: {said}"
-        raise PackpropError(asked, where, why, _advice_on_attention(said) or instead) from error
+        raise PackpropError(asked, where, why, _advice_on(said) or instead) from error
 
 
-def _advice_on_attention(said: str) -> str:
-    """Return the advice for a message of PyTorch that names a fused kernel of attention; else an empty text."""
+def _advice_on(said: str) -> str:
+    """Return what to do where PyTorch names a fused kernel of attention or a bag of embeddings."""
+    if "embedding_bag" in said:
+        return (
+            "use nn.Embedding with .sum(1), .mean(1) or .amax(1) behind it in place of nn.EmbeddingBag "
+            "(padded, with padding_idx, where bags differ in size); or ask for diagonals or Kronecker "
+            "factors of the GGN, which take no second derivative"
+        )
     if any(word in said for word in ("flash", "efficient", "attention", "cudnn")):
         return (
             "run the forward pass (with torch.utils.checkpoint also the backward pass) inside "

@@ -181,7 +181,9 @@ def _empirical_column(loss: ReachedLoss, rule: Loss, factor: Tensor) -> Columns:
             "The empirical Fisher information was asked for.",
             f"the loss {getattr(call.function, '__name__', call.function)}",
             "it is not known what its terms are divided by, so its gradients have no known scale",
-            "use a torch loss function, or register_loss with the divisor; fisher='sampled' needs neither",
+            "use a loss function of torch; or say it: @packprop.register_loss(MyLoss) on a rule that returns "
+            "packprop.functions.Loss(..., divisor=...), for the class MyLoss of your loss module; "
+            "fisher='sampled' needs neither",
         )
     outputs, value = evaluated_again(call.function, call.args, call.kwargs, factor)
     (gradient,) = torch.autograd.grad(value, outputs, create_graph=torch.is_grad_enabled())

@@ -82,7 +82,9 @@ def token_count(loss: ReachedLoss, rule: Loss) -> int:
             TOKENS_ASKED,
             name,
             "it is not known that its terms at different positions are independent of each other",
-            "use cross_entropy, binary_cross_entropy_with_logits or mse_loss, or register_loss with class_axis",
+            "use cross_entropy, binary_cross_entropy_with_logits or mse_loss; or say it: "
+            "@packprop.register_loss(MyLoss) on a rule that returns packprop.functions.Loss(class_axis=..., "
+            "...), for the class MyLoss of your loss module",
         )
     if layout.rows is not None and loss.call.documents is None:
         raise PackpropError(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from packprop.compiled.passes import Outcome
 from packprop.curvature.sample_losses import sample_losses
+from packprop.dataset.loss_terms import loss_terms, number_of_terms
 from packprop.dataset.parts import Part, drawn_in_each_reading
 from packprop.dataset.ranks import Ranks
 from packprop.dataset.state import MergedResults
@@ -28,9 +29,8 @@ from packprop.distributed.sharded import require_sharded, swept
 from packprop.engine.accumulator import Log
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes
-from packprop.engine.loss_terms import reduction_and_divisor
 from packprop.engine.request import Request, settle_loss_inputs
-from packprop.errors import PackpropError, PackpropWarning
+from packprop.errors import PackpropWarning
 from packprop.graph.graph import Graph
 from packprop.graph.walk import walk
 from packprop.recording.switch import record
@@ -114,7 +114,7 @@ class BatchPass:
         with self._put_together(graph):
             self._settle(graph)
             reduction, divisor = loss_terms(graph)
-            terms = float(divisor)
+            terms = number_of_terms(divisor)
 
             def done(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
                 name, dtype = self._name_of(graph, leaf), graph.home(leaf).dtype
@@ -131,7 +131,7 @@ class BatchPass:
         with self._put_together(graph):
             settle_loss_inputs(graph, self.parts)
             check_graph(graph)
-            with _quiet_without(float(loss_terms(graph)[1])):
+            with _quiet_without(number_of_terms(loss_terms(graph)[1])):
                 self._backward(graph, _dropped)
 
     def run_apart(self, parameters: Sequence[Tensor], inputs: Any, targets: Any) -> Outcome:
@@ -152,7 +152,7 @@ class BatchPass:
     def deliver(self, parameters: Sequence[Tensor], outcome: Outcome) -> Tensor:
         """Merge the results of a pass or its graph; return the loss."""
         found: Found = outcome.results[FOUND]
-        terms = float(found.terms)
+        terms = number_of_terms(found.terms)
         for name, (dtype, rows) in found.rows.items():
             self._merge(name, dtype, found.samples, terms, rows)
         self._count(found.samples, found.reduction, terms, outcome.loss)
@@ -254,16 +254,3 @@ def _quiet_without(terms: float) -> Iterator[None]:
         if not terms:
             warnings.simplefilter("ignore", PackpropWarning)
         yield
-
-
-def loss_terms(graph: Graph) -> tuple[str, Tensor | float]:
-    """Return the reduction of the batch's loss (``"mean"`` or ``"sum"``), and its divisor."""
-    calls = [loss.call for loss in graph.losses]
-    if len(calls) == 1 and not graph.without_loss and (known := reduction_and_divisor(calls[0])) is not None:
-        return known
-    raise PackpropError(
-        "Quantities of a loss over several batches were asked for.",
-        f"the loss of a batch, made of {len(calls)} recorded loss functions",
-        "what it is divided by is not known, so that batches cannot be given their weight",
-        "use one loss function of torch with reduction='mean' or reduction='sum'",
-    )

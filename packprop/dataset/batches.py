@@ -73,7 +73,8 @@ class Batches:
                     asked,
                     f"data, tensors {shapes(data)}",
                     "they are not a pair whose first axes hold the same number of samples",
-                    "give a tensor of inputs [n, ...] and a tensor of targets [n, ...]",
+                    "give a tensor of inputs [n, ...] and a tensor of targets [n, ...]; or, as batches "
+                    "without targets, dictionaries of the model's arguments by name",
                 )
             data = TensorDataset(*data)
         self.source: Source

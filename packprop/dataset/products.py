@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from packprop.curvature.graph_products import Matrix, graph_product
 from packprop.curvature.linear import Vectors
 from packprop.curvature.products import Product
-from packprop.dataset.batch_pass import loss_terms
 from packprop.dataset.batches import Batches, described
 from packprop.dataset.describing import Describer
+from packprop.dataset.loss_terms import loss_terms, number_of_terms
 from packprop.dataset.progress import progress_bar
 from packprop.dataset.state import MergedResults
 from packprop.dataset.stream import is_empty
@@ -181,7 +181,7 @@ class DataProduct:
     def _count(self, graph: Graph, value: Tensor, number: int, merged: MergedResults) -> float:
         """Count a batch; return the divisor of its loss."""
         reduction, divisor = loss_terms(graph)
-        terms = float(divisor)
+        terms = number_of_terms(divisor)
         merged.count(number, graph.samples, terms, value, reduction)
         return terms
 

@@ -44,7 +44,8 @@ def reduction_of(call: RecordedLoss) -> Literal["mean", "sum"] | None:
 def _arguments(call: RecordedLoss) -> dict[str, Any]:
     given = inspect.signature(call.function).bind(*call.args, **call.kwargs)
     given.apply_defaults()
-    return given.arguments
+    of_module = getattr(call.function, "reduction", None)  # of a loss module of one's own
+    return given.arguments if of_module is None else {"reduction": of_module, **given.arguments}
 
 
 def _deprecated(given: dict[str, Any]) -> list[bool | None]:

@@ -179,6 +179,11 @@ class NodeCall:
         """Tell whether the node has an option of this name: nodes of one family may differ."""
         return hasattr(self.node, f"_saved_{name}")
 
+    @property
+    def is_sparse(self) -> bool:
+        """Tell whether torch's own gradient of a table is a sparse tensor, which no ``vmap`` makes dense."""
+        return self.has_option("sparse") and bool(self.option("sparse"))
+
     def attribute(self, name: str) -> Any:
         """Return a value that a ``torch.autograd.Function`` of your own has kept on its ``ctx``."""
         return getattr(self.node, name)
@@ -201,7 +206,7 @@ class NodeCall:
             return torch.stack([pull(*(each[k] for each in there)) for k in range(count)])
 
         key = (self.node.name(), self.place, *(tuple(each.shape[1:]) for each in there))
-        if count == 1 or _VECTORISED.get(key, True) is False:
+        if count == 1 or self.is_sparse or _VECTORISED.get(key, True) is False:
             return one_by_one()
         try:
             with warnings.catch_warnings():  # for functions that vmap calls once for each column

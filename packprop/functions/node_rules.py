@@ -13,6 +13,7 @@ from packprop.functions.node_calls import Computed, NodeCall, has_complex_number
 from packprop.functions.nodes import LINEAR, name_of_node
 from packprop.functions.rearranging import of_leaf
 from packprop.functions.registry import checked, rule_for
+from packprop.functions.rules.lookup import of_table
 from packprop.functions.samplewise import anywhere, samplewise
 
 __all__ = ["entries_of_node", "rules"]
@@ -43,5 +44,7 @@ def entries_of_node(
             entry = samplewise(call, linear=name_of_node(node) in LINEAR)
         else:
             entry = anywhere(call, entry)
+        if isinstance(entry.parameter, Computed):
+            entry = of_table(call, entry)
         entries.append(of_leaf(call, entry) if isinstance(entry.parameter, Computed) else entry)
     return entries

@@ -13,7 +13,7 @@ from packprop.graph.graph import EAGER, Graph
 from packprop.graph.search import nodes_above
 from packprop.recording.marks import EXTENDED
 from packprop.recording.reentrant import is_reentrant, refused
-from packprop.recording.unrecorded import is_compiled_region, refused_compiled, refused_transformed
+from packprop.recording.unrecorded import is_compiled_region, refused_compiled
 from packprop.tensors.hooks import Hooks
 from packprop.tensors.precision import is_for_storage
 from packprop.tensors.sharding import (
@@ -32,8 +32,8 @@ UNKNOWN_LOSS = (
 
 
 MARK_THE_LOSS = (
-    "call a loss function of torch; or extend the model (`packprop.extend(model)` before its forward pass); or "
-    "call your own loss as an extended module, or inside `with packprop.record():`"
+    "call a loss function of torch; or extend the model (`packprop.extend(model)` before its forward pass, "
+    "outside of vmap); or call your own loss as an extended module, or inside `with packprop.record():`"
 )
 """The remedy in messages if packprop does not know where the loss begins."""
 
@@ -225,9 +225,6 @@ def require_differentiable(graph: Graph) -> None:
 
 def require_complete(graph: Graph) -> None:
     """Raise unless packprop knows every use of every wanted parameter."""
-    if graph.transformed:
-        module = graph.transformed[0].module()
-        raise refused_transformed("the model" if module is None else f"a {type(module).__name__}")
     if not graph.missing:
         return
     order = {id(p): place for module in EXTENDED for place, p in enumerate(module.parameters())}
@@ -251,8 +248,9 @@ def require_complete(graph: Graph) -> None:
             "added to the loss, or whose constants may hold samples"
         )
         instead = (
-            "add penalties to the loss, with their constants in buffers of an extended module; let a loss "
-            "function of torch, or an extended loss, make each other term; or set requires_grad=False on the "
-            "parameter"
+            "keep a parameter that weighs losses in a module that is not extended, with extended losses "
+            "inside; add penalties to the loss, with their constants in buffers of an extended module; let a "
+            "loss function of torch, or an extended loss without parameters, make each other term; or set "
+            "requires_grad=False on the parameter, which changes no value of the others"
         )
     raise PackpropError("A quantity beyond the gradient was asked for.", f"parameter {name!r}", why, instead)

@@ -177,7 +177,6 @@ class Graph:
         open: Places where paths from the roots that pass no recorded loss meet the model, if there is a loss
             elsewhere, or one that its node tells.
         without_loss: Labels of uses that some path from the roots reaches without passing a recorded loss.
-        transformed: Outermost calls that ran inside transforms of ``torch.func``.
         reorderings: Edges of tensors whose rows may be in another order, with their shapes and these axes.
         hides_order: Whether data that packprop does not read decide somewhere which rows meet.
         mixers: Names of layers that mix samples.
@@ -202,7 +201,6 @@ class Graph:
     uses: list[ReachedUse] = field(default_factory=list)
     losses: list[ReachedLoss] = field(default_factory=list)
     outputs: list[tuple[GradientEdge, ForwardCall, torch.Size]] = field(default_factory=list)
-    transformed: list[ForwardCall] = field(default_factory=list)
     reorderings: list[tuple[GradientEdge, torch.Size, frozenset[int]]] = field(default_factory=list)
     hides_order: bool = False
     open: list[OpenPlace] = field(default_factory=list)

@@ -4,12 +4,12 @@
 Autograd has recorded the node that made each tensor, and the inputs of that node. A *use* is a node that takes
 parameters and something that depends on the samples; everything on the way from the parameters to it is made of
 parameters alone. The graph does not show where constants come from: ``mask * weight`` and ``x * weight`` look
-alike. A constant is no data if it is a buffer or a frozen parameter of an extended module, or counts positions.
-It is data if it shares memory with an input of the model. Every other node that takes parameters and constants
-is *undecided*: it counts as a use until the sweeps that locate the samples decide (NOTE [Separation]). If the
-samples are separate in the cotangents that arrive at the node, it is a use. If they meet there, it is made of
-parameters alone, and packprop considers the node that takes its output instead. Two kinds of nodes stay uses,
-because the alternative would hide layers that mix samples:
+alike. A constant is no data if it is a buffer or a frozen parameter of an extended module. It is data if it
+shares memory with an input of the model. Every other node that takes parameters and constants is *undecided*:
+it counts as a use until the sweeps that locate the samples decide (NOTE [Separation]). If the samples are
+separate in the cotangents that arrive at the node, it is a use. If they meet there, it is made of parameters
+alone, and packprop considers the node that takes its output instead. Two kinds of nodes stay uses, because the
+alternative would hide layers that mix samples:
 
 * A product of a weight and an unknown constant, if its output has room for the samples. It is a layer, and the
   samples meet behind it.
@@ -142,13 +142,13 @@ def _place_of(tensor: Tensor) -> int:
 
 
 def _counts(node: Node, index: Tensor) -> bool:
-    """Tell whether an index counts positions from zero."""
-    if name_of_node(node) not in BY_DATA or index.is_floating_point() or index.dtype == torch.bool:
-        return False
-    if is_dry_run():  # every index here that does not come from the batch counts positions
-        return True
-    flat = index.flatten()
-    return len(flat) > 0 and torch.equal(flat, torch.arange(len(flat), dtype=flat.dtype, device=flat.device))
+    """Tell in a dry run whether an index counts positions, which samples share; with data, the sweeps decide.
+
+    An index without an axis for samples counts as one, because the batch does not decide on it.
+    """
+    is_index = not index.is_floating_point() and index.dtype != torch.bool
+    is_shared = index.dim() < 2 or index.shape[0] == 1
+    return is_dry_run() and name_of_node(node) in BY_DATA and is_index and is_shared
 
 
 class Reading:
@@ -228,7 +228,8 @@ class Reading:
         above, name = [each for each, _ in node.next_functions], name_of_node(node)
         derived = any(above[place] in self._derived for place in given)
         if self._places[node] in self._parametric:
-            self._derived.add(node)
+            if not is_dry_run():  # without data nothing is mixed
+                self._derived.add(node)
             return "parameters"
         is_own = isinstance(node, BackwardCFunction)
         whole = len(given) == len(above) and name in MADE_OF_PARAMETERS and not is_own
@@ -249,8 +250,8 @@ class Reading:
         known = self._constants.are_known(node)
         if known is False:
             return "use"
-        if known is None and is_dry_run() and (self._keeps_shape(node, given) or _is_contracted(node, given)):
-            return "parameters"  # the most likely kind
+        if known is None and is_dry_run() and self._is_likely_parametric(node, given):
+            return "parameters"
         return "parameters" if known and name not in HIDING else "undecided"
 
     @functools.cached_property
@@ -281,6 +282,10 @@ class Reading:
             if (entrywise or name in PASSING) and self._becomes_a_weight(below):
                 return True
         return False
+
+    def _is_likely_parametric(self, node: Node, given: Sequence[int]) -> bool:
+        """Tell whether samples most likely meet at a node; in a batch of one, none do."""
+        return not self._is_one_sample and (self._keeps_shape(node, given) or _is_contracted(node, given))
 
     def _keeps_shape(self, node: Node, given: Sequence[int]) -> bool:
         """Tell whether a node works on a parameter entry by entry, and keeps its shape."""

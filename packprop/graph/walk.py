@@ -35,7 +35,7 @@ from packprop.graph.search import leaves_of, nodes_above
 from packprop.graph.site import Site
 from packprop.graph.terms import settle_terms
 from packprop.graph.traversal import depth_first, made_by, upstream_of
-from packprop.recording.marks import EXTENDED, LOSS, OUTPUT, TRANSFORMED, RecordedLoss, marks_of
+from packprop.recording.marks import EXTENDED, LOSS, OUTPUT, RecordedLoss, marks_of
 from packprop.recording.reentrant import is_reentrant, refused
 from packprop.tensors.state import version
 
@@ -188,8 +188,6 @@ def _note_marks(graph: Graph, trail: _Trail, node: Node, name: str, marks: dict[
     if OUTPUT in marks:
         forward, output, shape = marks[OUTPUT]
         graph.outputs.append((GradientEdge(node, output), forward, shape))
-    if TRANSFORMED in marks:
-        graph.transformed.append(marks[TRANSFORMED])
 
 
 def _note_order(graph: Graph, trail: _Trail) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -81,10 +81,10 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.device):  # asked of tensors without data at each turn
             return out
-        known = {storage_key(tensor) for tensor in tensors_of_call(args, kwargs or {})}
+        known = {storage_key(tensor) for tensor in strided(tensors_of_call(args, kwargs or {}))}
         repeats = bool(self.repeated.keys) and not self.repeated.keys.isdisjoint(known)
         is_of_batch = not (self.of_batch.isdisjoint(known) or _takes_shape_alone(func))
-        for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
+        for tensor in strided((out,) if isinstance(out, Tensor) else tensors_in(out)):
             if tensor.untyped_storage().device.type == "meta" and not self._dry:
                 continue  # a dry run inside the counted block takes no memory
             key = storage_key(tensor)
@@ -121,6 +121,15 @@ class LiveBytes(TorchDispatchMode):
         self._times.pop(key, None)
         self.repeated.keys.discard(key)
         self.of_batch.discard(key)
+
+
+def strided(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield tensors with memory of their own: indices and values in place of a sparse gradient."""
+    for tensor in tensors:
+        if tensor.layout == torch.sparse_coo:
+            yield from (tensor._indices(), tensor._values())
+        else:
+            yield tensor
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from packprop.memory.live import LiveBytes
+from packprop.memory.live import LiveBytes, strided
 from packprop.memory.mesh import Mesh, Shards
 from packprop.tensors.dry import storage_key
 from packprop.tensors.nesting import tensors_in
@@ -96,7 +96,7 @@ class PeakRecorder:
         kinds |= dict.fromkeys(map(storage_key, self.partial_results()), "results")
         parameters = [] if self._model is None else self._model.parameters()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        kinds |= dict.fromkeys(map(storage_key, gradients), "gradients")
+        kinds |= dict.fromkeys(map(storage_key, strided(gradients)), "gradients")
         sizes = self.live.sizes
         self._parts = {}
         for key, size in sizes.items():

@@ -29,9 +29,7 @@ from packprop.tensors.hooks import dictionary_of
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.tensors.state import storage_of
 
-LOSS, OUTPUT, TRANSFORMED, HOOKS, RETAINS = (
-    f"packprop.{mark}" for mark in ("loss", "output", "transformed", "hooks", "retains")
-)
+LOSS, OUTPUT, HOOKS, RETAINS = (f"packprop.{mark}" for mark in ("loss", "output", "hooks", "retains"))
 """Keys of the marks in the ``metadata`` of a node."""
 
 

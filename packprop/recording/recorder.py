@@ -17,8 +17,7 @@ from packprop.errors import BadInput
 from packprop.functions.composites import COMPOSITES, body_of, has_parts
 from packprop.functions.losses.description import LOSSES, input_of
 from packprop.recording.aside import OwnMode, is_running
-from packprop.recording.marks import LOSS, OUTPUT, TRANSFORMED, ForwardCall, RecordedLoss, marks_of
-from packprop.recording.unrecorded import node_under_transforms
+from packprop.recording.marks import LOSS, OUTPUT, ForwardCall, RecordedLoss, marks_of
 from packprop.tensors.nesting import tensors_in
 from packprop.tensors.state import version
 
@@ -131,7 +130,7 @@ def mark_loss(
 
 
 def mark_outputs(module: nn.Module, declared: int | None, args: Any, kwargs: Any, output: Any) -> None:
-    """Mark what the call of an extended model returned, or that it ran inside a transform of ``torch.func``."""
+    """Mark what the call of an extended model returned: not inside ``vmap``, where samples are anywhere."""
     forward = None
     for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
         node = tensor.grad_fn
@@ -139,8 +138,6 @@ def mark_outputs(module: nn.Module, declared: int | None, args: Any, kwargs: Any
             forward = ForwardCall(weakref.ref(module), declared, args, kwargs)
         if node is not None and not (tensor.is_nested and tensor.layout == torch.strided):
             marks_of(node)[OUTPUT] = (forward, tensor.output_nr, tensor.shape)
-        elif node is None and (node := node_under_transforms(tensor)) is not None:
-            marks_of(node)[TRANSFORMED] = forward
 
 
 def require_loss(recorder: LossRecorder, documents: Tensor | None) -> None:

@@ -198,7 +198,8 @@ class _UnrecordedLoss:
     """A loss module that can be evaluated again without being recorded; equal for every call of the module."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        self.module, self.module_class = module, type(module)
+        self.reduction = getattr(module, "reduction", None)
         self.__name__ = type(module).__name__
 
     def __eq__(self, other: object) -> bool:

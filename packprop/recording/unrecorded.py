@@ -1,11 +1,10 @@
-"""Forward passes that are not recorded: compiled ones, and those inside transforms such as ``vmap``."""
+"""Forward passes that are not recorded: compiled ones."""
 
 from __future__ import annotations
 
 import warnings
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import Node
 
 from packprop.errors import PackpropError, PackpropWarning
@@ -58,30 +57,4 @@ def refused_compiled(what: str) -> PackpropError:
         what,
         "it is used in what torch.compile compiled, and compiled regions are not recorded",
         UNCOMPILED,
-    )
-
-
-def node_under_transforms(tensor: Tensor) -> Node | None:
-    """The node, outside of all transforms of ``torch.func``, that made what a tensor inside of some stands for.
-
-    Its tensors say of themselves that they need no gradient. PyTorch 2.6 has no name for what they stand
-    for: there a pass finds no use, and warns of that.
-    """
-    if _unwrap is None:
-        return None
-    stands_for: Tensor = _unwrap(tensor)
-    return None if stands_for is tensor else stands_for.grad_fn
-
-
-_unwrap = getattr(torch.func, "debug_unwrap", None)
-
-
-def refused_transformed(what: str) -> PackpropError:
-    """The error for a pass that would have to go through a transform."""
-    return PackpropError(
-        "A quantity beyond the gradient was asked for.",
-        what,
-        "its forward pass ran inside a transform of torch.func (vmap, as for ensembles, or grad), whose "
-        "tensors stand for others: no use of a parameter can be recorded there",
-        "call the members of an ensemble one after the other, without vmap, each a model that is extended",
     )

@@ -78,5 +78,6 @@ def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
             "the model's output, one number",
             "no loss function that packprop has a rule for made it, so that no axis of it holds the samples",
             "let the model return what the number is computed from, and compute the loss outside of it; or "
-            "give the loss function that it calls a rule by packprop.register_loss",
+            "let it call a loss function of torch; or a module without parameters that takes what the number "
+            "is computed from and the targets, after packprop.extend(module)",
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -156,6 +157,39 @@ def doing(what: str, count: float) -> contextlib.AbstractContextManager[None]:
     """Count work of this kind for the current pass, done inside."""
     work = _CURRENT.get()
     return contextlib.nullcontext() if work is None else work.doing(what, count)
+
+
+@contextlib.contextmanager
+def waiting(said: str, shown: bool = True) -> Iterator[None]:
+    """Tell how long the work inside has taken, which cannot say how far it is.
+
+    A terminal shows it from a few seconds on, and forgets it afterwards. Other outputs get one line, after a
+    minute.
+    """
+    done = threading.Event()
+    thread = threading.Thread(target=_tell, args=(said, done), daemon=True)
+    if shown:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if shown:
+            thread.join()
+
+
+def _tell(said: str, done: threading.Event) -> None:
+    begin, is_terminal = clock(), sys.stderr.isatty()
+    if done.wait(SHOWN if is_terminal else LONG):
+        return
+    if not is_terminal:
+        print(f"packprop: {said}, {LONG:.0f} s so far", file=sys.stderr, flush=True)
+        return
+    while True:
+        print(f"\r\033[Kpackprop: {said}, {clock() - begin:.0f} s", end="", file=sys.stderr, flush=True)
+        if done.wait(1.0):
+            break
+    print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def _duration(seconds: float) -> str:

@@ -58,6 +58,42 @@ def test_slow_code_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "; compiled it takes 1.2e+03 ms, as it is 1e+03 ms; 1 replays" in str(step)
 
 
+def test_long_compiling_for_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "seconds_in_turns", lambda runs, tensors: [1.2, 1.0])
+    monkeypatch.setattr(compiler, "COSTLY", 0.0)
+    step = compiled(network(), extensions.BatchL2Grad(), backend="aot_eager")
+    with pytest.warns(PackpropWarning, match=r"as it is, after \d+ s of compiling: compiled it takes 1.2e"):
+        settle(step)
+
+
+def test_passes_that_are_faster_after_long_compiling_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "seconds_in_turns", lambda runs, tensors: [1.0, 1.0])
+    monkeypatch.setattr(compiler, "COSTLY", 0.0)
+    monkeypatch.setattr(replayer, "NOISE", 0.0)  # no replay is fast enough
+    step = compiled(network(), extensions.BatchL2Grad(), backend="aot_eager")
+    settle(step)
+    for _ in range(replayer.MEASURED - 1):
+        step(*batch())
+    with pytest.warns(PackpropWarning, match=r"a graph: after \d+ s of compiling, a replay takes"):
+        step(*batch())
+    assert "eager: a replay takes" in str(step)
+
+
+def test_calls_of_another_kind_that_are_compiled_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "seconds_in_turns", lambda runs, tensors: [1.0, 1.0])
+    monkeypatch.setattr(replayer, "WORTH", 1)
+    step = compiled(network(), extensions.BatchL2Grad(), backend="aot_eager")
+    settle(step)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for size in (5, 6):
+            for _ in range(EAGER_CALLS + 3):
+                step(*batch(size))
+    said = [str(each.message) for each in caught if "compiled again" in str(each.message)]
+    assert len(said) == 1
+    assert "tensor 0 of the batch: [5, 3] before, [6, 3] now" in said[0]
+
+
 def test_it_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "seconds_in_turns", lambda runs, tensors: [1.2, 1.0])
     monkeypatch.setattr("packprop.compiled.replayer.WORTH", 2)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import packprop
-from packprop import backpack, extend, extensions
+from packprop import backpack, extend, extensions, operators
 from packprop.curvature import products
-from packprop.errors import PackpropError
+from packprop.errors import BadInput, PackpropError
 from packprop.graph.walk import walk
 from tests.cases import BY_NAME, Case
 from tests.cases.models.functions import Cube
@@ -197,6 +197,20 @@ def test_wrong_second_derivatives_are_refused() -> None:
     output: Any = _WrongTwice.apply(weight)
     with pytest.raises(PackpropError, match="contradict"):
         products.jvp(output, [weight], [torch.ones(3)])
+
+
+def test_a_graph_is_outputs_and_loss() -> None:
+    model, x, y = nn.Linear(3, 2), torch.randn(4, 3), torch.randint(2, (4,))
+    parameters, loss = [*model.parameters()], nn.CrossEntropyLoss()
+
+    def graph() -> tuple[Tensor, Tensor]:
+        return (outputs := model(x), loss(outputs, y))
+
+    wrong: list[Any] = [lambda: graph()[1], graph()[1], (graph()[1],), lambda: (graph()[1], None)]
+    for given in wrong:
+        with pytest.raises(BadInput, match="needs the model's output and the loss"):
+            operators.ggn(given, parameters)
+    assert operators.ggn(graph, parameters).shape == (8, 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

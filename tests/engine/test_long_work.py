@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import sys
+import time
 import warnings
 from typing import Any
 
@@ -38,6 +40,38 @@ def ticking(step: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that goes on by so many seconds whenever it is looked at."""
     ticks = itertools.count()
     monkeypatch.setattr(long_work, "clock", lambda: step * next(ticks))
+
+
+class Terminal(io.StringIO):
+    """A terminal, or not."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("shown", [True, False])
+def test_waiting_tells_how_long_it_took_so_far(
+    shown: bool, is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_work, "SHOWN", 0.01)
+    monkeypatch.setattr(long_work, "LONG", 0.01)
+    monkeypatch.setattr(sys, "stderr", Terminal(is_terminal))
+    with long_work.waiting("compiling 7 operations of a step", shown):
+        for _ in range(1000):
+            if sys.stderr.getvalue() or not shown:  # type: ignore[attr-defined]  # a Terminal
+                break
+            time.sleep(0.01)
+    said = sys.stderr.getvalue()  # type: ignore[attr-defined]  # a Terminal
+    assert ("packprop: compiling 7 operations of a step, 0 s" in said) == shown
+    assert said.endswith("\r\033[K") == (shown and is_terminal)
+    with long_work.waiting("short work"):
+        pass
+    assert "short" not in said
 
 
 @pytest.mark.parametrize(

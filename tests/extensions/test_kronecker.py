@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
@@ -70,3 +74,103 @@ def test_many_draws_come_near_the_exact_factors(approximation: str) -> None:
     for name, exact in results(problem, "kflr").items():
         for drawn, factor in zip(results(problem, "kfac")[name], exact, strict=True):
             assert_near(drawn, factor, name, 0.05)
+
+
+SHARED: dict[str, Callable[[nn.Embedding, Tensor, Tensor], Tensor]] = {
+    "[s]": lambda table, x, places: x + table(places),
+    "[1, s]": lambda table, x, places: x + table(places.reshape(-1, 5)),
+    "[s], subtracted": lambda table, x, places: x - 2 * x * table(places),
+    "[s], expanded": lambda table, x, places: torch.cat([x, table(places).expand_as(x)], 1),
+}
+
+
+def positions_of(
+    look_up: Callable[[nn.Embedding, Tensor, Tensor], Tensor], places: Tensor, table: nn.Embedding
+) -> nn.Module:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.body, self.head = table, nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            each = look_up(self.table, x, places)
+            return self.head(torch.tanh(self.body(each)).mean(1))  # type: ignore[no-any-return]  # a layer's
+
+    return Positions()
+
+
+@pytest.mark.parametrize("padding", [None, 1])
+@pytest.mark.parametrize("approximation", ["mixed", "expand", "reduce"])
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("samples", [1, 3])
+def test_rows_that_all_samples_share_are_looked_up_by_each(
+    name: str, approximation: str, padding: int | None, samples: int
+) -> None:
+    """The factors are those of a table that is given an index for each sample."""
+    x, target = torch.randn(samples, 5, 4).double(), torch.randint(3, (samples,))
+    places = torch.arange(5)
+
+    def asked() -> list[packprop.types.Extension]:
+        source = torch.Generator().manual_seed(0)
+        own = {"approximation": approximation}
+        return [
+            extensions.KFAC(2, generator=source, **own),
+            extensions.KFLR(**own),
+            extensions.EKFAC(fisher="exact", **own),
+            extensions.DiagGGNExact(),
+            extensions.BatchGrad(),
+            extensions.BatchL2Grad(),
+            extensions.Variance(),
+        ]
+
+    found = []
+    for look_up in (SHARED[name], lambda table, x, index: SHARED[name](table, x, index.expand(len(x), 5))):
+        torch.manual_seed(1)
+        model = packprop.extend(positions_of(look_up, places, nn.Embedding(7, 4, padding)).double())
+        with packprop.backpack(*asked()):
+            nn.functional.cross_entropy(model(x), target).backward()
+        found.append(model.table.weight)
+    shared, each = found
+    assert [factor.shape for factor in shared.kfac] == [(4, 4), (7, 7)]
+    for attribute in ("kfac", "kflr"):
+        for factor, expected in zip(getattr(shared, attribute), getattr(each, attribute), strict=True):
+            torch.testing.assert_close(factor, expected)
+    torch.testing.assert_close(packprop.kronecker.dense(shared.ekfac), packprop.kronecker.dense(each.ekfac))
+    for attribute in ("grad", "grad_batch", "batch_l2", "variance", "diag_ggn_exact"):
+        torch.testing.assert_close(getattr(shared, attribute), getattr(each, attribute))
+
+
+def test_the_factors_of_shared_rows_are_those_of_one_hot_inputs() -> None:
+    """A table is a linear map of one-hot inputs, whose factors the oracle defines."""
+    x, target = torch.randn(3, 5, 4).double(), torch.randint(3, (3,))
+    torch.manual_seed(1)
+    model = packprop.extend(positions_of(SHARED["[s]"], torch.arange(5), nn.Embedding(7, 4)).double())
+    with packprop.backpack(extensions.KFLR()):
+        nn.functional.cross_entropy(model(x), target).backward()
+    outputs, inputs = model.table.weight.kflr
+    rows = torch.zeros(3, 5, 7).double()
+    rows[:, range(5), range(5)] = 1
+    torch.testing.assert_close(inputs, torch.einsum("nsi,nsj->ij", rows, rows) / 3)
+    shift = torch.zeros(3, 4, dtype=torch.double, requires_grad=True)  # at all positions of one sample
+    scores = model.head(torch.tanh(model.body(x + model.table(torch.arange(5)) + shift[:, None])).mean(1))
+    expected = torch.zeros(4, 4).double()
+    for row in scores:
+        jacobian = torch.stack([torch.autograd.grad(c, shift, retain_graph=True)[0].sum(0) for c in row])
+        p = row.detach().softmax(0)
+        expected += jacobian.T @ (p.diag() - p.outer(p)) @ jacobian / 3
+    torch.testing.assert_close(outputs, expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_shared_rows_have_factors_in_checkpoints(reentrant: bool) -> None:
+    """A checkpoint hands out the index once, or forgets the graph."""
+    x, target = torch.randn(6, 5, 4).double().requires_grad_(), torch.randint(3, (6,))
+    torch.manual_seed(1)
+    model = packprop.extend(positions_of(SHARED["[s]"], torch.arange(5), nn.Embedding(7, 4)).double())
+    found = []
+    for outputs in (model(x), checkpoint(model, x, use_reentrant=reentrant)):
+        with packprop.backpack(extensions.KFLR()):
+            nn.functional.cross_entropy(outputs, target).backward()
+        found.append(model.table.weight.kflr)
+    for factor, expected in zip(*found, strict=True):
+        torch.testing.assert_close(factor, expected)

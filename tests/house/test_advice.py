@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import packprop
-from packprop import backpack, extend, extensions
+from packprop import backpack, extend, extensions, operators
 from packprop.errors import PackpropError
+from packprop.functions.losses.description import LOSSES
 
 X, Y = torch.randn(5, 3), torch.randint(2, (5,))
 P = torch.rand(5, 2)
@@ -223,6 +224,119 @@ def by_token(loss: Callable[[Tensor], Tensor], outputs: tuple[int, ...] = (5, 4,
 def tokens(outputs: Tensor) -> Tensor:
     targets = torch.zeros(outputs.shape[:-1], dtype=torch.long)
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def weighed(extended: bool) -> None:
+    """Learned weights of two losses, in a module that is extended or that holds extended losses."""
+
+    class Weighed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.s, self.one, self.other = nn.Parameter(torch.zeros(2)), nn.MSELoss(), nn.CrossEntropyLoss()
+
+        def forward(self, outputs: Tensor) -> Tensor:
+            losses = torch.stack([self.one(outputs, P), self.other(outputs, Y)])
+            return ((-self.s).exp() * losses + self.s).sum()
+
+    model, loss = extend(nn.Linear(3, 2)), Weighed()
+    for module in [loss] if extended else [loss.one, loss.other]:
+        extend(module)
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        loss(model(X)).backward()
+    assert loss.s.grad is not None
+
+
+class Fourth(nn.Module):
+    """A loss of ones own, without parameters."""
+
+    reduction = "mean"
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).pow(4).mean()
+
+
+def told(of: Any, ask: Callable[[], None]) -> None:
+    """Ask after a rule was registered."""
+    rule = packprop.register_loss(of)
+    rule(lambda outputs, targets: packprop.functions.Loss(None, 1.0, outputs.numel(), None))
+    try:
+        ask()
+    finally:
+        LOSSES.pop(of)
+
+
+def fisher() -> None:
+    run(extensions.KFAC(fisher="empirical"), lambda f: extend(Fourth())(f, P))
+
+
+def fourth(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).pow(4).mean()
+
+
+def bag(layer: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(layer(), nn.Tanh(), nn.Linear(2, 2))
+    index = torch.randint(4, (5, 3))
+
+    def graph() -> tuple[Tensor, Tensor]:
+        return (outputs := model(index), F.cross_entropy(outputs, Y))
+
+    operators.ggn(graph, [*model.parameters()]) @ torch.ones(14)
+
+
+class SumOfRows(nn.Embedding):
+    """What an EmbeddingBag of the same mode returns."""
+
+    def forward(self, index: Tensor) -> Tensor:
+        return super().forward(index).sum(1)
+
+
+HANDED_ON: Any = torch.overrides.wrap_torch_function(lambda outputs, targets: (outputs, targets))(fourth)
+
+
+ADVICE |= {
+    "weights of losses in an extended module": (
+        lambda: weighed(True),
+        "consumes it where no loss tells",
+        "keep a parameter that weighs losses in a module that is not extended",
+        lambda: weighed(False),
+    ),
+    "the empirical Fisher of a loss of ones own": (
+        fisher,
+        "not known what its terms are divided by",
+        "@packprop.register_loss(MyLoss) on a rule that returns packprop.functions.Loss(..., divisor=...)",
+        lambda: told(Fourth, fisher),
+    ),
+    "a data set under a loss of ones own": (
+        lambda: over_data((X, P), Fourth()),
+        "the loss Fourth",
+        "tell what it divides by with @packprop.register_loss(MyLoss)",
+        lambda: told(Fourth, lambda: over_data((X, P), Fourth())),
+    ),
+    "a rule for a function whose calls nobody sees": (
+        lambda: told(fourth, fisher),
+        "PyTorch does not hand its calls on",
+        "@packprop.register_loss(MyLoss), loss = packprop.extend(MyLoss())",
+        lambda: told(Fourth, fisher),
+    ),
+    "a rule for a function, handed on": (
+        lambda: told(fourth, fisher),
+        "PyTorch does not hand its calls on",
+        "@torch.overrides.wrap_torch_function(lambda input, target: (input, target))",
+        lambda: told(HANDED_ON, lambda: run(extensions.KFAC(fisher="empirical"), lambda f: HANDED_ON(f, P))),
+    ),
+    "a rule for an instance": (
+        lambda: told(Fourth(), fisher),
+        "a class of loss modules",
+        "MyLoss is the class of a module without parameters",
+        lambda: told(Fourth, fisher),
+    ),
+    "bags of embeddings": (
+        lambda: bag(lambda: nn.EmbeddingBag(4, 2, mode="sum")),
+        "_embedding_bag",
+        "use nn.Embedding with .sum(1)",
+        lambda: bag(lambda: SumOfRows(4, 2)),
+    ),
+}
 
 
 class Steps(nn.Module):
@@ -505,7 +619,7 @@ def test_what_errors_name_is_there() -> None:
     for name in names - {"integrations.lightning", "integrations.transformers"}:  # which import their library
         pkgutil.resolve_name(f"packprop.{name}")
     called = [call for text in _texts_of_errors() for call in re.findall(r"\b([A-Z]\w+)\((\w+)=", text)]
-    known = {**vars(extensions), **vars(packprop.distributed), **vars(nn)}
+    known = {**vars(extensions), **vars(packprop.distributed), **vars(packprop.functions), **vars(nn)}
     assert len(called) > 3
     for name, argument in called:
         thing = known.get(name) or getattr(packprop, name)

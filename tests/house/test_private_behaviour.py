@@ -27,11 +27,10 @@ from packprop.functions.nodes import is_identity, is_once_differentiable
 from packprop.functions.operands import saved_constants
 from packprop.recording.aside import OwnMode
 from packprop.recording.marks import LOSS, RecordedLoss, nodes_above
-from packprop.recording.unrecorded import node_under_transforms
 from packprop.tensors.hooks import dictionary_of_node
 from packprop.tensors.state import taken_over, version
 from tests.cases.models.functions import Cube
-from tests.versions import needs_counting, needs_hooks, needs_unwrapping
+from tests.versions import needs_counting, needs_hooks
 
 
 def kept(**options: Any) -> list[bool]:
@@ -477,17 +476,3 @@ def test_the_stack_of_modes_names_the_outermost_first() -> None:
         assert torch.overrides._get_current_function_mode_stack() == [outer]
         TorchFunctionMode.__enter__(inner)
     assert not torch.overrides.has_torch_function((tensor,))
-
-
-@needs_unwrapping
-def test_a_transform_tells_what_its_tensors_stand_for() -> None:
-    seen: list[Any] = []
-
-    def note(row: Tensor) -> Tensor:
-        seen.append(node_under_transforms(row))
-        return row
-
-    made = torch.randn(3, 2, requires_grad=True) * 2
-    torch.vmap(torch.vmap(note))(made)
-    assert seen == [made.grad_fn]
-    assert node_under_transforms(made) is None

@@ -79,6 +79,45 @@ def test_the_peak_holds_in_each_step_without_a_budget(row: Row, memory: str | No
     assert peak == pytest.approx(plan.peak, rel=0.05)
 
 
+class Bidirectional(nn.Module):
+    """An encoder of tokens, with positions that samples share and segments that each of them has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position, self.segment = nn.Embedding(90, 32), nn.Embedding(9, 32), nn.Embedding(2, 32)
+        layer = nn.TransformerEncoderLayer(32, 2, 128, activation="gelu", batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.position(torch.arange(x.shape[1])) + self.segment(torch.zeros_like(x))
+        return self.head(self.encoder(self.token(x) + places)[:, 0])  # type: ignore[no-any-return]  # a layer's
+
+
+@pytest.mark.parametrize("make", [extensions.BatchL2Grad, extensions.DiagGGNMC, extensions.KFAC])
+def test_an_encoder(make: type[extensions.BatchL2Grad]) -> None:
+    """What is looked up by the shape of the batch alone is the same use in the plan and in the pass."""
+    torch.manual_seed(0)
+    model, batch = Bidirectional(), (torch.randint(90, (8, 9)), torch.randint(3, (8,)))
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, make())
+    assert {"embedding", "add"} <= {line.use for line in plan.lines}
+    assert measured(model, batch, make(), memory=plan) == pytest.approx(plan.peak, rel=0.05)
+
+
+@pytest.mark.parametrize("bags", [False, True])
+def test_gradients_that_are_sparse(bags: bool) -> None:
+    """Indices and values are counted in place of a tensor that has no memory of its own."""
+    torch.manual_seed(0)
+    table = nn.EmbeddingBag(500, 32, sparse=True) if bags else nn.Embedding(500, 32, sparse=True)
+    model = nn.Sequential(table, nn.Flatten(), nn.Tanh(), nn.LazyLinear(5))
+    batch = torch.randint(500, (64, 10)), torch.randint(5, (64,))
+    model(batch[0])
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, extensions.BatchL2Grad())
+    for memory in (plan, None):
+        peak = measured(model, batch, extensions.BatchL2Grad(), memory=memory)
+        assert peak == pytest.approx(plan.peak, rel=0.05)
+
+
 class LastState(nn.Module):
     """An LSTM, and a layer on its last output."""
 

@@ -164,3 +164,17 @@ def test_options_of_an_extension_have_plans_of_their_own(made: list[packprop.Pla
         model.zero_grad()
         step(model, batch, extensions.KFAC(approximation=approximation), memory="1GiB")
     assert len(made) == 2
+
+
+@pytest.mark.parametrize("samples", [1, 3, 6])
+def test_a_plan_finds_the_uses_of_a_parametrised_weight(samples: int) -> None:
+    """Whatever earlier passes have shown of the same graph, and as many samples as rows of the weight or one."""
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+    model, loss = packprop.extend(nn.Sequential(layer, nn.Tanh(), nn.Linear(6, 3))), nn.CrossEntropyLoss()
+    x, y = torch.randn(samples, 6), torch.arange(samples) % 3
+    for _ in range(2):
+        plan = packprop.plan(model, loss, (x, y), [extensions.BatchL2Grad()])
+        with packprop.backpack(extensions.BatchL2Grad(), memory=plan):
+            loss(model(x), y).backward()
+        model.zero_grad()

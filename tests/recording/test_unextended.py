@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.errors import PackpropError
 from packprop.recording.marks import EXTENDED
 from packprop.recording.switch import is_extended
 from tests.references.oracle import Oracle, Problem
@@ -34,7 +33,6 @@ from tests.references.running import (
     results,
     rows_of_terms,
 )
-from tests.versions import needs_unwrapping
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
@@ -241,27 +239,60 @@ def ensemble(model: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return parameters, torch.vmap(call, in_dims=(0, 0, None))(parameters, buffers, x)
 
 
-@needs_unwrapping
-@each_row
-def test_an_ensemble_by_vmap(row: Row) -> None:
-    """An extended model inside a transform is refused by name, with gradients untouched."""
-    model, (x, y) = packprop.extend(network()), batch()
-    parameters, outs = ensemble(model, x)
-    loss = packprop.extend(nn.CrossEntropyLoss())
-    root = torch.stack([loss(out, y) for out in outs]).sum()
-    with pytest.raises(PackpropError, match="vmap") as refusal, packprop.backpack(row()):
-        root.backward()
-    assert "Sequential" in refusal.value.where
-    assert all(p.grad is None for p in parameters.values())
-
-
-def test_an_ensemble_by_vmap_of_a_model_that_is_not_extended() -> None:
+@pytest.mark.parametrize("extended", [True, False])
+def test_an_ensemble_by_vmap(extended: bool) -> None:
     """The graph is that of one function of all members: rows ``[n, members, *p]``."""
     x, y = batch()
-    parameters, outs = ensemble(network(), x)
+    parameters, outs = ensemble(packprop.extend(network()) if extended else network(), x)
     terms = torch.stack([F.cross_entropy(out, y, reduction="none") for out in outs]).sum(0) / len(x)
     root = torch.stack([F.cross_entropy(out, y) for out in outs]).sum()
     assert_rows_of_terms(terms, root, parameters.values())
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (torch.ones_like(x),))[1],
+    "vmap": lambda model, x: torch.vmap(model)(x),
+    "vmap of a call": lambda model, x: torch.vmap(
+        lambda row: torch.func.functional_call(model, dict(model.named_parameters()), (row,))
+    )(x),
+    "grad of the sum": lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
+    "vmap of grad": lambda model, x: torch.vmap(torch.func.grad(lambda row: model(row).sum()))(x),
+    "vmap of jacrev": lambda model, x: torch.vmap(torch.func.jacrev(model))(x).flatten(1),
+    "vmap of hessian": lambda model, x: torch.vmap(torch.func.hessian(lambda row: model(row).sum()))(x).flatten(
+        1
+    ),
+}
+"""What models are called through in losses with derivatives; rows are of samples."""
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("extended", [True, False])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_model_inside_a_transform(name: str, extended: bool, inside: bool) -> None:
+    """Transforms leave plain nodes; they may be in the loss, or in the forward pass of the model itself."""
+
+    class Transformed(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return TRANSFORMS[name](self.model, x)
+
+    model, (x, _) = network(), batch()
+    model[1], model[2] = nn.Tanh(), nn.Linear(4, 3, bias=False).double()
+    made: nn.Module = Transformed(model)
+    if extended:
+        packprop.extend(made if inside else model)
+    rows = made(x)
+    loss = F.mse_loss(rows, torch.ones_like(rows))
+    terms = F.mse_loss(rows, torch.ones_like(rows), reduction="none") / rows.numel()
+    reached = [
+        p
+        for p in model.parameters()
+        if torch.autograd.grad(loss, p, retain_graph=True, allow_unused=True)[0] is not None
+    ]
+    assert_rows_of_terms(terms, loss, reached)
 
 
 @pytest.mark.filterwarnings("error")

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from packprop.errors import BadInput
+from packprop.functions.entry import name_of
 from packprop.functions.losses.links import Link
 from packprop.tensors.layout import Layout, layout_of_rows
 
@@ -95,9 +98,16 @@ def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> 
     twice differentiable convex loss, but slow for many outputs.
 
     Args:
-        functions: The loss functions.
+        functions: The loss functions, or classes of loss modules without parameters, whose ``forward`` has the
+            signature. packprop sees calls of an extended module; those of a function it sees inside
+            ``record()``, if PyTorch hands them on. ``torch.overrides.wrap_torch_function`` does that for yours.
         input_name: Name of their first argument, which takes the model's output.
+
+    Raises:
+        BadInput: If one of them is neither, or a function whose calls PyTorch does not hand on.
     """
+    for each in functions or (None,):
+        _require_seen(each)
 
     def register(rule: Rule) -> Rule:
         LOSSES.update(dict.fromkeys(functions, rule))
@@ -106,6 +116,31 @@ def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> 
         return rule
 
     return register
+
+
+def _require_seen(function: Any) -> None:
+    """Raise if no call of a loss would ever be seen."""
+    if isinstance(function, type) and issubclass(function, torch.nn.Module):
+        return
+    if isinstance(function, torch.nn.Module) or not callable(function) or isinstance(function, type):
+        raise BadInput(
+            "register_loss(...) was called.",
+            "no function" if function is None else f"argument of type {type(function).__name__}",
+            "a rule belongs to a loss function, or to a class of loss modules",
+            "decorate the rule with @packprop.register_loss(MyLoss), where MyLoss is the class of a module "
+            "without parameters that takes the model's output and the targets",
+        )
+    names = function.__code__.co_names if isinstance(function, FunctionType) else ("handle_torch_function",)
+    if "handle_torch_function" not in names:
+        raise BadInput(
+            "register_loss(...) was called.",
+            f"function {function.__name__}",
+            "PyTorch does not hand its calls on, so that packprop sees those of the functions inside alone",
+            "put it into the forward of a module without parameters, register the class of that, and extend "
+            "the module that you call: @packprop.register_loss(MyLoss), loss = packprop.extend(MyLoss()); or "
+            "decorate the function with @torch.overrides.wrap_torch_function(lambda input, target: (input, "
+            "target)), and call it inside `with packprop.record():`",
+        )
 
 
 def canonical(tensor: Tensor, layout: Layout, class_axis: int | None, skip: int = 0) -> Tensor:
@@ -162,7 +197,16 @@ def number_of_samples(loss: Loss, shape: Sequence[int]) -> int:
 
 def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loss:
     """Describe one call of a loss; a function without a rule counts as differentiable, and no more."""
-    rule = LOSSES.get(function)
+    rule = LOSSES.get(function) or LOSSES.get(getattr(function, "module_class", function))
     if rule is None:
         return Loss(None, 1.0, None, None)
-    return rule(*args, **kwargs)
+    loss = rule(*args, **kwargs)
+    if not isinstance(loss, Loss):
+        raise BadInput(
+            "A quantity beyond the gradient was asked for.",
+            f"the rule {getattr(rule, '__name__', rule)} that is registered for {name_of(function)}",
+            f"it returned {type(loss).__name__}, where the description of a loss was expected",
+            "return packprop.functions.Loss(class_axis, weight, divisor, root), with what the sum of terms is "
+            "divided by as divisor, and root=None if nothing faster is known than second derivatives",
+        )
+    return loss

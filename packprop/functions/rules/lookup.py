@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from packprop.algebra.structures import Lookup, Structure
 from packprop.functions.building import rowwise
-from packprop.functions.entry import Entry, Scratch
-from packprop.functions.node_calls import NodeCall
+from packprop.functions.entry import Cotangents, Entry, Samples, Scratch, StructureOf
+from packprop.functions.node_calls import Computed, NodeCall, operand_at
+from packprop.functions.nodes import RESHAPES, made_by, name_of_node
 from packprop.functions.registry import rule_of
 from packprop.functions.samplewise import samplewise
+from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype
 
 SCALED_BY_COUNTS = (
@@ -25,8 +29,22 @@ SCALED_BY_COUNTS = (
 def _embedding(call: NodeCall) -> Entry:
     if call.option("scale_grad_by_freq"):
         return _called(call)
-    table, width = call.operand.shape
-    padding, dtype = call.option("padding_idx"), call.operand.tensor.dtype
+    last = len(call.shape) - 1
+    return Entry(
+        call.operand.tensor,
+        "Lookup",
+        rowwise(_build(call), call.saved("indices")),
+        admits=lambda axis: axis != last,
+        scratch=Scratch(math.prod(call.operand.shape)),
+        linear=True,
+        sparse=call.is_sparse,
+    )
+
+
+def _build(call: NodeCall) -> Callable[[Tensor | None, Tensor], Structure]:
+    """Return what makes the structure of a table from cotangents ``[v, n, *s, o]`` and indices ``[n, *s]``."""
+    entries, width = call.operand.shape
+    padding, dtype = call.option("padding_idx"), accumulation_dtype(call.operand.tensor.dtype)
 
     def build(cotangent: Tensor | None, index: Tensor) -> Structure:
         index = index.reshape(index.shape[0], -1)
@@ -34,17 +52,41 @@ def _embedding(call: NodeCall) -> Entry:
             cotangent = cotangent.reshape(*cotangent.shape[:2], -1, width)
             if padding >= 0:
                 cotangent = cotangent * (index != padding)[None, :, :, None]
-        return Lookup(index, cotangent, table, accumulation_dtype(dtype))
+        return Lookup(index, cotangent, entries, dtype)
 
-    last = len(call.shape) - 1
-    return Entry(
-        call.operand.tensor,
-        "Lookup",
-        rowwise(build, call.saved("indices")),
-        admits=lambda axis: axis != last,
-        scratch=Scratch(math.prod(call.operand.shape)),
-        linear=True,
-        sparse=_is_sparse(call),
+    return build
+
+
+def of_table(call: NodeCall, entry: Entry) -> Entry:
+    """Return the entry of a table of which a node takes rows that all samples share; else ``entry``.
+
+    Positions are looked up so, once for all samples. Each sample then looks up the same rows.
+    """
+    node = call.node.next_functions[call.place][0]
+    while node is not None and name_of_node(node) in RESHAPES | {"ToCopy"}:
+        node = node.next_functions[0][0]
+    if entry.structure != "Scale" or node is None or name_of_node(node) != "Embedding":
+        return entry
+    table = NodeCall(node, 0, operand_at(node, 0, "shape"), [torch.Size(made_by(node)[0].shape)], call.holds)
+    if isinstance(table.operand.tensor, Computed) or table.option("scale_grad_by_freq"):
+        return entry
+    build, indices = _build(table), table.saved("indices")
+
+    def of_rows(structure_of: StructureOf) -> StructureOf:
+        def of_shared(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
+            rows, index = structure_of(cotangents, layouts, samples).rows, indices()
+            chosen = samples if isinstance(samples, Tensor) else range(layouts[0].samples)[samples]
+            return build(rows, index.expand(len(chosen), *index.shape))
+
+        return of_shared
+
+    return entry.but(
+        parameter=table.operand.tensor,
+        structure="Lookup",
+        structure_of=of_rows(entry.structure_of),
+        scratch=Scratch(math.prod(table.operand.shape)),
+        squares=None if entry.squares is None else of_rows(entry.squares),
+        constant=False,
     )
 
 
@@ -55,8 +97,4 @@ def _embedding_bag(call: NodeCall) -> Entry | None:
 
 def _called(call: NodeCall) -> Entry:
     refusal = SCALED_BY_COUNTS if call.option("scale_grad_by_freq") else None
-    return samplewise(call, linear=True, refusal=refusal, sparse=_is_sparse(call))
-
-
-def _is_sparse(call: NodeCall) -> bool:
-    return call.has_option("sparse") and bool(call.option("sparse"))
+    return samplewise(call, linear=True, refusal=refusal, sparse=call.is_sparse)

@@ -1,0 +1,217 @@
+"""Losses made of several loss functions: what `compute` gives is what one big batch would, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import packprop
+from packprop import PackpropError, backpack, extensions
+from packprop.functions import Loss
+from packprop.functions.losses.description import LOSSES
+from tests.dataset.small import EXACT, SIZE, compute
+from tests.references.running import assert_all_near
+
+CUTS = [3, 1, SIZE - 4]
+
+
+class Tasks(nn.Module):
+    """A class and a place for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.kind, self.place = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.body(x))
+        return self.kind(hidden), self.place(hidden)
+
+
+class Weighted(nn.Module):
+    """Weights that were learned, for the loss of each task."""
+
+    def __init__(self, *, ignore: int = -100, of_place: str = "mean", of_kind: str = "mean") -> None:
+        super().__init__()
+        self.s = nn.Parameter(torch.tensor([0.3, -0.5]).double())
+        self.of_kind = nn.CrossEntropyLoss(ignore_index=ignore, reduction=of_kind)
+        self.of_place = nn.MSELoss(reduction=of_place)
+
+    def forward(self, outputs: Any, targets: Any) -> Tensor:
+        losses = [
+            task(f, y) for task, f, y in zip((self.of_kind, self.of_place), outputs, targets, strict=True)
+        ]
+        return ((-self.s).exp() * torch.stack(losses) + self.s).sum()
+
+
+class Quantized(nn.Module):
+    """A code of the samples, whose loss it returns with that of what is made of the code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.codebook = nn.Linear(4, 3), nn.Linear(3, 4), nn.Embedding(5, 3)
+
+    def distance(self, one: Tensor, other: Tensor) -> Tensor:
+        return F.mse_loss(one, other)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        z = self.encoder(x)
+        code = self.codebook(torch.cdist(z.detach(), self.codebook.weight.detach()).argmin(1))
+        commitment = self.distance(z, code.detach()) + 0.25 * self.distance(code, z.detach())
+        return {"loss": F.mse_loss(self.decoder(z + (code - z).detach()), x) + commitment}
+
+
+class ByHand(Quantized):
+    """The same loss as arithmetic."""
+
+    def distance(self, one: Tensor, other: Tensor) -> Tensor:
+        return (one - other).square().mean()
+
+
+def batches() -> list[Any]:
+    x, kinds, places = torch.randn(SIZE, 4).double(), torch.randint(3, (SIZE,)), torch.randn(SIZE, 2).double()
+    parts = zip(x.split(CUTS), kinds.split(CUTS), places.split(CUTS), strict=True)
+    return [(each, (kind, place)) for each, kind, place in parts]
+
+
+def joined(data: list[Any]) -> list[Any]:
+    x, targets = zip(*data, strict=True)
+    return [(torch.cat(x), tuple(map(torch.cat, zip(*targets, strict=True))))]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_tasks_with_weights(reduction: str, compiled: bool) -> None:
+    """Weights that a module which is not extended holds, or frozen ones."""
+    model, weighted, data = Tasks().double(), Weighted(of_kind=reduction, of_place=reduction), batches()
+    (whole,) = joined(data)
+    for loss in (lambda f, y: weighted(f, y), Weighted(of_kind=reduction, of_place=reduction)):
+        if isinstance(loss, nn.Module):
+            loss.requires_grad_(False)
+        asked = [make() for make in EXACT]
+        found = compute(model, loss, data, *asked, compiled=compiled)
+        packprop.extend(model)
+        value = weighted(model(whole[0]), whole[1])
+        with backpack(*asked):
+            value.backward()
+        if reduction == "mean":
+            assert found.loss == pytest.approx(value.item())
+        for extension in asked:
+            own = extension.savefield
+            expected = {name: getattr(parameter, own) for name, parameter in model.named_parameters()}
+            assert_all_near(found[extension], expected, own)
+
+
+def test_a_model_that_returns_a_sum_of_losses() -> None:
+    """The commitment loss of a codebook beside that of the reconstruction."""
+    model, x = Quantized().double(), torch.randn(SIZE, 4).double()
+    asked = [extensions.BatchL2Grad(), extensions.Variance(), extensions.DiagGGNExact()]
+    found = compute(model, None, [{"x": part} for part in x.split(CUTS)], *asked)
+    whole = compute(model, None, [{"x": x}], *asked)
+    single = [torch.autograd.grad(model(row[None])["loss"], [*model.parameters()]) for row in x]
+    norms = torch.stack([sum(each.square().sum() for each in row).sqrt() for row in single])  # type: ignore[union-attr]  # tensors
+    torch.testing.assert_close(found.norms(), norms)
+    for extension in asked:
+        assert_all_near(found[extension], whole[extension], extension.savefield)
+
+
+def test_products_with_a_matrix_of_the_data() -> None:
+    model, data = Tasks().double(), batches()
+    weighted = Weighted().requires_grad_(False)
+    vector = torch.randn(sum(parameter.numel() for parameter in model.parameters())).double()
+    one, other = (packprop.operators.of_data(model, weighted, each) for each in (data, joined(data)))
+    torch.testing.assert_close(one @ vector, other @ vector)
+
+
+def ignoring(data: list[Any]) -> list[Any]:
+    data[0][1][0][0] = -100
+    return data
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "ignored targets": (Weighted, "some samples count more than others", "reduction='sum'"),
+    "a mean and a sum": (lambda: Weighted(of_place="sum"), "mse_loss \\(sum\\)", "the same reduction"),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_batches_have_no_weight_in(name: str, compiled: bool) -> None:
+    make, said, instead = REFUSED[name]
+    with pytest.raises(PackpropError, match=said) as error:
+        compute(
+            Tasks().double(),
+            make().requires_grad_(False),
+            ignoring(batches()),
+            extensions.Variance(),
+            compiled=compiled,
+        )
+    assert instead in error.value.instead
+    both = Weighted(of_kind="sum", of_place="sum").requires_grad_(False)
+    compute(Tasks().double(), both, ignoring(batches()), extensions.Variance())
+
+
+def test_weights_of_an_extended_loss_are_refused_with_two_ways_out() -> None:
+    with pytest.raises(PackpropError, match="parameter 's'") as error:
+        compute(Tasks().double(), Weighted(), batches(), extensions.Variance())
+    assert "keep a parameter that weighs losses in a module that is not extended" in error.value.instead
+    assert "requires_grad=False" in error.value.instead
+
+
+def test_a_part_that_is_no_loss_of_torch() -> None:
+    with pytest.raises(PackpropError, match="part of which no loss function makes") as error:
+        compute(ByHand().double(), None, [{"x": torch.randn(4, 4).double()}], extensions.Variance())
+    assert "F.mse_loss(a, b) for (a - b).square().mean()" in error.value.instead
+
+
+class Fourth(nn.Module):
+    """A loss of ones own."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).pow(4).mean()
+
+
+class Told(Fourth):
+    """The same with an attribute that loss modules of torch have, too."""
+
+    reduction = "mean"
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    @packprop.register_loss(Fourth, Told)
+    def rule(outputs: Tensor, targets: Tensor) -> Loss:
+        return Loss(class_axis=None, weight=1.0, divisor=outputs.numel(), root=None)
+
+    yield
+    LOSSES.pop(Fourth)
+    LOSSES.pop(Told)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_loss_module_of_ones_own() -> None:
+    """The advice, followed: a batch of one number has a reduction by its attribute alone."""
+    model, x, y = nn.Linear(4, 1).double(), torch.randn(SIZE, 4).double(), torch.randn(SIZE, 1).double()
+    asked = [make() for make in EXACT]
+    data = list(zip(x.split(CUTS), y.split(CUTS), strict=True))
+    with pytest.raises(PackpropError, match="the loss Fourth") as error:
+        compute(model, Fourth(), data, *asked)
+    assert "an attribute reduction='mean' or 'sum'" in error.value.instead
+    found, whole = compute(model, Told(), data, *asked), compute(model, Fourth(), (x, y), *asked)
+    for extension in asked:
+        assert_all_near(found[extension], whole[extension], extension.savefield)
+
+
+def test_a_loss_module_without_a_rule() -> None:
+    with pytest.raises(PackpropError, match="the loss Fourth") as error:
+        compute(nn.Linear(4, 2), Fourth(), (torch.randn(3, 4), torch.randn(3, 2)), extensions.Variance())
+    assert "@packprop.register_loss(MyLoss)" in error.value.instead
+
+
+def test_batches_of_inputs_alone_are_dictionaries() -> None:
+    with pytest.raises(PackpropError, match="dictionaries of the model's arguments"):
+        compute(Quantized(), None, [torch.randn(4, 4), torch.randn(3, 4)], extensions.Variance())

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from packprop.errors import BadInput, PackpropError
+from packprop.functions.nodes import made_by
 from packprop.graph.pull import derivatives, pull_columns
-from packprop.graph.traversal import made_by
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.precision import accumulation_dtype
 

@@ -10,9 +10,8 @@ from torch.autograd.graph import GradientEdge, Node
 
 from packprop.curvature.dependence import upstream_first
 from packprop.functions.node_calls import has_complex_numbers
-from packprop.functions.nodes import kind_of
+from packprop.functions.nodes import kind_of, made_by
 from packprop.graph.graph import Graph
-from packprop.graph.traversal import made_by
 from packprop.samples.separation import layouts_at
 from packprop.tensors.layout import Layout
 

@@ -17,8 +17,8 @@ from packprop.curvature.routes import Routes
 from packprop.curvature.second_order import differentiating_twice, gradients_at
 from packprop.curvature.shared_rows import SharedRows, shared_rows_below
 from packprop.curvature.swept_uses import with_own_ends
+from packprop.functions.nodes import made_by
 from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.traversal import made_by
 from packprop.tensors.layout import Layout
 from packprop.tensors.long_work import expect
 from packprop.tensors.precision import accumulation_dtype

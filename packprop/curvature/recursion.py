@@ -31,11 +31,10 @@ from packprop.curvature.seeds import columns
 from packprop.curvature.shared_rows import SharedRows, is_shared
 from packprop.errors import PackpropError
 from packprop.functions.node_calls import has_complex_numbers
-from packprop.functions.nodes import ENTRYWISE, RESHAPES, kind_of, name_of_node
+from packprop.functions.nodes import ENTRYWISE, RESHAPES, kind_of, made_by, name_of_node
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.pull import pull_columns
 from packprop.graph.site import Site
-from packprop.graph.traversal import made_by
 from packprop.samples.separation import layouts_at
 from packprop.tensors.dry import has_fault
 from packprop.tensors.layout import Layout

@@ -28,8 +28,8 @@ from packprop.functions.losses.description import (
     weight_of_terms,
     without_classes,
 )
+from packprop.functions.nodes import made_by
 from packprop.graph.graph import Graph, ReachedLoss
-from packprop.graph.traversal import made_by
 from packprop.samples.separation import layouts_at
 from packprop.tensors.state import version
 from packprop.types import EMPIRICAL, ENTRYWISE, EXACT, Seed

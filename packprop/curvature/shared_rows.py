@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.curvature.linearity import Nonlinearity
-from packprop.functions.nodes import CONVOLUTIONS, name_of_node
+from packprop.functions.nodes import CONVOLUTIONS, made_by, name_of_node
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.pull import pull_columns
-from packprop.graph.traversal import made_by
 from packprop.samples.separation import layouts_at
 from packprop.tensors.layout import Layout
 

@@ -16,12 +16,11 @@ from packprop.curvature.second_order import (
     named,
     require_second_derivatives,
 )
-from packprop.functions.nodes import ENTRYWISE, name_of_node
+from packprop.functions.nodes import ENTRYWISE, made_by, name_of_node
 from packprop.functions.operands import ENTRY_BY_ENTRY, REARRANGING, SUMS, is_linear
 from packprop.graph.graph import Graph
 from packprop.graph.pull import derivatives
 from packprop.graph.search import nodes_above
-from packprop.graph.traversal import made_by
 from packprop.tensors.precision import accumulation_dtype
 
 Entries = tuple[Node, int] | None

@@ -1,4 +1,4 @@
-"""Uses inside reentrant checkpoints, found and given their inputs by running the function again."""
+"""Uses inside reentrant checkpoints. packprop runs the function again to find them and their inputs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def uses_inside(checkpoint: ReentrantCheckpoint, reached: set[int]) -> list[Reac
     """Find the uses in a checkpoint, without their inputs.
 
     Args:
-        checkpoint: Gets the uses.
-        reached: Which of its outputs lead to the roots, by number.
+        checkpoint: The checkpoint; it gets the uses.
+        reached: The numbers of its outputs that lead to the roots.
 
     Raises:
-        PackpropError: If a loss or an unrecorded use is in it, or if it was given a parameter as an argument.
+        PackpropError: If it contains a loss or an unrecorded use, or takes a parameter as an argument.
     """
     checkpoint.reached = reached
     rerun, graph = walk_again(checkpoint)
@@ -48,10 +48,10 @@ def uses_inside(checkpoint: ReentrantCheckpoint, reached: set[int]) -> list[Reac
 
 
 def walk_again(checkpoint: ReentrantCheckpoint) -> tuple[Rerun, Graph]:
-    """Run a checkpoint's function again, and walk the graph that this makes.
+    """Run a checkpoint's function again, and walk the new graph.
 
     Raises:
-        PackpropError: If the function does not call the same functions as before.
+        PackpropError: If the function calls other functions than before.
     """
     rerun = run_again(checkpoint.node)
     roots = [
@@ -72,7 +72,7 @@ def _calls(uses: list[ReachedUse]) -> list[tuple[str, list[torch.Size]]]:
 
 
 def without_inputs(entries: Iterable[Entry], source: InputSource) -> list[Entry]:
-    """The same entries, which fetch their inputs each time that a structure is built."""
+    """Return the same entries without inputs; they fetch these whenever a structure is built."""
 
     def fetching(number: int, name: str) -> Callable[..., Any]:
         def structure_of(cotangents: Cotangents, layouts: Any, samples: Samples) -> Any:
@@ -92,17 +92,17 @@ def without_inputs(entries: Iterable[Entry], source: InputSource) -> list[Entry]
 
 
 def _calls_none(layouts: Sequence[Layout]) -> None:
-    """No node of a graph that is there is called."""
+    """Return ``None``: structures call no node of an existing graph."""
 
 
 @dataclass(eq=False)
 class ReentrantInputs:
-    """Where a use in a reentrant checkpoint finds its inputs.
+    """The source of the inputs of a use in a reentrant checkpoint.
 
     Args:
         checkpoint: The checkpoint.
-        number: Number of the use among those in it.
-        live: The entries with their inputs, while the checkpoint's own graph is there.
+        number: The number of the use among those in the checkpoint.
+        live: The entries with their inputs, while the checkpoint's own graph exists.
     """
 
     checkpoint: ReentrantCheckpoint
@@ -110,11 +110,11 @@ class ReentrantInputs:
     live: list[Entry] | None = None
 
     def ready(self) -> list[Entry] | None:
-        """Entries, while the checkpoint's own graph is there."""
+        """Return the entries while the checkpoint's own graph exists, else ``None``."""
         return self.live
 
     def fetch(self) -> list[Entry]:
-        """Entries; the checkpoint's function is run again if they are not there."""
+        """Return the entries; run the checkpoint's function again if they are missing."""
         if self.live is None:
             _, graph = walk_again(self.checkpoint)
             for own, again in zip(self.checkpoint.uses, graph.uses, strict=True):
@@ -125,5 +125,5 @@ class ReentrantInputs:
         return self.live
 
     def taken(self) -> None:
-        """Drop the entries: somebody else holds them now."""
+        """Drop the entries, which have another owner now."""
         self.live = None

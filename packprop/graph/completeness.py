@@ -1,4 +1,4 @@
-"""Whether every use of every parameter was recorded, and what stands in for uses that were not."""
+"""Checks that a pass can give quantities of single samples: every use is known, and can be differentiated."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ UNKNOWN_LOSS = (
     "nothing says where the loss begins: neither a loss function of torch whose node tells it, nor an extended "
     "loss, nor the output of an extended model lies between it and the parameters"
 )
-"""Why packprop finds no use of a parameter, in messages."""
+"""The reason in messages if packprop finds no use of a parameter."""
 
 
 MARK_THE_LOSS = (
     "call a loss function of torch; or extend the model (`packprop.extend(model)` before its forward pass, "
     "outside of vmap); or call your own loss as an extended module, or inside `with packprop.record():`"
 )
-"""What to do then."""
+"""The remedy in messages if packprop does not know where the loss begins."""
 
 
 def require_alive(graph: Graph) -> None:
@@ -45,13 +45,13 @@ def require_alive(graph: Graph) -> None:
 
 
 def require_loss_inputs(graph: Graph) -> None:
-    """Raise if an earlier pass that was refused has let go of what the losses were given."""
+    """Raise if an earlier pass that was refused has dropped the inputs of the losses."""
     if any(loss.call.without_input for loss in graph.losses):
         raise freed("the first pass, which was refused, freed what the loss was given")
 
 
 def freed(why: str) -> FreedGraph:
-    """The error for a graph that an earlier pass has freed."""
+    """Return the error for a graph that an earlier pass has freed."""
     return FreedGraph(
         "A second backward pass through one graph was asked for.",
         "the loss that backward() was called on",
@@ -61,11 +61,11 @@ def freed(why: str) -> FreedGraph:
 
 
 def require_derivatives(graph: Graph, cut: Sequence[Node]) -> None:
-    """Raise if PyTorch has no gradients of single samples in a leaf, or none but zero.
+    """Raise if PyTorch has no gradients of single samples for a leaf, or only zeros.
 
     Args:
-        graph: With its uses.
-        cut: Nodes of functions that have no derivative.
+        graph: The graph, with its uses.
+        cut: Nodes of functions without a derivative.
     """
     asked = "A quantity beyond the gradient was asked for."
     leaves = graph.leaves()
@@ -90,7 +90,7 @@ def require_derivatives(graph: Graph, cut: Sequence[Node]) -> None:
 
 
 def require_data(graph: Graph) -> None:
-    """Raise if there is nothing to look at: tensors without data, or with rows whose lengths are no numbers."""
+    """Raise for parameters without data (on the meta device), and for nested tensors."""
     asked = "A quantity beyond the gradient was asked for."
     leaf = next((leaf for leaf in graph.leaves() if leaf.is_meta), None)
     if leaf is not None:
@@ -112,7 +112,7 @@ def require_data(graph: Graph) -> None:
 
 
 def nested(where: str) -> PackpropError:
-    """The error for rows that differ in length within one tensor."""
+    """Return the error for a nested tensor, whose rows differ in length."""
     return PackpropError(
         "A quantity beyond the gradient was asked for.",
         where,
@@ -123,7 +123,7 @@ def nested(where: str) -> PackpropError:
 
 
 def require_separable(graph: Graph) -> None:
-    """Raise if a layer is known to mix the samples."""
+    """Raise if packprop knows that a layer mixes the samples."""
     if graph.mixers:
         raise PackpropError(
             "A quantity of single samples was asked for.",
@@ -134,18 +134,18 @@ def require_separable(graph: Graph) -> None:
 
 
 def is_owned(leaf: Tensor) -> bool:
-    """Whether a leaf belongs to an extended module."""
+    """Tell whether a leaf belongs to an extended module."""
     return any(leaf is parameter for module in EXTENDED for parameter in module.parameters())
 
 
 def find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequence[Tensor] | None) -> None:
-    """Note parameters of extended modules, or of uses, that are also reached outside of all uses."""
-    if not consumed:  # almost always; then nobody needs to know which parameters modules own
+    """Note parameters of extended modules, or of uses, that the pass also reaches outside of all uses."""
+    if not consumed:  # the usual case needs no list of the parameters of all modules
         return
     modules = {id(module): module for module in [*graph.modules, *EXTENDED]}
     owned = {id(parameter) for module in modules.values() for parameter in module.parameters()}
     owned |= {id(leaf) for leaf in graph.leaves()} | shards_by_whole(modules.values()).keys()
-    owned |= {id(leaf) for leaf, node in consumed if is_compiled_region(node)}  # whoever it belongs to
+    owned |= {id(leaf) for leaf, node in consumed if is_compiled_region(node)}  # whoever owns it
     data = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
     chosen = owned if wanted is None else {id(leaf) for leaf in wanted}
     graph.missing = [
@@ -156,7 +156,7 @@ def find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequ
 
 
 def reached_without_loss(graph: Graph, starts: list[Node], neighbours: dict[Node, list[Node]]) -> set[Node]:
-    """Nodes that a path from the roots reaches without passing a recorded loss."""
+    """Return the nodes that a path from the roots reaches without passing a recorded loss."""
     losses = {loss.node for loss in graph.losses}
     stack = [node for node in starts if node not in losses]
     seen = set(stack)
@@ -169,7 +169,7 @@ def reached_without_loss(graph: Graph, starts: list[Node], neighbours: dict[Node
 
 
 def require_unsharded(modules: Iterable[nn.Module], hooks: Hooks) -> None:
-    """Raise if parameters are sharded between processes: extensions for modules would not see these."""
+    """Raise if parameters are sharded between processes: extensions for modules see shards alone."""
     modules = list(modules)
     if sharded_units(modules) or is_fully_sharded_before(modules) or is_sharded_outside([], hooks.owners()):
         raise PackpropError(
@@ -181,9 +181,9 @@ def require_unsharded(modules: Iterable[nn.Module], hooks: Hooks) -> None:
 
 
 def require_known_shards(graph: Graph, unshards: bool) -> None:
-    """Raise if parameters are sharded between processes in a way that values cannot follow.
+    """Raise if parameters are sharded between processes in a way that packprop cannot follow.
 
-    ``unshards``: whether the caller has them put together where it sweeps.
+    ``unshards`` says whether the caller puts sharded parameters together for its sweeps.
     """
     asked = "A quantity beyond the gradient was asked for."
     parts = [leaf for leaf in [*graph.leaves(), *(leaf for leaf, _ in graph.missing)] if is_distributed(leaf)]
@@ -216,7 +216,7 @@ def require_known_shards(graph: Graph, unshards: bool) -> None:
 
 
 def require_differentiable(graph: Graph) -> None:
-    """Raise if what the pass goes through cannot be differentiated twice."""
+    """Raise if the pass goes through a function that PyTorch cannot differentiate twice."""
     if graph.checkpoints:
         raise refused(
             "PyTorch does not differentiate reentrant checkpoints twice, as create_graph=True asks for"
@@ -224,7 +224,7 @@ def require_differentiable(graph: Graph) -> None:
 
 
 def require_complete(graph: Graph) -> None:
-    """Raise unless every use of every wanted parameter is known."""
+    """Raise unless packprop knows every use of every wanted parameter."""
     if not graph.missing:
         return
     order = {id(p): place for module in EXTENDED for place, p in enumerate(module.parameters())}

@@ -1,4 +1,4 @@
-"""What one backward pass goes through, as values."""
+"""Values that describe the graph of one backward pass: its uses, losses and checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WHOLE = Layout(None, 1)
 
 
 EAGER = "EagerBackward"
-"""Name of the node that ``eager_backward`` leaves on the graph."""
+"""The name of the node that ``eager_backward`` leaves on the graph."""
 
 
 @dataclass(eq=False)
@@ -35,23 +35,23 @@ class ReachedUse:
     """A use that the backward pass will reach.
 
     Args:
-        recorded: What was read of it off the graph.
-        nodes: For each of its outputs that the pass reaches: index of the output -> node, and which of the
-            node's outputs it is.
-        sites: Leaves that enter it.
+        recorded: The use as it was read off the graph.
+        nodes: The outputs that the pass reaches: index of the output -> its node, and its number among the
+            outputs of that node.
+        sites: The leaves that enter it.
         is_end: Whether a sweep may end here, because no other use lies upstream.
-        layouts: Where its outputs hold the samples; set when samples are located.
-        checkpoint: The reentrant checkpoint that it is in; it has no nodes then.
-        through: Reentrant checkpoints without any use, which a sweep to it may come through.
-        prepare: Has its parameters put together, if they are sharded between processes.
+        layouts: The layouts of its outputs; set when packprop locates the samples.
+        checkpoint: The reentrant checkpoint that contains it; such a use has no nodes.
+        through: Reentrant checkpoints without uses that a sweep to it may come through.
+        prepare: Puts its parameters together, if they are sharded between processes.
         reordered: Whether its inputs come from a function that takes rows as data say.
-        undecided: Notes that samples meet behind a use that takes no data for certain, with their number; says
-            whether it is made of parameters alone then. ``None`` where data enter for certain.
-        suspect: Whether it takes tensors in which samples meet, and has mixed them if they are apart here.
-        recomputed: Whether a checkpoint computes again what its node saved.
-        waits: Whether what its node saved is read when it is visited: it is recomputed, or a leaf of it waits
-            for other uses, by which time the node may be freed.
-        read: Makes the entries again, with what the node saved, if the use was read off the graph.
+        undecided: Takes the use and the number of samples, if they meet behind it. Notes this, and returns
+            whether the use is made of parameters alone. ``None`` if data enter for certain.
+        suspect: Whether it takes tensors in which samples meet. If they are separate here, it has mixed them.
+        recomputed: Whether a checkpoint recomputes the tensors that its node saved.
+        waits: Whether a visit reads the tensors that its node saved at once: a checkpoint recomputes them, or a
+            leaf waits for other uses, and the node may be freed by then.
+        read: Makes the entries again, with the tensors that the node saved, if the use was read off the graph.
     """
 
     recorded: Use
@@ -71,23 +71,23 @@ class ReachedUse:
 
     @property
     def anchors(self) -> list[Node]:
-        """The nodes where it stands in the graph: its own, or the node of the checkpoint that it is in."""
+        """The nodes that stand for it in the graph: its own, or the node of its checkpoint."""
         own = [node for node, _ in self.nodes.values()]
         return own if self.checkpoint is None else [self.checkpoint.node]
 
     def is_ready(self) -> bool:
-        """Whether the inputs are at hand."""
+        """Tell whether the inputs are at hand."""
         return self.recorded.source is None or self.recorded.source.ready() is not None
 
     def entries(self) -> list[Entry]:
-        """Entries with their inputs."""
+        """Return the entries with their inputs."""
         source = self.recorded.source
         if source is not None:
             return source.fetch()
         return self.recorded.entries if self.read is None else self.read()
 
     def take(self) -> list[Site]:
-        """The sites with their inputs. Inputs that were computed again are handed over: no copy stays here."""
+        """Return the sites with their inputs; keep no reference to inputs that were recomputed."""
         source, entries = self.recorded.source, self.recorded.entries
         if source is not None:
             with_inputs = source.fetch()
@@ -105,9 +105,9 @@ class ReentrantCheckpoint:
 
     Args:
         node: The checkpoint's node.
-        walk: From tensors inside the checkpoint to the graph that leads to them.
+        walk: Takes tensors inside the checkpoint, and returns the graph that leads to them.
         uses: The uses in it that lead to the roots.
-        reached: Which of its outputs lead to the roots, by number.
+        reached: The numbers of its outputs that lead to the roots.
     """
 
     node: Any
@@ -121,11 +121,11 @@ class ReachedLoss:
     """A recorded loss that the backward pass will reach.
 
     Args:
-        call: What was recorded of it.
-        node: Where it stands in the graph.
-        output: Which of the node's outputs it is.
-        layout: Where its input holds the samples; set when samples are located.
-        is_open: Whether a path from the roots leads to its input that passes no recorded loss.
+        call: The recorded call.
+        node: The node of its value.
+        output: The number of its value among the node's outputs.
+        layout: The layout of its input; set when packprop locates the samples.
+        is_open: Whether a path from the roots leads to its input without passing a recorded loss.
     """
 
     call: RecordedLoss
@@ -136,25 +136,25 @@ class ReachedLoss:
 
     @property
     def value(self) -> GradientEdge:
-        """Where its value came from."""
+        """The edge of its value."""
         return GradientEdge(self.node, self.output)
 
     @functools.cached_property
     def entrance(self) -> Entrance:
-        """What is known of it, and where columns of its curvature are fed in."""
+        """Its rule, and the edge where columns of its curvature are fed in."""
         return entrance_of(self.call)
 
 
 @dataclass(frozen=True)
 class OpenPlace:
-    """Where a path from the roots that passes no recorded loss meets the model; see NOTE [Open paths].
+    """A place where a path from the roots that passes no recorded loss meets the model; see NOTE [Open paths].
 
     Args:
-        edge: Where the tensor came from.
+        edge: The edge of the tensor there.
         shape: Its shape.
-        loss: What is known of the loss that took it; ``None`` if nothing is.
-        value: Where the value of that loss came from.
-        is_open: Whether a path leads there that passes no loss at all.
+        loss: The rule of the loss that takes it; ``None`` if the loss is unknown.
+        value: The edge of that loss's value.
+        is_open: Whether a path leads there without passing any loss.
     """
 
     edge: GradientEdge
@@ -170,30 +170,30 @@ class Graph:
 
     Args:
         roots: Tensors that the backward pass starts from.
-        gradients: What is fed in at each root; ``None`` for ones.
-        uses: The uses, those nearest to the roots first.
-        losses: Recorded losses.
+        gradients: The gradient of each root; ``None`` for ones.
+        uses: The uses, nearest to the roots first.
+        losses: The recorded losses.
         outputs: Outputs of outermost calls, with their shapes.
-        open: Where paths from the roots that pass no recorded loss meet the model, if there is a loss
+        open: Places where paths from the roots that pass no recorded loss meet the model, if there is a loss
             elsewhere, or one that its node tells.
         without_loss: Labels of uses that some path from the roots reaches without passing a recorded loss.
-        reorderings: Where rows may stand in another order along some axes, with the shape there and the axes.
-        hides_order: Whether data that are not looked at say which rows meet somewhere.
+        reorderings: Edges of tensors whose rows may be in another order, with their shapes and these axes.
+        hides_order: Whether data that packprop does not read decide somewhere which rows meet.
         mixers: Names of layers that mix samples.
-        missing: Parameters that are reached outside of all uses, each with the node that consumes it.
-        terms: Where terms that no sample enters are added to the rest of what is differentiated.
+        missing: Parameters that the pass reaches outside of all uses, each with the node that takes it.
+        terms: Edges of terms that no sample enters, where they are added to the rest of the loss.
         in_terms: The leaves that enter such a term, by identity.
         checkpoints: Reentrant checkpoints that the pass goes through.
-        hooks: The user's hooks on what the pass goes through, known after the walk.
-        kept: Whether there may be another pass through the same graph.
-        structure: Equal for passes of equal structure.
-        signature: Equal for passes of equal structure and shapes.
-        samples: Number of samples; set when samples are located.
-        source_layouts: Where the inputs of the losses (without losses: the outputs of the model) hold the
-            samples; set when samples are located.
-        asked: What errors about samples say was asked for.
-        reading: What was read off the graph, if something was.
-        again: Walks once more, after more was found out about what was read.
+        hooks: The user's hooks on nodes and tensors of the pass, known after the walk.
+        kept: Whether another pass through the same graph may follow.
+        structure: A number that is equal for passes of equal structure.
+        signature: A number that is equal for passes of equal structure and shapes.
+        samples: The number of samples; set when packprop locates them.
+        source_layouts: The layouts of the inputs of the losses, or of the model's outputs without losses; set
+            when packprop locates the samples.
+        asked: The request, for errors about samples.
+        reading: The reading of the graph, if parameters enter it.
+        again: Walks once more, when packprop knows more about undecided uses.
     """
 
     roots: Sequence[Tensor]
@@ -240,11 +240,11 @@ class Graph:
         return list({id(module): module for module in modules if module is not None}.values())
 
     def leaves(self) -> list[Tensor]:
-        """Every trainable leaf that enters a use, once."""
+        """Return every trainable leaf that enters a use, once."""
         return list({id(site.leaf): site.leaf for use in self.uses for site in use.sites}.values())
 
     def owners(self) -> list[tuple[nn.Module, set[int]]]:
-        """Modules that own leaves directly, each with the identities of these leaves."""
+        """Return the modules that own leaves directly, each with the identities of these leaves."""
         leaves = {id(leaf) for leaf in self.leaves()}
         whole = {id(shard): key for key, shard in self.shards.items()}
         modules = {id(child): child for module in self.modules for child in module.modules()}.values()
@@ -261,26 +261,26 @@ class Graph:
 
     @functools.cached_property
     def shards(self) -> dict[int, nn.Parameter]:
-        """By the identity of each leaf that was put together from shards, the shard that the module holds."""
+        """The shard that the module holds of each leaf put together from shards, by identity of the leaf."""
         return {id(whole): shard for unit in self.units for whole, shard in unit.pairs}
 
     def home(self, leaf: Tensor) -> Tensor:
-        """Where the values of a leaf are saved: on it, or on the shard that the module holds in its place."""
+        """Return the tensor that gets the values of a leaf: the leaf, or the shard that the module holds."""
         return self.shards.get(id(leaf), leaf)
 
     def root_gradients(self) -> list[Tensor]:
-        """The gradient that is fed in at each root: the given one, or ones."""
+        """Return the gradient of each root: the given one, or ones."""
         pairs = zip(self.roots, self.gradients, strict=True)
         return [torch.ones_like(root) if given is None else given for root, given in pairs]
 
     @property
     def holds_inputs(self) -> bool:
-        """Whether every use holds its inputs, so that none has to be computed again."""
+        """Tell whether every use holds its inputs, so that packprop recomputes none."""
         return not any(use.recomputed or use.recorded.source is not None for use in self.uses)
 
     @property
     def calls_nodes(self) -> bool:
-        """Whether nodes are called, or pulled back through, to build structures: the graph must be there."""
+        """Tell whether building structures calls nodes or pulls back through them, and so needs the graph."""
         return any(
             not site.direct or site.entry.calls_node(use.layouts) is not None
             for use in self.uses
@@ -289,10 +289,10 @@ class Graph:
 
     @property
     def ties_computed_parameters(self) -> bool:
-        """Whether a leaf enters several uses, one of them through a tensor computed from parameters.
+        """Tell whether a leaf enters several uses, one of them through a tensor computed from parameters.
 
-        Such a leaf is dealt with when the last of its uses is reached. By then the user's own pass has freed
-        part of the graph between leaf and tensor.
+        packprop handles such a leaf when the pass reaches the last of its uses. By then the user's own pass has
+        freed part of the graph between leaf and tensor.
         """
         sites: dict[int, list[bool]] = {}
         for use in self.uses:
@@ -303,14 +303,14 @@ class Graph:
 
     @property
     def shards_computed_parameters(self) -> bool:
-        """Whether a leaf that is sharded between processes enters a use through a tensor computed from it.
+        """Tell whether a leaf that is sharded between processes enters a use through a tensor computed from it.
 
-        What lies between may be gone, in the user's own pass, when the use is reached.
+        The nodes in between may be gone when the user's own pass reaches the use.
         """
         return any(not site.direct and id(site.leaf) in self.shards for use in self.uses for site in use.sites)
 
     def name(self, leaf: Tensor) -> str:
-        """The parameter's name in the module that was called."""
+        """Return the parameter's name in the module that was called."""
         for module in [*self.modules, *EXTENDED]:
             for name, parameter in (*named_parameters(module), *named_wholes(module)):
                 if parameter is leaf:
@@ -318,10 +318,10 @@ class Graph:
         return f"a tensor of shape {list(leaf.shape)}"
 
     def distinct_names(self, asked: str) -> dict[int, str]:
-        """Names of all leaves, by identity.
+        """Return the names of all leaves, by identity.
 
         Raises:
-            PackpropError: With what was ``asked`` for, if two leaves have the same name.
+            PackpropError: With the request ``asked``, if two leaves have the same name.
         """
         known = {
             id(parameter): name
@@ -340,12 +340,12 @@ class Graph:
         return names
 
     def label(self, use: ReachedUse) -> str:
-        """What messages call a use: its function and its parameters."""
+        """Return the words for a use in messages: its function and its parameters."""
         names = ", ".join(repr(self.name(site.leaf)) for site in use.sites)
         return f"{use.recorded.name} of {names}"
 
     def hold(self, keep: bool) -> None:
-        """Keep what uses and losses saved while this pass runs, even if autograd frees the graph.
+        """Keep the inputs of losses while this pass runs, even if autograd frees the graph.
 
         Args:
             keep: Whether the graph is retained after the pass.
@@ -355,23 +355,23 @@ class Graph:
             loss.call.held = True
 
     def release_losses(self) -> None:
-        """Let the last pass free the inputs of losses along with its nodes: they are as large as any tensor."""
+        """Let the last pass free the inputs of losses along with its nodes: they may be the largest tensors."""
         if not self.kept:
             for loss in self.losses:
                 loss.call.held = False
 
     def drop_loss_inputs(self) -> None:
-        """Let go of what the losses were given, which is as large as any tensor: no curvature is asked for."""
+        """Drop the inputs of the losses, which may be the largest tensors: curvature alone needs them."""
         for loss in self.losses:
             loss.call.drop_input()
 
     def drop_checkpoint_uses(self) -> None:
-        """Drop the uses of reentrant checkpoints, which refer back to their checkpoint: no pass comes again."""
+        """Drop the uses of reentrant checkpoints after the last pass: they refer back to their checkpoint."""
         for checkpoint in self.checkpoints:
             checkpoint.uses = []
 
     def release(self, keep: bool) -> None:
-        """End the pass: drop what uses and losses saved, unless the graph is retained."""
+        """End the pass: drop the uses of checkpoints, and the inputs of losses unless the graph is retained."""
         self.drop_checkpoint_uses()
         for loss in self.losses:
             loss.call.held = False

@@ -1,4 +1,4 @@
-"""The user's hooks on what a backward pass goes through."""
+"""The user's hooks on the nodes and tensors of a backward pass."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from packprop.tensors.hooks import Hooks, dictionary_of_node, is_hooked
 
 
 def is_of_interest(name: str, marks: dict[str, Any]) -> bool:
-    """Whether hooks may be on a node, from its name and its marks, or on tensors that it made."""
+    """Tell from the name and marks of a node whether it, or a tensor that it made, may have hooks."""
     return name in IDENTITIES or HOOKS in marks or RETAINS in marks
 
 
 def has_older_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether hooks of the older kind may be on a node that made a module's output.
+    """Tell whether a node that made a module's output may have hooks of the older kind.
 
-    ``Module._backward_hooks`` and ``_global_backward_hooks`` are private, and used here alone: nothing public
-    tells that ``register_backward_hook`` was called. Full backward hooks have nodes of their own.
+    ``Module._backward_hooks`` and ``_global_backward_hooks`` are private, and only this function uses them: no
+    public attribute shows that ``register_backward_hook`` was called. Full backward hooks have their own nodes.
     """
     return bool(_global_backward_hooks) or any(
         child._backward_hooks for module in modules for child in module.modules()
@@ -32,10 +32,10 @@ def has_older_hooks(modules: Iterable[nn.Module]) -> bool:
 
 
 def hooks_on(nodes: Iterable[Node], tensors: Iterable[Tensor]) -> Hooks:
-    """The user's hooks.
+    """Return the user's hooks on some nodes and tensors.
 
     Args:
-        nodes: Those of interest.
+        nodes: Nodes that may have hooks.
         tensors: Tensors that may have hooks.
     """
     chosen = [tensor for tensor in tensors if is_hooked(tensor)]
@@ -52,6 +52,6 @@ def hooks_on(nodes: Iterable[Node], tensors: Iterable[Tensor]) -> Hooks:
 
 
 def hooks_below(roots: Sequence[Tensor], tensors: Iterable[Tensor] = ()) -> Hooks:
-    """The user's hooks on everything that some tensors were computed from, and on further tensors."""
+    """Return the user's hooks on everything that some tensors were computed from, and on further tensors."""
     every = [node for node in nodes_above(root.grad_fn for root in roots) if not hasattr(node, "variable")]
     return hooks_on(every, [*roots, *tensors])

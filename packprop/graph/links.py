@@ -1,4 +1,4 @@
-"""Where the columns of a loss are fed in: at its input, or at what a function before it was given.
+"""The edge where the columns of a loss are fed in: its input, or the input of a function before it.
 
 See NOTE [Links] in ``packprop/functions/losses/links.py``.
 """
@@ -13,9 +13,8 @@ from torch.autograd.graph import GradientEdge, Node
 
 from packprop.functions.losses.description import Loss, describe, from_canonical
 from packprop.functions.losses.links import CARRYING, Link
-from packprop.functions.nodes import axis_of_rows, name_of_node
+from packprop.functions.nodes import axis_of_rows, made_by, name_of_node
 from packprop.graph.pull import pull_columns
-from packprop.graph.traversal import made_by
 from packprop.recording.marks import RecordedLoss
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout
@@ -24,13 +23,13 @@ from packprop.tensors.traced import decided
 
 @dataclass(frozen=True)
 class Entrance:
-    """What is known of a loss, and where its columns are fed in.
+    """The rule of a loss, and the edge where its columns are fed in.
 
     Args:
-        rule: What is known, with the axis of classes that the graph shows; it refuses curvature if a function
-            that it needs before it is not there.
-        edge: Where columns are fed in.
-        made: Where the output of that function is, of the shape of what is fed in; ``None`` without one.
+        rule: The rule, with the axis of classes that the graph shows. It refuses curvature if a function
+            that it needs before the loss is missing.
+        edge: The edge where columns are fed in.
+        made: The output of the function before the loss, in the shape of the columns; ``None`` without one.
     """
 
     rule: Loss
@@ -38,11 +37,11 @@ class Entrance:
     made: GradientEdge | None = None
 
     def values(self, given: Tensor) -> Tensor:
-        """What the root is taken of, in the shape of the loss's input, from this input."""
+        """Map the loss's input to the values at which its root is taken, in the same shape."""
         return given if self.made is None or self.rule.link is None else self.rule.link.undone(given)
 
     def put(self, call: RecordedLoss, layout: Layout, class_axis: int | None, columns: Tensor) -> Tensor:
-        """Columns ``[v, n, t, c]`` as they are fed in, ``[v, *f]``."""
+        """Map columns ``[v, n, t, c]`` to the vectors that are fed in, ``[v, *f]``."""
         placed = from_canonical(columns, call.shape, layout, class_axis)
         if self.made is None:
             return placed
@@ -55,7 +54,7 @@ class Entrance:
 
 
 def entrance_of(call: RecordedLoss) -> Entrance:
-    """Where the columns of a loss are fed in."""
+    """Return the entrance of a loss."""
     rule = describe(call.function, call.args, call.kwargs)
     found = None if rule.link is None else _before(call.edge, rule.link)
     if rule.link is None or found is None:
@@ -70,7 +69,7 @@ def entrance_of(call: RecordedLoss) -> Entrance:
 
 
 def _before(edge: GradientEdge, link: Link) -> tuple[GradientEdge, Node, GradientEdge] | None:
-    """Where the output of a link is, its node, and where its input came from."""
+    """Return the output, node and input of a link before a loss; ``None`` if there is none."""
     while name_of_node(edge.node) in CARRYING:
         above = [GradientEdge(node, number) for node, number in edge.node.next_functions if node is not None]
         if len(above) != 1:
@@ -91,10 +90,10 @@ def _before(edge: GradientEdge, link: Link) -> tuple[GradientEdge, Node, Gradien
 
 
 def _axis_of_rows(call: RecordedLoss, made: GradientEdge, node: Node, wanted: int | None) -> int | None:
-    """The axis of a loss's input along which a node took entries together; ``None`` if there is none.
+    """Return the axis of a loss's input along which a node combines entries; ``None`` if there is none.
 
-    Numbers that are the same along the right axis, and differ otherwise, are the same along the node's own when
-    they are pulled back to it.
+    Random numbers that are constant along the right axis stay constant along the node's own axis when they are
+    pulled back to it.
     """
     shape = torch.Size(made_by(made.node)[made.output_nr].shape)
     own = axis_of_rows(node, max(1, len(shape)))
@@ -111,7 +110,7 @@ def _axis_of_rows(call: RecordedLoss, made: GradientEdge, node: Node, wanted: in
 
 
 def _is_same_along(call: RecordedLoss, axis: int, made: GradientEdge, own: int) -> bool:
-    """Whether numbers that are the same along an axis of a loss's input are so along an axis of ``made``."""
+    """Tell whether numbers that are constant along an axis of a loss's input are so along one of ``made``."""
     like = made_by(call.edge.node)[call.edge.output_nr]
     positions = [1 if place == axis else extent for place, extent in enumerate(call.shape)]
     noise = torch.rand(positions, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

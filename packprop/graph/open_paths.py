@@ -1,12 +1,13 @@
-"""Where paths from the roots that pass no recorded loss meet the model.
+"""Places where paths from the roots that pass no recorded loss meet the model.
 
 # NOTE [Open paths]
-Samples are located, and seen to be apart, from the places where a loss begins: the inputs of recorded losses. A
-term whose function was not seen (a loss called as a plain function, a penalty on a second output or on
-activations) begins somewhere else, and uses behind it alone would not be looked at. So samples are fed in
-there, too: at the input of a loss that its node tells; else at the output of the model that the path meets
-first; or, where that is a scalar or there is none, at the outputs of the first use. Of all but the first,
-nothing is known of where the samples are but what the rest of the graph shows.
+packprop locates samples, and checks that they are separate, from the places where a loss begins: the inputs of
+recorded losses. A term whose function packprop has not seen begins somewhere else: a loss called as a plain
+function, a penalty on a second output or on activations. The check would miss uses that only such a term
+reaches. So packprop feeds samples in there as well: at the input of a loss if its node tells which loss it is;
+else at the output of the model that the path meets first; or at the outputs of the first use, if that output is
+a scalar or there is none. In all but the first of these cases, only the rest of the graph shows where the
+samples are.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from torch import Size
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.functions.losses import of_node
+from packprop.functions.nodes import made_by
 from packprop.graph.graph import Graph, OpenPlace
-from packprop.graph.traversal import made_by
 
 
 def find_open_places(graph: Graph, starts: list[Node], neighbours: dict[Node, list[Node]]) -> None:
-    """Find where paths that pass no recorded loss meet the model; see NOTE [Open paths].
+    """Find the places where paths that pass no recorded loss meet the model; see NOTE [Open paths].
 
     Args:
-        graph: With its uses, losses and outputs. Gets the places, those of losses that their nodes tell first.
+        graph: The graph, with its uses, losses and outputs. It gets the places; those of losses that
+            their nodes tell come first.
         starts: Nodes of the roots.
         neighbours: The upstream neighbours of each node.
     """
@@ -62,7 +64,7 @@ def find_open_places(graph: Graph, starts: list[Node], neighbours: dict[Node, li
 
 
 def _of_loss(node: Node) -> OpenPlace | None:
-    """The input of a loss that was not recorded, where the node tells which loss it is."""
+    """Return the input of a loss that was not recorded, if the node tells which loss it is."""
     rule = of_node(node.name())
     above, output = node.next_functions[0] if rule is not None else (None, 0)
     if rule is None or above is None:

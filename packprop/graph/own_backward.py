@@ -1,4 +1,4 @@
-"""Backward functions of the user's own, which may be anything: whether vectors can be pulled through them."""
+"""A check that vectors can be pulled back through the user's own backward functions, which may be anything."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.errors import PackpropError
-from packprop.functions.nodes import is_identity
+from packprop.functions.nodes import is_identity, made_by
 from packprop.graph.graph import EAGER
 from packprop.graph.search import nodes_above
-from packprop.graph.traversal import made_by
 from packprop.recording.reentrant import NAME
 from packprop.recording.unrecorded import is_compiled_region
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.traced import is_traced
 
 FACTORS = (1.0, 2.0**10, 2.0**-10)
-"""What is fed in is scaled by these: bounds and thresholds show at some of them."""
+"""Factors that scale the vectors of the check: bounds and thresholds show at some of them."""
 
 
 def require_linear_backward(asked: str, starts: Iterable[Node | None]) -> None:
-    """Refuse functions of the user's own whose backward function is not linear in what it is given.
+    """Refuse the user's own functions if their backward function is not linear in the gradient that it gets.
 
-    A backward pass is linear: that is why the rows of samples, columns of curvature and vectors can be pulled
+    A backward pass is linear. So packprop can pull rows of samples, columns of curvature and other vectors back
     through it in place of the gradient. A backward function that clips, normalises or rounds is no derivative.
 
     Args:
-        asked: What was asked for, for the message.
-        starts: Nodes that the graph begins at.
+        asked: The request, for the message.
+        starts: The nodes where the graph begins.
 
     Raises:
         PackpropError: With the name of the function.
@@ -52,7 +51,7 @@ def require_linear_backward(asked: str, starts: Iterable[Node | None]) -> None:
 
 
 def starts_of(outputs: Sequence[Tensor | GradientEdge]) -> list[Node | None]:
-    """The nodes that made some tensors, or that edges stand for."""
+    """Return the nodes that made some tensors, or that edges belong to."""
     return [output.grad_fn if isinstance(output, Tensor) else output.node for output in outputs]
 
 
@@ -63,7 +62,7 @@ def _is_own(node: Node) -> bool:
 
 
 def _is_linear(node: Any) -> bool:
-    """Whether a node's backward function adds and scales; true where it cannot be tried."""
+    """Tell whether a node's backward function is linear; true where it cannot be tried."""
     made = made_by(node)
     if not made or any(each.dtype.is_complex or not each.dtype.is_floating_point for each in made):
         return True
@@ -90,6 +89,6 @@ def _is_linear(node: Any) -> bool:
                     bound = tolerance * factor * (a.abs().amax() + b.abs().amax()) if a.numel() else 0.0
                     if a.numel() and bool(((ab - wanted).abs() > bound).any()):
                         return False
-    except Exception:  # a function that was given up, that a checkpoint runs again, that wants something else
+    except Exception:  # saved tensors are freed or recomputed by a checkpoint, or it needs other arguments
         return True
     return True

@@ -17,11 +17,11 @@ from packprop.recording.marks import marks_of
 from packprop.tensors.repeated import of_columns, one_by_one
 
 WRONG = "packprop: wrong in columns"
-"""Key in the metadata of a node: whether what it made may not be pulled back in many columns at once."""
+"""Key in the metadata of a node: whether PyTorch pulls many columns at once back from it wrongly."""
 
 
 DATA_GIVEN = "packprop: zeros with data"
-"""Key in the metadata of a node that hands zeros on with their data."""
+"""Key in the metadata of a node that hands on zeros that hold data."""
 
 
 def derivatives(
@@ -33,13 +33,13 @@ def derivatives(
     retain_graph: bool = True,
     batched: bool = False,
 ) -> list[Tensor | None]:
-    """``torch.autograd.grad``, but where products shall be differentiable, they are so through more functions.
+    """Call ``torch.autograd.grad``; with ``create_graph``, make products differentiable through more functions.
 
     Args:
         outputs: Tensors or edges to begin at.
-        ends: Tensors or edges where products are wanted; those that are not reached get ``None``.
-        seeds: One for each output, unless all are scalars.
-        create_graph: Whether products shall be differentiable.
+        ends: Tensors or edges to return products at; ``None`` for those that are not reached.
+        seeds: One for each output; optional if all outputs are scalars.
+        create_graph: Whether products are differentiable.
         retain_graph: Whether the graph stays.
         batched: Whether seeds and products have a leading axis of columns.
     """
@@ -60,9 +60,10 @@ def derivatives(
 
 @contextlib.contextmanager
 def _with_slopes(outputs: Iterable[Any]) -> Iterator[None]:
-    """Inside, nodes of ``DIFFERENTIABLE_ONCE`` multiply by their slopes, which are constant by parts.
+    """Make nodes of ``DIFFERENTIABLE_ONCE`` multiply by their slopes, which are piecewise constant.
 
-    A node is run on ones, which gives its slopes. It is run once: a checkpoint gives it what it saved once.
+    Each node runs on ones, which gives its slopes. It runs only once, because a checkpoint hands out saved
+    tensors only once.
     """
     given: dict[Node, Tensor] = {}
 
@@ -89,7 +90,7 @@ def _with_slopes(outputs: Iterable[Any]) -> Iterator[None]:
 
 
 def _is_wrong_in_columns(outputs: Sequence[Any]) -> bool:
-    """Whether PyTorch pulls many columns back from gradients wrongly: there may be no error that says so."""
+    """Tell whether PyTorch pulls many columns back from gradients wrongly, perhaps without an error."""
     starts = [output.grad_fn for output in outputs if isinstance(output, Tensor) and output.grad_fn is not None]
     if not starts:
         return False
@@ -100,7 +101,7 @@ def _is_wrong_in_columns(outputs: Sequence[Any]) -> bool:
 
 
 def _give_data(gradients: Iterable[Tensor | None]) -> None:
-    """Have nodes that these gradients were computed from hand on zeros that hold data: see ``WITHOUT_DATA``."""
+    """Make nodes that these gradients were computed from hand on zeros that hold data: see ``WITHOUT_DATA``."""
 
     def with_data(products: Sequence[Tensor | None], _: Any) -> Any:
         return tuple(None if product is None else product.clone() for product in products)
@@ -112,7 +113,7 @@ def _give_data(gradients: Iterable[Tensor | None]) -> None:
 
 
 def _aligned(column: Tensor) -> Tensor:
-    """A column that begins where ``torch.view_as_complex`` takes pairs of it: at an even place."""
+    """Return a column at an even offset in its storage, as ``torch.view_as_complex`` needs it."""
     return column.clone() if column.storage_offset() % 2 else column
 
 
@@ -125,15 +126,15 @@ def pull_columns(
     create_graph: bool = False,
     retain_graph: bool = True,
 ) -> list[Tensor | None]:
-    """Vector-Jacobian products of many columns ``[v, *y]``, one after the other where they cannot be batched.
+    """Return vector-Jacobian products of many columns ``[v, *y]``, one by one where batching fails.
 
     Args:
         outputs: Tensors or edges where the columns are fed in.
-        ends: Tensors or edges where products are wanted; those that are not reached get ``None``.
-        seeds: Columns for each output; without their axis unless ``batched``.
+        ends: Tensors or edges to return products at; ``None`` for those that are not reached.
+        seeds: Columns for each output; without an axis of columns unless ``batched``.
         batched: Whether there is an axis of columns.
-        create_graph: Whether products shall be differentiable.
-        retain_graph: Whether the graph stays; where ``batched``, it always does.
+        create_graph: Whether products are differentiable.
+        retain_graph: Whether the graph stays; if ``batched``, it always does.
     """
 
     def pull(given: Sequence[Tensor], batched: bool, retain_graph: bool = True) -> list[Tensor | None]:

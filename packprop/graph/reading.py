@@ -1,21 +1,22 @@
-"""Read off the autograd graph where parameters meet the samples.
+"""Find the nodes of the autograd graph where parameters meet the samples.
 
 # NOTE [Uses in the graph]
-Autograd has recorded which node made each tensor of what. A *use* is a node that takes parameters and
-something that depends on the samples; everything on the way from the parameters to it is made of parameters
-alone. The graph does not show where constants come from: ``mask * weight`` and ``x * weight`` look alike. A
-constant is no data if it is a buffer or a frozen parameter of an extended module; it is data if it shares
-memory with an input of the model. Every other node that takes parameters and constants is *undecided*: it
-counts as a use first, and the sweeps that locate the samples tell (NOTE [Separation]). If samples are apart in
-what arrives at it, it is a use. If they meet there, it is made of parameters alone, and the node that takes its
-output is looked at in its place, unless that would hide layers that mix samples:
+Autograd has recorded the node that made each tensor, and the inputs of that node. A *use* is a node that takes
+parameters and something that depends on the samples; everything on the way from the parameters to it is made of
+parameters alone. The graph does not show where constants come from: ``mask * weight`` and ``x * weight`` look
+alike. A constant is no data if it is a buffer or a frozen parameter of an extended module. It is data if it
+shares memory with an input of the model. Every other node that takes parameters and constants is *undecided*:
+it counts as a use until the sweeps that locate the samples decide (NOTE [Separation]). If the samples are
+separate in the cotangents that arrive at the node, it is a use. If they meet there, it is made of parameters
+alone, and packprop considers the node that takes its output instead. Two kinds of nodes stay uses, because the
+alternative would hide layers that mix samples:
 
-* A product of a weight and an unknown constant whose output has room for the samples is a layer, and they meet
-  behind it.
-* A function of parameters alone that makes of a tensor in which samples meet one in which they are apart, and
-  does not only repeat it, has mixed them.
+* A product of a weight and an unknown constant, if its output has room for the samples. It is a layer, and the
+  samples meet behind it.
+* A function of parameters alone that turns a tensor in which samples meet into one in which they are separate,
+  and does not only repeat it. It has mixed them.
 
-What was found so is kept for graphs of the same structure.
+packprop remembers its decisions for graphs of the same structure.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from packprop.functions.nodes import (
     PRODUCTS,
     RESHAPES,
     is_change_of_view,
+    made_by,
     name_of_node,
     names_of_nodes,
     saved_option,
@@ -53,7 +55,6 @@ from packprop.functions.saved import keeps_elsewhere
 from packprop.graph.completeness import nested
 from packprop.graph.graph import EAGER, Graph, ReachedUse
 from packprop.graph.search import nodes_above
-from packprop.graph.traversal import made_by
 from packprop.recording.marks import EXTENDED, ForwardCall, Use
 from packprop.recording.reentrant import is_reentrant
 from packprop.recording.unrecorded import is_compiled_region
@@ -62,11 +63,11 @@ from packprop.tensors.layout import possible_layouts
 from packprop.tensors.state import storage_of
 
 MADE_OF_PARAMETERS = WHOLE - EXPANDING - HIDING
-"""Functions that take nothing that the graph does not show, if they have an edge for each operand."""
+"""Functions without operands that the graph hides, if they have an edge for each operand."""
 
 
 PASSING = RESHAPES | ENTRYWISE | names_of_nodes("T Transpose Permute ToCopy Neg Expand")
-"""Functions whose rows are apart if those of their input are, and else are not."""
+"""Functions whose rows are separate if and only if those of their input are."""
 
 
 WEIGHTS = {
@@ -83,19 +84,19 @@ WEIGHTS = {
     "Embedding": (0,),
     "EmbeddingBag": (0,),
 }
-"""The places of operands of layers in which the samples meet."""
+"""Nodes of layers -> the places of the operands in which the samples meet."""
 
 
 MANY = 1024
-"""How many structures are remembered."""
+"""The number of structures that packprop remembers."""
 
 
 _PARAMETRIC: dict[int, frozenset[int]] = {}
-"""By structure of the graph, the places of nodes that sweeps have shown to be made of parameters alone."""
+"""Structures of graphs -> the places of nodes that sweeps have shown to be made of parameters alone."""
 
 
 class Constants:
-    """What is known of the constants that nodes have saved.
+    """Tells whether the constants that nodes have saved are data.
 
     Args:
         forwards: The calls of extended models that the pass goes through.
@@ -114,11 +115,11 @@ class Constants:
 
     @functools.cached_property
     def _inputs(self) -> set[int]:
-        """The memory of what the models were given."""
+        """The memory of the models' inputs."""
         return {each for forward in self._forwards for each in forward.storages} - self._own
 
     def are_known(self, node: Node) -> bool | None:
-        """Whether no constant of a node is data; ``None`` if some may be, ``False`` if one is."""
+        """Return ``True`` if no constant of a node is data, ``False`` if one is, ``None`` if some may be."""
         if keeps_elsewhere(node):
             return None
         try:
@@ -141,9 +142,9 @@ def _place_of(tensor: Tensor) -> int:
 
 
 def _counts(node: Node, index: Tensor) -> bool:
-    """Whether an index counts positions, which samples share; where there are data the sweeps tell.
+    """Tell in a dry run whether an index counts positions, which samples share; with data, the sweeps decide.
 
-    Without data it does if it has no axis for samples: that is what the batch does not decide on.
+    An index without an axis for samples counts as one, because the batch does not decide on it.
     """
     is_index = not index.is_floating_point() and index.dtype != torch.bool
     is_shared = index.dim() < 2 or index.shape[0] == 1
@@ -154,7 +155,7 @@ class Reading:
     """Sorts the nodes of a graph, and makes uses of those where parameters meet samples.
 
     Args:
-        graph: What the pass goes through.
+        graph: The graph of the pass.
         order: Its nodes, each after all that lie upstream of it.
         places: The number of each node.
         wanted: Leaves that count as parameters, by identity.
@@ -182,13 +183,13 @@ class Reading:
 
     @property
     def settled(self) -> set[Node]:
-        """Nodes that parameters enter, and that nothing is missing for."""
+        """Nodes that take parameters, and leave no use of these missing."""
         operands = [above for node in self.uses for above, _ in node.next_functions]
         led = {node for node in nodes_above(operands) if node in self.made_of_parameters}
         return {*self.uses, *led, *(node for node in self.made_of_parameters if node in self._below)}
 
     def sort(self, below_losses: set[Node], after_losses: set[Node]) -> None:
-        """Go through the nodes once.
+        """Sort all nodes in their order.
 
         Args:
             below_losses: Nodes that some loss depends on.
@@ -223,7 +224,7 @@ class Reading:
             data.add(node)
 
     def _kind(self, node: Node, given: Sequence[int]) -> str:
-        """What a node is that takes parameters, and perhaps constants."""
+        """Return the kind of a node that takes parameters, and perhaps constants."""
         above, name = [each for each, _ in node.next_functions], name_of_node(node)
         derived = any(above[place] in self._derived for place in given)
         if self._places[node] in self._parametric:
@@ -255,12 +256,12 @@ class Reading:
 
     @functools.cached_property
     def _parametric(self) -> frozenset[int]:
-        """The places of nodes that an earlier pass has shown to be made of parameters alone."""
+        """The places of the nodes that an earlier pass has shown to be made of parameters alone."""
         return _PARAMETRIC.get(self._structure(), frozenset()) if _PARAMETRIC else frozenset()
 
     @functools.cached_property
     def _takers(self) -> dict[Node, list[tuple[Node, int]]]:
-        """What takes the outputs of each node, and at which place."""
+        """The nodes that take the outputs of each node, with the places of these operands."""
         takers: dict[Node, list[tuple[Node, int]]] = {}
         for node in self._order:
             for place, (above, _) in enumerate(node.next_functions):
@@ -269,7 +270,7 @@ class Reading:
         return takers
 
     def _becomes_a_weight(self, node: Node) -> bool:
-        """Whether the samples meet in an expansion, as far as names and shapes of what takes it tell."""
+        """Tell from names and shapes of the nodes downstream whether the samples meet in an expansion."""
         shape = torch.Size(made_by(node)[0].shape)
         for below, place in self._takers.get(node, []):
             name, new = name_of_node(below), torch.Size(made_by(below)[0].shape)
@@ -283,11 +284,11 @@ class Reading:
         return False
 
     def _is_likely_parametric(self, node: Node, given: Sequence[int]) -> bool:
-        """Whether the samples of a batch most likely meet at a node; nothing meets in a batch of one."""
+        """Tell whether samples most likely meet at a node; in a batch of one, none do."""
         return not self._is_one_sample and (self._keeps_shape(node, given) or _is_contracted(node, given))
 
     def _keeps_shape(self, node: Node, given: Sequence[int]) -> bool:
-        """Whether a node does something entry by entry to a parameter, and returns its shape."""
+        """Tell whether a node works on a parameter entry by entry, and keeps its shape."""
         if not (is_change_of_view(node) or name_of_node(node) in ENTRY_BY_ENTRY):
             return False
         shape = torch.Size(made_by(node)[0].shape)
@@ -312,9 +313,9 @@ class Reading:
     def _use(self, node: Node, places: Sequence[int], outputs: dict[int, None]) -> ReachedUse:
         try:
             shapes = [torch.Size(each.shape) for each in made_by(node)]
-        except RuntimeError as error:  # torch's own words are about its inside
+        except RuntimeError as error:  # PyTorch's message is about its internals
             raise nested(f"{node.name()}, which the backward pass goes through") from error
-        if name_of_node(node) in WITH_SUMMAND:  # a bias comes behind its weight
+        if name_of_node(node) in WITH_SUMMAND:  # a bias comes after its weight
             places = list(reversed(places))
         entries = entries_of_node(node, places, shapes, False)
         edges = [
@@ -329,7 +330,10 @@ class Reading:
         )
 
     def _reclassify(self, node: Node, given: Sequence[int], use: ReachedUse, samples: int) -> bool:
-        """Note that the samples meet behind an undecided use; whether it is made of parameters alone then."""
+        """Tell whether an undecided use is made of parameters alone, given that samples meet behind it.
+
+        The finding is kept for graphs of the same structure.
+        """
         if _is_layer(node, use.recorded.shapes[0], samples) and not _is_contracted(node, given):
             return False
         if len(_PARAMETRIC) >= MANY:
@@ -340,12 +344,12 @@ class Reading:
 
 
 def _is_contracted(node: Node, given: Sequence[int]) -> bool:
-    """Whether a node multiplies a parameter by a vector, of which nothing is left: it holds no samples."""
+    """Tell whether a node contracts a parameter with a vector, which then holds no samples."""
     return name_of_node(node) in VECTORS and 0 in given
 
 
 def _is_layer(node: Node, shape: torch.Size, samples: int) -> bool:
-    """Whether a node is a product whose output has room for the samples."""
+    """Tell whether a node is a product whose output has room for the samples."""
     return name_of_node(node) in PRODUCTS - ENTRY_BY_ENTRY and bool(possible_layouts(shape, samples))
 
 
@@ -354,7 +358,7 @@ def _can_be_called(node: Node) -> bool:
 
 
 def function_of(node: Any) -> str:
-    """The function that made a node, as users know it, or the node's own name."""
+    """Return the function that made a node, as users know it, or the node's own name."""
     name = name_of_node(node)
     if name == "Convolution":
         kind = "conv_transpose" if saved_option(node, "transposed") else "conv"
@@ -386,4 +390,4 @@ FUNCTIONS: dict[str, str] = {
     "Trilinear": "bilinear",
     "Mv": "mv",
 }
-"""Names of functions that users know, of nodes of their own."""
+"""Names of nodes -> the functions that made them, as users know them."""

@@ -1,4 +1,4 @@
-"""Nodes by which data decide on the order of rows, and along which axes they do."""
+"""Nodes that take rows in an order that data decide on, and the axes of these rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from packprop.functions.entry import plain_options
-from packprop.functions.nodes import name_of_node, names_of_nodes, saved_option
+from packprop.functions.nodes import made_by, name_of_node, names_of_nodes, saved_option
 from packprop.functions.operands import BY_DATA, EXPANDING
 from packprop.tensors.dry import is_dry_run
 
@@ -35,11 +35,11 @@ PRODUCTS = {
     "Addmm": ("_saved_mat1", "_saved_mat2"),
     "Mv": ("_saved_self",),
 }
-"""Products of matrices -> what their nodes have saved of both, of which a constant may be sparse."""
+"""Products of matrices -> the operands that their nodes have saved; a constant one may be sparse."""
 
 
 def axes_reordered(node: Any) -> frozenset[int] | None:
-    """The axes of a node's output along which rows may stand anywhere; ``None`` if it may be any."""
+    """Return the axes of a node's output along which rows may be in any order; ``None`` if all axes may be."""
     name = name_of_node(node)
     if name in PRODUCTS:
         constants = any(above is None for above, _ in node.next_functions)
@@ -55,31 +55,30 @@ def axes_reordered(node: Any) -> frozenset[int] | None:
     if name == "Index":
         return _axes_of_index(node)
     if name in ALONG_AXIS and hasattr(node, "_saved_dim"):
-        axes = len(node._input_metadata[0].shape)
+        axes = len(made_by(node)[0].shape)
         return frozenset({saved_option(node, "dim") % axes} if axes else ())
     return None
 
 
 def _is_larger(node: Any) -> bool:
-    """Whether a node has repeated entries."""
+    """Tell whether a node repeats entries."""
     above, number = node.next_functions[0]
-    leaf = None if above is None else getattr(above, "variable", None)
-    before = None if above is None else (leaf if leaf is not None else above._input_metadata[number]).shape
-    return before is None or tuple(before) != tuple(node._input_metadata[0].shape)
+    before = None if above is None else made_by(above)[number].shape
+    return before is None or tuple(before) != tuple(made_by(node)[0].shape)
 
 
 def own_options(node: Node) -> Any:
-    """Whole numbers and texts that a user's own function has kept."""
+    """Return the integers and strings that a user's own function has kept."""
     if not isinstance(node, BackwardCFunction):
         return None
     return tuple((key, plain_options(value)) for key, value in sorted(vars(node).items()))
 
 
 def _axes_of_index(node: Any) -> frozenset[int] | None:
-    """For a tensor that was taken by lists of rows: the new axes, which stand where the lists do."""
+    """Return the axes that lists of indices have made, in place of the indexed axes; ``None`` if unknown."""
     try:
         indices = node._saved_indices
-    except RuntimeError:  # they were freed; the pass will say so
+    except RuntimeError:  # freed; the pass raises an error later
         return None
     places = [place for place, index in enumerate(indices) if index is not None]
     if not places or places[-1] - places[0] != len(places) - 1:
@@ -88,8 +87,7 @@ def _axes_of_index(node: Any) -> frozenset[int] | None:
     first = indices[places[0]]
     above, number = node.next_functions[0]
     if new == 1 and above is not None and not is_dry_run():
-        leaf = getattr(above, "variable", None)
-        extent = (leaf if leaf is not None else above._input_metadata[number]).shape[places[0]]
+        extent = made_by(above)[number].shape[places[0]]
         if len(first) == extent and torch.equal(first, torch.arange(extent, device=first.device)):
             return frozenset()  # one entry of each row, in their order
     return frozenset(range(places[0], places[0] + new))
@@ -98,7 +96,7 @@ def _axes_of_index(node: Any) -> frozenset[int] | None:
 def _kept_by(node: Any) -> list[Any]:
     try:
         return [*vars(node).values(), *node.saved_tensors]
-    except RuntimeError:  # they were freed; the pass will say so
+    except RuntimeError:  # freed; the pass raises an error later
         return []
 
 

@@ -1,4 +1,4 @@
-"""Which leaves the user's own pass can be restricted to."""
+"""The leaves that the user's own pass can be restricted to."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from packprop.graph.traversal import depth_first, upstream_of
 
 
 def split_leaves(graph: Graph, candidates: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The candidates that a pass can leave out, and all other leaves that it goes to.
+    """Return the candidates that a pass can leave out, and all other leaves that it reaches.
 
-    A pass that is restricted to the others must still reach every use.
+    A pass that is restricted to the other leaves must still reach every use.
     """
     left_out, leaves = {id(leaf): leaf for leaf in candidates}, {}
     use_at = {node: use for use in graph.uses for node, _ in use.nodes.values()}

@@ -1,4 +1,4 @@
-"""Where one trainable leaf enters one use."""
+"""The place where one trainable leaf enters one use."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from packprop.tensors.precision import accumulation_dtype
 
 @dataclass(frozen=True)
 class Site:
-    """Where one trainable leaf enters one use, directly or through tensors made of parameters alone."""
+    """A place where a trainable leaf enters a use, directly or through tensors made of parameters alone."""
 
     entry: Entry
     leaf: Tensor
 
     def renewed(self, entries: Sequence[Entry], remade: Sequence[Entry]) -> Site:
-        """The same site with its entry as it was made again.
+        """Return the same site with an entry that was made again.
 
         Args:
-            entries: All entries of the use, as they were recorded.
+            entries: All entries of the use, as recorded.
             remade: The same entries, made again in the same order.
 
         Raises:
-            PackpropError: If the parameter is another one.
+            PackpropError: If the new entry has another parameter.
         """
         place = next(number for number, entry in enumerate(entries) if entry is self.entry)
         parameter = remade[place].parameter if place < len(remade) else None
@@ -42,7 +42,7 @@ class Site:
             same = False
         elif not self.direct:
             same = isinstance(parameter, Computed) or not parameter.is_leaf
-        else:  # a leaf that the function makes itself, and lets require gradients, is another one each time
+        else:  # a function that makes its own leaf makes a new one each time
             same = _is_whole(parameter, self.leaf) or _is_made_alike(parameter, self.leaf)
         if not same:
             raise differs("a function", "it consumed other parameters")
@@ -50,12 +50,12 @@ class Site:
 
     @functools.cached_property
     def direct(self) -> bool:
-        """Whether the leaf itself is the argument of the function, be it by a view of all of it."""
+        """Tell whether the function takes the leaf itself, or a view of all of it."""
         return _is_whole(self.entry.parameter, self.leaf)
 
     @property
     def has_squares(self) -> bool:
-        """Whether ``squares`` are known."""
+        """Tell whether ``squares`` are known."""
         entry = self.entry
         known = entry.squares is not None or entry.structure in ("Outer", "Lookup")
         return self.direct and entry.linear and known
@@ -63,7 +63,7 @@ class Site:
     def squares(
         self, cotangents: Sequence[Tensor | None], where: Sequence[Layout], samples: Samples
     ) -> Structure | None:
-        """``structure_of`` with squares of what multiplies the leaf; ``None`` where they are not known."""
+        """Return ``structure_of`` with the factors of the leaf squared; ``None`` if these are not known."""
         if not self.has_squares:
             return None
         if self.entry.squares is not None:
@@ -77,9 +77,9 @@ class Site:
         samples: Samples,
         held: int | None = None,
     ) -> Structure:
-        """The structure of the leaf: that of its entry, pulled back to the leaf where it is not direct.
+        """Return the structure of the leaf: that of its entry, pulled back if the site is not direct.
 
-        ``held``: how many bytes of one sample an algorithm may hold if another one holds less.
+        ``held`` is the number of bytes of one sample that an algorithm may hold if another one holds less.
         """
         structure = self.entry.structure_of(cotangents, where, samples)
         if held is not None and isinstance(structure, Outer):
@@ -92,10 +92,10 @@ class Site:
 
 
 def _is_whole(parameter: Tensor | Computed, leaf: Tensor) -> bool:
-    """Whether a parameter is a leaf, or was reshaped from it and has the same entries at the same places.
+    """Tell whether a parameter is a leaf, or was reshaped from it and has the same entries at the same places.
 
-    A head that is given to its loss in the shape of the classes comes back to the shape of the layer so. What
-    is said of the one is said of the other, and no gradient has to be pulled back.
+    A head can take the shape of the classes for its loss, and then the shape of the layer again. The
+    gradients of both are then the same, so packprop pulls none back.
     """
     if parameter is leaf:
         return True
@@ -113,16 +113,16 @@ def _is_whole(parameter: Tensor | Computed, leaf: Tensor) -> bool:
 
 
 def _is_made_alike(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two leaves may stand for one another: they are alike, and nobody's parameters."""
+    """Tell whether two leaves can replace each other: they look alike, and neither is an ``nn.Parameter``."""
     if isinstance(tensor, nn.Parameter) or isinstance(other, nn.Parameter):
         return False
     return tensor.is_leaf and tensor.shape == other.shape and tensor.dtype == other.dtype
 
 
 def _pull_back(parameter: Tensor | Computed, leaf: Tensor, gradients: Tensor) -> Tensor:
-    """From gradients of a computed parameter ``[v, n, *d]`` to gradients of a leaf ``[v, n, *p]``.
+    """Map gradients of a computed parameter ``[v, n, *d]`` to gradients of a leaf ``[v, n, *p]``.
 
-    No sample has a part in what was computed from parameters alone: PyTorch itself differentiates it.
+    PyTorch itself differentiates functions of parameters alone, because no sample enters them.
     """
     flat = gradients.flatten(0, 1).to(parameter.dtype)
     output = parameter.edge if isinstance(parameter, Computed) else parameter

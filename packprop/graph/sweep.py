@@ -24,20 +24,20 @@ from packprop.recording.reentrant import refused
 from packprop.tensors.hooks import Hooks
 
 Visit = Callable[[ReachedUse, list[Tensor | None]], None]
-"""Called with a use and the cotangents at its outputs ``[v, *y]``; ``None`` where nothing arrived."""
+"""A function of a use and the cotangents at its outputs ``[v, *y]``; ``None`` where nothing arrived."""
 
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """How a sweep goes.
+    """Options of a sweep.
 
     Args:
-        batched: Whether all columns are pulled back in one vectorised pass, which holds all cotangents at once.
-        create_graph: Whether the cotangents shall be differentiable.
+        batched: Whether one vectorised pass pulls all columns back, and holds all cotangents at once.
+        create_graph: Whether the cotangents are differentiable.
         needs_inputs: Whether visits need the inputs of uses.
         unmasked: Whether functions that drop entries by their values pass all of them on; see
-            NOTE [Hidden mixing]. What arrives is no cotangent then.
-        frees: Whether the sweep is the last pass through the graph, which is freed along the way.
+            NOTE [Hidden mixing]. The vectors that arrive are then no cotangents.
+        frees: Whether the sweep is the last pass through the graph, and frees it along the way.
     """
 
     batched: bool = False
@@ -53,18 +53,18 @@ ONE_COLUMN_WITHOUT_INPUTS = SweepOptions(needs_inputs=False)
 
 
 def checkpoints_of(uses: Sequence[ReachedUse]) -> list[ReentrantCheckpoint]:
-    """Reentrant checkpoints that uses are in, each once."""
+    """Return the reentrant checkpoints that contain some uses, each once."""
     return list({id(use.checkpoint): use.checkpoint for use in uses if use.checkpoint is not None}.values())
 
 
 def empty_checkpoints(uses: Sequence[ReachedUse]) -> list[ReentrantCheckpoint]:
-    """Reentrant checkpoints without uses that sweeps to some uses may come through, each once."""
+    """Return the reentrant checkpoints without uses that sweeps to some uses may come through, each once."""
     return list({id(checkpoint): checkpoint for use in uses for checkpoint in use.through}.values())
 
 
 @contextlib.contextmanager
 def passing_nothing(checkpoints: Sequence[ReentrantCheckpoint]) -> Iterator[None]:
-    """Inside, derivatives come to an end at reentrant checkpoints, where PyTorch's own function refuses."""
+    """Make derivatives end at reentrant checkpoints, where PyTorch's own function raises an error."""
 
     def nothing(count: int, *_: Tensor | None) -> tuple[None, ...]:
         return (None,) * count
@@ -82,13 +82,13 @@ class Watch:
     """Hooks that hand the cotangents at uses to ``visit`` while a backward pass runs.
 
     Args:
-        uses: Uses to watch.
+        uses: The uses to watch.
         visit: Called with a use and the cotangents at its outputs ``[1, *y]``, as soon as all have arrived.
-        needs_inputs: Whether visits need the inputs of uses; a visit waits for inputs that are computed again.
-        accumulate: Whether gradients of leaves are to be accumulated, as by the user's own pass.
-        hooks: Hooks of the user that are heard in this pass, but not by what is differentiated in visits.
-        options: Of the sweep, for what lies inside of reentrant checkpoints.
-        empty: Reentrant checkpoints without uses to come through, where PyTorch's own function refuses.
+        needs_inputs: Whether visits need the inputs of uses; a visit waits for inputs that are recomputed.
+        accumulate: Whether the pass accumulates gradients of leaves, as the user's own pass does.
+        hooks: Hooks of the user that run in this pass, but not while visits differentiate.
+        options: Options of the sweep, for sweeps inside reentrant checkpoints.
+        empty: Reentrant checkpoints without uses on the way, where PyTorch's own function raises an error.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class Watch:
         self._visit, self._needs_inputs, self._accumulate = visit, needs_inputs, accumulate
         self._options = options
         self._late: dict[ReachedUse, list[Tensor | None]] = {}  # all cotangents are there, inputs are not
-        self._pending: dict[ReachedUse, list[Tensor | None]] = {}  # some cotangents are missing,
-        self._missing: dict[ReachedUse, int] = {}  # and so many
+        self._pending: dict[ReachedUse, list[Tensor | None]] = {}  # some cotangents are missing
+        self._missing: dict[ReachedUse, int] = {}  # the number of these
         self._visiting = False
         self._thread, self._context = threading.get_ident(), contextvars.copy_context()
         self._handles = [
@@ -116,9 +116,9 @@ class Watch:
         ]
         self._checkpoints = [*checkpoints_of(uses), *empty]
         for checkpoint in self._checkpoints:
-            # the engine calls ``apply``: it is replaced for this node alone, and as long as the watch lasts
+            # the engine calls ``apply``: the watch replaces it on this node alone, for as long as it lasts
             checkpoint.node.apply = self._in_context(functools.partial(self._run_checkpoint, checkpoint))
-        if needs_inputs:  # the node's own function may be what has the inputs computed again
+        if needs_inputs:  # the node's own function may recompute the inputs
             self._handles += [
                 node.register_hook(self._in_context(lambda *_: self._catch_up()))
                 for use in uses
@@ -127,7 +127,7 @@ class Watch:
             ]
 
     def _in_context(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """The hook with context variables of this thread: autograd runs each accelerator in another thread."""
+        """Return the hook with this thread's context variables: autograd has a thread for each accelerator."""
 
         def run(*arguments: Any) -> Any:
             if threading.get_ident() == self._thread:
@@ -149,7 +149,7 @@ class Watch:
     def _run_checkpoint(
         self, checkpoint: ReentrantCheckpoint, *cotangents: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """What a reentrant checkpoint's node does instead of its own backward pass."""
+        """Run a reentrant checkpoint again and sweep it, in place of its node's own backward pass."""
         rerun, graph = walk_again(checkpoint)
         use_outside = dict(zip(graph.uses, checkpoint.uses, strict=True))
 
@@ -184,7 +184,7 @@ class Watch:
     def _accumulate_in(
         self, graph: Graph, outputs: Sequence[Tensor], seeds: Sequence[Tensor], visit: Visit
     ) -> None:
-        """Run a pass through a checkpoint's graph that accumulates gradients, and watch the uses in it."""
+        """Accumulate gradients in a pass through a checkpoint's graph, and watch the uses in it."""
         graph.hold(False)
         watch = Watch(graph.uses, visit, self._needs_inputs, accumulate=True, hooks=graph.hooks)
         complete = False
@@ -195,7 +195,7 @@ class Watch:
             watch.close(complete)
 
     def note(self, use: ReachedUse, index: int, cotangent: Tensor | None) -> None:
-        """Note one cotangent ``[v, *y]``; visit the use if it was the last."""
+        """Note one cotangent ``[v, *y]``, and visit the use if it was the last."""
         nothing = ArrivedCotangents([None] * len(use.recorded.shapes))
         cotangents = self._pending.setdefault(use, nothing)
         cotangents[index] = cotangent
@@ -214,7 +214,7 @@ class Watch:
             self._call(use, cotangents)
 
     def _catch_up(self) -> None:
-        """Visit uses whose inputs were missing and are there by now."""
+        """Visit uses whose inputs have arrived in the meantime."""
         if self._visiting:
             return
         for use in [use for use in self._late if use.is_ready()]:
@@ -229,7 +229,7 @@ class Watch:
             self._visiting = False
 
     def close(self, complete: bool = True) -> None:
-        """Remove the hooks; if the pass is complete, visit uses of which some outputs were not reached."""
+        """Remove the hooks; if the pass is complete, visit uses with outputs that it did not reach."""
         for handle in self._handles:
             handle.remove()
         for checkpoint in self._checkpoints:
@@ -253,12 +253,13 @@ def sweep(
     """Pull one column (or many) back from ``outputs`` to every use that it reaches.
 
     Args:
-        outputs: Where the seeds are fed in.
+        outputs: The edges where the seeds are fed in.
         seeds: One for each output; with a leading axis of columns ``[v, *f]`` if ``options.batched``.
-        uses: The sweep ends at those that have no other use upstream: no gradient of a weight is computed.
+        uses: The uses to visit. The sweep ends at those without a use upstream, and computes no gradient of a
+            weight.
         visit: Called as ``visit(use, cotangents)``; cotangents have a leading axis of columns.
-        options: How the sweep goes.
-        leaves: Tensors whose gradients are returned.
+        options: Options of the sweep.
+        leaves: Tensors whose gradients the sweep returns.
         empty: Reentrant checkpoints without uses that a sweep to the leaves may come through.
     """
     batched, create_graph = options.batched, options.create_graph
@@ -286,7 +287,7 @@ def sweep(
     with torch.set_grad_enabled(create_graph), unmasking:
         try:
             if len(outputs) == 1 and not watched and all(edge[:2] == outputs[0][:2] for edge in wanted):
-                gradients = [seeds[0]] * len(wanted)  # seeds are fed in where they are wanted
+                gradients = [seeds[0]] * len(wanted)  # the seeds are the cotangents
             else:
                 gradients = pull_columns(
                     outputs,
@@ -311,14 +312,14 @@ def sweep(
 
 
 def _operands_of_called(use: ReachedUse) -> list[GradientEdge]:
-    """Where the parameters of a node come from that is called in a visit; see NOTE [Nodes as functions]."""
+    """Return the edges of the parameters of nodes that a visit calls; see NOTE [Nodes as functions]."""
     edges = [site.entry.calls_node(use.layouts) for site in use.sites] if use.layouts else []
     return [edge for edge in edges if edge is not None]
 
 
 @contextlib.contextmanager
 def unmasked(outputs: Sequence[GradientEdge]) -> Iterator[None]:
-    """Inside, functions that drop entries by their values pass back all of them."""
+    """Make functions that drop entries by their values pass back all of them."""
 
     def pass_on(products: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> Any:
         (cotangent,) = given
@@ -339,6 +340,6 @@ def unmasked(outputs: Sequence[GradientEdge]) -> Iterator[None]:
 
 
 def _edge_above(checkpoint: ReentrantCheckpoint) -> GradientEdge:
-    """An edge upstream of a checkpoint: autograd runs a node only if something upstream of it is wanted."""
+    """Return an edge upstream of a checkpoint: autograd runs a node only to get something upstream of it."""
     above = checkpoint.node.next_functions
     return next(GradientEdge(node, output) for node, output in above if node is not None)

@@ -1,17 +1,17 @@
 """Terms of a loss that no sample enters: penalties on parameters, priors, entropies.
 
 # NOTE [Terms without samples]
-What depends on no sample belongs to no sample: per-sample quantities and the GGN are those of the rest of the
-loss. A parameter that is reached outside of all uses is therefore missing only if it may meet samples there. It
-meets none if all of this holds; else it stays missing:
+A term that depends on no sample belongs to no sample: per-sample quantities and the GGN are those of the rest
+of the loss. So a parameter that the pass reaches outside of all uses is missing only if it may meet samples
+there. It meets none if all of this holds; otherwise it stays missing:
 
-* No data chose which part of it is taken.
-* The functions between it and the rest of the loss are known to take nothing that the graph does not show. The
-  graph does not tell constants from samples. Constants are taken for what they are if they are numbers, or
-  buffers and parameters of extended modules, or bring no axis of their own: samples come on an axis that no
-  parameter has. What is seen to share memory with an input of a model is data.
-* It is added to the rest, where both are scalars or behind a recorded loss, and what is made of the sum is
-  linear in it. A product with the loss, or a root of the sum, is no sum of two terms.
+* No data chose a part of it.
+* The functions between it and the rest of the loss have no operands that the graph hides. The graph does not
+  tell constants from samples. packprop accepts constants that are numbers, or buffers and parameters of
+  extended modules, or that bring no axis of their own: samples come on an axis that no parameter has. A
+  constant that shares memory with an input of a model is data.
+* It is added to the rest of the loss, both are scalars or lie behind a recorded loss, and all later functions
+  are linear in the sum. A product with the loss, or a root of the sum, is no sum of two terms.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from packprop.functions.nodes import PRODUCTS, name_of_node
+from packprop.functions.nodes import PRODUCTS, made_by, name_of_node
 from packprop.functions.operands import (
     ALIKE,
     ENTRY_BY_ENTRY,
@@ -39,7 +39,7 @@ from packprop.functions.operands import (
 from packprop.graph.completeness import nested
 from packprop.graph.graph import Graph
 from packprop.graph.search import nodes_above
-from packprop.graph.traversal import depth_first, made_by, upstream_of
+from packprop.graph.traversal import depth_first, upstream_of
 from packprop.recording.marks import EXTENDED
 from packprop.recording.reentrant import is_reentrant
 from packprop.tensors.dry import is_dry_run
@@ -48,11 +48,12 @@ from packprop.tensors.state import storage_of
 
 
 def settle_terms(graph: Graph, starts: Sequence[Node]) -> None:
-    """Take what belongs to terms that no sample enters off what is missing; see NOTE [Terms without samples].
+    """Find terms that no sample enters, and the parameters that they take; see NOTE [Terms without samples].
 
     Args:
-        graph: Its ``missing`` and ``losses`` lose what belongs to such terms; its ``terms`` get them.
-        starts: Nodes of the roots.
+        graph: The graph. Parameters and losses of such terms leave its ``missing`` and ``losses``; the terms
+            enter its ``terms``.
+        starts: The nodes of the roots.
     """
     found = _Terms(graph)
     found.look(starts)
@@ -65,17 +66,17 @@ def settle_terms(graph: Graph, starts: Sequence[Node]) -> None:
 
 
 def meets_samples_unseen(graph: Graph) -> bool:
-    """Whether parameters may meet samples in a graph that holds no use of them."""
+    """Tell whether parameters may meet samples in a graph that holds no use of them."""
     found = _Terms(graph)
     found.look([root.grad_fn for root in graph.roots if root.grad_fn is not None])
     return found.has_suspects
 
 
 class _Terms:
-    """What of a graph depends on samples, and what on parameters alone.
+    """The nodes of a graph, sorted by what they depend on: samples, or parameters alone.
 
     Args:
-        graph: With its uses and losses.
+        graph: The graph, with its uses and losses.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -86,7 +87,7 @@ class _Terms:
         own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         own += [*graph.leaves(), *(whole for module in modules for _, whole in named_wholes(module))]
         self._owned = {id(tensor) for tensor in own}
-        if is_dry_run():  # nothing has an address, and no constants are looked at
+        if is_dry_run():  # tensors have no addresses, and packprop reads no constants
             own = []
         self._data_storages: set[int] = {place for forward in graph.forwards for place in forward.storages}
         if not is_dry_run():
@@ -102,12 +103,12 @@ class _Terms:
         self._spoilt = 0
         self._suspects: list[Node] = []
         self._strange = False
-        """Whether there are leaves that are neither inputs of a recorded call nor known to be parameters."""
+        """``True`` if some leaf is neither an input of a recorded call nor known to be a parameter."""
         self.free: set[Node] = set()
-        """Nodes that are computed from parameters alone, and that nothing meets but sums."""
+        """Nodes that are computed from parameters alone, and enter the rest of the loss by sums alone."""
 
     def look(self, starts: Sequence[Node]) -> None:
-        """Go through the graph once, each node after all that it was computed from."""
+        """Sort the nodes of the graph, each after all nodes that it was computed from."""
         for node, done in depth_first(starts, self._upstream, {}):
             if done:
                 self._sort(node)
@@ -123,7 +124,7 @@ class _Terms:
         self.free = self._parametric - dirty
 
     def is_free_of_samples(self, leaf: Tensor, node: Node) -> bool:
-        """Whether what is made of a leaf at a node is part of a term that no sample enters."""
+        """Tell whether a node takes a leaf as part of a term that no sample enters."""
         if node in self.free:
             return True
         return any(
@@ -133,11 +134,11 @@ class _Terms:
 
     @property
     def has_suspects(self) -> bool:
-        """Whether a parameter enters anything but terms that no sample enters, or a loss something unknown."""
+        """Tell whether parameters enter more than sample-free terms, or an unknown leaf may enter a loss."""
         return not self._parametric <= self.free or bool(self._strange and self._losses)
 
     def edges(self, graph: Graph) -> list[GradientEdge]:
-        """Where terms are added to the rest of the loss; a root that is such a term is one itself."""
+        """Return the edges where terms join the rest of the loss, and the roots that are such terms."""
         roots = [get_gradient_edge(root) for root in graph.roots if root.requires_grad]
         found = {(edge.node, edge.output_nr): edge for edge in roots if edge.node in self.free}
         for join, _ in self._joins:
@@ -153,7 +154,7 @@ class _Terms:
         return [edge.node for edge in use.recorded.edges]
 
     def _sort(self, node: Node) -> None:
-        """Say of a node what it depends on, when that is known of everything upstream."""
+        """Sort one node, after everything upstream of it."""
         use = self._use_at.get(node)
         leaf = getattr(node, "variable", None)
         if use is not None or is_reentrant(node):
@@ -196,14 +197,14 @@ class _Terms:
             self._joins_above[node] = joins
 
     def _is_sum(self, node: Node, data: Sequence[int]) -> bool:
-        """Whether a node adds something to what depends on samples, and no sample has a share in it."""
+        """Tell whether a node adds a term to values of samples, such that no sample has a share in the term."""
         if name_of_node(node) not in SUMS:
             return False
         scalars = all(not _shape_at(node, place) for place in data)
         return scalars or node in self._after_loss
 
     def _sort_term(self, node: Node, terms: Sequence[int]) -> None:
-        """A function of parameters, and perhaps of constants."""
+        """Sort a function of parameters, and perhaps of constants."""
         self._parametric.add(node)
         name, shape = name_of_node(node), _shape_of(node)
         above = [upstream for upstream, _ in node.next_functions]
@@ -236,15 +237,15 @@ class _Terms:
 
 
 def _shape_of(node: Node) -> torch.Size:
-    """The shape of a node's first output."""
+    """Return the shape of a node's first output."""
     try:
         return torch.Size(made_by(node)[0].shape)
-    except RuntimeError as error:  # torch's own words are about its inside
+    except RuntimeError as error:  # PyTorch's message is about its internals
         raise nested(f"{node.name()}, which the backward pass goes through") from error
 
 
 def _shape_at(node: Node, place: int) -> torch.Size:
-    """The shape of what a node was given at one of its places."""
+    """Return the shape of a node's operand at one place."""
     above, output = node.next_functions[place]
     assert above is not None
     leaf = getattr(above, "variable", None)
@@ -252,7 +253,7 @@ def _shape_at(node: Node, place: int) -> torch.Size:
 
 
 def _constants_of(node: Node) -> list[Tensor] | None:
-    """The constants that a node saved, which have no addresses in a dry run; ``None`` if they are gone."""
+    """Return the constants that a node saved, none in a dry run; ``None`` if they are gone."""
     if is_dry_run():
         return []
     try:
@@ -262,12 +263,12 @@ def _constants_of(node: Node) -> list[Tensor] | None:
 
 
 def _is_mask(tensor: Tensor, shape: torch.Size) -> bool:
-    """Whether an index is a mask of what it is applied to, which brings no axis of its own."""
+    """Tell whether an index is a mask of the tensor that it selects from, and brings no axis of its own."""
     return tensor.dtype == torch.bool and tensor.shape == shape[: tensor.dim()]
 
 
 def _place_of(tensor: Tensor) -> tuple[int, int] | None:
-    """Where the entries of a tensor are, and how many; ``None`` for tensors that do not say."""
+    """Return the address and number of a tensor's entries; ``None`` for tensors without an address."""
     try:
         return tensor.data_ptr(), tensor.numel()
     except (RuntimeError, NotImplementedError):

@@ -1,9 +1,8 @@
-"""Go through the nodes of the autograd graph, and see which tensors these made."""
+"""Traversal of the autograd graph."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from torch.autograd.graph import Node
 
@@ -11,12 +10,12 @@ from torch.autograd.graph import Node
 def depth_first(
     starts: Iterable[Node], upstream: Callable[[Node], list[Node]], neighbours: dict[Node, list[Node]]
 ) -> Iterator[tuple[Node, bool]]:
-    """Each node when it is met (``False``), and again when all nodes upstream of it are done (``True``).
+    """Yield each node when it is met (``False``), and again when all nodes upstream of it are done (``True``).
 
     Args:
-        starts: Where to begin.
-        upstream: Gives the neighbours that a node leads to.
-        neighbours: Is filled with what ``upstream`` gave for each node.
+        starts: The nodes to begin at.
+        upstream: Returns the upstream neighbours of a node.
+        neighbours: Gets the upstream neighbours of each node.
     """
 
     def enter(node: Node) -> tuple[Node, Iterator[Node]]:
@@ -40,13 +39,5 @@ def depth_first(
 
 
 def upstream_of(node: Node) -> list[Node]:
-    """A node's upstream neighbours."""
+    """Return a node's upstream neighbours."""
     return [upstream for upstream, _ in node.next_functions if upstream is not None]
-
-
-def made_by(node: Node) -> list[Any]:
-    """Shape, dtype and device of each tensor that a node made.
-
-    This reads a private attribute of autograd nodes: no public one says how many outputs there are.
-    """
-    return list(node._input_metadata)

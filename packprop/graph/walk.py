@@ -1,4 +1,4 @@
-"""Find what a backward pass will go through: its uses and losses, from the roots of the graph on."""
+"""The walk through the graph of a backward pass, from its roots, which finds its uses and losses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from packprop.errors import PackpropError
 from packprop.functions.losses.read import loss_of_node
-from packprop.functions.nodes import NORMALISATIONS, WITHOUT_DERIVATIVE, name_of_node
+from packprop.functions.nodes import NORMALISATIONS, WITHOUT_DERIVATIVE, made_by, name_of_node
 from packprop.functions.operands import options_of
 from packprop.functions.saved import keeps_elsewhere
 from packprop.graph.checkpoint_uses import uses_inside
@@ -34,7 +34,7 @@ from packprop.graph.reorderings import axes_reordered, own_options
 from packprop.graph.search import leaves_of, nodes_above
 from packprop.graph.site import Site
 from packprop.graph.terms import settle_terms
-from packprop.graph.traversal import depth_first, made_by, upstream_of
+from packprop.graph.traversal import depth_first, upstream_of
 from packprop.recording.marks import EXTENDED, LOSS, OUTPUT, RecordedLoss, marks_of
 from packprop.recording.reentrant import is_reentrant, refused
 from packprop.tensors.state import version
@@ -45,17 +45,17 @@ SAME_AS = {"ReshapeAliasBackward0": "ViewBackward0"}
 
 @dataclass
 class _Trail:
-    """What the walk saw on its way.
+    """The notes that the walk takes on its way.
 
     Args:
-        neighbours: The upstream neighbours of each node; of a use those that lead to data.
+        neighbours: The upstream neighbours of each node; for a use, those that lead to data.
         order: Nodes, each after all that lie upstream of it.
         names: Names of nodes.
         places: The number of each node, in the order in which they were met.
         options: Options of nodes.
         consumed: Leaves, each with a node that takes it.
-        of_interest: Nodes that hooks may be on.
-        cut: Nodes of functions that have no derivative.
+        of_interest: Nodes that may have hooks.
+        cut: Nodes of functions without a derivative.
         reentrant: Reentrant checkpoints by their nodes.
     """
 
@@ -71,7 +71,7 @@ class _Trail:
 
     @functools.cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """Where each node's inputs come from, by number; known when all nodes have been met."""
+        """The node, by number, and the output that each input of each node comes from; known after the walk."""
         return tuple(
             (-1 if above is None else self.places.get(above, -1), output)
             for node in self.places
@@ -79,12 +79,12 @@ class _Trail:
         )
 
     def structure(self) -> int:
-        """A number that is equal for graphs of the same nodes, edges and shapes."""
+        """Return a number that is equal for graphs of the same nodes, edges and shapes."""
         own = self.names[: len(self.places)]  # without those of uses inside of checkpoints
         return hash((tuple(own), self.edges, self._shapes()))
 
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of first outputs; empty for tensors without one."""
+        """Return the shapes of first outputs; empty for tensors without one."""
         found = []
         for node in self.places:
             try:
@@ -102,17 +102,17 @@ def walk(
     unshards: bool = False,
     inside: bool = False,
 ) -> Graph:
-    """Find what a backward pass from ``roots`` will go through.
+    """Return the graph of a backward pass from ``roots``, with its uses and losses.
 
     Args:
-        roots: Where it starts.
-        gradients: What is fed in at each root; ``None`` for one.
+        roots: The tensors that it starts from.
+        gradients: The gradient of each root; ``None`` for ones.
         wanted: Leaves to restrict to; ``None`` for all.
-        unshards: Whether the caller has sharded parameters put together where it sweeps.
+        unshards: Whether the caller puts sharded parameters together for its sweeps.
         inside: Whether the roots are outputs of a reentrant checkpoint.
 
     Raises:
-        PackpropError: If a parameter has no gradients of samples, or the graph was freed.
+        PackpropError: If a parameter has no gradients of samples, or an earlier pass has freed the graph.
     """
     graph = Graph(roots, gradients)
     starts = [root.grad_fn for root in roots if root.grad_fn is not None]
@@ -150,7 +150,7 @@ def walk(
 
 
 def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -> _Trail:
-    """Go through all nodes once; note marked losses and outputs, checkpoints, layers that mix samples."""
+    """Visit each node once; note marked losses and outputs, checkpoints, and layers that mix samples."""
     trail = _Trail()
     for node, done in depth_first(starts, upstream_of, trail.neighbours):
         if done:
@@ -191,7 +191,7 @@ def _note_marks(graph: Graph, trail: _Trail, node: Node, name: str, marks: dict[
 
 
 def _note_order(graph: Graph, trail: _Trail) -> None:
-    """Note where data decide on the order of rows: not those of parameters, of tables for instance."""
+    """Note where data decide on the order of rows, except for rows of parameters such as tables."""
     parameters = set() if graph.reading is None else graph.reading.made_of_parameters
     reordered: set[Node] = set()
     losses = {loss.node for loss in graph.losses}
@@ -214,7 +214,7 @@ def _note_order(graph: Graph, trail: _Trail) -> None:
 
 
 def _read_losses(graph: Graph, trail: _Trail) -> None:
-    """Find the losses that nobody marked, and that their nodes tell."""
+    """Find the losses without marks, from their nodes."""
     inside: set[Node] = set()
     for loss in graph.losses:
         inside.update(nodes_above([loss.node], loss.call.edge.node))
@@ -230,7 +230,7 @@ def _read_losses(graph: Graph, trail: _Trail) -> None:
 
 
 def _drop_inner_outputs(graph: Graph) -> None:
-    """Forget outputs of models that are parts of other models that were called."""
+    """Drop outputs of models that are parts of other called models."""
     modules = graph.modules
     if len(modules) > 1:
         parts = {id(child) for module in modules for child in module.modules() if child is not module}
@@ -240,7 +240,7 @@ def _drop_inner_outputs(graph: Graph) -> None:
 def _read_uses(graph: Graph, trail: _Trail, wanted: Sequence[Tensor] | None, ends: list[Node] | None) -> None:
     """Read the uses off the graph; see NOTE [Uses in the graph].
 
-    ``ends``: Nodes that samples reach, if these are not those of losses and outputs of models.
+    ``ends`` are the nodes that samples reach; ``None`` for those of losses and outputs of models.
     """
     inside = ends is not None
     leaves = _parameters(graph, trail, inside)
@@ -275,9 +275,9 @@ def _read_uses(graph: Graph, trail: _Trail, wanted: Sequence[Tensor] | None, end
 
 
 def _parameters(graph: Graph, trail: _Trail, inside: bool) -> dict[int, Tensor]:
-    """The leaves that count as parameters, by identity.
+    """Return the leaves that count as parameters, by identity.
 
-    Other tensors that require gradients are data, unless they stand in the places of all parameters, as in
+    Other tensors that require gradients are data, unless they replace all parameters, as in
     ``torch.func.functional_call``.
     """
     leaves = {id(leaf): leaf for leaf, _ in trail.consumed}
@@ -289,12 +289,12 @@ def _parameters(graph: Graph, trail: _Trail, inside: bool) -> dict[int, Tensor]:
 
 
 def _takes_statistics(node: Any) -> bool:
-    """Whether a batch normalisation took its statistics from several rows of its input."""
+    """Tell whether a batch normalisation took its statistics from several rows of its input."""
     return bool(getattr(node, "_saved_training", False)) and made_by(node)[0].shape[0] > 1
 
 
 def _layer_of(graph: Graph, node: Node) -> str:
-    """What messages call a layer, by the parameters that enter its node."""
+    """Return the words for a layer in messages, from the parameters that enter its node."""
     leaves = {
         id(leaf) for above, _ in node.next_functions[1:] if above is not None for leaf in leaves_of(above)
     }
@@ -306,7 +306,7 @@ def _layer_of(graph: Graph, node: Node) -> str:
 
 
 def _look_inside(graph: Graph, trail: _Trail) -> None:
-    """Put the uses of reentrant checkpoints in their places among the others."""
+    """Find the uses in reentrant checkpoints, and sort them in among the others."""
     if not graph.checkpoints:
         return
     reached: dict[Node, set[int]] = {checkpoint.node: set() for checkpoint in graph.checkpoints}
@@ -329,7 +329,7 @@ def _look_inside(graph: Graph, trail: _Trail) -> None:
 
 
 def _mark_ends(graph: Graph, trail: _Trail) -> None:
-    """Mark the uses that have no other use upstream; those in checkpoints have no nodes, and are left out."""
+    """Mark the uses without a use upstream, except those in checkpoints, which have no nodes."""
     use_upstream: dict[Node, bool] = {}
     anchors = {node for use in graph.uses for node in use.anchors}
     for node in trail.order:
@@ -358,13 +358,13 @@ def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None, trail: _
 
 
 def _structure(graph: Graph, names: list[str]) -> int:
-    """A number that is equal for passes of equal structure."""
+    """Return a number that is equal for passes of equal structure."""
     functions = tuple((loss.call.function, loss.call.documents is None) for loss in graph.losses)
     return hash((tuple(names), tuple(use.recorded.name for use in graph.uses), functions))
 
 
 def _signature(graph: Graph, trail: _Trail) -> int:
-    """A number that is equal for passes of equal structure, shapes and options."""
+    """Return a number that is equal for passes of equal structure, shapes and options."""
     uses = tuple((use.recorded.name, tuple(use.recorded.shapes)) for use in graph.uses)
     losses = tuple(
         (loss.call.function, loss.call.shape, loss.call.declared, loss.call.documents is None)

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from packprop.functions.losses import Loss, describe
+from packprop.functions.nodes import made_by
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
-from packprop.graph.traversal import made_by
 from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype
 

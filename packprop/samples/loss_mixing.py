@@ -28,11 +28,11 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from packprop.errors import PackpropError
 from packprop.functions.losses import LOSSES
 from packprop.functions.losses.description import without_classes
+from packprop.functions.nodes import made_by
 from packprop.functions.operands import has_kinks, is_linear
 from packprop.graph.graph import Graph, OpenPlace, ReachedLoss
 from packprop.graph.pull import pull_columns
 from packprop.graph.sweep import unmasked
-from packprop.graph.traversal import made_by
 from packprop.samples.feeding import Feed, ModelOutput
 from packprop.samples.hidden_mixing import parts
 from packprop.tensors.layout import Layout, possible_layouts

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.functions.nodes import ENTRYWISE, name_of_node
+from packprop.functions.nodes import ENTRYWISE, made_by, name_of_node
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.search import nodes_above
-from packprop.graph.traversal import made_by
 from packprop.recording.marks import Use
 from packprop.samples.feeding import Feed, Fitting, ModelOutput, Sizes, first_of, model_outputs
 from packprop.samples.rows import RowSearch, differ, levels

@@ -14,11 +14,11 @@ from packprop.functions.nodes import (
     ENTRYWISE,
     NORMALISATIONS,
     RESHAPES,
+    made_by,
     name_of_node,
     names_of_nodes,
     saved_option,
 )
-from packprop.graph.traversal import made_by
 from packprop.tensors.dry import is_dry_run
 
 SAME = ENTRYWISE | names_of_nodes(

@@ -17,11 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "packprop"
 # Private name -> the files that may mention it. Each says beside it why nothing public will do.
 PRIVATE = {
     "_get_current_graph_task_keep_graph": {"recording/marks.py"},
-    "_input_metadata": {
-        "functions/nodes.py",
-        "graph/reorderings.py",
-        "graph/traversal.py",
-    },
+    "_input_metadata": {"functions/nodes.py"},
     "_sequence_nr": {"eager/reach.py"},
     "_backward_hooks": {"graph/hooks.py", "tensors/hooks.py"},
     "_global_backward_hooks": {"graph/hooks.py"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -329,8 +330,8 @@ class Graph:
             for name, parameter in named_parameters(module)
         }
         names = {id(leaf): known.get(id(leaf)) or self.name(leaf) for leaf in self.leaves()}
-        for name in names.values():
-            if [*names.values()].count(name) > 1:
+        for name, count in Counter(names.values()).items():
+            if count > 1:
                 raise PackpropError(
                     f"{asked}() was asked for.",
                     f"parameters {name!r}, of which there are several",

@@ -57,7 +57,7 @@ def settle_terms(graph: Graph, starts: Sequence[Node]) -> None:
     """
     found = _Terms(graph)
     found.look(starts)
-    graph.missing = [pair for pair in graph.missing if not found.is_free_of_samples(*pair)]
+    graph.missing = [pair for pair in graph.missing if not found.is_free_of_samples(pair[1])]
     graph.losses = [loss for loss in graph.losses if loss.node not in found.free]
     graph.terms = found.edges(graph)
     above = nodes_above(edge.node for edge in graph.terms)
@@ -123,7 +123,7 @@ class _Terms:
             dirty.update(nodes_above([suspect]))
         self.free = self._parametric - dirty
 
-    def is_free_of_samples(self, leaf: Tensor, node: Node) -> bool:
+    def is_free_of_samples(self, node: Node) -> bool:
         """Tell whether a node takes a leaf as part of a term that no sample enters."""
         if node in self.free:
             return True

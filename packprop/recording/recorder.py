@@ -35,15 +35,20 @@ class LossRecorder(OwnMode):
 
     Args:
         owner: The Python frame of the call that ends it; ``None`` if something else does.
+        module: The loss module of that call.
         sample_axis: The axis of what these losses take that holds the samples.
         documents: The document of each position of what they take.
     """
 
     def __init__(
-        self, owner: FrameType | None, sample_axis: int | None = None, documents: Tensor | None = None
+        self,
+        owner: FrameType | None,
+        sample_axis: int | None = None,
+        documents: Tensor | None = None,
+        module: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.owner, self.sample_axis, self.documents = owner, sample_axis, documents
+        self.owner, self.sample_axis, self.documents, self.module = owner, sample_axis, documents, module
         self.outer = current.recorder
         if self.outer is not None:  # its declarations hold here, too
             self.sample_axis = self.outer.sample_axis if sample_axis is None else sample_axis

@@ -158,14 +158,14 @@ def _begin_loss(module: nn.Module, args: tuple[Any, ...]) -> None:
         return
     drop_stale_recording()
     if current.recorder is None:
-        LossRecorder(sys._getframe(1), module.__dict__.get(AXIS)).start()
+        LossRecorder(sys._getframe(1), module.__dict__.get(AXIS), module=module).start()
 
 
 def _end_loss(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     recorder = current.recorder
     if _is_left_alone() or recorder is None:
         return
-    if recorder.owner is not None:
+    if recorder.module is module:  # not a loss inside of the one that began it
         recorder.stop()
     if output is not None:
         _record_own_loss(recorder, module, args, kwargs, output)

@@ -292,3 +292,27 @@ def test_an_encoder_layer_is_marked_as_one_model() -> None:
     assert marks_of(out.grad_fn)[OUTPUT][0].module() is model
     loss = packprop.extend(nn.MSELoss(reduction="sum"))(out, torch.zeros_like(out))
     assert_rows_of_terms(model(x).square(), loss, model.parameters())
+
+
+class TwoParts(nn.Module):
+    """A loss of a user's own that calls an extended loss, and then a loss function."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first = first
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.first(f[:, :3], y) + F.cross_entropy(f[:, 3:], y, label_smoothing=0.2)
+
+
+def test_an_extended_loss_inside_another_one_leaves_it_recorded() -> None:
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
+    found = []
+    for prepare in (packprop.extend, lambda module: module):
+        torch.manual_seed(0)
+        model = packprop.extend(nn.Linear(4, 6).double())
+        loss = packprop.extend(TwoParts(prepare(nn.CrossEntropyLoss(label_smoothing=0.1))))
+        with packprop.backpack(extensions.DiagGGNExact()):
+            loss(model(x), y).backward()
+        found.append(model.weight.diag_ggn_exact)
+    torch.testing.assert_close(*found)

@@ -193,7 +193,7 @@ def test_what_cannot_be_had_is_refused_on_all_ranks() -> None:
         "tensor parallel": ("parallelize_module",) * 2,
         "fails on one": ("the disk is gone",) * 2,
         "functions": ("belongs to the graph of one backward pass",) * 2,
-        "no loss of torch": ("use one loss function of torch",) * 2,
+        "no loss of torch": ("write it with loss functions of torch",) * 2,
         "mixes on one": ("it has refused its part of the pass", "Quantities of single samples"),
         "no samples": ("no samples were in any batch",) * 2,
         "plan": ("packprop.plan(..., mesh_shape=(2,), units=[Linear])",) * 2,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import packprop
-from packprop import context, extensions
+from packprop import extensions, user_pass
 from packprop.distributed import AllRanks
 from packprop.errors import PackpropError
 from tests.distributed.processes import in_processes, needs_groups, outcomes_of, run_each
@@ -455,7 +455,7 @@ def one_refuses(rank: int) -> dict[str, str]:
         loss = cross_entropy()(model(x), y)
         with pytest.MonkeyPatch.context() as patched:
             if rank == 1:
-                patched.setattr(context, "walk", refused_in_walk)
+                patched.setattr(user_pass, "walk", refused_in_walk)
             with packprop.backpack(extensions.BatchL2Grad(), ranks="all"):
                 loss.backward()
 

@@ -195,7 +195,7 @@ def test_blocks_must_fit() -> None:
         operators.block_diagonal([weight, bias], [weight.ekfac, weight.ekfac])
     with pytest.raises(BadInput, match=r"another order than \[o, i\]"):
         operators.block_diagonal([weight.mT], [weight.kflr])
-    with pytest.raises(BadInput, match="counted twice"):
+    with pytest.raises(BadInput, match="count twice"):
         operators.block_diagonal([bias, bias], [bias.kflr, bias.kflr])
 
 
@@ -230,9 +230,9 @@ def test_old_values_and_freed_graphs_are_refused() -> None:
 def test_bad_arguments() -> None:
     setting = Setting("plain", torch.float64, False)
     (first, *_) = setting.parameters
-    with pytest.raises(BadInput, match="nothing to be a matrix over"):
+    with pytest.raises(BadInput, match="would have no rows"):
         operators.hessian(setting.loss, [])
-    with pytest.raises(BadInput, match="counted twice"):
+    with pytest.raises(BadInput, match="count twice"):
         operators.ggn(setting.graph, [first, first])
     with pytest.raises(BadInput, match="requires_grad=False"):
         operators.hessian(setting.loss, [first.detach()])

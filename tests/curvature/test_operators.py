@@ -195,7 +195,7 @@ def test_blocks_must_fit() -> None:
         operators.block_diagonal([weight, bias], [weight.ekfac, weight.ekfac])
     with pytest.raises(BadInput, match=r"another order than \[o, i\]"):
         operators.block_diagonal([weight.mT], [weight.kflr])
-    with pytest.raises(BadInput, match="count twice"):
+    with pytest.raises(BadInput, match="counted twice"):
         operators.block_diagonal([bias, bias], [bias.kflr, bias.kflr])
 
 
@@ -232,7 +232,7 @@ def test_bad_arguments() -> None:
     (first, *_) = setting.parameters
     with pytest.raises(BadInput, match="would have no rows"):
         operators.hessian(setting.loss, [])
-    with pytest.raises(BadInput, match="count twice"):
+    with pytest.raises(BadInput, match="counted twice"):
         operators.ggn(setting.graph, [first, first])
     with pytest.raises(BadInput, match="requires_grad=False"):
         operators.hessian(setting.loss, [first.detach()])

@@ -160,7 +160,7 @@ def test_bad_input() -> None:
         operators.of_data(model, loss, iter([data]))
     with pytest.raises(BadInput, match="no such matrix"):
         operators.of_data(model, loss, data, wrong)
-    with pytest.raises(BadInput, match="count twice"):
+    with pytest.raises(BadInput, match="counted twice"):
         operators.of_data(model, loss, data, parameters=[first, first])
     with pytest.raises(BadInput, match="none of the model's"):
         operators.of_data(model, loss, data, parameters=[nn.Parameter(torch.ones(2))])

@@ -226,7 +226,7 @@ def _chosen(asked: str, parameters: Sequence[Tensor], leaves: bool = True) -> tu
     if not chosen:
         wrong = "no parameters", "the matrix would have no rows"
     elif len({id(parameter) for parameter in chosen}) != len(chosen):
-        wrong = "a parameter that occurs twice", "its entries would count twice"
+        wrong = "a parameter that occurs twice", "its entries would be counted twice"
     elif leaves and not all(parameter.requires_grad for parameter in chosen):
         wrong = "a parameter with requires_grad=False", "nothing is differentiated in it"
     if wrong is not None:

@@ -106,9 +106,9 @@ def of_data(
     known = {id(parameter) for parameter in own if parameter.requires_grad}
     wrong = None
     if not chosen:
-        wrong = "no parameters", "there is nothing to be a matrix over"
+        wrong = "no parameters", "the matrix would have no rows"
     elif len({id(parameter) for parameter in chosen}) != len(chosen):
-        wrong = "a parameter that is there twice", "its entries would be counted twice"
+        wrong = "a parameter that occurs twice", "its entries would be counted twice"
     elif not all(id(parameter) in known for parameter in chosen):
         wrong = "parameters", "one of them is none of the model's, or has requires_grad=False"
     if wrong is not None:

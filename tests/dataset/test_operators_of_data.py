@@ -164,7 +164,7 @@ def test_bad_input() -> None:
         operators.of_data(model, loss, data, parameters=[first, first])
     with pytest.raises(BadInput, match="none of the model's"):
         operators.of_data(model, loss, data, parameters=[nn.Parameter(torch.ones(2))])
-    with pytest.raises(BadInput, match="nothing to be a matrix over"):
+    with pytest.raises(BadInput, match="would have no rows"):
         operators.of_data(model, loss, data, parameters=[])
     operator = operators.of_data(model, loss, data, progress=False)
     with pytest.raises(BadInput, match="the operator has"):

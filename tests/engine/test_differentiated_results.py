@@ -116,7 +116,7 @@ def test_gradient_of_every_quantity(name: str) -> None:
 @pytest.mark.parametrize("name", THIRD_ORDER)
 def test_third_derivatives_that_are_wrong_are_refused(name: str, make: Any) -> None:
     problem = BY_NAME[name].problem(2)
-    with pytest.raises(PackpropError, match="third one of it is wrong"):
+    with pytest.raises(PackpropError, match="third derivative is wrong"):
         backward(problem, make(), create_graph=True)
 
 

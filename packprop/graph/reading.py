@@ -175,7 +175,7 @@ class Reading:
         self._structure, self._constants = structure, Constants(graph.forwards)
         taken = [(loss.call.shape, loss.call.declared) for loss in graph.losses]
         taken = taken or [(shape, forward.declared) for _, forward, shape in graph.outputs if shape]
-        self._is_one_sample = any(shape[axis or 0 :][:1] in ((), (1,)) for shape, axis in taken)
+        self._is_one_sample = any(all(map(_is_one, shape[axis or 0 :][:1])) for shape, axis in taken)
         self._below: set[Node] = set()
         self._derived: set[Node] = set()
         self.made_of_parameters: dict[Node, None] = {}
@@ -239,7 +239,7 @@ class Reading:
             return "parameters"
         if whole:
             return "suspect"
-        if not self._is_one_sample and all(torch.Size(each.shape).numel() == 1 for each in made_by(node)):
+        if not self._is_one_sample and all(_is_one(extent) for each in made_by(node) for extent in each.shape):
             return "parameters"  # no room for samples
         if is_own:
             return "undecided"
@@ -341,6 +341,11 @@ class Reading:
         structure = self._structure()
         _PARAMETRIC[structure] = _PARAMETRIC.get(structure, self._parametric) | {self._places[node]}
         return True
+
+
+def _is_one(extent: Any) -> bool:
+    """Tell whether an extent is one; that of rows of different lengths is no number."""
+    return isinstance(extent, int) and extent == 1
 
 
 def _is_contracted(node: Node, given: Sequence[int]) -> bool:

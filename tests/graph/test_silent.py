@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from tests.references.per_sample import rows_by_loop
 from tests.references.running import assert_near
 
 SAMPLES = 8
@@ -57,7 +58,7 @@ def test_inputs_that_are_centred_over_the_batch() -> None:
     x, y = batch()
     model, given = layer(), x - x.mean(0)
     rows_of(F.cross_entropy(model(given), y))
-    assert_near(model.weight.grad_batch, looped(model, given, y)["weight"], "weight")
+    assert_near(model.weight.grad_batch, rows_by_loop(model, given, y)["weight"], "weight")
 
 
 class Gate(nn.Module):
@@ -114,7 +115,7 @@ def test_a_function_of_ones_own_that_saves_nothing() -> None:
     x, y = batch()
     model = packprop.extend(Own(6, 4, bias=False).double())
     rows_of(F.cross_entropy(model(x), y))
-    assert_near(model.weight.grad_batch, looped(model, x, y)["weight"], "weight")
+    assert_near(model.weight.grad_batch, rows_by_loop(model, x, y)["weight"], "weight")
 
 
 def test_half_precision_keeps_its_sums() -> None:
@@ -123,14 +124,3 @@ def test_half_precision_keeps_its_sums() -> None:
     rows_of(F.cross_entropy(model(x.half()).float(), y))
     for name, parameter in model.named_parameters():
         assert_near(parameter.grad_batch.float().sum(0), parameter.grad.float(), name, 2e-2)
-
-
-def looped(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Gradients of a mean loss, one sample after the other."""
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    rows = []
-    for n in range(len(x)):
-        with packprop.disable():
-            loss = F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) / len(x)
-        rows.append(torch.autograd.grad(loss, parameters))
-    return {name: torch.stack(own) for name, own in zip(names, zip(*rows, strict=True), strict=True)}

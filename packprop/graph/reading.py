@@ -66,7 +66,7 @@ MADE_OF_PARAMETERS = WHOLE - EXPANDING - HIDING
 """Functions without operands that the graph hides, if they have an edge for each operand."""
 
 
-PASSING = RESHAPES | ENTRYWISE | names_of_nodes("T Transpose Permute ToCopy Neg Expand")
+PASSING = RESHAPES | ENTRYWISE | names_of_nodes("T Transpose Permute ToCopy Neg Expand Repeat")
 """Functions whose rows are separate if and only if those of their input are."""
 
 
@@ -225,28 +225,35 @@ class Reading:
 
     def _kind(self, node: Node, given: Sequence[int]) -> str:
         """Return the kind of a node that takes parameters, and perhaps constants."""
-        above, name = [each for each, _ in node.next_functions], name_of_node(node)
-        derived = any(above[place] in self._derived for place in given)
-        if self._places[node] in self._parametric:
-            if not is_dry_run():  # without data nothing is mixed
-                self._derived.add(node)
-            return "parameters"
-        is_own = isinstance(node, BackwardCFunction)
-        whole = len(given) == len(above) and name in MADE_OF_PARAMETERS and not is_own
-        if node not in self._below or (whole and (not derived or name in PASSING)):
-            if derived:
-                self._derived.add(node)
-            return "parameters"
-        if whole:
+        remembered = self._places[node] in self._parametric
+        kind = "parameters" if remembered else self._kind_by_operands(node, given)
+        if kind != "parameters":
+            return kind
+        derived = any(node.next_functions[place][0] in self._derived for place in given)
+        if derived and not remembered and node in self._below and not self._passes_on(node):
             return "suspect"
-        if not self._is_one_sample and all(_is_one(extent) for each in made_by(node) for extent in each.shape):
-            return "parameters"  # no room for samples
+        if derived or (remembered and not is_dry_run()):  # without data nothing is mixed
+            self._derived.add(node)
+        return "parameters"
+
+    def _passes_on(self, node: Node) -> bool:
+        """Tell whether samples that meet in what a node takes meet in its result."""
+        return name_of_node(node) in PASSING or self._has_no_room(node)
+
+    def _has_no_room(self, node: Node) -> bool:
+        """Tell whether what a node made is too small to hold the samples."""
+        return not self._is_one_sample and all(_is_one(n) for each in made_by(node) for n in each.shape)
+
+    def _kind_by_operands(self, node: Node, given: Sequence[int]) -> str:
+        """Return the kind of a node, given that what it takes was made of parameters alone."""
+        name, is_own = name_of_node(node), isinstance(node, BackwardCFunction)
+        whole = len(given) == len(node.next_functions) and name in MADE_OF_PARAMETERS and not is_own
+        if node not in self._below or whole or self._has_no_room(node) or name == "Repeat":
+            return "parameters"
         if is_own:
             return "undecided"
         if name == "Expand":
             return "parameters" if is_dry_run() and self._becomes_a_weight(node) else "undecided"
-        if name == "Repeat":
-            return "parameters"
         known = self._constants.are_known(node)
         if known is False:
             return "use"

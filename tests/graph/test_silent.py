@@ -124,3 +124,20 @@ def test_half_precision_keeps_its_sums() -> None:
     rows_of(F.cross_entropy(model(x.half()).float(), y))
     for name, parameter in model.named_parameters():
         assert_near(parameter.grad_batch.float().sum(0), parameter.grad.float(), name, 2e-2)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("extended", [False, True])
+def test_outputs_mixed_behind_layers_whose_data_nothing_shows(normalised: bool, extended: bool) -> None:
+    """No layer counts as made of parameters because the samples meet behind it: each is refused by name."""
+    x, y = batch()
+    gate = nn.Parameter(torch.ones(6, dtype=torch.float64))
+    norm, last = nn.GroupNorm(2, 6).double(), nn.Linear(6, 4).double()
+    nn.init.uniform_(norm.bias)
+    if extended:
+        packprop.extend(last)
+    gated = torch.sigmoid(x) * gate.sum()
+    hidden = norm(gated) if normalised else gated * norm.bias + norm.weight
+    hidden = hidden * hidden.std(0)
+    with pytest.raises(packprop.PackpropError, match="samples are mixed there"):
+        rows_of(F.cross_entropy(last(hidden), y))

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import packprop
 from benchmarks.tracked import size_of
 from packprop import extensions
-from packprop.memory.live import LiveBytes
+from packprop.engine.memory.live import LiveBytes
 
 MIB = 2**20
 

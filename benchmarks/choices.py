@@ -23,9 +23,9 @@ from benchmarks.measure import MIB, take_turns
 from benchmarks.problems import PROBLEMS, Task
 from benchmarks.run import environment, write_results
 from packprop import Plan, extensions
-from packprop.algebra.algorithms import CHOICES
-from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
-from packprop.memory.bytes import keep_freed_pages
+from packprop.engine.algebra.algorithms import CHOICES
+from packprop.engine.memory.bytes import keep_freed_pages
+from packprop.engine.passes.chunks import ChunkSizes, default_chunk_sizes
 
 ASKED = (
     extensions.BatchGrad,

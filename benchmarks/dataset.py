@@ -32,7 +32,7 @@ import packprop
 from benchmarks.measure import Spread
 from benchmarks.run import environment, write_results
 from packprop import extensions
-from packprop.memory import LiveBytes
+from packprop.engine.memory import LiveBytes
 
 BATCH = 128
 

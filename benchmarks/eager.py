@@ -40,7 +40,7 @@ from benchmarks.measure import (
 )
 from benchmarks.run import environment, write_results
 from packprop import eager_backward
-from packprop.memory.live import LiveBytes
+from packprop.engine.memory.live import LiveBytes
 
 Step = Callable[[], Tensor]
 Evaluate = Callable[..., Tensor]

@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.contestants import CONTESTANTS, QUANTITIES, Call, Gap, Quantity, Results
 from benchmarks.problems import PROBLEMS, Task
 from benchmarks.tracked import size_of
-from packprop.memory.live import LiveBytes
+from packprop.engine.memory.live import LiveBytes
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20

@@ -24,9 +24,9 @@ from benchmarks.measure import MIB
 from benchmarks.problems import PROBLEMS, Task
 from benchmarks.run import environment, write_results
 from packprop import BadInput, extensions
-from packprop.memory.bytes import byte_text
-from packprop.memory.live import LiveBytes
-from packprop.memory.plan import BudgetTooSmall
+from packprop.engine.memory.bytes import byte_text
+from packprop.engine.memory.live import LiveBytes
+from packprop.engine.memory.plan import BudgetTooSmall
 
 ASKED = (
     extensions.BatchGrad,

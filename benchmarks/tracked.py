@@ -1,10 +1,10 @@
-"""Bytes of results; ``packprop.memory.LiveBytes`` counts them as a program runs."""
+"""Bytes of results; ``packprop.engine.memory.LiveBytes`` counts them as a program runs."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from packprop.tensors.nesting import tensors_in
+from packprop.engine.tensors.nesting import tensors_in
 
 
 def size_of(results: Any) -> int:

@@ -11,86 +11,94 @@ if TYPE_CHECKING:
     # What type checkers and editors read; at run time a name is imported when it is first asked for.
     from packprop import (
         compat,
-        distributed,
         errors,
         examples,
         extensions,
+        functions,
         monitor,
         store,
         testing,
         types,
     )
-    from packprop.algebra import kronecker
-    from packprop.algebra.algorithms import algorithms
-    from packprop.clipped import ClippedGradients, clipped_gradients
-    from packprop.compiled.step import CompiledStep, compile
-    from packprop.context import backpack
-    from packprop.curvature import products
-    from packprop.dataset import operators
-    from packprop.dataset.compute import compute
-    from packprop.dataset.result import Result
-    from packprop.eager import eager_backward
+    from packprop.applications.compiled.step import CompiledStep, compile
+    from packprop.applications.dataset import operators
+    from packprop.applications.dataset.compute import compute
+    from packprop.applications.dataset.result import Result
+    from packprop.applications.queries.influence import influence
+    from packprop.applications.queries.optimizers import optimizer_curvature
+    from packprop.applications.queries.refining import Refinement
+    from packprop.applications.queries.result import Influence
+    from packprop.applications.queries.self_influence import self_influence
+    from packprop.applications.reports.compare.comparison import Comparison, compare
+    from packprop.applications.reports.coverage import coverage
+    from packprop.applications.reports.coverage_values import Coverage
+    from packprop.applications.reports.profile.result import Profile
+    from packprop.applications.reports.profile.run import profile
+    from packprop.compat.paths import distributed, memory
+    from packprop.engine.algebra import kronecker
+    from packprop.engine.algebra.algorithms import algorithms
+    from packprop.engine.clipped import ClippedGradients, clipped_gradients
+    from packprop.engine.context import backpack
+    from packprop.engine.curvature import products
+    from packprop.engine.distributed.ranks import AllRanks
+    from packprop.engine.eager import eager_backward
+    from packprop.engine.functions.losses.description import register_loss
+    from packprop.engine.functions.registry import register_use
+    from packprop.engine.memory.bytes import byte_text
+    from packprop.engine.memory.live import LiveBytes
+    from packprop.engine.memory.plan import Plan
+    from packprop.engine.memory.planning import plan
+    from packprop.engine.recording.switch import disable, extend, record, restore
     from packprop.errors import BadInput, PackpropError, PackpropWarning
-    from packprop.functions.losses.description import register_loss
-    from packprop.functions.registry import register_use
-    from packprop.memory.plan import Plan
-    from packprop.memory.planning import plan
     from packprop.monitor import Monitor
-    from packprop.queries.influence import influence
-    from packprop.queries.optimizers import optimizer_curvature
-    from packprop.queries.refining import Refinement
-    from packprop.queries.result import Influence
-    from packprop.queries.self_influence import self_influence
-    from packprop.recording.switch import disable, extend, record, restore
-    from packprop.reports.compare.comparison import Comparison, compare
-    from packprop.reports.coverage import coverage
-    from packprop.reports.coverage_values import Coverage
-    from packprop.reports.profile.result import Profile
-    from packprop.reports.profile.run import profile
     from packprop.store.reading import Store, StoredArray
     from packprop.store.writing import StoreWriter
 
-# Tutorials for BackPACK import from `custom_module`, `core` and `utils`: packages in compat/paths.
+# Older programs import from `distributed` and `memory`, tutorials for BackPACK from `custom_module`, `core` and
+# `utils`: these stand in compat/paths.
 __path__.append(f"{__path__[0]}/compat/paths")
 
 # What is imported when it is first asked for, so that `import packprop` costs nothing beside torch:
 # name -> module that holds it. The test of this file compares it with the imports above.
 _HOMES = {
+    "AllRanks": "packprop.engine.distributed.ranks",
     "BadInput": "packprop.errors",
-    "ClippedGradients": "packprop.clipped",
-    "Comparison": "packprop.reports.compare.comparison",
-    "CompiledStep": "packprop.compiled.step",
-    "Coverage": "packprop.reports.coverage_values",
-    "Influence": "packprop.queries.result",
+    "ClippedGradients": "packprop.engine.clipped",
+    "Comparison": "packprop.applications.reports.compare.comparison",
+    "CompiledStep": "packprop.applications.compiled.step",
+    "Coverage": "packprop.applications.reports.coverage_values",
+    "Influence": "packprop.applications.queries.result",
+    "LiveBytes": "packprop.engine.memory.live",
     "Monitor": "packprop.monitor",
     "PackpropError": "packprop.errors",
     "PackpropWarning": "packprop.errors",
-    "Plan": "packprop.memory.plan",
-    "Profile": "packprop.reports.profile.result",
-    "Refinement": "packprop.queries.refining",
-    "Result": "packprop.dataset.result",
+    "Plan": "packprop.engine.memory.plan",
+    "Profile": "packprop.applications.reports.profile.result",
+    "Refinement": "packprop.applications.queries.refining",
+    "Result": "packprop.applications.dataset.result",
     "Store": "packprop.store.reading",
     "StoreWriter": "packprop.store.writing",
     "StoredArray": "packprop.store.reading",
-    "algorithms": "packprop.algebra.algorithms",
-    "backpack": "packprop.context",
-    "clipped_gradients": "packprop.clipped",
-    "compare": "packprop.reports.compare.comparison",
-    "compile": "packprop.compiled.step",
-    "compute": "packprop.dataset.compute",
-    "coverage": "packprop.reports.coverage",
-    "disable": "packprop.recording.switch",
-    "eager_backward": "packprop.eager",
-    "extend": "packprop.recording.switch",
-    "influence": "packprop.queries.influence",
-    "optimizer_curvature": "packprop.queries.optimizers",
-    "plan": "packprop.memory.planning",
-    "profile": "packprop.reports.profile.run",
-    "record": "packprop.recording.switch",
-    "register_loss": "packprop.functions.losses.description",
-    "register_use": "packprop.functions.registry",
-    "restore": "packprop.recording.switch",
-    "self_influence": "packprop.queries.self_influence",
+    "algorithms": "packprop.engine.algebra.algorithms",
+    "backpack": "packprop.engine.context",
+    "byte_text": "packprop.engine.memory.bytes",
+    "clipped_gradients": "packprop.engine.clipped",
+    "compare": "packprop.applications.reports.compare.comparison",
+    "compile": "packprop.applications.compiled.step",
+    "compute": "packprop.applications.dataset.compute",
+    "coverage": "packprop.applications.reports.coverage",
+    "disable": "packprop.engine.recording.switch",
+    "eager_backward": "packprop.engine.eager",
+    "extend": "packprop.engine.recording.switch",
+    "influence": "packprop.applications.queries.influence",
+    "optimizer_curvature": "packprop.applications.queries.optimizers",
+    "plan": "packprop.engine.memory.planning",
+    "profile": "packprop.applications.reports.profile.run",
+    "record": "packprop.engine.recording.switch",
+    "register_loss": "packprop.engine.functions.losses.description",
+    "register_use": "packprop.engine.functions.registry",
+    "restore": "packprop.engine.recording.switch",
+    "self_influence": "packprop.applications.queries.self_influence",
 }
 # Modules that are asked for as attributes: name -> where they are.
 _MODULES = {
@@ -99,22 +107,26 @@ _MODULES = {
     "errors": "packprop.errors",
     "examples": "packprop.examples",
     "extensions": "packprop.extensions",
-    "kronecker": "packprop.algebra.kronecker",
+    "functions": "packprop.functions",
+    "kronecker": "packprop.engine.algebra.kronecker",
+    "memory": "packprop.memory",
     "monitor": "packprop.monitor",
-    "operators": "packprop.dataset.operators",
-    "products": "packprop.curvature.products",
+    "operators": "packprop.applications.dataset.operators",
+    "products": "packprop.engine.curvature.products",
     "store": "packprop.store",
     "testing": "packprop.testing",
     "types": "packprop.types",
 }
 
 __all__ = [
+    "AllRanks",
     "BadInput",
     "ClippedGradients",
     "Comparison",
     "CompiledStep",
     "Coverage",
     "Influence",
+    "LiveBytes",
     "Monitor",
     "PackpropError",
     "PackpropWarning",
@@ -127,6 +139,7 @@ __all__ = [
     "StoredArray",
     "algorithms",
     "backpack",
+    "byte_text",
     "clipped_gradients",
     "compare",
     "compat",
@@ -140,8 +153,10 @@ __all__ = [
     "examples",
     "extend",
     "extensions",
+    "functions",
     "influence",
     "kronecker",
+    "memory",
     "monitor",
     "operators",
     "optimizer_curvature",

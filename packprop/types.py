@@ -9,9 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from packprop.algebra.monoid import SUM, Monoid
+from packprop.engine.algebra.monoid import CAT as CAT
+from packprop.engine.algebra.monoid import MOMENTS as MOMENTS
+from packprop.engine.algebra.monoid import SUM as SUM
+from packprop.engine.algebra.monoid import Monoid
+from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.errors import BadInput
-from packprop.tensors.precision import accumulation_dtype
 
 
 @dataclass(frozen=True)

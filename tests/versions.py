@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from packprop.eager import pieces
+from packprop.engine.eager import pieces
 
 needs_hooks = pytest.mark.skipif(
     pieces._top is None, reason="PyTorch 2.6 does not tell which hooks on saved tensors are in force"

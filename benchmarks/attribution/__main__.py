@@ -27,7 +27,7 @@ import benchmarks.attribution.peers
 from benchmarks.attribution.methods import METHODS, NOTES
 from benchmarks.attribution.problems import PROBLEMS, Problem, bootstrapped, losses, subsets, trained
 from benchmarks.run import RESULTS, environment, write_results
-from packprop.memory import LiveBytes
+from packprop.engine.memory import LiveBytes
 
 assert benchmarks.attribution.peers
 

@@ -17,9 +17,8 @@ from packprop.custom_module.slicing import Slicing
 from torch import Tensor, nn
 
 import packprop
-from packprop import backpack, extend, extensions
+from packprop import LiveBytes, backpack, byte_text, extend, extensions
 from packprop.examples import load_one_batch_mnist
-from packprop.memory import LiveBytes, byte_text
 
 torch.manual_seed(0)
 images, _ = load_one_batch_mnist(batch_size=8)

@@ -18,9 +18,8 @@ from packprop.core.derivatives.convnd import weight_jac_t_save_memory
 from torch import Tensor, nn
 
 import packprop
-from packprop import backpack, extend, extensions
+from packprop import LiveBytes, backpack, byte_text, extend, extensions
 from packprop.examples import load_one_batch_mnist
-from packprop.memory import LiveBytes, byte_text
 
 torch.manual_seed(0)
 images, digits = load_one_batch_mnist(batch_size=32)

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from packprop import eager_backward
-from packprop.memory import LiveBytes
+from packprop import LiveBytes, eager_backward
 
 torch.manual_seed(0)
 LAYERS, WIDTH, SAMPLES = 6, 64, 512

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from packprop import backpack, extend, extensions, products
+from packprop import LiveBytes, backpack, byte_text, extend, extensions, products
 from packprop.examples import load_one_batch_mnist
-from packprop.memory import LiveBytes, byte_text
 
 torch.manual_seed(0)
 images, digits = load_one_batch_mnist(batch_size=64)

@@ -29,12 +29,10 @@ from torch.nn.modules import loss
 
 from packprop.compat.custom_module.branching import Branch, Parallel
 from packprop.compat.custom_module.reduce_tuple import ReduceTuple
+from packprop.engine.graph import ReachedUse
+from packprop.engine.recording import ForwardCall, Use, graph_is_kept, is_recording_disabled, marks_of
+from packprop.engine.tensors import tensors_in, version
 from packprop.errors import PackpropError
-from packprop.graph.graph import ReachedUse
-from packprop.recording.marks import ForwardCall, Use, graph_is_kept, marks_of
-from packprop.recording.switch import is_recording_disabled
-from packprop.tensors.nesting import tensors_in
-from packprop.tensors.state import version
 
 CALL = "packprop.call"
 KEPT, HANDLE = "_packprop_kept_call", "_packprop_call_handle"

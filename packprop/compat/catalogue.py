@@ -20,7 +20,7 @@ from packprop.compat.own import (
     SecondOrderBackpropExtension,
     Unsupported,
 )
-from packprop.engine.nothing import knows_nothing
+from packprop.engine.passes import knows_nothing
 from packprop.types import Extension, Row, Seed
 
 

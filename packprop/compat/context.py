@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from packprop import context
 from packprop.compat.calls import (
     ModuleCall,
     are_calls_kept,
@@ -21,15 +20,13 @@ from packprop.compat.calls import (
 from packprop.compat.dispatch import Overrides, Start, run_on_modules
 from packprop.compat.nothing import values_of_nothing
 from packprop.compat.own import BackpropExtension, Unsupported
-from packprop.context import Backpack
-from packprop.engine.gradient import changed_gradient
-from packprop.engine.saving import Hook
+from packprop.engine import context
+from packprop.engine.context import Backpack
+from packprop.engine.graph import hooks_below, require_unsharded
+from packprop.engine.memory import Plan
+from packprop.engine.passes import Hook, changed_gradient
+from packprop.engine.recording import EXTENDED, switch
 from packprop.errors import PackpropError
-from packprop.graph.completeness import require_unsharded
-from packprop.graph.hooks import hooks_below
-from packprop.memory.plan import Plan
-from packprop.recording import switch
-from packprop.recording.marks import EXTENDED
 from packprop.types import Extension
 
 

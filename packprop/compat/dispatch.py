@@ -21,14 +21,11 @@ from packprop.compat.calls import (
 from packprop.compat.catalogue import Catalogued
 from packprop.compat.own import BackpropExtension, Unsupported
 from packprop.compat.saved_quantities import SavedQuantities
-from packprop.curvature.columns import Columns
-from packprop.curvature.seeds import columns
-from packprop.engine.request import tasks_by_seed
+from packprop.engine.curvature import Columns, columns
+from packprop.engine.graph import Graph, ReachedUse, SweepOptions, sweep, walk
+from packprop.engine.passes import tasks_by_seed
+from packprop.engine.samples import check_graph
 from packprop.errors import PackpropError
-from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.sweep import SweepOptions, sweep
-from packprop.graph.walk import walk
-from packprop.samples.locating import check_graph
 from packprop.types import ENTRYWISE, Extension, Seed
 
 Overrides = list[tuple[Tensor, str, Any]]

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from packprop.algebra.decompositions import eigh
 from packprop.compat.hessianfree import ggn_vector_product
+from packprop.engine.algebra import eigh
+from packprop.engine.tensors import result_dtype
 from packprop.errors import BadInput
 from packprop.examples import MNIST_DEVIATION, MNIST_MEAN, load_mnist
-from packprop.tensors.precision import result_dtype
 
 SMALLEST_EIGENVALUE = 1e-8
 """The inverse of this bounds inverses of eigenvalues."""

@@ -11,18 +11,23 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from packprop.curvature.linear import (
+from packprop.engine.curvature import (
     ASKED,
     INSTEAD,
     differentiable_gradients,
+    differentiating_twice,
+    faulty_jacobian,
+    faulty_node,
+    ggnvp,
     jvps,
+    require_passable,
+    require_second_derivatives,
     require_vectors,
+    shown,
     vjps,
+    warn_unless_finite,
     with_zeros,
 )
-from packprop.curvature.not_finite import faulty_jacobian, faulty_node, warn_unless_finite
-from packprop.curvature.products import ggnvp, shown
-from packprop.curvature.second_order import differentiating_twice, require_passable, require_second_derivatives
 
 Vectors = Tensor | Iterable[Tensor]
 

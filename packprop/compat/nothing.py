@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.engine.nothing import results_of_nothing
-from packprop.graph.graph import Graph
+from packprop.engine.graph import Graph
+from packprop.engine.passes import results_of_nothing
 from packprop.types import Extension
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from packprop.algebra.algorithms import algorithms
+from packprop.engine.algebra import algorithms
 from packprop.errors import BadInput
 
 

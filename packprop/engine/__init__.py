@@ -1,1 +1,4 @@
-"""One backward pass: the order of its sweeps, and the merging of results at leaves."""
+"""The lower storey: one backward pass, from the nodes of the graph to values of parameters.
+
+Each folder is a room, and its ``__init__`` lists what the applications above may use.
+"""

@@ -1,7 +1,7 @@
 """Kronecker factors from curvature that is averaged over samples layer by layer: KFRA and HBP.
 
 See NOTE [Kronecker factors] (``packprop/extensions/kronecker.py``) for conventions and scales, and
-NOTE [Averaged recursion] (``packprop/curvature/recursion.py``) for the averages.
+NOTE [Averaged recursion] (``engine/curvature/recursion.py``) for the averages.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from packprop.algebra.factors import Otherwise, input_gram, input_sum, is_skipped, mean_product
-from packprop.curvature.recursion import Curvature, averaged_factors
+from packprop.engine.algebra.factors import Otherwise, input_gram, input_sum, is_skipped, mean_product
+from packprop.engine.curvature.recursion import Curvature, averaged_factors
 from packprop.errors import BadInput
 from packprop.extensions.arguments import require_one_of
 from packprop.extensions.kronecker import factor_rows, finished_factors

@@ -4,7 +4,7 @@ With ``per="token"``, packprop splits the loss into its terms: one for each samp
 the loss has beside its axes of samples and classes. A row is the gradient of one term through the whole model,
 attention to earlier tokens included; the rows of a sample sum to its own. If zero multiplies the term of a
 token (``ignore_index``, padding that a weight removes), its row is zero. See NOTE [Tokens]
-(``packprop/curvature/tokens.py``). There are as many columns as a sample has tokens; packprop sweeps them in
+(``engine/curvature/tokens.py``). There are as many columns as a sample has tokens; packprop sweeps them in
 chunks.
 """
 

@@ -1,6 +1,6 @@
 """Diagonals of the Hessian of the loss as reduced, in the parameters.
 
-See NOTE [Hessian diagonal] (``packprop/curvature/routes.py``) for the routes to them. On graphs that are
+See NOTE [Hessian diagonal] (``engine/curvature/routes.py``) for the routes to them. On graphs that are
 piecewise linear above the last layer, they equal those of the GGN, and cost the same.
 """
 
@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import torch
 
-from packprop.algebra.monoid import CAT
-from packprop.algebra.statistics import batch_sq, sum_sq
+from packprop.engine.algebra.monoid import CAT
+from packprop.engine.algebra.statistics import batch_sq, sum_sq
 from packprop.extensions.arguments import require_draws
 from packprop.types import HESSIAN, Extension, Row, Seed
 

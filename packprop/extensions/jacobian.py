@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from packprop.algebra.monoid import CAT
-from packprop.algebra.statistics import per_sample_grad
+from packprop.engine.algebra.monoid import CAT
+from packprop.engine.algebra.statistics import per_sample_grad
 from packprop.errors import BadInput
 from packprop.types import Extension, Row, Seed
 

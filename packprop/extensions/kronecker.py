@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
-from packprop.algebra.factors import (
+from packprop.engine.algebra.factors import (
     Approximation,
     Otherwise,
     cotangent_gram,
@@ -39,9 +39,9 @@ from packprop.algebra.factors import (
     is_skipped,
     rotated_sum_sq,
 )
-from packprop.algebra.kronecker import Eigen, eigenvectors
-from packprop.algebra.monoid import KEEP
-from packprop.algebra.structures import entry_order_of
+from packprop.engine.algebra.kronecker import Eigen, eigenvectors
+from packprop.engine.algebra.monoid import KEEP
+from packprop.engine.algebra.structures import entry_order_of
 from packprop.extensions.arguments import require_one_of
 from packprop.extensions.sampled import Sampled
 from packprop.types import EMPIRICAL, EXACT, INPUTS, Extension, Row, Seed
@@ -149,7 +149,7 @@ class EKFAC(Sampled):
     eigenvalues from as many fresh ones, in a sweep of their own. Given the eigenvectors, their mean over draws
     equals the diagonal of the exact block in the same basis. See NOTE [Fresh draws]. packprop sweeps other
     columns twice, unless one sweep brings all of them, as for the empirical Fisher or a small graph. See NOTE
-    [Second pass] (``packprop/engine/column_sweeps.py``).
+    [Second pass] (``engine/passes/column_sweeps.py``).
 
     Args:
         mc_samples: Draws for each sample of the batch, for the eigenvectors and again for the eigenvalues.

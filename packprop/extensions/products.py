@@ -17,10 +17,10 @@ from typing import Any, ClassVar, get_args
 
 from torch import Tensor
 
-from packprop.algebra.monoid import SINGLE
-from packprop.curvature.block_products import BlockProduct, Matrix, Modify, block_products
+from packprop.engine.algebra.monoid import SINGLE
+from packprop.engine.curvature.block_products import BlockProduct, Matrix, Modify, block_products
+from packprop.engine.graph.graph import Graph
 from packprop.extensions.arguments import require_one_of
-from packprop.graph.graph import Graph
 from packprop.types import GRAPH, Extension, Row
 
 

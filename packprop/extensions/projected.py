@@ -10,9 +10,9 @@ from typing import ClassVar, get_args
 import torch
 from torch import Tensor
 
-from packprop.algebra.monoid import CAT
-from packprop.algebra.projecting import projected
-from packprop.algebra.projections import Kind, Projection
+from packprop.engine.algebra.monoid import CAT
+from packprop.engine.algebra.projecting import projected
+from packprop.engine.algebra.projections import Kind, Projection
 from packprop.errors import BadInput
 from packprop.extensions.arguments import require_one_of
 from packprop.extensions.first_order import BatchGrad
@@ -36,7 +36,7 @@ class Projected(Extension):
       pass. For gradients of rank one ``1 / d`` becomes about ``1 / a + 1 / b`` for d = a b, nearly equal.
 
     Matrices are the same on every device and in every precision, up to rounding; see ``matrix``, and NOTE
-    [Matrices of a seed] (``packprop/algebra/projections.py``) for their entries. Sums use at least float32, and
+    [Matrices of a seed] (``engine/algebra/projections.py``) for their entries. Sums use at least float32, and
     keep this precision.
 
     Args:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from packprop.algebra.monoid import CAT
-from packprop.algebra.statistics import per_sample_grad
+from packprop.engine.algebra.monoid import CAT
+from packprop.engine.algebra.statistics import per_sample_grad
 from packprop.extensions.sampled import Sampled
 from packprop.types import ENTRYWISE, Extension, Row
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packprop.applications.reports.profile.layers import ROOT, owner_of
 from packprop.monitor.noise import GradientNoise, gradient_noise
 from packprop.monitor.passes import PassValues
-from packprop.reports.profile.layers import ROOT, owner_of
 
 TOTAL = ""
 """The name that stands for all layers."""

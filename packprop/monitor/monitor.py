@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packprop.dataset.checkpoint import Every
-from packprop.distributed.ranks import AllRanks, ranks_of
+from packprop.applications.dataset.checkpoint import Every
+from packprop.applications.reports.profile.quantities import SampleGGNTrace
+from packprop.engine.distributed import AllRanks, ranks_of
+from packprop.engine.tensors import is_distributed
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.monitor.logs import Values, logs_of
 from packprop.monitor.measurements import TOTAL, LayerValues, StepValues, norm_quantiles, outliers
@@ -22,8 +24,6 @@ from packprop.monitor.noise import GradientNoise, Interval, smoothed_scale
 from packprop.monitor.passes import MonitoredPass
 from packprop.monitor.spikes import Decode, Spike, SpikeWatch
 from packprop.monitor.step import UNWATCHED, MonitoredStep, Step
-from packprop.reports.profile.quantities import SampleGGNTrace
-from packprop.tensors.sharding import is_distributed
 from packprop.types import EXACT, Seed
 
 ASKED = "packprop.Monitor(...) was made."
@@ -81,7 +81,7 @@ class Monitor:
         confidence: The probability with which intervals hold the true value.
         mc_samples: Draws for the GGN trace; ``None`` for the exact one, which takes a column for each output.
         ranks: Whose samples count if several processes train: ``"own"``, ``"all"``, or
-            ``packprop.distributed.AllRanks(...)``. With values of all ranks the first of them logs.
+            ``packprop.AllRanks(...)``. With values of all ranks the first of them logs.
         per: ``"sample"``. Tokens of one sequence are no independent draws, as the noise scale needs them.
         seed: Seed of the Monte Carlo draws, which do not come from PyTorch's own generators.
         on_spike: A function to call with a ``packprop.monitor.Spike`` for each step that ``check`` finds out of

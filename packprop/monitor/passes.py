@@ -9,23 +9,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from packprop.algebra.monoid import CAT
-from packprop.algebra.statistics import along, sq_norm, total_grad
-from packprop.context import Backpack
-from packprop.curvature.products import hessian_product, vjp
-from packprop.distributed.joint import JointPass
-from packprop.distributed.ranks import AllRanks
-from packprop.engine.chunks import ChunkSizes
-from packprop.engine.nothing import samples_of_nothing
+from packprop.applications.reports.profile.quantities import SampleGGNTrace
+from packprop.engine.algebra import CAT, along, sq_norm, total_grad
+from packprop.engine.context import Backpack
+from packprop.engine.curvature import hessian_product, vjp
+from packprop.engine.distributed import AllRanks, JointPass
+from packprop.engine.graph import Graph, walk
+from packprop.engine.passes import ChunkSizes, samples_of_nothing
+from packprop.engine.recording import EXTENDED, disable, marks_of
+from packprop.engine.tensors import named_parameters
+from packprop.engine.user_pass import BackwardCall
 from packprop.errors import PackpropError
-from packprop.graph.graph import Graph
-from packprop.graph.walk import walk
-from packprop.recording.marks import EXTENDED, marks_of
-from packprop.recording.switch import disable
-from packprop.reports.profile.quantities import SampleGGNTrace
-from packprop.tensors.names import named_parameters
 from packprop.types import GRADIENT, Extension, Row
-from packprop.user_pass import BackwardCall
 
 MONITORED = "packprop.monitored"
 """Key in the metadata of a node: the step that has counted its samples."""

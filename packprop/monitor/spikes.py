@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packprop.context import backpack
+from packprop.engine.context import backpack
+from packprop.engine.recording import extended, record
+from packprop.engine.tensors import random_numbers_from, random_states
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions.first_order import BatchL2Grad
-from packprop.recording.switch import extended, record
-from packprop.tensors.random import random_numbers_from, random_states
 
 ASKED = "packprop.Monitor(on_spike=...) was made."
 

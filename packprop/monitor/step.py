@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packprop.context import innermost
+from packprop.engine.context import innermost
+from packprop.engine.recording import extended, record
+from packprop.engine.tensors import named_parameters
 from packprop.errors import BadInput, PackpropWarning
 from packprop.monitor.measurements import StepValues, measured
 from packprop.monitor.passes import MonitoredPass
-from packprop.recording.switch import extended, record
-from packprop.tensors.names import named_parameters
 
 NOTHING_SEEN = (
     "A step was to be monitored, but no backward pass through the model was seen inside `with monitor.step():` "

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from packprop.engine.tensors import named_parameters
 from packprop.errors import BadInput
 from packprop.extensions.arguments import require_own_savefields
 from packprop.extensions.projected import Projected
 from packprop.store.folder import ParameterFacts
 from packprop.store.plain import name_of
-from packprop.tensors.names import named_parameters
 from packprop.types import Extension
 
 

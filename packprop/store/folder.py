@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from packprop.algebra.projections import Projection
+from packprop.engine.algebra import Projection
 from packprop.errors import BadInput, PackpropError
 from packprop.store.plain import DESCRIPTIONS, dtype_of, name_of
 from packprop.store.schema import LARGEST, Size, Unfit, checksum_of, fitted, parsed

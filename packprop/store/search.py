@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from packprop.engine.tensors import accumulation_dtype
 from packprop.errors import BadInput, PackpropError
-from packprop.tensors.precision import accumulation_dtype
 
 
 class Found(NamedTuple):

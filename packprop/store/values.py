@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from packprop.engine.tensors import named_parameters
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions.projected import Projected
 from packprop.store.folder import ShardHeader, described
-from packprop.tensors.names import named_parameters
 from packprop.types import Extension
 
 Key = tuple[str, str]

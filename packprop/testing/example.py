@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packprop.engine.tensors import Layout, map_tensors, tensors_in
 from packprop.errors import BadInput
-from packprop.tensors.layout import Layout
-from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.testing.loops import layouts_of
 from packprop.testing.problem import differentiable, fixed_random_state
 from packprop.testing.report import Ledger

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from packprop.algebra.monoid import lift, rescale
-from packprop.dataset.compute import compute
+from packprop.applications.dataset.compute import compute
+from packprop.engine.algebra import lift, rescale
 from packprop.errors import PackpropError
 from packprop.testing.loops import Loops
 from packprop.testing.passes import (

@@ -15,10 +15,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from packprop.engine.recording import disable
+from packprop.engine.tensors import Layout, call, possible_layouts
 from packprop.errors import BadInput
-from packprop.recording.switch import disable
-from packprop.tensors.calling import call
-from packprop.tensors.layout import Layout, possible_layouts
 from packprop.testing.problem import Problem, differentiable
 from packprop.testing.report import CheckFailed, Ledger
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from packprop import extensions as catalogue
+from packprop.engine.graph import Graph
 from packprop.errors import PackpropError
-from packprop.graph.graph import Graph
 from packprop.testing.laws import check_laws, require_all
 from packprop.testing.loops import Loops
 from packprop.testing.passes import columns_at_outputs, graph_of, saved

@@ -12,14 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.context import backpack
-from packprop.curvature.seeds import columns
-from packprop.engine.backward_pass import BackwardPass
-from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
-from packprop.engine.request import Request
-from packprop.graph.graph import Graph
-from packprop.graph.walk import walk
-from packprop.samples.locating import check_graph
+from packprop.engine.context import backpack
+from packprop.engine.curvature import columns
+from packprop.engine.graph import Graph, walk
+from packprop.engine.passes import BackwardPass, ChunkSizes, Request, default_chunk_sizes
+from packprop.engine.samples import check_graph
 from packprop.testing.loops import Loops
 from packprop.testing.problem import Problem, fixed_random_state
 from packprop.testing.report import Named

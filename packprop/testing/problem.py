@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packprop.engine.recording import extend, record
+from packprop.engine.tensors import call, map_tensors, tensors_in
 from packprop.errors import BadInput
-from packprop.recording.switch import extend, record
-from packprop.tensors.calling import call
-from packprop.tensors.nesting import map_tensors, tensors_in
 
 Parts = tuple[nn.Module, Callable[[Any, Any], Tensor], Any, Any]
 """A model, a loss, inputs and targets."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.tensors.nesting import tensors_in
+from packprop.engine.tensors import tensors_in
 from packprop.testing.loops import Loops, strided
 from packprop.testing.passes import (
     columns_at_outputs,

@@ -12,9 +12,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from packprop.engine.tensors import plain_text, tensors_in
 from packprop.errors import PackpropError
-from packprop.tensors.nesting import tensors_in
-from packprop.tensors.plain_text import plain_text
 
 TOLERANCE = 1e-10
 """The largest relative error that a check allows."""
@@ -90,7 +89,7 @@ class Report:
         return Group(table, *map(Text, [*lines, *self.notes]))
 
     def __str__(self) -> str:
-        return plain_text(self, 100)
+        return plain_text(self, width=100)
 
 
 HINTS = {

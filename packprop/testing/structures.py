@@ -12,14 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from packprop.algebra.factors import input_gram
-from packprop.algebra.statistics import batch_sq, gram, sq_norm, sum_sq
-from packprop.algebra.structures import Structure, join, rows
-from packprop.functions.registry import without_rules
-from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.site import Site
-from packprop.tensors.calling import call
-from packprop.tensors.layout import Layout
+from packprop.engine.algebra import Structure, batch_sq, gram, input_gram, join, rows, sq_norm, sum_sq
+from packprop.engine.functions import without_rules
+from packprop.engine.graph import Graph, ReachedUse, Site
+from packprop.engine.tensors import Layout, call
 from packprop.testing.loops import strided
 from packprop.testing.problem import Problem, differentiable
 from packprop.testing.report import Ledger

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packprop import extensions as catalogue
-from packprop.functions.registry import rule_for
-from packprop.graph.graph import Graph
+from packprop.engine.functions import rule_for
+from packprop.engine.graph import Graph
 from packprop.testing.example import Example, Make, make_example, name_of
 from packprop.testing.host import Host
 from packprop.testing.models import compare, require_samples

@@ -10,10 +10,10 @@ from torch import nn
 
 import packprop
 from packprop import extensions
-from packprop.engine.chunks import ChunkSizes
+from packprop.engine.functions.rules import convolution
+from packprop.engine.passes.chunks import ChunkSizes
+from packprop.engine.tensors.nesting import tensors_in
 from packprop.errors import BadInput
-from packprop.functions.rules import convolution
-from packprop.tensors.nesting import tensors_in
 from tests.memory.steps import data, network, step
 
 
@@ -109,7 +109,7 @@ def test_the_least_memory_unfolds_nothing(monkeypatch: Any) -> None:
     monkeypatch.setattr(convolution, "patches", refused)
     with packprop.algorithms(convolutions="patches"), pytest.raises(AssertionError, match="unfolded"):
         step(network(), data(), extensions.BatchGrad())
-    monkeypatch.setattr(packprop.context, "default_chunk_sizes", lambda device: ChunkSizes(0, 0, held=0))
+    monkeypatch.setattr(packprop.engine.context, "default_chunk_sizes", lambda device: ChunkSizes(0, 0, held=0))
     step(network(), data(), extensions.BatchGrad(), extensions.BatchL2Grad(), extensions.Variance())
 
 
@@ -133,7 +133,7 @@ def test_algorithms_that_do_not_exist(names: dict[str, str]) -> None:
 def test_the_older_switch_forces_convolutions_by_groups() -> None:
     from packprop.core.derivatives.convnd import weight_jac_t_save_memory
 
-    from packprop.algebra.algorithms import forced_algorithm
+    from packprop.engine.algebra.algorithms import forced_algorithm
 
     with weight_jac_t_save_memory(save_memory=True):
         assert forced_algorithm("convolutions") == "groups"

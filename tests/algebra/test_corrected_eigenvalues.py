@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.algebra import kronecker
+from packprop.engine.algebra import kronecker
 from packprop.errors import BadInput, PackpropWarning
 from tests.cases import BY_NAME
 from tests.references.running import assert_near, backward

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import PackpropError, extensions, kronecker
-from packprop.algebra import decompositions
+from packprop.engine.algebra import decompositions
 from tests.queries.small import influence, written
 
 FUNCTIONS = {"eigh": decompositions.eigh, "eigvalsh": decompositions.eigvalsh, "inv": decompositions.inverted}

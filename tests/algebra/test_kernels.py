@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import packprop
-from packprop.algebra.kernels import outer_products, products_one_by_one
+from packprop.engine.algebra.kernels import outer_products, products_one_by_one
 
 
 def laid_out(by_rows: bool, rows: int, columns: int) -> Tensor:

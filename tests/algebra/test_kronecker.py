@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from packprop.algebra import kronecker
+from packprop.engine.algebra import kronecker
 from packprop.errors import BadInput
 from tests.references.running import assert_near
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from packprop.algebra.factors import input_gram
-from packprop.algebra.structures import Lookup
+from packprop.engine.algebra.factors import input_gram
+from packprop.engine.algebra.structures import Lookup
 
 SAMPLES, POSITIONS, ENTRIES = 3, 5, 7
 

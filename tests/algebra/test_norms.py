@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from packprop.algebra.algorithms import algorithms
-from packprop.algebra.kernels import norms_of
-from packprop.algebra.order import fold_to
-from packprop.algebra.statistics import sq_norm
-from packprop.algebra.structures import Lookup, Outer, Tied, join, rows
+from packprop.engine.algebra.algorithms import algorithms
+from packprop.engine.algebra.kernels import norms_of
+from packprop.engine.algebra.order import fold_to
+from packprop.engine.algebra.statistics import sq_norm
+from packprop.engine.algebra.structures import Lookup, Outer, Tied, join, rows
 
 
 def cancelling(*shape: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import packprop
 from packprop import compat
 from packprop.compat import calls
-from packprop.recording.marks import EXTENDED
+from packprop.engine.recording.marks import EXTENDED
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop.compat.custom_module.scale_module import ScaleModule
-from packprop.recording.switch import is_extended
+from packprop.engine.recording.switch import is_extended
 from tests.compat.module_extensions import Fourth
 from tests.compat.programs import (
     convolutional,

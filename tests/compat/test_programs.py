@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from packprop.recording.switch import is_extended
+from packprop.engine.recording.switch import is_extended
 from tests.compat.programs import (
     convolutional,
     dense_ggn,

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import packprop
-from packprop.compiled import replayer
-from packprop.compiled.step import CompiledStep
+from packprop.applications.compiled import replayer
+from packprop.applications.compiled.step import CompiledStep
+from packprop.engine.tensors.nesting import tensors_in
 from packprop.errors import PackpropWarning
-from packprop.tensors.nesting import tensors_in
 from tests.references.running import assert_near
 
 EAGER_CALLS = 3

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from packprop import extensions
-from packprop.compiled import replayer
+from packprop.applications.compiled import replayer
 from packprop.errors import PackpropWarning
 from tests.compiled.steps import batch, check_call, compiled, network, quietly, replays, settle
 from tests.selection import often, thorough

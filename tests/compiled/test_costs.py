@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from packprop import extensions
-from packprop.compiled import compiler, costs, replayer
-from packprop.compiled.costs import peak_of, seconds_in_turns
-from packprop.compiled.step import CompiledStep
+from packprop.applications.compiled import compiler, costs, replayer
+from packprop.applications.compiled.costs import peak_of, seconds_in_turns
+from packprop.applications.compiled.step import CompiledStep
 from packprop.errors import PackpropWarning
 from tests.compiled.steps import EAGER_CALLS, batch, check_call, compiled, network, replays, settle
 
@@ -96,7 +96,7 @@ def test_calls_of_another_kind_that_are_compiled_are_told_once(monkeypatch: pyte
 
 def test_it_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "seconds_in_turns", lambda runs, tensors: [1.2, 1.0])
-    monkeypatch.setattr("packprop.compiled.replayer.WORTH", 2)
+    monkeypatch.setattr("packprop.applications.compiled.replayer.WORTH", 2)
     step = compiled(network(), extensions.BatchL2Grad(), backend="aot_eager")
     settle(step)
     for _ in range(4):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from packprop import extensions
-from packprop.compiled.graphs import operations_of, tidy
+from packprop.applications.compiled.graphs import operations_of, tidy
 from tests.compiled.steps import batch, compiled, network, settle
 
 

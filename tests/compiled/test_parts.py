@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from packprop.compiled.parts import put_together
+from packprop.applications.compiled.parts import put_together
 
 X = torch.arange(24.0).reshape(4, 6)
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
-from packprop.compiled import replayer
+from packprop.applications.compiled import replayer
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from tests.compiled.steps import batch, check_call, compiled, network, quietly, replays, settle
 

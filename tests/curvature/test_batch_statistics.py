@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.curvature import operators
-from packprop.curvature.products import ggnvp, hvp
+from packprop.engine.curvature import operators
+from packprop.engine.curvature.products import ggnvp, hvp
 from tests.curvature.dense import check, symmetric
 from tests.references.refusals import check as check_error
 from tests.references.refusals import refused

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import packprop
 from packprop import extensions
-from packprop.curvature import products
+from packprop.engine.curvature import products
 from packprop.errors import BadInput, PackpropError
 from tests.cases import BY_NAME, Case
 from tests.curvature.dense import CHAINS, NOT_ELEMENTWISE, TWICE, block, check, products_for

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import packprop
-from packprop.curvature.seeds import columns
-from packprop.graph.walk import walk
-from packprop.samples.locating import check_graph
+from packprop.engine.curvature.seeds import columns
+from packprop.engine.graph.walk import walk
+from packprop.engine.samples.locating import check_graph
 from packprop.types import ENTRYWISE, EXACT, Seed
 
 

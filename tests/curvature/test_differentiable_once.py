@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.curvature import products
+from packprop.engine.curvature import products
 from packprop.errors import PackpropError
 from tests.cases.models.functions import Cube
 from tests.references.running import assert_near

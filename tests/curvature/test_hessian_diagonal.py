@@ -11,10 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import packprop
 from packprop import extensions
-from packprop.curvature import linearity, routes
-from packprop.curvature.output_diagonals import OutputDiagonals
-from packprop.curvature.shared_rows import SharedRows
-from packprop.engine import column_sweeps, hessian
+from packprop.engine.curvature import linearity, routes
+from packprop.engine.curvature.output_diagonals import OutputDiagonals
+from packprop.engine.curvature.shared_rows import SharedRows
+from packprop.engine.passes import column_sweeps, hessian
 from packprop.errors import PackpropError
 from tests.cases import BY_NAME, CASES, Case
 from tests.references.oracle import Oracle

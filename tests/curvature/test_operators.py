@@ -15,9 +15,9 @@ from torch.nn.utils import parameters_to_vector
 
 import packprop
 from packprop import extensions
-from packprop.algebra import kronecker
-from packprop.curvature import operators
-from packprop.curvature.operators import Operator
+from packprop.engine.algebra import kronecker
+from packprop.engine.curvature import operators
+from packprop.engine.curvature.operators import Operator
 from packprop.errors import BadInput, PackpropError
 from tests.cases.models.sharing import two_modules_one_weight
 from tests.references.running import assert_near

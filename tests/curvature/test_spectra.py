@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from packprop import operators
-from packprop.curvature.operators import Operator
+from packprop.engine.curvature.operators import Operator
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from tests.references.running import assert_near
 
@@ -166,7 +166,7 @@ def test_bad_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(BadInput, match=said):
             call()
     with pytest.raises(PackpropError, match="larger tolerance"):
-        monkeypatch.setattr("packprop.curvature.spectra.RESTARTS", 1)
+        monkeypatch.setattr("packprop.engine.curvature.spectra.RESTARTS", 1)
         operators.eigenvalues(operator_of(matrix(1.999)), 8, "smallest", tolerance=1e-15)
     monkeypatch.setitem(sys.modules, "scipy.sparse.linalg", None)
     with pytest.raises(PackpropError, match=r"\.\[scipy\]"):

@@ -12,9 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import packprop
 from packprop import backpack, extend, extensions, operators
-from packprop.curvature import products
+from packprop.engine.curvature import products
+from packprop.engine.graph.walk import walk
 from packprop.errors import BadInput, PackpropError
-from packprop.graph.walk import walk
 from tests.cases import BY_NAME, Case
 from tests.cases.models.functions import Cube
 from tests.cases.models.wrapping import Apply

@@ -28,8 +28,8 @@ import torch
 from torch import nn
 
 from packprop import PackpropError, Result, Store, StoreWriter, extensions
+from packprop.engine.tensors.nesting import tensors_in
 from packprop.store.schema import checksum_of
-from packprop.tensors.nesting import tensors_in
 from tests.dataset.small import compute, small
 from tests.dataset.test_checkpoint import breaking, split
 

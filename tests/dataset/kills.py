@@ -39,9 +39,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import packprop
 from packprop import extensions
-from packprop.dataset.folder import Folder
-from packprop.dataset.result import Result
-from packprop.tensors.nesting import tensors_in
+from packprop.applications.dataset.folder import Folder
+from packprop.applications.dataset.result import Result
+from packprop.engine.tensors.nesting import tensors_in
 
 SAMPLES, SIZE = 64, 4
 SECONDS = 30.0

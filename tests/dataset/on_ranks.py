@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import packprop
 from packprop import PackpropError, StoreWriter, extensions
-from packprop.dataset.run import Run
-from packprop.distributed import AllRanks
-from packprop.tensors.nesting import map_tensors
+from packprop.applications.dataset.run import Run
+from packprop.engine.distributed import AllRanks
+from packprop.engine.tensors.nesting import map_tensors
 from tests.dataset.test_forms import Pairs
 
 SIZE = 5

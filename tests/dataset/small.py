@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.dataset.result import Result
+from packprop.applications.dataset.result import Result
 from tests.cases import CASES, Case, map_tensors
 
 DEFAULT = {field.name: field.default for field in fields(Case)}

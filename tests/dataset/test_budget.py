@@ -11,8 +11,8 @@ from torch import nn
 
 import packprop
 from packprop import extensions
+from packprop.engine.memory.live import LiveBytes
 from packprop.errors import BadInput
-from packprop.memory.live import LiveBytes
 from tests.memory.steps import MIB, data, network
 from tests.references.running import assert_all_near
 from tests.selection import thorough
@@ -46,7 +46,7 @@ def test_a_larger_batch_of_a_data_set_is_planned_anew(monkeypatch: Any) -> None:
     asked = extensions.DiagGGNExact()
     free = packprop.plan(model, loss, batches[1], [asked], gradients=False)
     budget = free.peak // 2
-    module = sys.modules["packprop.dataset.compute"]  # the package has a function of this name
+    module = sys.modules["packprop.applications.dataset.compute"]  # the package has a function of this name
     planned: list[Any] = []
     planning = module.chunk_sizes_over_data
     monkeypatch.setattr(module, "chunk_sizes_over_data", lambda *a: planned.append(a) or planning(*a))

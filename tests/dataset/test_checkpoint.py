@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import packprop
 from packprop import BadInput, PackpropWarning, Store, extensions
-from packprop.dataset import checkpoint
-from packprop.dataset.batches import Batches
-from packprop.dataset.checkpoint import Checkpoint
-from packprop.dataset.folder import Folder
-from packprop.dataset.result import Result
-from packprop.dataset.state import MergedResults
+from packprop.applications.dataset import checkpoint
+from packprop.applications.dataset.batches import Batches
+from packprop.applications.dataset.checkpoint import Checkpoint
+from packprop.applications.dataset.folder import Folder
+from packprop.applications.dataset.result import Result
+from packprop.applications.dataset.state import MergedResults
 from tests.dataset.kills import same
 from tests.dataset.small import compute, small
 from tests.dataset.test_forms import Pairs

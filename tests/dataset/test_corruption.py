@@ -15,11 +15,11 @@ import safetensors.torch
 import torch
 
 from packprop import BadInput, PackpropError, Result
-from packprop.dataset.folder import _canonical
-from packprop.dataset.result import BEFORE
-from packprop.dataset.shard_storage import DESCRIPTION, divided_tensors
+from packprop.applications.dataset.folder import _canonical
+from packprop.applications.dataset.result import BEFORE
+from packprop.applications.dataset.shard_storage import DESCRIPTION, divided_tensors
+from packprop.engine.tensors.nesting import tensors_in
 from packprop.store.schema import Unfit
-from packprop.tensors.nesting import tensors_in
 from tests.dataset import corruption
 from tests.dataset.corruption import Bomb, checkpoint_made, checkpoint_used, result_made
 

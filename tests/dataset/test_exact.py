@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import packprop
 from packprop import BadInput, extensions
-from packprop.algebra.monoid import Moments
-from packprop.dataset.parts import Part
-from packprop.dataset.state import MergedResults
+from packprop.applications.dataset.parts import Part
+from packprop.applications.dataset.state import MergedResults
+from packprop.engine.algebra.monoid import Moments
 from packprop.types import Extension
 from tests.dataset.small import EXACT, SIZE, compute, small
 from tests.references.running import assert_all_near

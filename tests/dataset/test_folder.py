@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from packprop import BadInput, PackpropError, PackpropWarning, extensions
-from packprop.algebra.monoid import SUM
-from packprop.algebra.statistics import summed_grad
-from packprop.dataset import folder as files
-from packprop.dataset.batches import Batches
-from packprop.dataset.digests import digest
-from packprop.dataset.folder import Damaged, Folder
-from packprop.dataset.identity import identity_of
+from packprop.applications.dataset import folder as files
+from packprop.applications.dataset.batches import Batches
+from packprop.applications.dataset.digests import digest
+from packprop.applications.dataset.folder import Damaged, Folder
+from packprop.applications.dataset.identity import identity_of
+from packprop.engine.algebra.monoid import SUM
+from packprop.engine.algebra.statistics import summed_grad
 from packprop.types import GRADIENT, Extension, Row
 from tests.dataset.kills import same
 from tests.dataset.small import compute, small

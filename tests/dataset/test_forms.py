@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import packprop
 from packprop import BadInput, PackpropError, extensions
-from packprop.dataset.batches import Batches
-from packprop.dataset.result import Result
-from packprop.recording.switch import is_extended
+from packprop.applications.dataset.batches import Batches
+from packprop.applications.dataset.result import Result
+from packprop.engine.recording.switch import is_extended
 from tests.dataset.small import EXACT, SIZE, compute, small
 from tests.references.running import assert_all_near, assert_near
 

@@ -18,9 +18,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 import packprop
 from packprop import extensions
-from packprop.dataset.checkpoint import Checkpoint
-from packprop.dataset.hidden import generators_in
-from packprop.dataset.result import Result
+from packprop.applications.dataset.checkpoint import Checkpoint
+from packprop.applications.dataset.hidden import generators_in
+from packprop.applications.dataset.result import Result
 from tests.dataset.kills import same
 from tests.dataset.test_checkpoint import SAMPLES, SIZE, samples
 from tests.dataset.test_forms import Pairs

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from packprop import BadInput, PackpropWarning
-from packprop.dataset.code import version_of
+from packprop.applications.dataset.code import version_of
 from tests.selection import often, thorough
 
 PROGRAM = '''
@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import packprop
-from packprop.algebra.structures import rows as gradients
+from packprop.engine.algebra.structures import rows as gradients
 from packprop.extensions import Extension, Variance
 from packprop.types import GRADIENT, Row
 

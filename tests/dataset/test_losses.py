@@ -138,7 +138,7 @@ def test_losses_without_terms(tmp_path: Path) -> None:
     def own(output: Tensor, target: Tensor) -> Tensor:
         return (output - target).square().sum()
 
-    rule = packprop.functions.losses.description.LOSSES[F.mse_loss]
+    rule = packprop.engine.functions.losses.description.LOSSES[F.mse_loss]
     packprop.register_loss(own)(lambda output, target: rule(output, target, reduction="sum"))
     try:
         model, (x, _) = small()
@@ -146,4 +146,4 @@ def test_losses_without_terms(tmp_path: Path) -> None:
         with pytest.raises(PackpropError, match="Losses of single samples were asked for"):
             compute(model, own, data, BatchL2Grad(), store=tmp_path / "store", losses=True)
     finally:
-        packprop.functions.losses.description.LOSSES.pop(own)
+        packprop.engine.functions.losses.description.LOSSES.pop(own)

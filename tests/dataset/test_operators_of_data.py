@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import packprop
 from packprop import operators
+from packprop.engine.memory import LiveBytes
 from packprop.errors import BadInput, PackpropError, PackpropWarning
-from packprop.memory import LiveBytes
 from tests.dataset.matrices import PROBLEMS, classes, convolution, dense, problem
 from tests.references.running import assert_near
 
@@ -35,7 +35,7 @@ def test_products_are_those_of_the_dense_matrix(name: str, matrix: Any) -> None:
     assert_near(operator @ vector, expected @ vector, "product", 1e-9)
     assert_near(torch.tensor(operator.to_scipy() @ vector.numpy()), expected @ vector, "array", 1e-9)
     assert operator.readings == 3
-    assert not any(packprop.recording.switch.is_extended(module) for module in model.modules())
+    assert not any(packprop.engine.recording.switch.is_extended(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("name", ["weights", "experts"])

@@ -16,9 +16,9 @@ from torch import nn
 
 import packprop
 from packprop import PackpropError, Result
-from packprop.dataset.folder import Folder
-from packprop.dataset.run import Run
-from packprop.tensors.nesting import tensors_in
+from packprop.applications.dataset.folder import Folder
+from packprop.applications.dataset.run import Run
+from packprop.engine.tensors.nesting import tensors_in
 from tests.dataset.kills import same
 from tests.dataset.on_ranks import SIZE, asked, network, samples
 from tests.dataset.test_shard_files import same_on_disk

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import BadInput, PackpropError, extensions
-from packprop.dataset.state import MergedResults
+from packprop.applications.dataset.state import MergedResults
 from tests.dataset.small import compute, small
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.compiled.replayer import Kind
-from packprop.dataset import replays
-from packprop.dataset.replays import MANY, WhereItPays, told
+from packprop.applications.compiled.replayer import Kind
+from packprop.applications.dataset import replays
+from packprop.applications.dataset.replays import MANY, WhereItPays, told
 from packprop.errors import PackpropWarning
 from tests.references.running import assert_near
 from tests.selection import thorough

@@ -12,7 +12,7 @@ from torch import nn
 
 import packprop
 from packprop import BadInput, Result
-from packprop.dataset import summary
+from packprop.applications.dataset import summary
 from packprop.extensions import EKFAC, KFLR, BatchGrad, Variance
 from tests.dataset.small import SIZE, compute, small
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 import packprop
 from packprop import PackpropError, extensions, kronecker
-from packprop.dataset.result import Result
-from packprop.tensors.nesting import tensors_in
+from packprop.applications.dataset.result import Result
+from packprop.engine.tensors.nesting import tensors_in
 from packprop.types import Seed
 from tests.cases import Case
 from tests.dataset.small import SIZE, SPLIT_CASES, compute, part
@@ -131,7 +131,7 @@ def test_a_second_reading_of_other_data_is_refused() -> None:
 
 
 def test_nothing_but_the_last_row_is_computed_again(monkeypatch: Any) -> None:
-    from packprop.dataset import batch_pass
+    from packprop.applications.dataset import batch_pass
 
     asked: list[list[str]] = []
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import PackpropError, backpack, extensions
-from packprop.functions import Loss
-from packprop.functions.losses.description import LOSSES
+from packprop.engine.functions import Loss
+from packprop.engine.functions.losses.description import LOSSES
 from tests.dataset.small import EXACT, SIZE, compute
 from tests.references.running import assert_all_near
 

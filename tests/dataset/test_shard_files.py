@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import BadInput, PackpropError, Result, extensions
-from packprop.dataset.folder import Folder
-from packprop.dataset.run import Run
-from packprop.dataset.shard_storage import DESCRIPTION, Reader, Writer
-from packprop.tensors.nesting import tensors_in
+from packprop.applications.dataset.folder import Folder
+from packprop.applications.dataset.run import Run
+from packprop.applications.dataset.shard_storage import DESCRIPTION, Reader, Writer
+from packprop.engine.tensors.nesting import tensors_in
 from tests.dataset.on_ranks import SIZE, network, samples
 from tests.dataset.test_sharded import pytestmark as needs_sharding
 from tests.dataset.test_sharded import sharded

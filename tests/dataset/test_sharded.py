@@ -16,7 +16,7 @@ from torch import nn
 
 import packprop
 from packprop import PackpropError, extensions
-from packprop.reports.cli import main
+from packprop.applications.reports.cli import main
 from tests.dataset import on_ranks
 from tests.dataset.on_ranks import SIZE, batches_of, computed, network, samples
 from tests.dataset.test_ranks import assert_near, assert_same

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import BadInput, Result, extensions
-from packprop.dataset.shards import ShardedResults
+from packprop.applications.dataset.shards import ShardedResults
 from tests.dataset.on_ranks import SIZE, asked, network, samples
 from tests.dataset.test_sharded import pytestmark as needs_sharding
 from tests.dataset.test_sharded import sharded

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import Store, StoreWriter, extensions
-from packprop.dataset.checkpoint import Checkpoint
-from packprop.dataset.run import Run
+from packprop.applications.dataset.checkpoint import Checkpoint
+from packprop.applications.dataset.run import Run
 from packprop.errors import BadInput, PackpropError
 from tests.dataset.small import SIZE, compute, part, small
 from tests.references.running import as_tensors, assert_near

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import packprop
+from packprop.engine.tensors.state import version
 from packprop.extensions import Variance
-from packprop.tensors.state import version
 
 
 class Counts(nn.Module):
@@ -64,8 +64,8 @@ def assert_same_state(model: nn.Module, before: dict[str, tuple[int, Tensor]]) -
 @pytest.mark.parametrize("compiled", [False, True], ids=["passes", "graphs"])
 def test_each_batch_meets_the_same_model(kind: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if compiled:
-        monkeypatch.setattr("packprop.dataset.replays.MANY", 1)
-        monkeypatch.setattr("packprop.dataset.replays.PASSES_TO_TRACE", 0)
+        monkeypatch.setattr("packprop.applications.dataset.replays.MANY", 1)
+        monkeypatch.setattr("packprop.applications.dataset.replays.PASSES_TO_TRACE", 0)
     torch.manual_seed(0)
     model, loss = MODELS[kind]().double(), nn.MSELoss()
     x, y = torch.randn(6, 4).double(), torch.randn(6, 2).double()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import packprop
-from packprop.distributed import AllRanks
+from packprop.engine.distributed import AllRanks
 from tests.cases import BY_NAME, CASES, Case
 from tests.references.oracle import Problem
 from tests.references.running import HESSIANS, ROWS, Row, as_tensors, assert_near, extend, rows_for

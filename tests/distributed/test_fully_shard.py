@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import packprop
-from packprop import extensions, user_pass
-from packprop.distributed import AllRanks
+from packprop import extensions
+from packprop.engine import user_pass
+from packprop.engine.distributed import AllRanks
 from packprop.errors import PackpropError
 from tests.distributed.processes import in_processes, needs_groups, outcomes_of, run_each
 from tests.distributed.test_joint_pass import ASKED, FIELDS, Tied, cross_entropy, data, values
@@ -270,7 +271,7 @@ def nothing_stays_whole(rank: int) -> None:
     """After a pass all units are sharded; while it sweeps, two are whole at most."""
     from torch.distributed.fsdp import FSDPModule
 
-    from packprop.tensors.sharding import sharded_units
+    from packprop.engine.tensors.sharding import sharded_units
 
     model = packprop.extend(shard(made(Deep), reshard_after_forward=True))
     x, y = data(SIZES)[rank]

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import packprop
 from packprop import extensions
-from packprop.distributed import AllRanks, joint
+from packprop.engine.distributed import AllRanks, joint
 from packprop.errors import BadInput, PackpropError
 from tests.distributed.processes import in_processes, needs_groups, outcomes_of, run_each
 from tests.selection import thorough

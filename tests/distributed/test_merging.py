@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 import packprop
-from packprop.algebra.monoid import CAT, KEEP, MOMENTS, SUM, Moments, Monoid, lift
-from packprop.distributed import merge_over_ranks
+from packprop.engine.algebra.monoid import CAT, KEEP, MOMENTS, SUM, Moments, Monoid, lift
+from packprop.engine.distributed import merge_over_ranks
 from tests.distributed.processes import in_processes, needs_groups
 
 pytestmark = needs_groups

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from packprop.distributed import AllRanks
+from packprop.engine.distributed import AllRanks
 from packprop.monitor import Monitor
 from tests.distributed.processes import in_processes, needs_groups
 from tests.selection import thorough

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import packprop
 from packprop import extensions
-from packprop.tensors.nesting import tensors_in
+from packprop.engine.tensors.nesting import tensors_in
 from tests.distributed.processes import in_processes
 
 SIZES = (3, 2)

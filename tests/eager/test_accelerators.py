@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from packprop.eager import eager_backward
+from packprop.engine.eager import eager_backward
 from tests.eager.branches import KEEPS, assert_same, gradients, kept, needs_cuda
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from packprop.eager import eager_backward
+from packprop.engine.eager import eager_backward
 from packprop.errors import PackpropError
 from tests.eager.branches import KEEPS, WEIGHT, N, assert_same, gradients, network, per_sample, scalar
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from packprop.eager import eager_backward, reach
+from packprop.engine.eager import eager_backward, reach
 from packprop.errors import PackpropError
 from tests.eager.branches import KEEPS, D, N, assert_same, gradients, needs_cuda, network
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from packprop.eager import eager_backward
+from packprop.engine.eager import eager_backward
 
 Named = namedtuple("Named", "a b")  # as users still write them
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from packprop.eager import choices, eager_backward
+from packprop.engine.eager import choices, eager_backward
 from packprop.errors import PackpropError
 from tests.eager.branches import WEIGHT, N, assert_same, gradients, kept, network, per_sample, per_sample_shared
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from packprop.eager import eager_backward
+from packprop.engine.eager import eager_backward
 from tests.eager.branches import KEEPS, WEIGHT, D, N, assert_same, gradients, kept, network, per_sample
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from packprop.eager import eager_backward
+from packprop.engine.eager import eager_backward
 from tests.distributed.processes import in_processes, needs_groups
 from tests.eager.branches import Layer, assert_same, network
 

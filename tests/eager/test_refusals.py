@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from packprop.eager import eager_backward
+from packprop.engine.eager import eager_backward
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from tests.eager.branches import WEIGHT, D, N, assert_same, gradients, network, scalar
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.eager import eager_backward, pieces, reach
-from packprop.tensors import hooks
+from packprop.engine.eager import eager_backward, pieces, reach
+from packprop.engine.tensors import hooks
 from tests.eager.branches import WEIGHT, needs_question, network, scalar
 
 
 def test_what_eager_backward_relies_on_in_private() -> None:
-    """Each line checks one private part of PyTorch; comments in `packprop.eager` say what it is used for."""
+    """Each line checks one private part of PyTorch; comments in `engine/eager` say why."""
     leaf = torch.ones(2, requires_grad=True)
     first, second = leaf * 2, leaf * 3
     assert reach.clock() < reach.clock()  # Node._sequence_nr
@@ -45,7 +45,7 @@ def pieces_of(argument: Any) -> tuple[list[Any], list[Any]]:
 
 
 def test_the_last_backward_pass_is_known_to_be_the_last() -> None:
-    from packprop.recording.marks import graph_is_kept
+    from packprop.engine.recording.marks import graph_is_kept
 
     seen: list[bool] = []
 

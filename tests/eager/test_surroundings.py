@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from packprop.eager import eager_backward
+from packprop.engine.eager import eager_backward
 from tests.eager.branches import (
     KEEPS,
     WEIGHT,

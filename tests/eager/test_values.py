@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packprop.eager import eager_backward
+from packprop.engine.eager import eager_backward
 from tests.eager.branches import (
     KEEPS,
     WEIGHT,

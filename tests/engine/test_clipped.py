@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
-from packprop.engine.chunks import ChunkSizes
+from packprop.engine.memory import LiveBytes
+from packprop.engine.passes.chunks import ChunkSizes
 from packprop.errors import BadInput, PackpropError, PackpropWarning
-from packprop.memory import LiveBytes
 from tests.cases import CASES, Case
 from tests.references.oracle import Named
 from tests.references.running import assert_all_near, assert_near, forward, reference
@@ -238,7 +238,7 @@ def test_few_samples_at_a_time(monkeypatch: Any) -> None:
     x, y = torch.randn(7, 2, 4, 4, dtype=torch.double), torch.arange(7)
     found = []
     for sizes in (ChunkSizes(2**30, 2**30), ChunkSizes(0, 0, held=0)):
-        monkeypatch.setattr(packprop.context, "default_chunk_sizes", lambda device, sizes=sizes: sizes)
+        monkeypatch.setattr(packprop.engine.context, "default_chunk_sizes", lambda device, sizes=sizes: sizes)
         model.zero_grad()
         with packprop.clipped_gradients(max_norm=0.5) as clipped:
             LOSS(model(x), y).backward()

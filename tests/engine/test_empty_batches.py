@@ -335,7 +335,7 @@ def test_values_of_an_earlier_batch_are_replaced() -> None:
         assert {len(p.batch_l2) for p in model.parameters()} == {size}
 
 
-REFUSED_BESIDE_NOTHING: dict[str, Callable[[], packprop.context.Backpack]] = {
+REFUSED_BESIDE_NOTHING: dict[str, Callable[[], packprop.engine.context.Backpack]] = {
     "probes": lambda: packprop.backpack(extensions.BatchGrad(), probes=[0]),
     "clipping of the others": lambda: packprop.clipped_gradients(max_norm=1.0, probes=[0]),
 }

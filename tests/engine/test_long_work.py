@@ -16,8 +16,8 @@ from torch import nn
 
 import packprop
 from packprop import extensions
+from packprop.engine.tensors import long_work
 from packprop.errors import PackpropWarning
-from packprop.tensors import long_work
 
 
 def run(extension: Any, model: nn.Module | None = None, outputs: int = 40) -> None:

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import packprop
 from packprop import extensions
+from packprop.engine.tensors.nesting import tensors_in
 from packprop.errors import BadInput
-from packprop.tensors.nesting import tensors_in
 from tests.references.running import assert_near
 
 SCALE = 8.0

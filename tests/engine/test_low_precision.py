@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions, operators
-from packprop.algebra import kronecker
-from packprop.tensors.nesting import tensors_in
+from packprop.engine.algebra import kronecker
+from packprop.engine.tensors.nesting import tensors_in
 from tests.references.low_precision import MODELS, NEAR, observed, problem
 from tests.references.oracle import Oracle, Problem
 from tests.references.running import (

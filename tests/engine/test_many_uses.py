@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.engine import contributions
-from packprop.engine.chunks import ChunkSizes
+from packprop.engine.passes import contributions
+from packprop.engine.passes.chunks import ChunkSizes
 
 SAMPLES, STEPS = 5, contributions.MANY + 4
 ASKED = (

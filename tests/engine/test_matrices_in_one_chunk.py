@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import packprop
 from benchmarks.tracked import size_of
 from packprop import extensions
-from packprop.memory.live import LiveBytes
+from packprop.engine.memory.live import LiveBytes
 
 WORDS, WIDTH, SAMPLES, TOKENS = 4096, 32, 32, 32
 MATRIX = 4 * WORDS**2

@@ -244,7 +244,7 @@ def test_a_scaler_saves_what_half_precision_would_lose() -> None:
 
 
 def test_more_terms_than_half_precision_can_count() -> None:
-    from packprop.functions.losses.description import describe
+    from packprop.engine.functions.losses.description import describe
 
     targets = torch.zeros(70_000, dtype=torch.long)
     logits = torch.zeros(70_000, 2, dtype=torch.float16)
@@ -255,7 +255,7 @@ def test_more_terms_than_half_precision_can_count() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_factors_in_half_precision(dtype: torch.dtype) -> None:
-    from packprop.algebra import kronecker
+    from packprop.engine.algebra import kronecker
 
     factors = [2 * torch.eye(3, dtype=dtype), torch.eye(2, dtype=dtype)]
     vectors = torch.ones(3, 2, dtype=dtype)

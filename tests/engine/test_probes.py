@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.engine.probes import require_alone
+from packprop.engine.passes.probes import require_alone
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.extensions import BatchDotGrad, BatchGrad, BatchL2Grad, Projected, Variance
 from tests.cases import Case, map_tensors

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.tensors.nesting import tensors_in
+from packprop.engine.tensors.nesting import tensors_in
 from tests.cases import BY_NAME
 from tests.references.law_cases import SIZE, each_row
 from tests.references.oracle import Problem

@@ -11,9 +11,9 @@ from torch import nn
 
 import packprop
 from packprop import extensions
-from packprop.algebra import kronecker
-from packprop.engine import chunks, column_sweeps
-from packprop.memory.live import LiveBytes
+from packprop.engine.algebra import kronecker
+from packprop.engine.memory.live import LiveBytes
+from packprop.engine.passes import chunks, column_sweeps
 from tests.cases import BY_NAME
 from tests.references.eigenvalues import drawn, step
 from tests.references.oracle import Oracle

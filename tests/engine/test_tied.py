@@ -8,9 +8,9 @@ from torch import nn
 
 import packprop
 from packprop import extensions
-from packprop.algebra.algorithms import algorithms
-from packprop.algebra.structures import Tied
-from packprop.memory import LiveBytes
+from packprop.engine.algebra.algorithms import algorithms
+from packprop.engine.algebra.structures import Tied
+from packprop.engine.memory import LiveBytes
 from tests.cases import BY_NAME
 from tests.cases.models.language import LanguageModel
 from tests.references.running import assert_all_near, backward, reference, results

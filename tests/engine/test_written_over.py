@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.algebra.partial import Partial
-from packprop.engine.chunks import ChunkSizes
+from packprop.engine.algebra.partial import Partial
+from packprop.engine.passes.chunks import ChunkSizes
 from packprop.errors import PackpropError
 from tests.versions import needs_counting
 
@@ -35,7 +35,7 @@ def one_step(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Tensor:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks so small that results are put together of several; one that comes whole is the chunk itself."""
-    monkeypatch.setattr(packprop.context, "default_chunk_sizes", lambda device: ChunkSizes(2**12, 2**12))
+    monkeypatch.setattr(packprop.engine.context, "default_chunk_sizes", lambda device: ChunkSizes(2**12, 2**12))
 
 
 HOLDS: dict[str, Callable[[Tensor], Any]] = {

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import packprop
-from packprop.algebra import kernels, one_by_one
-from packprop.engine import gradient
-from packprop.engine.chunks import ChunkSizes
+from packprop.engine.algebra import kernels, one_by_one
+from packprop.engine.passes import gradient
+from packprop.engine.passes.chunks import ChunkSizes
 from packprop.errors import PackpropError
 from tests.cases import CASES, Case
 from tests.references.running import (

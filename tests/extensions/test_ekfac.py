@@ -10,8 +10,8 @@ from torch import nn
 
 import packprop
 from packprop import extensions
-from packprop.algebra import kronecker
-from packprop.algebra.factors import rotated_sum_sq
+from packprop.engine.algebra import kronecker
+from packprop.engine.algebra.factors import rotated_sum_sq
 from packprop.errors import BadInput, PackpropError
 from packprop.types import EXACT, INPUTS, Row
 from tests.cases import BY_NAME

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import packprop
-from packprop.algebra import projecting
-from packprop.engine.chunks import ChunkSizes
+from packprop.engine.algebra import projecting
+from packprop.engine.passes.chunks import ChunkSizes
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchGrad, BatchL2Grad, Projected, SumGradSquared, Variance
 from tests.cases import CASES, Case

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import packprop
 from packprop import extensions
-from packprop.tensors.names import named_modules, named_parameters
+from packprop.engine.tensors.names import named_modules, named_parameters
 from tests.distributed.processes import in_processes, needs_groups
 
 NAMES = ["0.weight", "0.bias", "module.weight", "module.bias"]

@@ -19,7 +19,7 @@ def enumerated_hessian(columns: Tensor, probabilities: Tensor) -> Tensor:
 @pytest.mark.parametrize("spread", [1.0, 20.0, 200.0])
 @pytest.mark.parametrize("classes", [2, 3, 10])
 def test_columns_of_cross_entropy_are_exact_however_sure_the_model_is(classes: int, spread: float) -> None:
-    from packprop.functions.losses.roots import softmax_root
+    from packprop.engine.functions.losses.roots import softmax_root
 
     logits, scale = spread * torch.randn(50, 2, classes).double(), torch.rand(50, 2).double()
     p = logits.softmax(-1)
@@ -40,7 +40,7 @@ def test_columns_of_cross_entropy_are_exact_however_sure_the_model_is(classes: i
 
 
 def test_enumerated_categorical_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    from packprop.functions.losses.roots import softmax_root
+    from packprop.engine.functions.losses.roots import softmax_root
 
     logits, scale = torch.randn(2, 3, 4).double(), torch.rand(2, 3).double()
     p = logits.softmax(-1)
@@ -61,7 +61,7 @@ def test_enumerated_categorical_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("classes", [257, 289, 300])
 def test_enumerated_draws_of_many_classes(classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block and then a class in it: together as likely as the class."""
-    from packprop.functions.losses.roots import drawn_classes
+    from packprop.engine.functions.losses.roots import drawn_classes
 
     p, steps = torch.randn(3, classes).double().mul(3).softmax(-1), []
     width = int(classes**0.5)
@@ -86,7 +86,7 @@ def test_enumerated_draws_of_many_classes(classes: int, monkeypatch: pytest.Monk
 
 
 def test_draws_of_many_classes_hit_what_is_likely() -> None:
-    from packprop.functions.losses.roots import drawn_classes
+    from packprop.engine.functions.losses.roots import drawn_classes
 
     p = torch.zeros(4, 1000)
     p[0, 999], p[1, 0], p[2, 500:502], p[3] = 1.0, 1.0, 0.5, torch.nan
@@ -100,7 +100,7 @@ def test_draws_of_many_classes_hit_what_is_likely() -> None:
 @pytest.mark.parametrize("classes", [1024, 1025])
 def test_draws_of_rows_that_are_not_finite(classes: int) -> None:
     """Any class is drawn, also where the last block would be empty."""
-    from packprop.functions.losses.roots import drawn_classes
+    from packprop.engine.functions.losses.roots import drawn_classes
 
     drawn = drawn_classes(torch.full((2, classes), torch.nan), 2000, torch.Generator().manual_seed(0))
     assert drawn.min() >= 0
@@ -108,7 +108,7 @@ def test_draws_of_rows_that_are_not_finite(classes: int) -> None:
 
 
 def test_enumerated_bernoulli_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    from packprop.functions.losses.roots import bernoulli_root
+    from packprop.engine.functions.losses.roots import bernoulli_root
 
     logits, scale = torch.randn(2, 3, 1).double(), torch.rand(2, 3).double()
     q = logits.sigmoid()[..., 0]
@@ -120,7 +120,7 @@ def test_enumerated_bernoulli_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_enumerated_random_signs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from packprop.functions.losses.roots import matrix_root
+    from packprop.engine.functions.losses.roots import matrix_root
 
     factor = torch.randn(2, 3, 3).double()
     hessian = factor @ factor.mT
@@ -133,7 +133,7 @@ def test_enumerated_random_signs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gaussian_draws_by_quadrature(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes at plus and minus one integrate the square of a standard normal exactly."""
-    from packprop.functions.losses.roots import gaussian_root
+    from packprop.engine.functions.losses.roots import gaussian_root
 
     scale = torch.rand(2, 3).double()
     nodes = torch.stack([torch.ones(2, 3, 1), -torch.ones(2, 3, 1)]).double()

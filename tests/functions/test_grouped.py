@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.graph.walk import walk
+from packprop.engine.graph.walk import walk
 from tests.cases.models.experts import Grouped, Tables
 from tests.references.running import as_tensors, assert_near
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from packprop.engine.samples import locating as located
 from packprop.errors import PackpropError
-from packprop.samples import locating as located
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import double
 from tests.references.running import assert_near

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
-from packprop.functions import NodeCall, affine, scaled
-from packprop.functions.entry import Entry
-from packprop.functions.registry import RULES
+from packprop.engine.functions import NodeCall, affine, scaled
+from packprop.engine.functions.entry import Entry
+from packprop.engine.functions.registry import RULES
 from packprop.testing import check_use
 from tests.references.tensors import R, p
 

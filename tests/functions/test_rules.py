@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packprop.functions.nodes import name_of_node
-from packprop.functions.registry import RULES
+from packprop.engine.functions.nodes import name_of_node
+from packprop.engine.functions.registry import RULES
 from packprop.testing import check_use
 from tests.references.tensors import R, p
 from tests.selection import often

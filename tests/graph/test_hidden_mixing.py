@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
+from packprop.engine.samples import locating as located
+from packprop.engine.samples.hidden_mixing import parts
 from packprop.errors import PackpropError
-from packprop.samples import locating as located
-from packprop.samples.hidden_mixing import parts
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import GatedMean, check, double
 

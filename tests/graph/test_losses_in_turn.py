@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import PackpropError, extensions
-from packprop.algebra.kronecker import Eigen
-from packprop.tensors.nesting import tensors_in
+from packprop.engine.algebra.kronecker import Eigen
+from packprop.engine.tensors.nesting import tensors_in
 from tests.references.running import ROWS, Row, assert_near
 from tests.selection import often
 

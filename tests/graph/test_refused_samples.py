@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.engine.nothing import knows_nothing
+from packprop.engine.passes.nothing import knows_nothing
 from packprop.errors import PackpropError
 from tests.cases.models.wrapping import Apply
 from tests.references.mixing import MIXING

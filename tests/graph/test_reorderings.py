@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import backpack, extend, extensions
+from packprop.engine.samples import locating as samples
 from packprop.errors import PackpropError
-from packprop.samples import locating as samples
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import check, double
 from tests.references.running import assert_rows_of_terms, right_or_refused

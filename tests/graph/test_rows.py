@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from packprop.engine.samples.rows import levels
+from packprop.engine.tensors.layout import layout_of_rows
 from packprop.errors import PackpropError
-from packprop.samples.rows import levels
-from packprop.tensors.layout import layout_of_rows
 from tests.cases.models.experts import Mixture
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import check

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.reports.coverage import coverage
+from packprop.applications.reports.coverage import coverage
 from tests.references.per_sample import batch, network, rows_by_loop
 from tests.references.refusals import check, refused
 from tests.references.running import assert_near, assert_rows_of_terms

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.tensors.layout import possible_layouts
+from packprop.engine.tensors.layout import possible_layouts
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import check, double, rows_of
 from tests.references.running import assert_near, assert_rows_of_terms, right_or_refused

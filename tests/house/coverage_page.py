@@ -22,14 +22,14 @@ import pytest
 import torch
 
 from packprop import PackpropError, extensions
-from packprop.functions.losses.description import LOSSES
-from packprop.functions.nodes import is_wrong_in_second_order, short_name
-from packprop.functions.registry import RULES, Rule, rule_for
-from packprop.functions.saved import keeps_elsewhere
-from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.search import nodes_above
-from packprop.graph.site import Site
-from packprop.graph.walk import walk
+from packprop.engine.functions.losses.description import LOSSES
+from packprop.engine.functions.nodes import is_wrong_in_second_order, short_name
+from packprop.engine.functions.registry import RULES, Rule, rule_for
+from packprop.engine.functions.saved import keeps_elsewhere
+from packprop.engine.graph.graph import Graph, ReachedUse
+from packprop.engine.graph.search import nodes_above
+from packprop.engine.graph.site import Site
+from packprop.engine.graph.walk import walk
 from packprop.types import Extension
 from tests.cases import BY_NAME, CASES, Case
 from tests.references.oracle import Problem

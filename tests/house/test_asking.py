@@ -146,7 +146,7 @@ def test_a_shared_argument_has_one_default(argument: str) -> None:
 
 
 def test_options_of_the_command_have_the_same_words() -> None:
-    from packprop.reports.arguments import parser
+    from packprop.applications.reports.arguments import parser
 
     commands: Any = parser()._subparsers
     (choices,) = (action.choices for action in commands._group_actions)

@@ -10,7 +10,7 @@ import ast
 import functools
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Lowest first, as in CONTRIBUTING.md: folders, and the files that stand beside them. What stands on a floor may
 # import its own floor and those below it.
-FLOORS = (
+ENGINE = (
     ("errors",),
     ("tensors",),
     ("algebra",),
@@ -31,21 +31,24 @@ FLOORS = (
     ("graph",),
     ("samples",),
     ("curvature",),
-    ("engine",),
+    ("passes",),
     ("extensions",),
     ("memory",),
     ("distributed",),
     ("user_pass",),
     ("context",),
-    ("clipped", "compiled", "store"),
+    ("clipped", "eager"),
+)
+APPLICATIONS = (
+    ("compiled", "store"),
     ("dataset",),
-    ("eager", "examples", "queries"),
+    ("examples", "queries"),
     ("reports",),
     ("monitor",),
     ("integrations",),
     ("compat", "testing"),
-    ("__init__",),
 )
+FLOORS = (*ENGINE, *APPLICATIONS, ("__init__",))
 
 # Who may mention torch.autograd, and what for.
 AUTOGRAD = {
@@ -54,7 +57,7 @@ AUTOGRAD = {
     "graph": "walks the graph and sweeps through it",
     "samples": "feeds samples in at the losses, and follows their rows",
     "curvature": "feeds columns in, and differentiates twice",
-    "engine/gradient": "sweeps the gradient where no pass of the user's does",
+    "passes/gradient": "sweeps the gradient where no pass of the user's does",
     "memory": "runs a step without data",
     "context": "takes over the backward pass of the user",
     "user_pass": "runs it for some inputs alone",
@@ -146,9 +149,14 @@ class House:
                     yield file, line, target
 
 
+def in_storey(name: str) -> str:
+    """The path of a file without the folder of its storey. Files at the top belong to a storey without it."""
+    return name.removeprefix("engine/").removeprefix("applications/")
+
+
 def floor_of(name: str) -> int | None:
-    """The number of the floor that a file stands on, by the folder or file at the top of the house."""
-    place = name.partition("/")[0]
+    """The number of the floor that a file stands on, by its place in its storey."""
+    place = in_storey(name).partition("/")[0]
     return next((number for number, places in enumerate(FLOORS) if place in places), None)
 
 
@@ -165,6 +173,40 @@ def upward(house: House) -> list[str]:
         if low is not None and high is not None and low < high:
             found.append(f"{file.name}.py:{line} (floor {low}) imports {target}.py (floor {high})")
     return found
+
+
+def reaching_in(house: House) -> list[str]:
+    """Imports by applications of what a room of the engine does not export."""
+    inside = f"{house.package}.engine."
+    found = []
+    for file in house.files.values():
+        if (floor_of(file.name) or 0) < len(ENGINE) or file.name == "__init__":
+            continue
+        for line, module in house.modules_imported(file):
+            room, _, name = module.removeprefix(inside).partition(".")
+            if module.startswith(inside) and name not in exports(house, room):
+                found.append(f"{file.name}.py:{line} reaches into the engine: {module}")
+    return found
+
+
+def exports(house: House, room: str) -> Collection[str]:
+    """What a room of the engine offers: the ``__all__`` of a folder, the public names of a file."""
+    if (alone := house.files.get(f"engine/{room}")) is not None:
+        names = {getattr(node, "name", "") for node in alone.tree.body}
+        names |= {
+            target.id
+            for node in alone.tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        return {"", *(name for name in names if not name.startswith("_"))}
+    folder = house.files.get(f"engine/{room}/__init__")
+    for node in folder.tree.body if folder else []:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                return set(ast.literal_eval(value))
+    return ()
 
 
 def circular(house: House) -> list[str]:
@@ -212,7 +254,7 @@ def autograd_lines(house: House, file: File) -> list[int]:
 
 def stands_in(name: str, places: Iterable[str]) -> bool:
     """Whether a file is one of some places, or in a folder among them."""
-    return any(f"{name}/".startswith(f"{place}/") for place in places)
+    return any(f"{in_storey(name)}/".startswith(f"{place}/") for place in places)
 
 
 def autograd(house: House) -> list[str]:
@@ -245,7 +287,15 @@ def silenced_lines(text: str) -> list[int]:
 
 SILENCED = re.compile(r"#\s*(?:noqa|type:\s*ignore)")
 
-RULES: tuple[Callable[[House], list[str]], ...] = (unlisted, upward, circular, peers, autograd, silenced)
+RULES: tuple[Callable[[House], list[str]], ...] = (
+    unlisted,
+    upward,
+    reaching_in,
+    circular,
+    peers,
+    autograd,
+    silenced,
+)
 
 LONGEST = 400
 """Lines of a source file."""
@@ -253,60 +303,85 @@ LONGEST = 400
 PACKPROP = Path(__file__).resolve().parents[2] / "packprop"
 
 IN_ORDER = {
-    "__init__.py": "from packprop.context import extend\nfrom .reports import cli\n",
+    "__init__.py": "from packprop.engine.context import extend\nfrom .applications.reports import cli\n",
     "errors.py": "import torch\nfrom torch import nn\n",
-    "types.py": "from packprop.errors import PackpropError\nfrom packprop.algebra import monoid\n",
-    "algebra/monoid.py": "from ..errors import PackpropError\n",
-    "algebra/structures.py": "# NOTE [Autograd in structures]\nimport torch\ntorch.autograd.grad\n",
-    "functions/entry.py": "from ..algebra import structures, monoid\nself.autograd\n",
-    "recording/recorder.py": "from torch.autograd.graph import Node\nfrom packprop.functions import entry\n",
-    "extensions/__init__.py": "from .first_order import BatchGrad\nfrom ..recording import recorder\n",
+    "types.py": "from packprop.errors import PackpropError\nfrom packprop.engine.algebra import monoid\n",
+    "extensions/__init__.py": "from .first_order import BatchGrad\nfrom ..engine.recording import recorder\n",
     "extensions/first_order.py": "from ..types import Extension\n",
-    "dataset/state.py": "x = f()  # type: ignore[no-untyped-call]  # torch's own\n",
-    "context.py": "def late():\n    import torch as t\n    t.autograd\nfrom . import extensions\n",
-    "reports/cli.py": "import importlib\nimportlib.import_module('packprop.context')\n",
+    "store/reading.py": "from packprop.engine.algebra import cat\n"
+    "from packprop.engine.context import LEVEL, extend\n",
+    "engine/algebra/__init__.py": "from packprop.engine.algebra.monoid import cat\n__all__ = ['cat']\n",
+    "engine/algebra/monoid.py": "from ...errors import PackpropError\n",
+    "engine/algebra/structures.py": "# NOTE [Autograd in structures]\nimport torch\ntorch.autograd.grad\n",
+    "engine/functions/entry.py": "from ..algebra import structures, monoid\nself.autograd\n",
+    "engine/recording/recorder.py": "from torch.autograd.graph import Node\n"
+    "from packprop.engine.functions import entry\n",
+    "engine/context.py": "LEVEL = 1\nfrom .. import extensions\n"
+    "def extend():\n    import torch as t\n    t.autograd\n",
+    "applications/dataset/state.py": "x = f()  # type: ignore[no-untyped-call]  # torch's own\n",
+    "applications/reports/cli.py": "import importlib\nimportlib.import_module('packprop.engine.context')\n",
 }
 # Rule, what is changed in the house above, what the rule says about it.
 FAULTS = [
     (unlisted, {"helpers.py": ""}, "helpers.py stands on no floor"),
-    (unlisted, {"tables/uses.py": ""}, "tables/uses.py stands on no floor"),
+    (unlisted, {"engine/tables/uses.py": ""}, "engine/tables/uses.py stands on no floor"),
     (
         upward,
-        {"errors.py": "from packprop.recording import recorder\n"},
-        "errors.py:1 (floor 0) imports recording/recorder.py (floor 5)",
+        {"errors.py": "from packprop.engine.recording import recorder\n"},
+        "errors.py:1 (floor 0) imports engine/recording/recorder.py (floor 5)",
     ),
     (
         upward,
-        {"types.py": "import torch\ndef late():\n    from packprop import context\n"},
-        "types.py:3 (floor 3) imports context.py (floor 14)",
+        {"types.py": "import torch\ndef late():\n    from packprop.engine import context\n"},
+        "types.py:3 (floor 3) imports engine/context.py (floor 14)",
     ),
     (
         upward,
-        {"types.py": "if TYPE_CHECKING:\n    import packprop.functions.entry as entry\n"},
-        "types.py:2 (floor 3) imports functions/entry.py (floor 4)",
+        {"types.py": "if TYPE_CHECKING:\n    import packprop.engine.functions.entry as entry\n"},
+        "types.py:2 (floor 3) imports engine/functions/entry.py (floor 4)",
     ),
     (
         upward,
-        {"functions/entry.py": "from packprop import extend\n"},
-        "functions/entry.py:1 (floor 4) imports __init__.py (floor 22)",
+        {"engine/functions/entry.py": "from packprop import extend\n"},
+        "engine/functions/entry.py:1 (floor 4) imports __init__.py (floor 23)",
     ),
     (
         upward,
-        {"functions/entry.py": "from ..extensions import BatchGrad\n"},
-        "functions/entry.py:1 (floor 4) imports extensions/__init__.py (floor 10)",
+        {"engine/functions/entry.py": "from ...extensions import BatchGrad\n"},
+        "engine/functions/entry.py:1 (floor 4) imports extensions/__init__.py (floor 10)",
     ),
     (
         upward,
-        {"extensions/first_order.py": "from ..context import backpack\n"},
-        "extensions/first_order.py:1 (floor 10) imports context.py (floor 14)",
+        {"extensions/first_order.py": "from ..engine.context import backpack\n"},
+        "extensions/first_order.py:1 (floor 10) imports engine/context.py (floor 14)",
     ),
     (
         upward,
         {
-            "recording/recorder.py": "import importlib\n"
-            "importlib.import_module('..reports.cli', 'packprop.recording')\n"
+            "engine/recording/recorder.py": "import importlib\n"
+            "importlib.import_module('...applications.reports.cli', 'packprop.engine.recording')\n"
         },
-        "recording/recorder.py:2 (floor 5) imports reports/cli.py (floor 18)",
+        "engine/recording/recorder.py:2 (floor 5) imports applications/reports/cli.py (floor 19)",
+    ),
+    (
+        reaching_in,
+        {"applications/dataset/state.py": "from packprop.engine.algebra.monoid import cat\n"},
+        "applications/dataset/state.py:1 reaches into the engine: packprop.engine.algebra.monoid.cat",
+    ),
+    (
+        reaching_in,
+        {"store/reading.py": "def late():\n    from packprop.engine.algebra import monoid\n"},
+        "store/reading.py:2 reaches into the engine: packprop.engine.algebra.monoid",
+    ),
+    (
+        reaching_in,
+        {"applications/reports/cli.py": "from packprop.engine import algebra\n"},
+        "applications/reports/cli.py:1 reaches into the engine: packprop.engine.algebra",
+    ),
+    (
+        reaching_in,
+        {"store/reading.py": "from packprop.engine.context import _hidden\n"},
+        "store/reading.py:1 reaches into the engine: packprop.engine.context._hidden",
     ),
     (
         circular,
@@ -323,7 +398,11 @@ FAULTS = [
         {"errors.py": "def late():\n    from backpack.extensions import BatchGrad\n"},
         "errors.py:2 imports the peer library backpack",
     ),
-    (peers, {"reports/cli.py": "import opacus as o\n"}, "reports/cli.py:1 imports the peer library opacus"),
+    (
+        peers,
+        {"applications/reports/cli.py": "import opacus as o\n"},
+        "applications/reports/cli.py:1 imports the peer library opacus",
+    ),
     (
         autograd,
         {"errors.py": "import torch\n\ntorch.autograd.grad\n"},
@@ -331,28 +410,28 @@ FAULTS = [
     ),
     (
         autograd,
-        {"reports/cli.py": "import torch as t\nt.autograd\n"},
-        "reports/cli.py:2 mentions torch.autograd",
+        {"applications/reports/cli.py": "import torch as t\nt.autograd\n"},
+        "applications/reports/cli.py:2 mentions torch.autograd",
     ),
     (
         autograd,
-        {"reports/cli.py": "from torch import autograd\n"},
-        "reports/cli.py:1 mentions torch.autograd",
+        {"applications/reports/cli.py": "from torch import autograd\n"},
+        "applications/reports/cli.py:1 mentions torch.autograd",
     ),
     (
         autograd,
-        {"reports/cli.py": "from torch.autograd.graph import Node\n"},
-        "reports/cli.py:1 mentions torch.autograd",
+        {"applications/reports/cli.py": "from torch.autograd.graph import Node\n"},
+        "applications/reports/cli.py:1 mentions torch.autograd",
     ),
     (
         autograd,
-        {"reports/cli.py": "import torch.autograd.functional as A\n"},
-        "reports/cli.py:1 mentions torch.autograd",
+        {"applications/reports/cli.py": "import torch.autograd.functional as A\n"},
+        "applications/reports/cli.py:1 mentions torch.autograd",
     ),
     (
         autograd,
-        {"algebra/structures.py": "import torch\ntorch.autograd.grad\n"},
-        "algebra/structures.py:2 mentions torch.autograd",
+        {"engine/algebra/structures.py": "import torch\ntorch.autograd.grad\n"},
+        "engine/algebra/structures.py:2 mentions torch.autograd",
     ),
     (silenced, {"errors.py": "def A():  # noqa: N802\n    ...\n"}, "errors.py:1 gives no reason"),
     (silenced, {"types.py": "\nx: int = ''  # type: ignore[assignment]\n"}, "types.py:2 gives no reason"),
@@ -413,7 +492,7 @@ def test_no_place_is_listed_twice() -> None:
     listed = [place for floor in FLOORS for place in floor]
     assert len(listed) == len(set(listed))
     house = read_packprop()
-    assert {name.partition("/")[0] for name in house.files} == set(listed)
+    assert {in_storey(name).partition("/")[0] for name in house.files} == set(listed)
     named = [*AUTOGRAD, *AUTOGRAD_WITH_NOTE]
     assert all(any(stands_in(name, [place]) for name in house.files) for place in named)
 
@@ -426,7 +505,7 @@ def test_files_are_rooms_of_one_purpose() -> None:
 
 
 def test_a_folder_is_said_in_one_line() -> None:
-    for path in PACKPROP.iterdir():
+    for path in [*PACKPROP.iterdir(), *(PACKPROP / "engine").iterdir(), *(PACKPROP / "applications").iterdir()]:
         if path.is_dir() and (path / "__init__.py").exists():
             said = ast.get_docstring(ast.parse((path / "__init__.py").read_text(encoding="utf-8")))
             assert said, f"{path.name} says nothing of itself"
@@ -436,5 +515,9 @@ def test_a_folder_is_said_in_one_line() -> None:
 def test_the_picture_in_contributing_is_this_list() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     picture = page.partition("## The order\n\n```text\n")[2].partition("```")[0]
-    told = [set(re.split(r"\s{2,}", line)[0].split(" · ")) for line in reversed(picture.splitlines())]
-    assert told == [set(floor) for floor in FLOORS if floor != ("__init__",)]
+    upper, _, lower = picture.partition("--- the engine")
+    for storey, floors in ((upper, APPLICATIONS), (lower, ENGINE)):
+        lines = [line for line in storey.splitlines() if re.match(r"\w", line)]
+        assert [set(re.split(r"\s{2,}", line)[0].split(" · ")) for line in reversed(lines)] == [
+            *map(set, floors)
+        ]

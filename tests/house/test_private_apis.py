@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
-from tests.house.test_floors import FLOORS
+from tests.house.test_floors import FLOORS, in_storey
 from tests.versions import needs_recent
 
 PACKAGE = Path(__file__).resolve().parents[2] / "packprop"
 
-# Private name -> the files that may mention it. Each says beside it why nothing public will do.
+# Private name -> the files that may mention it, by their paths in their storey. Each says beside it why nothing
+# public will do.
 PRIVATE = {
     "_get_current_graph_task_keep_graph": {"recording/marks.py"},
     "_input_metadata": {"functions/nodes.py"},
@@ -103,7 +104,8 @@ def test_there_are_no_more_than_there_were() -> None:
 
 def test_private_names_stand_where_the_table_says() -> None:
     sources = {
-        path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")
+        in_storey(path.relative_to(PACKAGE).as_posix()): path.read_text(encoding="utf-8")
+        for path in PACKAGE.rglob("*.py")
     }
     assert private_of_others(sources) == USED, (
         "a private name of another library came, went or moved: find a public one, or give it a row in "
@@ -159,7 +161,7 @@ def test_the_notes_page_says_where_names_are_documented() -> None:
 
 def test_the_notes_page_lists_notes() -> None:
     written = {
-        (title, path.relative_to(PACKAGE).as_posix())
+        (title, in_storey(path.relative_to(PACKAGE).as_posix()))
         for path in PACKAGE.rglob("*.py")
         for title in re.findall(r"# NOTE \[(.+?)\]", path.read_text(encoding="utf-8"))
     }
@@ -186,7 +188,6 @@ def test_files_that_the_pages_name_are_there() -> None:
     )
     named = set(re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|md|json))`", pages))
     assert len(named) > 20
-    missing = {
-        name for name in named if not any((base / name).exists() for base in (root, PACKAGE, root / "docs"))
-    }
+    bases = (root, root / "docs", PACKAGE, PACKAGE / "engine", PACKAGE / "applications")
+    missing = {name for name in named if not any((base / name).exists() for base in bases)}
     assert missing == set()

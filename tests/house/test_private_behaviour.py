@@ -20,15 +20,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 import packprop
-from packprop.algebra import kernels
-from packprop.eager import pieces
-from packprop.functions import saved
-from packprop.functions.nodes import is_identity, is_once_differentiable
-from packprop.functions.operands import saved_constants
-from packprop.recording.aside import OwnMode
-from packprop.recording.marks import LOSS, RecordedLoss, nodes_above
-from packprop.tensors.hooks import dictionary_of_node
-from packprop.tensors.state import taken_over, version
+from packprop.engine.algebra import kernels
+from packprop.engine.eager import pieces
+from packprop.engine.functions import saved
+from packprop.engine.functions.nodes import is_identity, is_once_differentiable
+from packprop.engine.functions.operands import saved_constants
+from packprop.engine.recording.aside import OwnMode
+from packprop.engine.recording.marks import LOSS, RecordedLoss, nodes_above
+from packprop.engine.tensors.hooks import dictionary_of_node
+from packprop.engine.tensors.state import taken_over, version
 from tests.cases.models.functions import Cube
 from tests.versions import needs_counting, needs_hooks
 
@@ -448,7 +448,7 @@ def test_outside_of_a_pass_a_checkpoint_keeps_nothing() -> None:
 
 def test_the_node_of_a_reentrant_checkpoint_can_be_stood_in_for() -> None:
     """The engine calls ``apply`` of the node itself, which knows what it was made of."""
-    from packprop.recording import reentrant
+    from packprop.engine.recording import reentrant
 
     x = torch.full((2,), 0.5, requires_grad=True)
     y = checkpoint.checkpoint(lambda x, factor: x.exp() * factor, x, 3.0, use_reentrant=True)

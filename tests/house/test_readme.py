@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from packprop import Profile, examples, extensions
+from packprop.applications.reports import cli
 from packprop.examples import load_digits
-from packprop.reports import cli
 from tests.selection import thorough
 
 ROOT = Path(__file__).resolve().parents[2]

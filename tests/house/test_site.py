@@ -15,7 +15,7 @@ SECTIONS = set(re.findall(r"^\.\. automodule:: ([\w.]+)$", REFERENCE, re.MULTILI
 # Public modules that hold names of another section only.
 ELSEWHERE = {"packprop.store": "packprop"}
 # Packages that a user imports from, beside the modules at the top.
-MORE = {"packprop", "packprop.functions", "packprop.memory", "packprop.monitor"}
+MORE = {"packprop", "packprop.monitor"}
 
 
 def values_of(module: str) -> list[object]:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from packprop.engine.tensors.nesting import map_tensors, tensors_in
 from packprop.errors import PackpropError
-from packprop.tensors.nesting import map_tensors, tensors_in
 from tests.hunt.outcomes import FLOOR, Outcome, doubles
 
 LARGEST = 600

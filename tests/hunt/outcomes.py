@@ -16,8 +16,8 @@ from torch import Tensor
 
 import packprop
 from packprop import extensions
+from packprop.engine.recording.marks import HANDLES
 from packprop.errors import PackpropError
-from packprop.recording.marks import HANDLES
 from tests.hunt.programs import Program, write
 from tests.hunt.truth import Instance, Truth, build
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop import BadInput, Monitor, PackpropError, backpack, extensions
-from packprop.context import innermost
+from packprop.engine.context import innermost
 from packprop.integrations.between import StepBetween
 
 X, Y = torch.randn(6, 4), torch.randint(3, (6,))

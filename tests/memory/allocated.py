@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from packprop.compiled.costs import peak_of
+from packprop.applications.compiled.costs import peak_of
 
 
 def most_allocated(call: Callable[[], None]) -> int:

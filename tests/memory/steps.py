@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import packprop
-from packprop.memory.live import LiveBytes
+from packprop.engine.memory.live import LiveBytes
 from tests.cases import CASES
 
 MIB = 2**20

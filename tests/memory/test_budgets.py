@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.algebra import kernels
-from packprop.engine import chunks
-from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
+from packprop.engine.algebra import kernels
+from packprop.engine.memory.bytes import byte_text
+from packprop.engine.memory.plan import BudgetTooSmall
+from packprop.engine.memory.search import HELD, choices, looser
+from packprop.engine.passes import chunks
+from packprop.engine.passes.chunks import ChunkSizes, default_chunk_sizes
 from packprop.errors import BadInput
-from packprop.memory.bytes import byte_text
-from packprop.memory.plan import BudgetTooSmall
-from packprop.memory.search import HELD, choices, looser
 from tests.memory.steps import data, measured, network, step
 from tests.references.running import BY_ATTRIBUTE, ROWS, Row, as_tensors, assert_all_near
 from tests.selection import often, thorough
@@ -160,7 +160,7 @@ def test_peaks_fall_along_what_is_tried(mixed: Any, device: str, monkeypatch: An
     model, batch = build().to(dtype), (torch.randn(shape, dtype=dtype), labels())
 
     def peak(chunk_sizes: ChunkSizes, *asked: Any) -> int:
-        monkeypatch.setattr(sys.modules["packprop.memory.search"], "choices", lambda *_: [chunk_sizes])
+        monkeypatch.setattr(sys.modules["packprop.engine.memory.search"], "choices", lambda *_: [chunk_sizes])
         return packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, device=device).peak
 
     tried = choices(torch.device(device))
@@ -200,7 +200,9 @@ def test_the_least_is_the_least_of_all_choices(
     assert measured(model, batch, make(), memory=plan) <= 1.001 * floor
     all_of_them = itertools.product((2**23, 2**16, 2**14, 0), (2**25, 2**16, 0), (None, 2**16, 0))
     for chunk_sizes in itertools.starmap(ChunkSizes, all_of_them):
-        monkeypatch.setattr(sys.modules["packprop.memory.search"], "choices", lambda *_, one=chunk_sizes: [one])
+        monkeypatch.setattr(
+            sys.modules["packprop.engine.memory.search"], "choices", lambda *_, one=chunk_sizes: [one]
+        )
         assert packprop.plan(model, loss, batch, [make()], memory=2**40).peak >= floor, chunk_sizes
 
 
@@ -328,7 +330,7 @@ def test_an_accelerator_takes_larger_chunks_but_a_share_of_what_is_free(monkeypa
 
 
 def test_what_is_free_is_what_the_device_says(monkeypatch: Any) -> None:
-    from packprop.tensors.device import free_bytes
+    from packprop.engine.tensors.device import free_bytes
 
     class Module:
         is_available = staticmethod(lambda: True)

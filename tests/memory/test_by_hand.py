@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import packprop
 from benchmarks.tracked import size_of
 from packprop import extensions
-from packprop.engine import chunks
-from packprop.memory.live import LiveBytes
+from packprop.engine.memory.live import LiveBytes
+from packprop.engine.passes import chunks
 from tests.references.oracle import Oracle, Problem
 from tests.references.running import ROWS, Row, as_tensors, assert_all_near, generator
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import packprop
 from benchmarks.tracked import size_of
 from packprop import extensions
-from packprop.memory.live import LiveBytes
+from packprop.engine.memory.live import LiveBytes
 from tests.selection import often
 
 WORDS, WIDTH, SAMPLES, TOKENS = 8192, 64, 32, 16

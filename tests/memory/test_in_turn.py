@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.engine.chunks import ChunkSizes
+from packprop.engine.memory.live import LiveBytes
+from packprop.engine.memory.plan import BudgetTooSmall
+from packprop.engine.passes.chunks import ChunkSizes
 from packprop.errors import BadInput
-from packprop.memory.live import LiveBytes
-from packprop.memory.plan import BudgetTooSmall
 from tests.cases.models.wrapping import Checkpointed
 from tests.memory.steps import step
 from tests.references.running import assert_all_near
@@ -80,6 +80,6 @@ def test_parameters_in_turn_leave_reentrant_checkpoints_whole(monkeypatch: Any) 
     model, batch = Checkpointed(True), (torch.randn(4, 3), torch.randint(3, (4,)))
     step(model, batch, extensions.DiagGGNExact())
     expected = {name: p.diag_ggn_exact.clone() for name, p in model.named_parameters()}
-    monkeypatch.setattr(packprop.context, "default_chunk_sizes", lambda device: ChunkSizes(0, 0, 0, 1))
+    monkeypatch.setattr(packprop.engine.context, "default_chunk_sizes", lambda device: ChunkSizes(0, 0, 0, 1))
     step(model, batch, extensions.DiagGGNExact())
     assert_all_near({n: p.diag_ggn_exact for n, p in model.named_parameters()}, expected, "in turn", 1e-5)

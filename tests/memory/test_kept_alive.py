@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from packprop.engine.memory.live import LiveBytes
 from packprop.errors import BadInput
-from packprop.memory.live import LiveBytes
 from packprop.testing import check_model
 from tests.selection import often
 

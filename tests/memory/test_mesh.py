@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 import packprop
 from packprop import extensions
+from packprop.engine.tensors.nesting import tensors_in
 from packprop.errors import BadInput
-from packprop.tensors.nesting import tensors_in
 from tests.distributed.processes import in_processes, needs_groups
 from tests.memory.allocated import most_allocated
 from tests.selection import thorough

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import packprop
 from packprop import extensions
-from packprop.engine import chunks
+from packprop.engine.passes import chunks
 from packprop.errors import PackpropWarning
 from tests.references.running import ROWS, Row, as_tensors, assert_all_near
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from packprop.engine.graph.walk import walk
+from packprop.engine.memory.live import LiveBytes
+from packprop.engine.memory.plan import BudgetTooSmall
+from packprop.engine.memory.planning import plan_again
+from packprop.engine.samples.locating import check_graph
+from packprop.engine.tensors.nesting import tensors_in
 from packprop.errors import PackpropError, PackpropWarning
-from packprop.graph.walk import walk
-from packprop.memory.live import LiveBytes
-from packprop.memory.plan import BudgetTooSmall
-from packprop.memory.planning import plan_again
-from packprop.samples.locating import check_graph
-from packprop.tensors.nesting import tensors_in
 from tests.cases import Case
 from tests.memory.steps import PLANNED, data, measured, network
 from tests.references.oracle import Problem

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from packprop.engine.memory.bytes import byte_count, byte_text
+from packprop.engine.memory.live import LiveBytes
+from packprop.engine.memory.plan import BudgetTooSmall
+from packprop.engine.memory.planning import plan_again
 from packprop.errors import PackpropError, PackpropWarning
-from packprop.memory.bytes import byte_count, byte_text
-from packprop.memory.live import LiveBytes
-from packprop.memory.plan import BudgetTooSmall
-from packprop.memory.planning import plan_again
 from tests.memory.steps import MIB, PLANNED, data, network, step
 from tests.references.running import assert_all_near, backward, forward, results
 
@@ -29,7 +29,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[packprop.Plan]:
         plans.append(plan_again(*arguments))
         return plans[-1]
 
-    monkeypatch.setattr(sys.modules["packprop.memory.planning"], "plan_again", counted)
+    monkeypatch.setattr(sys.modules["packprop.engine.memory.planning"], "plan_again", counted)
     return plans
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.engine.chunks import ChunkSizes
-from packprop.engine.column_sweeps import ColumnSweeps
+from packprop.engine.memory.plan import BudgetTooSmall
+from packprop.engine.passes.chunks import ChunkSizes
+from packprop.engine.passes.column_sweeps import ColumnSweeps
 from packprop.errors import BadInput
-from packprop.memory.plan import BudgetTooSmall
 from tests.memory.steps import data, network, step
 from tests.references.running import assert_all_near
 
@@ -90,7 +90,7 @@ def test_uses_of_tied_parameters_are_swept_together() -> None:
     expected = {name: p.diag_ggn_exact.clone() for name, p in model.named_parameters()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ColumnSweeps, "run", watched)
-        patch.setattr(packprop.context, "default_chunk_sizes", lambda device: ChunkSizes(0, 0, 0, 1))
+        patch.setattr(packprop.engine.context, "default_chunk_sizes", lambda device: ChunkSizes(0, 0, 0, 1))
         step(model, batch, extensions.DiagGGNExact())
     assert sorted(map(len, swept)) == [2, 2, 4]  # weight and bias of a layer; twice those of the tied one
     assert sorted({name for names in swept for name in names}) == sorted(expected)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.curvature import double_backward
-from packprop.graph import pull
-from packprop.memory import dry_run
-from packprop.memory.live import LiveBytes
-from packprop.tensors import repeated
+from packprop.engine.curvature import double_backward
+from packprop.engine.graph import pull
+from packprop.engine.memory import dry_run
+from packprop.engine.memory.live import LiveBytes
+from packprop.engine.tensors import repeated
 from tests.selection import often
 
 

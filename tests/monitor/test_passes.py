@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import packprop
-from packprop.algebra import structures
-from packprop.engine import chunks
-from packprop.engine.chunks import ChunkSizes
-from packprop.functions.rules import convolution
+from packprop.engine.algebra import structures
+from packprop.engine.functions.rules import convolution
+from packprop.engine.passes import chunks
+from packprop.engine.passes.chunks import ChunkSizes
 from packprop.monitor.passes import GradientAndNorms
 from tests.cases import CASES, ONE_OF_EACH, Case
 from tests.references.running import assert_all_near, backward, reference, results

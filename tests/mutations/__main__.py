@@ -24,9 +24,9 @@ from tests.mutations.changes import Change, changes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "mutations.json"
-ROOMS = ("engine", "algebra", "curvature", "extensions", "tensors")
+ROOMS = ("engine/passes", "engine/algebra", "engine/curvature", "extensions", "engine/tensors")
 KINDS = ("sign", "axis", "merge", "comparison")
-FIRST = ("tests/extensions/test_cases.py", "tests/extensions", "tests/engine", "tests/curvature")
+FIRST = ("tests/extensions/test_cases.py", "tests/extensions", "tests/passes", "tests/curvature")
 """What is tried before everything else, after the tests of the folder itself."""
 LIMIT = 3600
 """Seconds for one run of the selection; a change that takes longer is found."""
@@ -82,7 +82,7 @@ def examined(tree: Path, change: Change, jobs: int) -> dict[str, Any]:
     begun = time.monotonic()
     try:
         file.write_text(change.applied(source), encoding="utf-8")
-        near = [f"tests/{change.file.split('/')[1]}", *FIRST]
+        near = [f"tests/{Path(change.file).parts[-2]}", *FIRST]
         by = first_failure(tree, [path for path in near if (tree / path).exists()], 1)
         by = by or first_failure(tree, (), jobs)
     finally:

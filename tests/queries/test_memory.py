@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import packprop
+from packprop.engine.memory import LiveBytes
 from packprop.extensions import KFLR, BatchGrad, Projected
-from packprop.memory import LiveBytes
 from tests.queries.small import LOSS, QUERIES, SIZE, by_row, influence, written
 from tests.references.running import assert_near
 from tests.selection import often

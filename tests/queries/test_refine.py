@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import Refinement
-from packprop.algebra.projecting import projected
-from packprop.algebra.projections import Projection
-from packprop.algebra.structures import Dense
+from packprop.engine.algebra.projecting import projected
+from packprop.engine.algebra.projections import Projection
+from packprop.engine.algebra.structures import Dense
+from packprop.engine.memory import LiveBytes
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.extensions import EKFAC, KFLR, BatchGrad, Projected
-from packprop.memory import LiveBytes
 from tests.dataset.matrices import PROBLEMS, classes, convolution, dense, problem
 from tests.queries.small import by_row
 from tests.references.running import assert_near
@@ -172,7 +172,7 @@ class Batches:
 
 @pytest.mark.parametrize("memory", ["500MiB", 60_000])
 def test_work_goes_on_where_it_was_ended(tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packprop.queries.keeping.SHARE", 0)  # after each reading
+    monkeypatch.setattr("packprop.applications.queries.keeping.SHARE", 0)  # after each reading
     model, loss, data = problem("convolution")
     result = written(tmp_path / "store", model, loss, data, EKFAC(fisher="exact"))
 

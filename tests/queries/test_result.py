@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from packprop.queries.result import Influence
+from packprop.applications.queries.result import Influence
 from packprop.store.search import Found
 
 

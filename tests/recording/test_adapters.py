@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.memory import LiveBytes
+from packprop.engine.memory import LiveBytes
 from tests.references.running import assert_rows_of_terms
 
 

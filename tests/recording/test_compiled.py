@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.recording import unrecorded
+from packprop.engine.recording import unrecorded
 from tests.references.per_sample import batch, network, rows_by_loop
 from tests.references.running import assert_near
 from tests.versions import needs_recent

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.recording.marks import EXTENDED, OUTPUT, marks_of
+from packprop.engine.recording.marks import EXTENDED, OUTPUT, marks_of
 from tests.cases import BY_NAME
 from tests.references.per_sample import batch, check_rows, network, rows_by_loop
 from tests.references.running import ROWS, assert_near, assert_rows_of_terms, backward, extend, make_all

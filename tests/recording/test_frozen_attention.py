@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
-from packprop.recording.aside import CHOOSERS
+from packprop.engine.recording.aside import CHOOSERS
 from tests.references.running import assert_near
 
 

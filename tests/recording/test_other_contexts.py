@@ -12,7 +12,7 @@ from torch import nn
 
 import packprop
 from packprop import extensions
-from packprop.recording.marks import marks_of, nodes_above
+from packprop.engine.recording.marks import marks_of, nodes_above
 from tests.references.per_sample import batch, check_rows, network, rows_by_loop
 from tests.references.running import ROWS, assert_near, make_all
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
+from packprop.engine.recording.marks import Use
 from packprop.errors import PackpropError
-from packprop.recording.marks import Use
 from tests.recording.saving import WAYS, Net, Wrap, assert_equal, plain
 from tests.references.running import ROWS, generator
 from tests.selection import often

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from packprop.engine.recording.marks import EXTENDED
+from packprop.engine.recording.switch import extended, is_extended
+from packprop.engine.recording.unchanged import unchanged
 from packprop.errors import PackpropError
-from packprop.recording.marks import EXTENDED
-from packprop.recording.switch import extended, is_extended
-from packprop.recording.unchanged import unchanged
 from tests.cases.models.wrapping import Apply
 from tests.references.running import assert_near
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import packprop
 from benchmarks.checkpointing import EXTENSIONS, Bytes, Size, Step
 from packprop import extensions
-from packprop.algebra import cells
-from packprop.engine import chunks
+from packprop.engine.algebra import cells
+from packprop.engine.passes import chunks
 from tests.recording.saving import REFERENCE, WAYS, Net, assert_equal, plain, run
 from tests.references.running import ROWS, Row
 from tests.selection import often

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.recording.marks import EXTENDED
-from packprop.recording.switch import is_extended
+from packprop.engine.recording.marks import EXTENDED
+from packprop.engine.recording.switch import is_extended
 from tests.references.oracle import Oracle, Problem
 from tests.references.per_sample import batch, network
 from tests.references.refusals import check, each_row, refused, untouched

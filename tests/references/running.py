@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.algebra import kronecker
+from packprop.engine.algebra import kronecker
+from packprop.engine.tensors.nesting import tensors_in
 from packprop.errors import PackpropError
-from packprop.tensors.nesting import tensors_in
 from packprop.types import Seed
 from tests.cases import BY_NAME, Case
 from tests.references.oracle import Oracle, Problem

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from packprop.reports import cli
+from packprop.applications.reports import cli
 from tests.reports.factories import FACTORIES, Run
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from packprop.reports.coverage import coverage
-from packprop.reports.coverage_values import Coverage
+from packprop.applications.reports.coverage import coverage
+from packprop.applications.reports.coverage_values import Coverage
 from tests.cases import BY_NAME
 
 SIZE = 3

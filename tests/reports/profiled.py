@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packprop import Profile
-from packprop.reports.profile import profile
-from packprop.reports.profile.layers import Layer
+from packprop.applications.reports.profile import profile
+from packprop.applications.reports.profile.layers import Layer
 
 SIZE = 12
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from packprop import examples
-from packprop.reports.compare import compare
+from packprop.applications.reports.compare import compare
 from tests.reports.profiled import network, quiet
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")

@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 
 import packprop
 from packprop import Profile, examples
-from packprop.dataset import replays
+from packprop.applications.dataset import replays
+from packprop.applications.reports import arguments, cli
 from packprop.examples import digits, load_digits
-from packprop.reports import arguments, cli
 from tests.distributed.processes import in_processes, needs_groups
 from tests.reports.factories import FACTORIES, Run
 
@@ -160,7 +160,15 @@ def test_help_explains_everything(capfd: pytest.CaptureFixture[str]) -> None:
 def test_as_a_command(tmp_path: Path) -> None:
     """The command in a process of its own: its streams, its status, the current folder, the width of a pipe."""
     (tmp_path / "mine.py").write_text(FACTORIES)
-    command = [sys.executable, "-m", "packprop.reports.cli", "profile", "--threads", "1", "--no-page"]
+    command = [
+        sys.executable,
+        "-m",
+        "packprop.applications.reports.cli",
+        "profile",
+        "--threads",
+        "1",
+        "--no-page",
+    ]
     root = str(Path(packprop.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": root, "COLUMNS": "60"}
     options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}

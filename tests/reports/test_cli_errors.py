@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from packprop import Profile
-from packprop.reports import cli
+from packprop.applications.reports import cli
 from tests.reports.factories import Run
 
 BAD = [

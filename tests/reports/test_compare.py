@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from packprop import BadInput, Profile
-from packprop.reports import cli
-from packprop.reports.compare import compare
-from packprop.reports.compare.differences import QUANTITIES, Difference
-from packprop.reports.compare.table import change_text, value_texts
-from packprop.reports.profile.layers import Layer
+from packprop.applications.reports import cli
+from packprop.applications.reports.compare import compare
+from packprop.applications.reports.compare.differences import QUANTITIES, Difference
+from packprop.applications.reports.compare.table import change_text, value_texts
+from packprop.applications.reports.profile.layers import Layer
 from tests.reports.pages import read_page
 from tests.reports.profiled import network, quiet
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from packprop import Profile, examples
-from packprop.reports.profile.costs import TITLES, Noted, phases_of, sweeps_of
-from packprop.reports.profile.layers import TOTAL
+from packprop.applications.reports.profile.costs import TITLES, Noted, phases_of, sweeps_of
+from packprop.applications.reports.profile.layers import TOTAL
 from tests.reports.pages import read_page
 from tests.reports.profiled import quiet
 
@@ -96,7 +96,7 @@ def test_without_a_timeline_nothing_is_measured() -> None:
 
 
 def test_a_batch_that_takes_long_is_not_run_for_each_quantity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packprop.reports.profile.memory_use.PATIENCE", 0.0)
+    monkeypatch.setattr("packprop.applications.reports.profile.memory_use.PATIENCE", 0.0)
     data = (torch.randn(9, 3), torch.randint(2, (9,)))
     found = quiet(nn.Linear(3, 2), nn.CrossEntropyLoss(), data, timeline=True)
     assert found.memory is not None

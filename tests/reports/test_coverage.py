@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import packprop
-from packprop.reports.coverage import coverage
-from packprop.reports.coverage_values import Consumption
+from packprop.applications.reports.coverage import coverage
+from packprop.applications.reports.coverage_values import Consumption
 from tests.cases import BY_NAME, CASES, Case, call
 from tests.cases.models.wrapping import Apply
 from tests.references.running import backward

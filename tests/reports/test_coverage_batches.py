@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import packprop
-from packprop.recording.marks import EXTENDED, HANDLES
-from packprop.reports.coverage import coverage
+from packprop.applications.reports.coverage import coverage
+from packprop.engine.recording.marks import EXTENDED, HANDLES
 from tests.cases import BY_NAME
 from tests.cases.models.wrapping import Apply
 from tests.reports.covered import SIZE, linear_model, of

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import packprop
-from packprop.reports.coverage import coverage
+from packprop.applications.reports.coverage import coverage
 from tests.cases.models.wrapping import Apply, Raw
 from tests.references.running import assert_rows_of_terms
 from tests.reports.covered import SIZE, family, linear_model, of

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from packprop.engine.chunks import ChunkSizes
+from packprop.applications.reports.profile.memory_use import POINTS, MemoryUse, memory_use, thinned
+from packprop.engine.passes.chunks import ChunkSizes
 from packprop.extensions import BatchGrad
-from packprop.reports.profile.memory_use import POINTS, MemoryUse, memory_use, thinned
 from tests.reports.profiled import SIZE, network, quiet
 
 
@@ -92,7 +92,7 @@ def test_what_fails_after_the_work_costs_the_timeline_alone(monkeypatch: pytest.
     def fails(*_: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("packprop.reports.profile.run.memory_use", fails)
+    monkeypatch.setattr("packprop.applications.reports.profile.run.memory_use", fails)
     model, data = network()
     found = quiet(model, nn.CrossEntropyLoss(), data, timeline=True)
     assert found.memory is None

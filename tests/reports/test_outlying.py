@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from packprop import BadInput, Profile
-from packprop.reports.profile.outlying import SIDE, picture_of, text_of
+from packprop.applications.reports.profile.outlying import SIDE, picture_of, text_of
 from tests.reports.profiled import quiet
 
 INPUTS = torch.rand(30, 1, 4, 4, generator=torch.Generator().manual_seed(0))

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from packprop import BadInput, PackpropError, Profile, examples
-from packprop.reports import cli
-from packprop.reports.page import figure, findings, libraries, naming
-from packprop.reports.page.memory import REASONS
-from packprop.reports.profile.uncertainty import signal_to_noise_interval
+from packprop.applications.reports import cli
+from packprop.applications.reports.page import figure, findings, libraries, naming
+from packprop.applications.reports.page.memory import REASONS
+from packprop.applications.reports.profile.uncertainty import signal_to_noise_interval
 from tests.reports.factories import Run
 from tests.reports.pages import Element, read_page
 from tests.reports.profiled import network, quiet

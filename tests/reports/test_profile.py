@@ -9,7 +9,7 @@ from torch import nn
 
 import packprop
 from packprop import BadInput
-from packprop.reports.profile.assembly import TOTAL
+from packprop.applications.reports.profile.assembly import TOTAL
 from tests.reports.profiled import ALL, OWNED, SIZE, Expected, network, quiet
 
 

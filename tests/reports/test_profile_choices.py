@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from packprop import PackpropError, PackpropWarning, Profile
-from packprop.reports.page.findings import findings_of
-from packprop.reports.profile.layers import Layer, Spectrum, spectrum_of
+from packprop.applications.reports.page.findings import findings_of
+from packprop.applications.reports.profile.layers import Layer, Spectrum, spectrum_of
 from tests.reports.profiled import ALL, Expected, network, quiet
 
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import packprop
 from packprop import BadInput, PackpropError, Profile
-from packprop.reports.profile import profile
-from packprop.reports.profile.files import check_folder
+from packprop.applications.reports.profile import profile
+from packprop.applications.reports.profile.files import check_folder
 from tests.reports.profiled import SIZE, network, quiet
 
 

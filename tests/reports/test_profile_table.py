@@ -10,9 +10,9 @@ import pytest
 from torch import nn
 
 from packprop import Profile
-from packprop.reports.profile.assembly import TOTAL
-from packprop.reports.profile.layers import Layer, Spectrum
-from packprop.reports.profile.table import number_text
+from packprop.applications.reports.profile.assembly import TOTAL
+from packprop.applications.reports.profile.layers import Layer, Spectrum
+from packprop.applications.reports.profile.table import number_text
 from tests.reports.profiled import network, quiet
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import packprop
+from packprop.applications.reports import cli
 from packprop.extensions import EKFAC, KFLR, BatchGrad
-from packprop.reports import cli
 from tests.reports.factories import FACTORIES, Run
 
 QUERIES = """
@@ -119,7 +119,7 @@ def test_errors_of_packprops_own(query: Run, monkeypatch: pytest.MonkeyPatch) ->
     def fails(*args: Any, **options: Any) -> None:
         raise ZeroDivisionError("surprise")
 
-    monkeypatch.setattr("packprop.reports.query.influence", fails)
+    monkeypatch.setattr("packprop.applications.reports.query.influence", fails)
     status, _, err = query("store", *FACTORY)
     assert status == 1
     assert err.startswith("error: packprop query was called.\n")
@@ -129,6 +129,6 @@ def test_interrupted(query: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("packprop.reports.query.influence", interrupted)
+    monkeypatch.setattr("packprop.applications.reports.query.influence", interrupted)
     status, _, err = query("store", *FACTORY)
     assert (status, err) == (130, "interrupted; nothing was written\n")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from packprop import Profile
-from packprop.reports.page.findings import findings_of
-from packprop.reports.profile.ranks import narrow_factors
+from packprop.applications.reports.page.findings import findings_of
+from packprop.applications.reports.profile.ranks import narrow_factors
 from tests.reports.profiled import quiet
 
 

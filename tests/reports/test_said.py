@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from packprop.reports.profile.said import Said, said_of
+from packprop.applications.reports.profile.said import Said, said_of
 
 TOKENS = torch.tensor([[3, 0, 1, 4, 2, 2]])
 SOME = torch.tensor([[3, -100, 1, 4, -100, 2]])

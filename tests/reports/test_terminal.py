@@ -18,7 +18,7 @@ import torch
 
 import packprop
 from packprop import Profile
-from packprop.dataset.progress import Meter
+from packprop.applications.dataset.progress import Meter
 from tests.reports.factories import FACTORIES, Run
 from tests.selection import thorough
 
@@ -63,9 +63,9 @@ def test_json_is_all_that_standard_output_gets(run: Run, tmp_path: Path) -> None
 
 def test_a_meter_says_rate_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 10.0, 12.0])
-    monkeypatch.setattr("packprop.dataset.progress.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("packprop.applications.dataset.progress.time.perf_counter", lambda: next(now))
     sizes = iter([100 * 2**20, 150 * 2**20, 160 * 2**20])
-    monkeypatch.setattr("packprop.dataset.progress.resident_now", lambda: next(sizes))
+    monkeypatch.setattr("packprop.applications.dataset.progress.resident_now", lambda: next(sizes))
     meter = Meter(600 * 2**20, torch.device("cpu"))
     assert meter.rate(128) == ""  # the first batch takes longer than others
     assert meter.rate(384) == ", 128 samples/s"
@@ -76,7 +76,7 @@ def test_a_meter_says_rate_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packprop.dataset.progress.resident_now", lambda: None)
+    monkeypatch.setattr("packprop.applications.dataset.progress.resident_now", lambda: None)
     assert Meter(100, torch.device("cpu")).memory() == ""
 
 
@@ -94,7 +94,15 @@ class Terminal:
         root = str(Path(packprop.__file__).parents[1])
         plain = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
         settings = {"PYTHONPATH": root, "COLUMNS": "120", "TERM": "xterm-256color"}
-        command = [sys.executable, "-m", "packprop.reports.cli", "profile", "--no-page", "--threads", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "packprop.applications.reports.cli",
+            "profile",
+            "--no-page",
+            "--threads",
+            "1",
+        ]
         self.process = subprocess.Popen(
             [*command, *arguments],
             cwd=folder,
@@ -167,7 +175,7 @@ def test_an_interrupt_leaves_a_run_to_go_on_from_and_a_whole_terminal(run: Run, 
 
 
 def test_help_says_how_commands_end(capfd: pytest.CaptureFixture[str]) -> None:
-    from packprop.reports import cli
+    from packprop.applications.reports import cli
 
     for command in ("profile", "compare", "page"):
         with pytest.raises(SystemExit):

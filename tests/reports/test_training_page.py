@@ -11,9 +11,9 @@ from torch import nn
 
 import packprop
 from packprop import BadInput
+from packprop.applications.reports import cli
+from packprop.applications.reports.page.training import findings_of, outlying_samples, read_lines, training_page
 from packprop.monitor import QUANTITIES
-from packprop.reports import cli
-from packprop.reports.page.training import findings_of, outlying_samples, read_lines, training_page
 from tests.reports.pages import read_page
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from packprop.functions.losses.description import LOSSES
-from packprop.functions.registry import RULES
+from packprop.engine.functions.losses.description import LOSSES
+from packprop.engine.functions.registry import RULES
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import packprop
-from packprop.functions.building import scaled
+from packprop.engine.functions.building import scaled
 from packprop.types import GRADIENT, Extension, Row
 from tests.references.tensors import R, p
 

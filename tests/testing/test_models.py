@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.algebra import cells
-from packprop.algebra.structures import Outer
-from packprop.functions.building import affine
-from packprop.functions.entry import Entry
-from packprop.functions.losses.description import Loss, Root
-from packprop.functions.losses.roots import bernoulli_root
-from packprop.functions.node_calls import NodeCall
+from packprop.engine.algebra import cells
+from packprop.engine.algebra.structures import Outer
+from packprop.engine.functions.building import affine
+from packprop.engine.functions.entry import Entry
+from packprop.engine.functions.losses.description import Loss, Root
+from packprop.engine.functions.losses.roots import bernoulli_root
+from packprop.engine.functions.node_calls import NodeCall
 from packprop.testing import CheckFailed, check_extension, check_model
 from tests.cases import BY_NAME
 from tests.references.tensors import R

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import packprop
 from packprop import extensions
-from packprop.algebra.monoid import CAT
-from packprop.algebra.structures import Outer
-from packprop.dataset import state
-from packprop.engine import saving
+from packprop.applications.dataset import state
+from packprop.engine.algebra.monoid import CAT
+from packprop.engine.algebra.structures import Outer
+from packprop.engine.passes import saving
 from packprop.testing import CheckFailed, check_extension
 from packprop.types import EXACT, GRADIENT, INPUTS, Extension, Row
 from tests.testing.registered import absolute, made

@@ -11,7 +11,7 @@ from torch import nn
 
 import packprop
 from packprop import extensions
-from packprop.dataset import operators
+from packprop.applications.dataset import operators
 from tests.typing import accepted, every_call
 
 KRONECKER = ("eigen", "dense", "multiply", "inverse", "solve", "trace", "logdet")

@@ -1,1 +1,4 @@
-"""Module paths of the older library that its tutorials import from; see ``packprop/__init__.py``."""
+"""Module paths that do not stand at the top: older ones of packprop, and those of BackPACK's tutorials.
+
+See ``packprop/__init__.py``, which adds this folder to the package's path.
+"""

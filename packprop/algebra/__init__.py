@@ -1,1 +1,0 @@
-"""Tensors in, tensors out: structures, their statistics, and the merging of results."""

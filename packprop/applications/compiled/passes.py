@@ -1,0 +1,166 @@
+"""Ordinary passes that run again and again, and that a trace follows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from packprop.engine.context import backpack
+from packprop.engine.memory import Plan, budget_of
+from packprop.engine.passes import Hook
+from packprop.engine.recording import extended, record
+from packprop.engine.tensors import LossFunction, outputs_and_loss
+from packprop.types import Extension
+
+ASKED = "A compiled step was called."
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of a pass.
+
+    Args:
+        loss: The loss.
+        gradients: By the number of the parameter.
+        results: By the number of the parameter and the attribute.
+        finished: The modules that the hook was called with, in order.
+    """
+
+    loss: Tensor
+    gradients: dict[int, Tensor]
+    results: dict[tuple[int, str], Any]
+    finished: list[nn.Module]
+
+
+class Pass(Protocol):
+    """A pass that a graph can replace."""
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules of the pass."""
+
+    @property
+    def extensions(self) -> Sequence[Extension]:
+        """The extensions of the pass."""
+
+    @property
+    def budget(self) -> int | None:
+        """The most bytes of tensor storage that may be alive at once, if there is a limit."""
+
+    def run(self, inputs: Any, targets: Any) -> Tensor:
+        """Run the pass; return the loss, cut from its graph."""
+
+    def run_apart(self, parameters: Sequence[Tensor], inputs: Any, targets: Any) -> Outcome:
+        """Run the pass, and leave everything as if it had not run."""
+
+    def deliver(self, parameters: Sequence[Tensor], outcome: Outcome) -> Tensor:
+        """Apply the results of a pass; return the loss."""
+
+    def clear(self, parameters: Sequence[Tensor], outcome: Outcome) -> None:
+        """Drop results of the pass before that this one makes anew."""
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """The pass of each call of a step: accumulates gradients, saves results on parameters.
+
+    Args:
+        model: The model.
+        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
+        extensions: The extensions of the step.
+        hook: The user's extension hook.
+        memory: The budget, or a plan.
+    """
+
+    model: nn.Module
+    loss: LossFunction | None
+    extensions: tuple[Extension, ...]
+    hook: Hook | None
+    memory: int | str | Plan | None
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules of the pass."""
+        return [each for each in (self.model, self.loss) if isinstance(each, nn.Module)]
+
+    @property
+    def budget(self) -> int | None:
+        """The most bytes of tensor storage that may be alive at once, if there is a limit."""
+        return self.memory.memory if isinstance(self.memory, Plan) else budget_of(self.memory)
+
+    def run(self, inputs: Any, targets: Any) -> Tensor:
+        """Run forward and backward pass; return the loss, cut from its graph."""
+        return self._run(inputs, targets, self.hook)
+
+    def run_apart(self, parameters: Sequence[Tensor], inputs: Any, targets: Any) -> Outcome:
+        """Run the pass, and leave gradients, results and the user's hook as if it had not run."""
+        finished: list[nn.Module] = []
+        with _set_aside(self.extensions, parameters):
+            loss = self._run(inputs, targets, finished.append if self.hook is not None else None)
+            gradients = {
+                n: each.grad for n, each in enumerate(parameters) if each.is_leaf and each.grad is not None
+            }
+            results = {
+                (number, extension.savefield): vars(tensor)[extension.savefield]
+                for number, tensor in enumerate(parameters)
+                for extension in self.extensions
+                if extension.savefield in vars(tensor)
+            }
+        return Outcome(loss, gradients, results, finished)
+
+    def deliver(self, parameters: Sequence[Tensor], outcome: Outcome) -> Tensor:
+        """Put the results of a pass on the parameters, and call the hook."""
+        for number, gradient in outcome.gradients.items():
+            parameter = parameters[number]
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                with torch.no_grad():  # in place, as autograd has it
+                    parameter.grad.add_(gradient)
+        for (number, name), value in outcome.results.items():
+            setattr(parameters[number], name, value)
+        if self.hook is not None:
+            for module in outcome.finished:
+                self.hook(module)
+        return outcome.loss
+
+    def clear(self, parameters: Sequence[Tensor], outcome: Outcome) -> None:
+        """Remove results from the parameters that get new ones."""
+        for number, name in outcome.results:
+            vars(parameters[number]).pop(name, None)
+
+    def _run(self, inputs: Any, targets: Any, hook: Hook | None) -> Tensor:
+        with contextlib.ExitStack() as stack:
+            for module in self.modules:
+                stack.enter_context(extended(module))
+            with record():
+                _, loss = outputs_and_loss(ASKED, self.model, self.loss, inputs, targets)
+            with backpack(*self.extensions, extension_hook=hook, memory=self.memory):
+                loss.backward()
+        return loss.detach()
+
+
+@contextlib.contextmanager
+def _set_aside(extensions: Sequence[Extension], parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Take gradients and results off parameters, and put them back."""
+    fields = [extension.savefield for extension in extensions]
+    before = [
+        (tensor, tensor.grad, {name: vars(tensor).pop(name) for name in fields if name in vars(tensor)})
+        for tensor in parameters
+        if tensor.is_leaf
+    ]
+    for tensor, _, _ in before:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient, results in before:
+            tensor.grad = gradient
+            for name in fields:
+                vars(tensor).pop(name, None)
+            vars(tensor).update(results)

@@ -1,0 +1,217 @@
+"""The dependencies of a trace: the modules as they are, the batch, the settings around the call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.engine.passes import AutocastRegions
+from packprop.engine.recording import is_recording_disabled
+from packprop.engine.tensors import PLAIN, has_late_hooks, is_hooked, tensors_in
+
+REGISTERED = ("_parameters", "_buffers")
+CONTAINERS = (tuple, list, dict)
+NOT_DATA = (nn.Module, type, FunctionType, MethodType)
+"""Objects whose attributes do not decide what a module does."""
+
+
+@dataclass(frozen=True)
+class State:
+    """The tensors that a pass reads, and everything else that decides its work.
+
+    Args:
+        parameters: Parameters and buffers of the modules, each once.
+        batch: Tensors of the batch, each once.
+        key: Equal for two calls if one graph serves both.
+    """
+
+    parameters: list[Tensor]
+    batch: list[Tensor]
+    key: tuple[Any, ...]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The inputs of a graph."""
+        return [*self.parameters, *self.batch]
+
+
+def state_of(modules: Sequence[nn.Module], batch: Any) -> State:
+    """Describe what a pass of these modules on a batch depends on."""
+    key: list[Any] = []
+    parameters: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    for root in modules:
+        key += [_described(module, parameters, seen) for module in root.modules()]
+    given: dict[int, Tensor] = {}
+    key.append(_structure(batch, given))
+    key += map(_kind, parameters.values())
+    key += map(_kind, given.values())
+    key.append(_surroundings([*parameters.values(), *given.values()]))
+    return State([*parameters.values()], [*given.values()], tuple(key))
+
+
+class _Same:
+    """An object that equals itself alone; it stays alive, so that nothing else can have its identity."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return f"another {type(self.value).__name__}"
+
+
+def _described(module: nn.Module, parameters: dict[int, Tensor], seen: set[int]) -> tuple[Any, ...]:
+    """Describe a module without its submodules: its class, its tensors by number, its plain attributes.
+
+    Args:
+        module: The module.
+        parameters: The known tensors, by identity; this adds the module's own.
+        seen: Other objects that were described, by identity.
+    """
+    found: list[Any] = [id(module), type(module)]
+    attributes = module.__dict__
+    for name in REGISTERED:
+        for own, tensor in attributes[name].items():
+            found.append(own)
+            found.append(None if tensor is None else _number(tensor, parameters))
+    for name, value in attributes.items():
+        kind = type(value)
+        if kind in PLAIN:
+            found.append(name)
+            found.append(value)
+        elif isinstance(value, Tensor):
+            if value.is_leaf or not attributes["_forward_pre_hooks"]:  # hooks make weights anew in each pass
+                found += (name, _Same(value))
+        elif not value:
+            continue
+        elif name.endswith("_hooks"):  # of all kinds, as torch.nn.Module has them
+            others = [_Same(hook) for hook in value.values() if not _is_own(hook)]
+            found += (name, *others) if others else ()
+        elif name.startswith("_"):
+            continue
+        elif kind in CONTAINERS:
+            found += (name, _contained(value))
+        elif hasattr(value, "__dict__") and not isinstance(value, NOT_DATA) and id(value) not in seen:
+            seen.add(id(value))  # a configuration, which many modules may share
+            found += (name, _contained({key: each for key, each in vars(value).items() if type(each) in PLAIN}))
+    return tuple(found)
+
+
+def _contained(value: Any) -> Any:
+    """Describe the contents of a container, as far as they are plain or tensors."""
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        return _Same(value)
+    if kind is dict:
+        return tuple(
+            (name if type(name) in PLAIN else id(name), _contained(each)) for name, each in value.items()
+        )
+    if kind in CONTAINERS:
+        return tuple(map(_contained, value))
+    return kind
+
+
+def _number(tensor: Tensor, known: dict[int, Tensor]) -> int:
+    """Return the place of a tensor among the known ones, at the end if it is new."""
+    if id(tensor) not in known:
+        known[id(tensor)] = tensor
+        return len(known) - 1
+    return list(known).index(id(tensor))
+
+
+def _structure(value: Any, given: dict[int, Tensor]) -> Any:
+    """Describe the nesting of a batch, its tensors by number, everything else as it is."""
+    if isinstance(value, Tensor):
+        return ("tensor", _number(value, given))
+    kind = type(value)
+    if kind in PLAIN:
+        return (kind, value)
+    if isinstance(value, Mapping):
+        return (kind, *((name, _structure(each, given)) for name, each in value.items()))
+    if isinstance(value, (tuple, list)):
+        return (kind, *(_structure(each, given) for each in value))
+    numbers = [_number(tensor, given) for tensor in tensors_in(value)]
+    return (kind, *numbers) if numbers else (kind, id(value))
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    """Describe what a graph assumes about an input."""
+    kind = type(tensor)
+    strides = tensor.stride() if tensor.layout is torch.strided else None
+    hooked = is_hooked(tensor) or has_late_hooks(tensor)
+    return (
+        kind,
+        tensor.shape,
+        strides,
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        tensor.is_leaf,
+        hooked,
+    )
+
+
+def _is_own(hook: Any) -> bool:
+    """Tell whether a hook is packprop's."""
+    return str(getattr(hook, "__module__", "")).startswith("packprop.")
+
+
+def _surroundings(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
+    """Describe the settings around a call."""
+    regions = AutocastRegions.now({tensor.device.type for tensor in tensors}).regions
+    return regions, is_recording_disabled(), torch.are_deterministic_algorithms_enabled()
+
+
+def first_change(modules: Sequence[nn.Module], before: tuple[Any, ...], now: State) -> str:
+    """Name the first thing that decides on a pass and has changed."""
+    labels = [_label(name, module) for root in modules for name, module in root.named_modules()]
+    labels.append("the nesting of the batch")
+    names = {id(tensor): name for root in modules for name, tensor in _named_tensors(root)}
+    labels += [f"parameter or buffer {names.get(id(tensor), '')!r}" for tensor in now.parameters]
+    labels += [f"tensor {number} of the batch" for number in range(len(now.batch))]
+    labels.append("what is in force around the call (autocast, disable(), deterministic algorithms)")
+    labels += ["whether gradients are there"] * (len(now.key) - len(labels))
+    if len(before) != len(now.key) or len(labels) != len(now.key):
+        return "how many modules, parameters or tensors there are"
+    for label, old, new in zip(labels, before, now.key, strict=True):
+        if old != new:
+            return f"{label}: {_first_difference(old, new)}"
+    return "nothing that can be named"
+
+
+def _label(name: str, module: nn.Module) -> str:
+    return f"module {name!r} ({type(module).__name__})" if name else f"{type(module).__name__}"
+
+
+def _named_tensors(root: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from root.named_parameters()
+    yield from root.named_buffers()
+
+
+def _first_difference(old: Any, new: Any) -> str:
+    """Say where two descriptions differ; what stands before a value in one is its name."""
+    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new) and type(old) is tuple:
+        place = next(place for place, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1])
+        named = f"{old[place - 1]} " if place and isinstance(old[place - 1], str) else ""
+        return f"{named}{_first_difference(old[place], new[place])}"
+    if isinstance(old, tuple) and isinstance(new, tuple) and type(old) is tuple:
+        added = [each for each in (*new, *old) if isinstance(each, str) and (each in new) != (each in old)]
+        return f"{added[0]!r} is new, or gone" if added else "it has more or less than before"
+    return f"{_said(old)} before, {_said(new)} now"
+
+
+def _said(value: Any) -> str:
+    return str(list(value)) if isinstance(value, torch.Size) else repr(value)

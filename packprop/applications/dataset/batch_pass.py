@@ -1,0 +1,257 @@
+"""The pass over one batch of a data set, which a graph may replace.
+
+# NOTE [Sharded passes]
+If ``fully_shard`` has sharded the model, all ranks go through every pass together: all of them make parameters
+whole, or none does. Before each unit of the forward pass, and after the pass, they tell each other whether all
+can go on: see NOTE [In step]. A rank without a batch goes through an earlier one, and drops the results.
+However much sweeps differ between ranks, it does not matter: see NOTE [Rounds].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from packprop.applications.compiled.passes import Outcome
+from packprop.applications.dataset.loss_terms import loss_terms, number_of_terms
+from packprop.applications.dataset.parts import Part, drawn_in_each_reading
+from packprop.applications.dataset.ranks import Ranks
+from packprop.applications.dataset.state import MergedResults
+from packprop.applications.dataset.stored import StoredResults
+from packprop.engine.curvature import sample_losses
+from packprop.engine.distributed import require_sharded, swept
+from packprop.engine.graph import Graph, walk
+from packprop.engine.passes import BackwardPass, ChunkSizes, Log, Request, settle_loss_inputs
+from packprop.engine.recording import record
+from packprop.engine.samples import check_graph
+from packprop.engine.tensors import (
+    LossFunction,
+    abandon_forward,
+    coming_to_units,
+    is_traced,
+    named_parameters,
+    outputs_and_loss,
+    reshard,
+)
+from packprop.errors import PackpropWarning
+from packprop.types import Extension
+
+FOUND = (0, "what a batch brought")
+"""The key of a batch's results in an ``Outcome``."""
+
+
+class Found(NamedTuple):
+    """The results of a batch, apart from its loss.
+
+    Args:
+        samples: The number of its samples.
+        reduction: The reduction of its loss.
+        terms: The divisor of its loss.
+        rows: Results by the name of the parameter, with its precision.
+    """
+
+    samples: int
+    reduction: str
+    terms: Tensor | float
+    rows: dict[str, tuple[torch.dtype, dict[Part, list[Any]]]]
+
+
+@dataclass
+class BatchPass:
+    """One batch through the model, the loss and a backward pass without gradients; merges the results.
+
+    Args:
+        asked: The call of the user, for messages.
+        model: The model, which is extended meanwhile.
+        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
+        merged: Takes the results of batches.
+        extensions: The extensions of the pass.
+        stored: Takes those results that go to a store.
+        parts: The parts of the extensions in this reading of the data.
+        second: Says that it is the second reading.
+        chunk_sizes: The chunk sizes of the batch.
+        batch: The batch as the data gave it.
+        number: Its number among those of all ranks.
+        sharded: The ranks, if ``fully_shard`` has sharded the model over them; see NOTE [Sharded passes].
+        log: Called after each chunk of samples, as ``BackwardPass`` calls it.
+    """
+
+    asked: str
+    model: nn.Module
+    loss: LossFunction | None
+    merged: MergedResults
+    extensions: Sequence[Extension]
+    stored: StoredResults | None
+    parts: Sequence[Part] = ()
+    second: bool = False
+    chunk_sizes: ChunkSizes | None = None
+    batch: Any = None
+    number: int = 0
+    sharded: Ranks | None = None
+    log: Log | None = None
+
+    def __post_init__(self) -> None:
+        self._names = {id(parameter): name for name, parameter in named_parameters(self.model)}
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules of the pass."""
+        return [each for each in (self.model, self.loss) if isinstance(each, nn.Module)]
+
+    @property
+    def budget(self) -> int | None:
+        """None: under a budget no graph replaces a pass."""
+        return None
+
+    def run(self, inputs: Any, targets: Any) -> Tensor:
+        """Run the pass, and merge the results of each parameter as they come; return the loss."""
+        loss, graph = self._recorded(inputs, targets)
+        with self._put_together(graph):
+            self._settle(graph)
+            reduction, divisor = loss_terms(graph)
+            terms = number_of_terms(divisor)
+
+            def done(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
+                name, dtype = self._name_of(graph, leaf), graph.home(leaf).dtype
+                self._merge(name, dtype, graph.samples, terms, self._kept(found))
+
+            with _quiet_without(terms):
+                self._backward(graph, done)
+            self._count(graph.samples, reduction, terms, loss)  # inside: if it fails here, others are told
+        return loss
+
+    def take_part(self, inputs: Any, targets: Any) -> None:
+        """Run the pass because other ranks need this one in it; merge nothing."""
+        _, graph = self._recorded(inputs, targets)
+        with self._put_together(graph):
+            settle_loss_inputs(graph, self.parts)
+            check_graph(graph)
+            with _quiet_without(number_of_terms(loss_terms(graph)[1])):
+                self._backward(graph, _dropped)
+
+    def run_apart(self, parameters: Sequence[Tensor], inputs: Any, targets: Any) -> Outcome:
+        """Run the pass, and merge nothing."""
+        loss, graph = self._recorded(inputs, targets)
+        self._settle(graph)
+        reduction, terms = loss_terms(graph)
+        rows: dict[str, tuple[torch.dtype, dict[Part, list[Any]]]] = {}
+
+        def done(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
+            rows[self._name_of(graph, leaf)] = (leaf.dtype, self._kept(found))
+
+        samples = graph.samples
+        with contextlib.nullcontext() if is_traced() else _quiet_without(float(terms)):
+            self._backward(graph, done)
+        return Outcome(loss, {}, {FOUND: Found(samples, reduction, terms, rows)}, [])
+
+    def deliver(self, parameters: Sequence[Tensor], outcome: Outcome) -> Tensor:
+        """Merge the results of a pass or its graph; return the loss."""
+        found: Found = outcome.results[FOUND]
+        terms = number_of_terms(found.terms)
+        for name, (dtype, rows) in found.rows.items():
+            self._merge(name, dtype, found.samples, terms, rows)
+        self._count(found.samples, found.reduction, terms, outcome.loss)
+        return outcome.loss
+
+    def clear(self, parameters: Sequence[Tensor], outcome: Outcome) -> None:
+        """Leave nothing on parameters."""
+
+    def _recorded(self, inputs: Any, targets: Any) -> tuple[Tensor, Graph]:
+        """Run the forward pass; return its loss, and its graph."""
+        if self.sharded is None:
+            return self._forward(inputs, targets)
+        try:
+            with coming_to_units(self.model, self.sharded.come_to):
+                found = self._forward(inputs, targets)
+            self.sharded.come_through()
+        except BaseException:
+            abandon_forward(self.model)
+            raise
+        return found
+
+    def _forward(self, inputs: Any, targets: Any) -> tuple[Tensor, Graph]:
+        with torch.enable_grad(), record():
+            _, value = outputs_and_loss(self.asked, self.model, self.loss, inputs, targets)
+        graph = walk([value], [None], None, unshards=self.sharded is not None)
+        if self.sharded is not None:
+            require_sharded(graph, self.parts, self.sharded.all, create_graph=False, planned=False)
+        if is_traced():
+            graph.hooks.require_none()
+        return value.detach(), graph
+
+    def _settle(self, graph: Graph) -> None:
+        """Find the samples, and give their losses to the store if it takes them."""
+        losses = self.stored is not None and self.stored.losses and not self.second
+        settle_loss_inputs(graph, self.parts, kept=losses)
+        check_graph(graph)
+        if losses and self.stored is not None:
+            self.stored.take_losses(sample_losses(graph))
+            settle_loss_inputs(graph, self.parts)
+
+    @contextlib.contextmanager
+    def _put_together(self, graph: Graph) -> Iterator[None]:
+        """Keep sharded parameters whole inside as sweeps need them, on all ranks alike."""
+        if self.sharded is None:
+            yield
+            return
+        try:
+            with swept(graph, self.parts, self.sharded.all):
+                yield
+        finally:
+            reshard(self.model)  # the outermost unit stays after a forward pass, for a backward pass
+
+    def _backward(self, graph: Graph, done: Any) -> None:
+        def known(leaf: Tensor, extension: Extension) -> list[Any]:
+            assert isinstance(extension, Part)
+            return self.merged.known(self._name_of(graph, leaf), extension.whole)
+
+        assert self.chunk_sizes is not None
+        draws = drawn_in_each_reading(self.extensions)
+        request = Request(
+            graph, self.parts, self.chunk_sizes, draws=draws, known=known if self.second else None
+        )
+        BackwardPass(request, done, self.log).run(None)
+        graph.release(keep=False)
+
+    def _name_of(self, graph: Graph, leaf: Tensor) -> str:
+        return self._names.get(id(leaf)) or graph.name(leaf)
+
+    def _kept(self, found: dict[Extension, list[Any]]) -> dict[Part, list[Any]]:
+        """Return results without those that a second reading computes once more."""
+        return {
+            part: found[part] for part in self.parts if part in found and not (self.second and part.is_whole)
+        }
+
+    def _merge(
+        self, name: str, dtype: torch.dtype, samples: int, terms: float, rows: dict[Part, list[Any]]
+    ) -> None:
+        if self.stored is not None and not self.second:
+            rows = self.stored.take(name, dtype, samples, terms, rows)
+        self.merged.add(name, dtype, 0 if self.second else samples, terms, rows)
+
+    def _count(self, samples: int, reduction: str, terms: float, loss: Tensor) -> None:
+        if self.second:
+            self.merged.count_again(samples, terms)
+            return
+        if self.stored is not None:
+            self.stored.end_batch(self.batch, samples, terms)
+        self.merged.count(self.number, samples, terms, loss, reduction)
+
+
+def _dropped(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
+    """Ignore the results."""
+
+
+@contextlib.contextmanager
+def _quiet_without(terms: float) -> Iterator[None]:
+    """Silence warnings inside about a mean loss over no terms; it is NaN and counts as nothing."""
+    with warnings.catch_warnings():
+        if not terms:
+            warnings.simplefilter("ignore", PackpropWarning)
+        yield

@@ -1,0 +1,376 @@
+"""Batches of data of any form, and messages about a batch that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from packprop.applications.dataset.describing import Describer
+from packprop.applications.dataset.ranks import Ranks
+from packprop.applications.dataset.sources import (
+    GLOBAL,
+    Drawing,
+    Draws,
+    Given,
+    Numbers,
+    Samples,
+    Source,
+    chained,
+    set_states,
+    source_of,
+    states_of,
+)
+from packprop.engine.tensors import LABELS, inputs_and_targets, tensors_in
+from packprop.errors import BadInput, PackpropError
+
+Data = Dataset[Any] | tuple[Tensor, Tensor] | Iterable[tuple[Any, Any]]
+
+
+BATCH_SIZE = 128
+"""Samples in a batch if the data come sample by sample."""
+
+END = object()
+"""The sign that no batch is left."""
+
+
+class Batches:
+    """Readings of data of any form; it knows the current batch, so that messages can describe it.
+
+    Args:
+        asked: The call of the user, for messages.
+        data: A ``Dataset`` of pairs, a tuple of tensors ``(inputs [n, ...], targets [n, ...])``, or
+            batches ``(inputs, targets)`` such as a ``DataLoader``.
+        batch_size: Samples in a batch, 128 if ``None``; only for data that come sample by sample.
+        whole: Says that the model takes whole batches, and computes the loss itself.
+
+    Attributes:
+        count: Batches of this reading so far.
+        ended: Says that it has come to its end.
+        watched: Watch batches, to notice if another reading brings others.
+        digest: Stands for the batches of this reading so far, if they are watched.
+
+    Raises:
+        BadInput: For data of another form; while iterating, for a batch of another form.
+    """
+
+    def __init__(self, asked: str, data: Any, batch_size: int | None = None, whole: bool = False) -> None:
+        self.asked, self.count, self.ended, self._whole = asked, 0, False, whole
+        self.watched, self.digest = False, ""
+        self._current: Any = None
+        self._first: list[Any] = []
+        if isinstance(data, (tuple, list)) and data and all(isinstance(x, Tensor) for x in data):
+            sizes = {len(x) if x.dim() else 0 for x in data}
+            if len(sizes) != 1 or (len(data) != 2 and not whole):
+                raise BadInput(
+                    asked,
+                    f"data, tensors {shapes(data)}",
+                    "they are not a pair whose first axes hold the same number of samples",
+                    "give a tensor of inputs [n, ...] and a tensor of targets [n, ...]; or, as batches "
+                    "without targets, dictionaries of the model's arguments by name",
+                )
+            data = TensorDataset(*data)
+        self.source: Source
+        if isinstance(data, Dataset):
+            self.source = source_of(data, batch_size or BATCH_SIZE)
+        elif isinstance(data, Mapping):
+            raise BadInput(
+                asked,
+                f"data {described(data)}",
+                "a mapping is one batch, not data that batches are taken from",
+                "give a list of batches, [batch], a data loader or a Dataset",
+            )
+        elif not isinstance(data, Iterable):
+            raise BadInput(
+                asked,
+                f"data {described(data)}",
+                "it is neither a data set nor can it be iterated over",
+                "give a Dataset, a pair of tensors, or batches (inputs, targets)",
+            )
+        elif batch_size is not None:
+            raise BadInput(
+                asked,
+                f"batch_size={batch_size} with data {described(data)}",
+                "these data come in batches already",
+                "leave the batch size out, or give a Dataset or a pair of tensors",
+            )
+        else:
+            self.source = source_of(data, 0)
+        self._rest: Iterator[Any] | None = None
+        self._rank, self._world = 0, 1
+        self._draws = Draws()
+        own = self.source.generators() if isinstance(self.source, Given) else []
+        self._generators: list[Drawing] = [*own, *GLOBAL]
+        self._start: list[Any] = []
+
+    def __length_hint__(self) -> int:
+        return max(0, len(self.source) - self.count)
+
+    def facts(self) -> dict[str, Any]:
+        """Return facts that tell these data from others, without reading them all."""
+        return self.source.facts()
+
+    def described(self, describer: Describer) -> dict[str, Any]:
+        """Describe the code that reads the data, and some of them; keep generators there with their places."""
+        found = self.source.described(describer)
+        self.keep_generators(describer.generators)
+        return found
+
+    def keep_generators(self, generators: Iterable[Any]) -> None:
+        """Keep the states of a run's generators with places in the data."""
+        known = {id(kept.source if isinstance(kept, Numbers) else kept) for kept in self._generators}
+        for each in generators:
+            if id(each) in known:
+                continue
+            known.add(id(each))
+            self._generators.append(each if isinstance(each, torch.Generator) else Numbers(each))
+            if self._start:  # the run has looked at a batch before
+                self._start = [self._start[0], [*self._start[1], *states_of(self._generators[-1:])]]
+
+    def left(self) -> int:
+        """Return how many batches are to come; if that is not known, as many as there were."""
+        return self.__length_hint__() if len(self.source) else self.count
+
+    @property
+    def is_read_once(self) -> bool:
+        """Tell whether there can be no second reading."""
+        return isinstance(self.source, Given) and self.source.is_read_once
+
+    def first(self) -> tuple[Any, Any] | None:
+        """Return the next batch; iteration still begins with it. ``None`` if a reading had come to its end.
+
+        Raises:
+            BadInput: If there is none at all.
+        """
+        if not self._first:
+            batch = self._next()
+            if batch is END and not self.count and self._world == 1:
+                raise BadInput(self.asked, "data", "it held no batch", "give at least one batch")
+            if batch is END:
+                return None
+            self._first.append(batch)
+        return self._checked(self._first[0])
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        self.first()
+        while (batch := self._first.pop() if self._first else self._next()) is not END:
+            self._taken(batch)
+            yield self._checked(batch)
+            self._current = None
+
+    def take_instead(self, batch: Any) -> None:
+        """Name this batch of another rank in messages, if this rank has none."""
+        self._current = batch
+
+    def share(self, ranks: Ranks) -> None:
+        """Divide samples with indices among the ranks, batch by batch; other batches are each rank's own."""
+        if ranks.world == 1:
+            return
+        self._rank, self._world = ranks.rank, ranks.world
+        if not self.is_read_once:
+            self.begin_again()  # the run may have looked at a batch
+        self._start = []
+        self._draws.state = ranks.derived(self._draws.state)
+
+    def begin_again(self) -> None:
+        """Begin another reading with the next batch; it draws the same numbers as the last one."""
+        self._draws.state, states = self._start_or_now
+        set_states(self._generators, states)
+        self.count, self.digest, self.ended = 0, "", False
+        self._rest = None
+        self._first.clear()
+
+    @property
+    def _start_or_now(self) -> list[Any]:
+        """Return the random states that a reading begins with."""
+        return self._start or [self._draws.state, states_of(self._generators)]
+
+    def place(self) -> dict[str, Any]:
+        """Return the place of this reading, in values that a file can hold; beside the loader's own state.
+
+        Before the first batch is taken, this is the start, even if the run has looked at the batch.
+        """
+        now = [self._draws.state, states_of(self._generators)] if self.count else self._start_or_now
+        return {
+            "batches": self.count,
+            "digest": self.digest,
+            "start": self._start_or_now,
+            "draws": now[0],
+            "generators": now[1],
+        }
+
+    @property
+    def has_state(self) -> bool:
+        """Tell whether there is a loader that keeps its position itself."""
+        return isinstance(self.source, Given) and self.source.has_state
+
+    @property
+    def is_placed(self) -> bool:
+        """Tell whether a reading continues at its place, so that earlier batches do not come again."""
+        return self.has_state or isinstance(self.source, Samples)
+
+    def loader_state(self) -> Any:
+        """Return the loader's own position; before its first batch that may be an old one."""
+        if not self.has_state or not self.count or self.ended:
+            return None
+        with self._draws.apart():
+            return self.source.data.state_dict()  # type: ignore[union-attr]  # looked at by has_state
+
+    def go_to(self, place: Mapping[str, Any], number: int) -> None:
+        """Continue from a place, and draw as from there on; ``number`` batches of all ranks were done.
+
+        Batches that come as they are, from a loader without a state, are read up to there, and compared.
+
+        Raises:
+            BadInput: If they differ from the earlier ones.
+        """
+        source = self.source
+        if place["ended"]:
+            self._start, self._rest, self.ended = place["start"], iter(()), True
+            self._first.clear()
+        elif not place["batches"] and not number:
+            if self.is_read_once and self._rest is not None:
+                return  # the run has looked at its first batch, which will not come again
+            self._start = place["start"]
+            self.begin_again()
+        elif isinstance(source, Given) and place["loader"] is None:
+            self._read_up_to(place)
+        else:
+            self._start = place["start"]
+            self._first.clear()
+            if isinstance(source, Given):
+                with self._draws.apart():
+                    source.data.load_state_dict(place["loader"])  # type: ignore[attr-defined]  # as it had one
+            self._open(number)
+        self.count, self.digest, self._current = place["batches"], place["digest"], None
+        self._draws.state = place["draws"]
+        set_states(self._generators, place["generators"])
+
+    def _read_up_to(self, place: Mapping[str, Any]) -> None:
+        """Read batches again, and compare them with the earlier ones."""
+        known = place["batches"]
+        if not self.is_read_once:
+            self._start = place["start"]
+            self.begin_again()
+        while self.count < known and (batch := self._first.pop() if self._first else self._next()) is not END:
+            self._taken(batch)
+        fewer = f"they hold {self.count} batches only" if self.count < known else None
+        if fewer or self.digest != place["digest"]:
+            raise BadInput(
+                self.asked,
+                f"the data, of which {known} batches had been read",
+                fewer or "their first batches are others than those, or in another order",
+                "give the same data in the same order; a StatefulDataLoader, or a Dataset, is not read again",
+            )
+
+    def _open(self, begin: int) -> None:
+        self.ended = False
+        self._start = self._start_or_now
+        with self._reading():
+            source = self.source
+            self._rest = (
+                source.open() if isinstance(source, Given) else source.open(begin, self._rank, self._world)
+            )
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Let the data draw their own random numbers inside, and report errors as those of the data."""
+        try:
+            with self._draws.apart():
+                yield
+        except PackpropError:
+            raise
+        except Exception as error:
+            where = f"the data, after {self.count} batches"
+            instead = "see that the data can be iterated over on their own"
+            raise BadInput(self.asked, where, explanation(error), instead) from error
+
+    def _next(self) -> Any:
+        if self._rest is None:
+            self._open(0)
+        assert self._rest is not None
+        with self._reading():
+            batch = next(self._rest, END)
+        self.ended = batch is END
+        return batch
+
+    def _taken(self, batch: Any) -> None:
+        self._current = batch
+        self.count += 1
+        if self.watched and isinstance(self.source, Given):
+            self.digest = chained(self.digest, batch)
+
+    def _checked(self, batch: Any) -> tuple[Any, Any]:
+        self._current = batch
+        split = inputs_and_targets(batch, self._whole)
+        if split is not None and _has_tensors(split[0]):
+            return split
+        where = f"batch {max(self.count, 1)} of the data, {described(batch)}"
+        if self._whole:
+            instead = "let the data yield what the model takes: tensors, by name or in order"
+            raise BadInput(self.asked, where, "it holds no tensors", instead)
+        raise BadInput(
+            self.asked,
+            where,
+            "it is not a pair (inputs, targets) with tensors as inputs",
+            "let the data yield such pairs; inputs may be a tuple or a mapping of arguments. Or let them yield "
+            f"mappings with the targets as {LABELS!r}; or give loss=None if the model computes the loss",
+        )
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Name the current batch in any exception from inside; leave one between batches alone.
+
+        Raises:
+            BadInput: From any exception that is not packprop's own.
+        """
+        try:
+            yield
+        except PackpropError:
+            raise
+        except Exception as error:
+            if self._current is None:
+                raise
+            where = f"batch {max(self.count, 1)} of the data, {described(self._current)}"
+            called = "the model" if self._whole else "loss(model(inputs), targets)"
+            instead = f"see that {called} works for every batch"
+            if isinstance(error, torch.OutOfMemoryError):
+                instead = "use smaller batches"
+            raise BadInput(self.asked, where, explanation(error), instead) from error
+
+
+def explanation(error: BaseException) -> str:
+    """Return type and message of an exception, and the last place outside of torch and packprop on its way."""
+    frames = traceback.extract_tb(error.__traceback__)
+    packages = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
+    own = [frame for frame in frames if not frame.filename.startswith(packages)]
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if not own or isinstance(error, SyntaxError):  # its message says where it is
+        return message
+    return f"{message} ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name})"
+
+
+def described(value: Any) -> str:
+    """Describe a value for messages: its type, and shapes if it holds tensors."""
+    if isinstance(value, Tensor):
+        return f"a tensor {shapes(value)}"
+    if isinstance(value, (tuple, list)) and len(value) == 2 and _has_tensors(value):
+        return f"inputs {shapes(value[0])}, targets {shapes(value[1])}"
+    kind = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+    return f"{kind} of tensors {shapes(value)}" if _has_tensors(value) else kind
+
+
+def shapes(value: Any) -> str:
+    """Describe shapes and types of the tensors in nested tuples, lists and dictionaries."""
+    texts = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors_in(value)]
+    return " and ".join(texts) if texts else f"of type {type(value).__name__}"
+
+
+def _has_tensors(value: Any) -> bool:
+    return next(tensors_in(value), None) is not None

@@ -1,0 +1,299 @@
+"""Quantities over a whole data set: it streams batches, and merges their unscaled results."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.data import DistributedSampler
+
+from packprop.applications.dataset.batch_pass import BatchPass
+from packprop.applications.dataset.batches import Batches, Data, described
+from packprop.applications.dataset.checkpoint import Checkpoint, Every
+from packprop.applications.dataset.chunks import ChunkSizesByBatch
+from packprop.applications.dataset.identity import (
+    OF_RANK,
+    RANKS,
+    Identity,
+    difference,
+    identity_of,
+    keep_generators,
+    warn_of_untold,
+)
+from packprop.applications.dataset.parts import needs_second_reading
+from packprop.applications.dataset.rank_files import Own, RankFiles, told_to_all
+from packprop.applications.dataset.ranks import Ranks, ranks_for
+from packprop.applications.dataset.result import Result
+from packprop.applications.dataset.run import Run
+from packprop.applications.dataset.sharded import is_sharded_over, require_same_shards
+from packprop.applications.dataset.shards import results_of, take_up_shards
+from packprop.applications.dataset.sources import Samples
+from packprop.applications.dataset.stored import stored_results
+from packprop.applications.dataset.stream import BatchStream
+from packprop.engine.algebra import SINGLE
+from packprop.engine.distributed import AllRanks
+from packprop.engine.memory import budget_of, chunk_sizes_over_data
+from packprop.engine.passes import long_work_of, warn_of_diagonals, without_correlations
+from packprop.engine.recording import extended
+from packprop.engine.tensors import LossFunction, named_parameters
+from packprop.errors import BadInput
+from packprop.extensions.arguments import require_own_savefields
+from packprop.store.writing import StoreWriter
+from packprop.types import Extension, Extensions, check_extensions
+
+ASKED = "compute(...) was called."
+
+
+def compute(
+    model: nn.Module,
+    loss: LossFunction | None,
+    data: Data | Batches,
+    extensions: Extensions,
+    *more: Extension,
+    batch_size: int | None = None,
+    progress: bool = True,
+    device: torch.device | str | None = None,
+    memory: int | str | None = None,
+    checkpoint: str | Path | None = None,
+    every: int | str = "30s",
+    ranks: AllRanks | Literal["own", "all"] | None = None,
+    store: StoreWriter | str | Path | None = None,
+    losses: bool = False,
+    compiled: bool = True,
+) -> Result:
+    """Compute the quantities of ``extensions`` for the loss over a whole data set, batch by batch.
+
+    The values belong to one loss over all samples: under a mean loss the scale is 1 over the number of all
+    terms, whatever the sizes of the batches; under a sum it is 1. ``compute`` leaves ``.grad`` alone and
+    computes no gradients of weights.
+
+    Args:
+        model: The model, in the mode (train or eval) that you want; you need not extend it.
+        loss: ``loss(model(inputs), targets)``, a loss module or function of torch that reduces by mean or sum.
+            ``None`` if the model computes such a loss itself, from the whole batch, and returns it: as entry or
+            attribute ``loss``, first in a tuple, or alone.
+        data: A ``Dataset`` of pairs, a tuple of tensors ``(inputs [n, ...], targets [n, ...])``, or
+            batches ``(inputs, targets)`` such as a ``DataLoader``; inputs of a batch may be a tuple
+            or a mapping of arguments. A batch may also be one mapping, as Hugging Face's loaders give it:
+            its ``labels`` are the targets, the rest goes into the model by name. Without ``loss`` all of a
+            batch goes into the model: a tensor, a tuple or a mapping of arguments.
+        extensions: What to compute: an instance from ``packprop.extensions``, or a list of them.
+        more: More of them, if you give them one by one.
+        batch_size: Samples in a batch, 128 by default; not for data that come in batches.
+        progress: Show a progress bar on standard error, if that is a terminal: batches, samples in a second,
+            time left, memory beside the budget.
+        device: The device of batches; by default that of the model's parameters.
+        memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), with
+            parameters, activations of a batch and results. packprop makes a plan for the first batch, and again
+            for each batch that is larger than those before.
+        checkpoint: A folder that keeps the run, made if it is missing. If a run ends, in whatever way,
+            ``compute`` with the same arguments continues it, and ends with the same values. A folder of a
+            complete run gives its values at once. packprop reads batches that come as they are, from a loader
+            without ``state_dict``, again up to that place, and compares them.
+        every: How often to write the checkpoint: a time (``"30s"``, ``"5min"``, ``"1h"``) or a number of
+            batches. By the clock, writing takes at most a fiftieth of the time.
+        ranks: Whose samples count: those of this rank (``"own"``), or those of all (``"all"``, or ``AllRanks``
+            for some of them), which must all call ``compute``; by default all, if there is a process group.
+            packprop divides a data set with indices among them, batch by batch; other batches are each rank's
+            own. All get the same values; rows of samples are in the order of steps, then ranks. Each rank keeps
+            its own sums in the checkpoint: with as many ranks as before a run ends with the same values, with
+            another number of them the same up to rounding.
+        store: A place for values of single samples as they come, instead of the result: a folder to make, or a
+            ``StoreWriter``, which stays open. Rows there belong to the loss summed over its terms. With a
+            checkpoint, a continued run cuts off later rows; open a ``StoreWriter`` with ``resume=True`` for
+            that. Each rank writes a shard.
+        losses: Store also the loss of each sample, as ``store["loss"]`` ``[n]``: summed over the sample's
+            terms, with their weights, and not divided by anything.
+        compiled: Let graphs replace passes if that pays (``packprop.compile``): in small models, from a hundred
+            batches of one shape on. The last digits may then differ from run to run. So this does not happen
+            with a checkpoint, a memory budget, or losses. ``Result.replays`` describes the effect.
+
+    Raises:
+        BadInput: For extensions that need all samples in one batch, or that read the data twice if packprop can
+            read these only once; no data, or no loss; a checkpoint of something else, or a folder that is in
+            use or holds other files; for a store that nothing would go to, or that cannot be written.
+        PackpropError: For a loss whose number of terms is not known, a parameter that some batches do not use,
+            or a checkpoint that cannot be read; if another rank fails or ends.
+    """
+    group = ranks_for(ranks)
+    group.arrive()
+    with contextlib.ExitStack() as stack:
+
+        def checked() -> tuple[tuple[Extension, ...], Batches, bool]:
+            _require_graphs()
+            chosen = check_extensions(ASKED, extensions, *more)
+            _require_mergeable(chosen)
+            sharded = is_sharded_over(ASKED, model, group, memory)
+            batches = data
+            if not isinstance(batches, Batches):
+                batches = Batches(ASKED, batches, batch_size, whole=loss is None)
+            _require_rereadable(chosen, batches, data)
+            _require_shards(batches, group)
+            return chosen, batches, sharded
+
+        def identified() -> Identity | None:
+            if checkpoint is None and group.world == 1:
+                if any(map(needs_second_reading, chosen)):
+                    keep_generators(model, loss, batches)  # they have to draw the same once more
+                return None
+            options: dict[str, Any] = {"memory": memory, "stored": store is not None}
+            options |= {"losses": True} if losses else {}
+            options |= {} if isinstance(batches.source, Samples) else {RANKS: group.world}
+            return identity_of(model, loss, chosen, batches, **options)
+
+        def loaded() -> tuple[Checkpoint | None, Own | None]:
+            if checkpoint is None or identity is None or group.rank:
+                return None, None
+            kept = stack.enter_context(Checkpoint(checkpoint, Every(every), identity).open())
+            found = kept.load()
+            if found is not None:
+                warn_of_untold(identity, data=found[0]["complete"] or batches.is_placed)
+            return kept, None if found is None else Own(*found)
+
+        def stream_of() -> BatchStream:
+            stored = stored_results(ASKED, store, model, chosen, resume=state is not None, losses=losses)
+            if stored is not None and stored.writer is not store:
+                stack.enter_context(stored.writer)
+            merged = [each for each in chosen if stored is None or each not in stored.extensions]
+            step = BatchPass(ASKED, model, loss, results_of(model, merged, sharded), chosen, stored)
+            step.sharded = group if sharded else None
+            replays = compiled and checkpoint is None and memory is None and not (losses or sharded)
+            return BatchStream(step, place, batches.left if replays else None)
+
+        chosen, batches, sharded = group.attempt(checked)
+        require_same_shards(ASKED, model, group)
+        identity = group.attempt(identified)
+        _require_same(group.each(identity))
+        kept, own = group.attempt(loaded)
+        files = None if checkpoint is None else RankFiles(None if kept is None else kept.path, group)
+        if sharded and files is not None:
+            files.require_one_folder()
+        state = group.each(None if own is None else told_to_all(own.state))[0]
+        if files is not None and state is not None:
+            own = files.read(None if kept is None else kept.others, own, len(state["ranks"]))
+        place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+        stream = group.attempt(stream_of)
+        chunk_sizes = ChunkSizesByBatch(
+            lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, place)
+        )
+
+        def begun() -> Run:
+            for module in stream.step.modules:
+                stack.enter_context(extended(module))
+            stack.enter_context(long_work_of(chosen, bar=False))
+            budget = budget_of(memory)
+            run = Run(batches, stream, chunk_sizes, place, group, checkpoint is not None, progress, budget)
+            run.go_on(kept, files, state, own)
+            return run
+
+        run = group.attempt(begun)
+        if state is not None:
+            take_up_shards(stream.step.merged, state, place, group)
+        result = run.to_the_end()
+        result.replays, result.chunk_sizes = stream.told(), chunk_sizes.first
+        shapes = {name: parameter.shape for name, parameter in named_parameters(model)}
+        for extension in chosen:
+            values = result.tables.get(extension.savefield, {})
+            if named := [
+                k for k, value in values.items() if without_correlations(extension, value, shapes.get(k, ()))
+            ]:
+                warn_of_diagonals(extension, named)
+        return result
+
+
+def _require_graphs() -> None:
+    """Refuse a call if a forward pass cannot make a graph there.
+
+    Raises:
+        BadInput: Inside ``torch.inference_mode()``.
+    """
+    if torch.is_inference_mode_enabled():
+        raise BadInput(
+            ASKED,
+            "torch.inference_mode()",
+            "what is computed inside has no graph, and none can be made of it; torch.no_grad() does no harm",
+            "call it outside, with data that were made outside",
+        )
+
+
+def _require_mergeable(extensions: Sequence[Extension]) -> None:
+    """Refuse extensions whose values over batches do not merge.
+
+    Raises:
+        BadInput: With the first of them.
+    """
+    for extension in extensions:
+        if any(row.over_n is SINGLE for row in extension.rows):
+            raise BadInput(
+                ASKED,
+                f"extension {extension.name}",
+                "its value is a function that belongs to the graph of one backward pass",
+                "ask for it in a backward pass of its own, inside `with packprop.backpack(...)`",
+            )
+        if any(row.whole for row in extension.rows) or extension.subsampling is not None:
+            raise BadInput(
+                ASKED,
+                f"extension {extension.name}",
+                "it relates samples of one batch to each other or by their index in it",
+                "use it in `with backpack(...)` on one batch",
+            )
+    require_own_savefields(ASKED, extensions, "compute one after the other")
+
+
+def _require_rereadable(extensions: Sequence[Extension], batches: Batches, data: object) -> None:
+    """Refuse extensions that go over the samples twice, if the data are gone after one reading.
+
+    Raises:
+        BadInput: With the first such extension.
+    """
+    twice = [extension for extension in extensions if needs_second_reading(extension)]
+    if twice and batches.is_read_once:
+        raise BadInput(
+            ASKED,
+            f"extension {twice[0].name}, with data {described(data)}",
+            "it goes over the samples twice, and these data can be read once",
+            "give a list of batches, a data loader, a Dataset or a pair of tensors; or ask for KFAC or KFLR",
+        )
+
+
+def _require_shards(batches: Batches, ranks: Ranks) -> None:
+    """Refuse a sampler that gives some samples to two ranks, so that all have equally many.
+
+    Raises:
+        BadInput: If the data come from such a sampler.
+    """
+    sampler = getattr(getattr(batches.source, "data", None), "sampler", None)
+    if ranks.world == 1 or not isinstance(sampler, DistributedSampler):
+        return
+    samples = len(sampler.dataset)  # type: ignore[arg-type]  # it has asked for the length itself
+    if sampler.total_size > samples:
+        raise BadInput(
+            ASKED,
+            f"a DistributedSampler of {samples} samples for {sampler.num_replicas} ranks",
+            f"it gives {sampler.total_size - samples} of them twice, so that all ranks have equally many",
+            "give the Dataset itself: it is divided without that",
+        )
+
+
+def _require_same(identities: Sequence[Identity | None]) -> None:
+    """Refuse ranks that work on different things.
+
+    Raises:
+        BadInput: On every rank, with the first difference.
+    """
+    for rank, identity in enumerate(identities):
+        if identity is None or identities[0] is None:
+            continue
+        found = difference(identities[0], identity, but=OF_RANK)
+        if found is not None:
+            raise BadInput(
+                ASKED,
+                f"rank {rank}",
+                f"it is at work on something else than rank 0, by its {found[0]}: {found[1]}",
+                "call compute(...) with the same model, extensions, options and data set on every rank; only "
+                "batches may be other ones; or with ranks='own'",
+            )

@@ -1,0 +1,128 @@
+"""Facts that tell data from others: the code that reads them, and some of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import time
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from packprop.applications.dataset.code import package_of, short_digest
+from packprop.applications.dataset.describing import Describer
+from packprop.applications.dataset.digests import spot_check
+from packprop.engine.tensors import tensors_in
+
+SAMPLER_OPTIONS = (
+    *("batch_size", "drop_last", "replacement", "num_samples", "shuffle", "seed", "epoch", "num_replicas"),
+    *("indices", "weights"),
+)
+"""Attributes of the samplers of PyTorch that say which samples come in which order."""
+
+SECONDS = 0.03
+"""Time after which no further sample is read."""
+
+
+def data_set_facts(data: Any, describer: Describer, is_read: bool = True) -> dict[str, Any]:
+    """Describe the class of a data set with its code and options, and digests of some samples.
+
+    It reads a sample twice, from the same random state; if the two differ, they tell nothing. It reads none if
+    the data draw from generators of their own: they would draw other numbers afterwards.
+
+    Args:
+        data: A data set, with indices or without.
+        describer: Describes its class and options, and notes the parts that it cannot describe.
+        is_read: Says that samples may be read.
+    """
+    before, describer.draws = describer.draws, False
+    facts = {"data set": describer.of(data, "the data set")}
+    has_indices = isinstance(data, Sized) and hasattr(data, "__getitem__")
+    if has_indices and not isinstance(data, IterableDataset):
+        found = {} if describer.draws or not is_read else _some_samples(data)
+        facts |= {"samples": len(data), "some samples": found}
+        if not found:
+            describer.untold.append("samples of the data set")
+    else:
+        describer.untold.append("samples of the data set")
+    describer.draws |= before
+    return facts
+
+
+def loader_facts(loader: Any, describer: Describer) -> dict[str, Any]:
+    """Describe batches that come as they are, without reading them."""
+    if isinstance(loader, DataLoader):
+        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        return {
+            "class": type(loader).__name__,
+            "batch size": loader.batch_size,
+            "sampler": _sampler_facts(sampler, describer),
+            "collate_fn": describer.of(loader.collate_fn, "collate_fn"),
+            "worker_init_fn": describer.of(loader.worker_init_fn, "worker_init_fn"),
+            # whatever a data set opens for itself on reading has to be opened by each worker
+            **data_set_facts(loader.dataset, describer, is_read=loader.num_workers == 0),
+        }
+    if isinstance(loader, (list, tuple)):
+        some = [loader[at] for at in _places(len(loader))]
+        return {"batches": len(loader), "some values": spot_check([*tensors_in(some)])}
+    if package_of(type(loader)) is None and not isinstance(loader, Iterator):
+        return {"loader": describer.of(loader, "the loader")}
+    describer.untold.append("the batches")
+    return {} if isinstance(loader, Iterator) else {"class": type(loader).__name__}
+
+
+def _sampler_facts(sampler: Any, describer: Describer) -> Any:
+    if package_of(type(sampler)) is None:
+        return describer.of(sampler, "the sampler")
+    found = {"class": type(sampler).__name__}
+    for name in SAMPLER_OPTIONS:
+        with contextlib.suppress(Exception):  # an option that this sampler has not, or has not yet
+            found[name] = describer.of(getattr(sampler, name), f"{name} of the sampler")
+    inner = getattr(sampler, "sampler", None)
+    return found if inner is None else {**found, "sampler": _sampler_facts(inner, describer)}
+
+
+def _places(number: int) -> list[int]:
+    """Return some indices, spread over all."""
+    return [*dict.fromkeys((0, number // 3, 2 * number // 3, number - 1))] if number else []
+
+
+def _some_samples(data: Any) -> dict[str, str]:
+    """Return digests of some samples by their index."""
+    found, begin = {}, time.monotonic()
+    for at in _places(len(data)):
+        try:
+            texts = {_digest_of(data, at) for _ in range(2)}
+        except Exception:  # the run meets it, and says more
+            break
+        if len(texts) == 1:
+            found[str(at)] = texts.pop()
+        if time.monotonic() - begin > SECONDS:
+            break
+    return found
+
+
+def _digest_of(data: Any, at: int) -> str:
+    with _fixed_draws():
+        sample = data[at]
+    described = Describer().of(sample, "a sample")
+    return short_digest(json.dumps(described, sort_keys=True))
+
+
+@contextlib.contextmanager
+def _fixed_draws() -> Iterator[None]:
+    """Make random numbers the same each time inside; restore their state afterwards."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002  # data draw from it
+    torch.default_generator.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002  # as above
+    random.seed(0)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002  # as above
+        random.setstate(states[2])

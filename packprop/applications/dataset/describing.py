@@ -1,0 +1,359 @@
+"""Descriptions of values, as JSON has them, that two processes can compare: equal values have equal ones.
+
+Plain values stand for themselves. Tensors have digests, containers their entries, functions their code and its
+references. An installed thing has its name, a class of the user the code that is called, an object its class
+and its attributes. An object without attributes has no description, and is noted in ``untold``.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+import logging
+import math
+import random
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from packprop.applications.dataset.code import (
+    ALL_NAMES,
+    Code,
+    code_of,
+    own_classes,
+    package_at,
+    package_of,
+    short_digest,
+    version_of,
+)
+from packprop.applications.dataset.digests import PIECE, SPOTS, bytes_digest, digest, kind_of, spot_check
+from packprop.applications.dataset.hidden import CONTAINERS, GENERATORS, attributes_of, cells, generators_in
+from packprop.engine.recording import AXIS
+from packprop.engine.tensors import class_before_sharding, named_buffers, named_modules, named_parameters
+
+CALLED = (
+    *("__call__", "__getitem__", "__getitems__", "__iter__", "__len__", "__next__", "__torch_function__"),
+    *("forward", "backward", "setup_context", "jvp", "vjp", "vmap", "rows", "finish"),
+)
+"""The methods that Python, PyTorch and packprop call on an object, beside operators and the like."""
+
+NOT_CALLED = {
+    *("__init__", "__new__", "__post_init__", "__del__", "__init_subclass__", "__set_name__", "__annotate__"),
+    *("__repr__", "__str__", "__format__", "__dir__", "__sizeof__", "__class_getitem__", "__rich_repr__"),
+    *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__copy__"),
+    *("__deepcopy__",),
+}
+"""Methods with names of Python's own that change no value on the way: they make, copy and show objects."""
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes of modules that hold functions which run with them."""
+
+MOST, DEEPEST = 5000, 40
+"""Values in one description, and their maximum nesting."""
+
+OF_MODULE = {*vars(nn.Module()), "training"}
+"""Attributes that every module has."""
+
+PLAIN = (torch.dtype, torch.layout, torch.memory_format, torch.Size, range, slice, complex, type(...))
+WITHOUT_VALUES = (torch.device, logging.Logger, type(threading.Lock()))
+
+
+class Describer:
+    """Describes values, each object once.
+
+    Attributes:
+        untold: The places of values without a description.
+        draws: Says that generators of random numbers, or iterators, were met.
+        generators: Generators so far, whose states can be kept.
+        versions: Versions of the packages of the classes and functions so far.
+    """
+
+    def __init__(self) -> None:
+        self.untold: list[str] = []
+        self.draws = False
+        self.generators: list[Any] = []
+        self.versions: dict[str, str] = {}
+        self._met: dict[tuple[Any, ...], tuple[str, Any]] = {}
+        self._classes: dict[tuple[Any, ...], tuple[dict[str, Any], Code]] = {}
+        self._digests: dict[int, tuple[str, Tensor]] = {}
+        self._left, self._depth = MOST, 0
+
+    def of(self, value: Any, where: str, read: set[str] | None = None) -> Any:
+        """Return the description of a value.
+
+        Args:
+            value: Anything.
+            where: The name of the value in messages.
+            read: Attributes to describe, if the value has them; by default all that count.
+        """
+        if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, enum.Enum)):
+            return value if not isinstance(value, str) or len(value) < 500 else short_digest(value)
+        if isinstance(value, float):
+            return value if math.isfinite(value) else repr(value)
+        if isinstance(value, (bytes, bytearray)):
+            return bytes_digest(bytes(value))
+        if isinstance(value, enum.Enum):
+            return [str(value), self.of(value.value, where)]
+        if isinstance(value, (PurePath, *PLAIN)):
+            return str(value)
+        if isinstance(value, WITHOUT_VALUES):
+            return type(value).__name__
+        if isinstance(value, ModuleType):
+            return self._scope(value, where, read or set())
+        self._left -= 1
+        if self._left < 0 or self._depth > DEEPEST:
+            self._cannot_tell(where)
+            return self._name(type(value))
+        self._depth += 1
+        try:
+            return self._of_many(value, where, read)
+        finally:
+            self._depth -= 1
+
+    def _of_many(self, value: Any, where: str, read: set[str] | None) -> Any:
+        """Describe a value with parts."""
+        if isinstance(value, GENERATORS):
+            self._note_generators([value], where)
+            return "a generator"
+        if isinstance(value, Tensor):
+            whole = value.numel() * value.element_size() <= PIECE
+            return f"{kind_of(value)} {self.digest(value) if whole else spot_check([value])}"
+        if not isinstance(value, type) and hasattr(value, "__array_interface__"):
+            return self._array(np.asarray(value), where)
+        if isinstance(
+            value, (*CONTAINERS, tuple, frozenset, MappingProxyType)
+        ):  # no lazy ones: they read files
+            return self._entries(value, where)
+        return self._once(value, where, read)
+
+    def digest(self, tensor: Tensor) -> str:
+        """Return the digest of a tensor, which is made once."""
+        if id(tensor) not in self._digests:
+            self._digests[id(tensor)] = digest(tensor), tensor
+        return self._digests[id(tensor)][0]
+
+    def _once(self, value: Any, where: str, read: set[str] | None) -> Any:
+        """Describe a function, a class or an object; if it comes again, by a word."""
+        key = id(value), *sorted((read or set()) & {name for name, _ in attributes_of(value)})
+        if key in self._met and not isinstance(value, MethodType):
+            return f"the same as {self._met[key][0]}"
+        self._met[key] = where, value  # the value stays, so that nothing else can have its identity
+        if isinstance(value, functools.partial):
+            facts = {"partial": value.func, "arguments": value.args, "keywords": value.keywords}
+            return {name: self.of(fact, where) for name, fact in facts.items()}
+        if isinstance(value, MethodType):
+            return self._method(value, where)
+        if isinstance(value, FunctionType):
+            return self._function(value, where) if package_of(value) is None else self._name(value)
+        if isinstance(value, type):
+            own = [] if package_of(value) else [name for each in own_classes(value) for name in vars(each)]
+            return self._class(value, [name for name in own if _is_code(value, name)], where)[0]
+        if isinstance(value, nn.Module):
+            return self._whole_module(value, where)
+        return self._object(value, where, read)
+
+    def _name(self, thing: Any) -> str:
+        """Return the name of a class or a function, with the package of installed ones; note its version."""
+        package = package_of(thing)
+        short = getattr(thing, "__name__", type(thing).__name__)
+        if package is None:
+            return str(short)
+        version = version_of(package)
+        if version and package not in ("torch", "packprop"):
+            self.versions[package] = version
+        if version is None:
+            self._cannot_tell(f"the version of {package}")
+        return f"{getattr(thing, '__module__', None) or package}.{getattr(thing, '__qualname__', short)}"
+
+    def _note_generators(self, values: Iterable[Any], where: str) -> None:
+        """Note the generators that values hold, even if they do not count."""
+        for each in generators_in(values):
+            self.draws = True
+            if isinstance(each, random.SystemRandom):  # it has no state
+                self._cannot_tell(where)
+            elif not any(each is known for known in self.generators):
+                self.generators.append(each)
+
+    def _cannot_tell(self, where: str) -> None:
+        if where not in self.untold:
+            self.untold.append(where)
+
+    def _array(self, array: np.ndarray[Any, Any], where: str) -> Any:
+        if array.dtype.hasobject:
+            return self.of([*array.flat[:: max(1, array.size // SPOTS)]], where)
+        step = 1 if array.nbytes <= PIECE else max(1, array.size // SPOTS)
+        return f"{list(array.shape)} {array.dtype} {bytes_digest(array.flat[::step].tobytes())}"
+
+    def _entries(self, value: Any, where: str) -> Any:
+        """Describe the entries of a container; of a long one some, in one digest."""
+        if isinstance(value, Mapping) and len(value) <= SPOTS:
+            return {str(self.of(key, where)): self.of(item, where) for key, item in value.items()}
+        entries = [*value.items()] if isinstance(value, Mapping) else [*value]
+        if isinstance(value, (set, frozenset)):
+            return sorted((self.of(each, where) for each in entries), key=json.dumps)
+        if len(entries) <= SPOTS:
+            return [self.of(each, where) for each in entries]
+        inside = Describer()
+        some = [inside.of(each, where) for each in entries[:: len(entries) // 100]]
+        self.draws |= inside.draws
+        self.generators += inside.generators
+        return f"{len(entries)} entries {short_digest(json.dumps(some, sort_keys=True))}"
+
+    def _function(self, function: FunctionType, where: str) -> dict[str, Any]:
+        """Describe a function: its code, its defaults, and the names around it that it uses."""
+        code = code_of(function.__code__)
+        around = dict(cells(function)) | {
+            name: function.__globals__[name] for name in sorted(code.scope) if name in function.__globals__
+        }
+        around = {name: each for name, each in around.items() if _is_option(name, each, code)}
+        return {
+            "function": function.__name__,
+            "code": code.digest,
+            "defaults": self.of([function.__defaults__, function.__kwdefaults__], where),
+            "names": {name: self.of(each, name, code.read) for name, each in around.items()},
+            **self._attributes_of_function(function, code, where),
+        }
+
+    def _attributes_of_function(self, function: Any, code: Code, where: str) -> dict[str, Any]:
+        """Describe the contents of a function, such as the one that a decorator has wrapped, if any."""
+        held = {name: each for name, each in vars(function).items() if name[0] != "_"}
+        found = self._attributes(held, code, where)
+        wrapped = vars(function).get("__wrapped__")
+        found |= {} if wrapped is None else {"wrapped": self.of(wrapped, where)}
+        return {"attributes": found} if found else {}
+
+    def _method(self, method: MethodType, where: str) -> Any:
+        owner, name = method.__self__, method.__func__.__name__
+        if isinstance(owner, (type, nn.Module, *GENERATORS)):
+            return {"method": self.of(method.__func__, where), "of": self.of(owner, where)}
+        return {"method": name, "of": self._object(owner, where, None, [name])}
+
+    def _scope(self, module: ModuleType, where: str, read: set[str]) -> Any:
+        """Describe the names that code takes from a Python module."""
+        if package_at(module.__name__) is not None:
+            return module.__name__
+        return {name: self.of(vars(module)[name], name, read) for name in sorted(read) if name in vars(module)}
+
+    def _class(self, kind: type, called: Iterable[str], where: str) -> tuple[dict[str, Any], Code]:
+        """Describe the code of a class, as far as it is the user's own and is called, and its references."""
+        names = dict.fromkeys(called)
+        key = kind, *names
+        if key in self._classes:
+            return self._classes[key]
+        specials = {name for each in own_classes(kind) for name in vars(each) if _is_special(name)}
+        names |= dict.fromkeys(sorted(name for name in specials if _is_code(kind, name)))
+        found, methods = Code(), {}
+        todo = [*names]
+        for name in todo:  # grows
+            for each in own_classes(kind):
+                if name not in vars(each):
+                    continue
+                member = vars(each)[name]
+                for part in _functions(member):
+                    code = code_of(part.__code__)
+                    found.take_in(code)
+                    todo += sorted(code.read - names.keys())
+                    names |= dict.fromkeys(code.read)
+                methods[f"{each.__name__}.{name}"] = self._member(member, where)
+        described = {"class": self._name(kind), **({"methods": methods} if methods else {})}
+        return self._classes.setdefault(key, (described, found))
+
+    def _member(self, member: Any, where: str) -> Any:
+        parts = [*_functions(member)]
+        return [self._function(part, where) for part in parts] if parts else self.of(member, where)
+
+    def module(self, module: nn.Module, where: str) -> dict[str, Any]:
+        """Describe the class and the options of a module, without its tensors and the modules inside it."""
+        self._left = MOST
+        kind = class_before_sharding(module)
+        described, code = self._class(kind, CALLED, where)
+        attributes = {name: each for name, each in vars(module).items() if name not in OF_MODULE}
+        own = package_of(kind) is None
+        known = {AXIS, *(code.read if own else ()), *(attributes if own and _reads_all(code) else ())}
+        counted = {name: each for name, each in attributes.items() if name[0] != "_" or name in known}
+        self._note_generators(attributes.values(), where)
+        described = described | self._attributes(counted, code, where)
+        hooks = [each for name in HOOKS for each in vars(module).get(name, {}).values()]
+        hooks = [each for each in hooks if package_of(getattr(each, "func", each)) is None]
+        return described | ({"hooks": self.of(hooks, f"hooks of {where}")} if hooks else {})
+
+    def _whole_module(self, module: nn.Module, where: str) -> dict[str, Any]:
+        tensors = {**dict(named_parameters(module)), **dict(named_buffers(module))}
+        children = dict(named_modules(module))
+        return {
+            **self.module(children.pop(""), where),
+            **{name: self.module(each, f"{where}.{name}") for name, each in children.items()},
+            **{name: f"{kind_of(tensor)} {self.digest(tensor)}" for name, tensor in tensors.items()},
+        }
+
+    def _object(self, value: Any, where: str, read: set[str] | None, called: Iterable[str] = CALLED) -> Any:
+        """Describe the class of an object, and its attributes: those that user code reads, or public ones."""
+        kind = type(value)
+        if isinstance(value, BuiltinFunctionType) or hasattr(value, "__qualname__"):
+            return self._built_in(value, where)
+        self.draws = self.draws or isinstance(value, Iterator)
+        attributes = dict(attributes_of(value))
+        described, code = self._class(kind, (*called, *(read or ())), where)
+        own, known = package_of(kind) is None, code.read | (read or set())
+        if not own or known.isdisjoint(attributes) or _reads_all(code):
+            known |= {name for name in attributes if name[0] != "_"}
+        counted = {name: each for name, each in attributes.items() if name in known}
+        has_none = not attributes and not hasattr(value, "__dict__") and kind is not object
+        if has_none or (not own and attributes and not counted):
+            self._cannot_tell(where)
+        self._note_generators(attributes.values(), where)
+        return described | self._attributes(counted, code, where)
+
+    def _built_in(self, value: Any, where: str) -> Any:
+        """Describe a value that is not written in Python: its name, its object, and the value that it wraps."""
+        owner, wrapped = getattr(value, "__self__", None), getattr(value, "__wrapped__", None)
+        if wrapped is not None:
+            return {"name": self._name(value), "wrapped": self.of(wrapped, where)}
+        if owner is None or isinstance(owner, (type, ModuleType)):
+            return self._name(value)
+        return {"name": self._name(value), "of": self.of(owner, where)}
+
+    def _attributes(self, attributes: Mapping[str, Any], code: Code, where: str) -> dict[str, Any]:
+        """Describe attributes, except for those that the code writes itself: these are no options."""
+        return {
+            name: self.of(each, f"{name} of {where}" if len(where) < 60 else where)
+            for name, each in attributes.items()
+            if _is_option(name, each, code)
+        }
+
+
+def _is_option(name: str, value: Any, code: Code) -> bool:
+    """Tell whether code leaves a named value unchanged; names with two underscores are Python's own."""
+    filled = name in code.filled and isinstance(value, CONTAINERS)
+    return name not in code.written and not filled and not name.startswith("__")
+
+
+def _is_special(name: str) -> bool:
+    """Tell whether Python calls a method of this name by itself, for an operator and the like."""
+    return name.startswith("__") and name.endswith("__") and name not in NOT_CALLED
+
+
+def _reads_all(code: Code) -> bool:
+    """Tell whether code may read attributes whose names are not in it."""
+    return bool(ALL_NAMES & (code.read | code.scope))
+
+
+def _is_code(kind: type, name: str) -> bool:
+    return any(name in vars(each) and next(_functions(vars(each)[name]), None) for each in own_classes(kind))
+
+
+def _functions(member: Any) -> Iterator[FunctionType]:
+    """Return the functions of the user in an entry of a class."""
+    for part in (
+        member,
+        *(getattr(member, name, None) for name in ("__func__", "fget", "func", "__wrapped__")),
+    ):
+        if isinstance(part, FunctionType) and package_of(part) is None:
+            yield part

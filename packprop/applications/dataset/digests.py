@@ -1,0 +1,58 @@
+"""Short texts that stand for tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.engine.tensors import whole_tensor
+
+PIECE = 2**24
+"""Bytes of a tensor that are read at once."""
+
+SPOTS = 1024
+"""The number of a tensor's entries that stand for all, to notice a change of the data."""
+
+
+def digest(tensor: Tensor) -> str:
+    """Return a short text that no other tensor shares, whatever device it is on.
+
+    For a ``DTensor`` all ranks must ask at once, and get the same.
+    """
+    found = hashlib.blake2b(digest_size=8)
+    flat = whole_tensor(tensor.detach()).contiguous().view(-1)
+    step = max(1, PIECE // max(1, flat.element_size()))
+    for start in range(0, len(flat), step):
+        found.update(_bytes_of(flat[start : start + step]))
+    return found.hexdigest()
+
+
+def spot_check(tensors: Sequence[Tensor]) -> str:
+    """Return a short text of shapes, types and some entries of tensors, which are too many to read whole."""
+    found = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        found.update(kind_of(tensor).encode())
+        flat = tensor.detach().reshape(-1)
+        found.update(_bytes_of(flat[:: max(1, len(flat) // SPOTS)]))
+    return found.hexdigest()
+
+
+def bytes_digest(content: bytes) -> str:
+    """Return a short text that no other bytes share."""
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def kind_of(tensor: Tensor) -> str:
+    """Return shape and precision of a tensor, and whether it is trained."""
+    trained = ", trained" if tensor.requires_grad else ""
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{trained}"
+
+
+def _bytes_of(flat: Tensor) -> Any:
+    # a copy: memory that numpy has seen is never resized again, as fully_shard does with that of parameters
+    own = flat.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return own.view(torch.uint8).numpy() if len(flat) else b""

@@ -1,0 +1,197 @@
+"""The identity of a run over a data set: model, loss, extensions, options, versions; and how two differ."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.applications.dataset.batches import Batches
+from packprop.applications.dataset.describing import Describer
+from packprop.applications.dataset.digests import kind_of
+from packprop.engine.tensors import named_buffers, named_modules, named_parameters
+from packprop.errors import PackpropWarning
+from packprop.types import Extension
+
+Identity = dict[str, Any]
+"""Facts by name, as JSON has them."""
+
+UNTOLD = "what cannot be told"
+"""The name of a fact that does not count: places of values that have no description."""
+
+RANKS = "ranks"
+"""The name of a fact that does not count by itself: how many ranks have batches of their own."""
+
+SAMPLED = "some samples"
+"""Digests of samples by their index: those count that both sides have."""
+
+BATCHES = "batches"
+"""The name of the facts about the data that need no full reading."""
+
+OF_RANK = ("modules", "loss", BATCHES)
+"""Facts in which ranks may differ: modules and losses may keep the number of their rank, or its device."""
+
+
+def packprop_version() -> str | None:
+    """Return the version of packprop that is installed, if one is."""
+    try:
+        return importlib.metadata.version("packprop")
+    except importlib.metadata.PackageNotFoundError:  # a source tree that was not installed
+        return None
+
+
+def identity_of(
+    model: nn.Module, loss: Any, extensions: Sequence[Extension], data: Batches, **options: Any
+) -> Identity:
+    """Describe a run. If two runs differ in nothing of this, one continues where the other ended.
+
+    Args:
+        model: Names, shapes, precision and values of its parameters and buffers count, which of them are
+            trained, which modules are in training mode; classes, options and code of modules.
+        loss: Its name, its code, its options, and the values of its tensors.
+        extensions: Their names, code and options; of a generator that there is one.
+        data: Their number, some of them, and the code that reads them. They keep the generators in the data,
+            the model and the loss; those of extensions are kept elsewhere.
+        options: Facts that have a form in JSON.
+    """
+    tensors = {**dict(named_parameters(model)), **dict(named_buffers(model))}
+    describer, of_data, of_extensions = Describer(), Describer(), Describer()
+    modules = _described_modules(model, describer)
+    facts: Identity = {
+        "version of Python": ".".join(platform.python_version_tuple()[:2]),  # code is another one in each
+        "version of packprop": packprop_version(),
+        "version of torch": torch.__version__,
+        "precision": _precision(tensors.values()),
+        "extensions": [of_extensions.of(extension, "an extension") for extension in extensions],
+        "model": {
+            "class": modules[""]["class"],
+            "tensors": {name: kind_of(tensor) for name, tensor in tensors.items()},
+            "in training mode": [name for name, module in named_modules(model) if module.training],
+        },
+        "modules": {name or "the model": facts for name, facts in modules.items()},
+        "values of the model's parameters and buffers": {
+            name: describer.digest(tensor) for name, tensor in tensors.items()
+        },
+        "loss": describer.of(loss, "the loss"),
+        "reduction of the loss": describer.of(getattr(loss, "reduction", None), "the loss"),
+        "data": data.facts(),
+        BATCHES: data.described(of_data),
+        **options,
+    }
+    data.keep_generators(describer.generators)
+    program = [*dict.fromkeys([*describer.untold, *of_extensions.untold])]
+    versions = describer.versions | of_extensions.versions | of_data.versions
+    facts["versions of packages"] = dict(sorted(versions.items()))
+    facts[UNTOLD] = {"program": program, "data": [*dict.fromkeys(of_data.untold)]}
+    return facts
+
+
+def keep_generators(model: nn.Module, loss: Any, data: Batches) -> None:
+    """Make the data keep the states of all generators in model, loss and data, for another reading."""
+    describer = Describer()
+    _described_modules(model, describer)
+    describer.of(loss, "the loss")
+    data.described(Describer())
+    data.keep_generators(describer.generators)
+
+
+def _precision(tensors: Iterable[Tensor]) -> dict[str, str]:
+    """Return PyTorch's settings of precision: by default, of products of matrices, and under autocast."""
+    found = {"default": str(torch.get_default_dtype()), "products": torch.get_float32_matmul_precision()}
+    for kind in sorted({"cpu", *(tensor.device.type for tensor in tensors)} - {"meta"}):
+        if torch.is_autocast_enabled(kind):
+            found[f"autocast on {kind}"] = str(torch.get_autocast_dtype(kind))
+    return found
+
+
+def _described_modules(model: nn.Module, describer: Describer) -> dict[str, dict[str, Any]]:
+    return {
+        name: describer.module(module, repr(name) if name else "the model")
+        for name, module in named_modules(model)
+    }
+
+
+def difference(saved: Identity, asked: Identity, but: Collection[str] = ()) -> tuple[str, str] | None:
+    """Return the first fact that differs: its name, and both values; ``None`` if there is none.
+
+    Args:
+        saved: The facts of one side.
+        asked: The facts of the other side.
+        but: Facts that do not count.
+    """
+    if not (saved.get(BATCHES) and asked.get(BATCHES)) or saved.get(RANKS) != asked.get(RANKS):
+        but = (BATCHES, *but)  # an iterator tells nothing, and other ranks have other batches
+    for name in dict.fromkeys([*asked, *saved]):
+        if name not in (UNTOLD, RANKS, *but) and not _same(saved.get(name), asked.get(name)):
+            return name, _first_difference(saved.get(name), asked.get(name))
+    return None
+
+
+def warn_of_untold(identity: Identity, data: bool) -> None:
+    """Warn about things that may have changed unnoticed since the run began.
+
+    Args:
+        identity: The description of the continued run.
+        data: Says that data belong to it, which are not read again and compared.
+    """
+    untold = [*identity[UNTOLD]["program"], *(identity[UNTOLD]["data"] if data else ())]
+    if untold:
+        more = f" and {len(untold) - 3} more" if len(untold) > 3 else ""
+        warnings.warn(
+            "packprop cannot tell whether these have changed since the run began: "
+            f"{', '.join(untold[:3])}{more}. The run goes on.",
+            PackpropWarning,
+            stacklevel=3,
+        )
+
+
+def _same(saved: Any, asked: Any) -> bool:
+    if isinstance(saved, dict) and isinstance(asked, dict):
+        keys = dict.fromkeys([*saved, *asked])
+        return all(_same(*_sides(key, saved, asked)) for key in keys)
+    return bool(saved == asked)
+
+
+def _sides(key: str, saved: dict[str, Any], asked: dict[str, Any]) -> tuple[Any, Any]:
+    """Return both values of a key; for samples, those that both have read."""
+    here, there = asked.get(key), saved.get(key)
+    if key != SAMPLED:
+        return there, here
+    both = sorted({*(here or {})} & {*(there or {})})
+    return [there[each] for each in both if there], [here[each] for each in both if here]
+
+
+def _first_difference(saved: Any, asked: Any) -> str:
+    """Describe the difference of two facts, as a sentence."""
+    if isinstance(saved, dict) and isinstance(asked, dict):
+        if saved.get("class") != asked.get("class") and "tensors" not in saved:
+            return f"{_last(saved.get('class'))} became {_last(asked.get('class'))}"
+        for key in dict.fromkeys([*saved, *asked]):
+            there, here = _sides(key, saved, asked)
+            if not _same(there, here):
+                if key == "code" and there and here:
+                    return "its code is another one"
+                return f"{key}: {_first_difference(there, here)}"
+    if isinstance(saved, list) and isinstance(asked, list) and len(saved) == len(asked):
+        for one, other in zip(saved, asked, strict=True):
+            if one != other:
+                return _first_difference(one, other)
+    return f"{_short(saved)} there, {_short(asked)} here"
+
+
+def _last(name: Any) -> str:
+    return str(name).rpartition(".")[2]
+
+
+def _short(fact: Any) -> str:
+    if isinstance(fact, dict) and "class" in fact:
+        return _last(fact["class"])
+    if isinstance(fact, list) and all(isinstance(item, dict) and "class" in item for item in fact):
+        fact = [item["class"].rpartition(".")[2] for item in fact]
+    text = str(fact)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,78 @@
+"""Restoring the sums of a run: of its own rank, or of several if another number of them continues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from packprop.applications.dataset.rank_files import Own
+from packprop.applications.dataset.saved import ASKED
+from packprop.applications.dataset.sources import Samples
+from packprop.applications.dataset.state import MergedResults
+from packprop.applications.dataset.sums import merged_with
+from packprop.engine.tensors import map_tensors
+from packprop.errors import BadInput
+
+
+def require_divided(source: Any, before: int, now: int) -> None:
+    """Refuse data that packprop does not divide among ranks, if their number has changed.
+
+    Raises:
+        BadInput: If each rank has batches of its own.
+    """
+    if not isinstance(source, Samples):
+        raise BadInput(
+            ASKED,
+            "the checkpoint",
+            f"it was written by {before} ranks, each with batches of its own; there are {now} now",
+            f"go on with {before} ranks; a Dataset, or a pair of tensors, is divided by packprop, and any "
+            "number of ranks may go on with it",
+        )
+
+
+def take_up(
+    results: MergedResults, own: Own | None, shared: dict[str, Any], device: torch.device | str
+) -> None:
+    """Restore the files of one rank, if it has any, and the common part of all ranks."""
+    shared = map_tensors(lambda tensor: tensor.to(device), shared)
+    if own is None:
+        results.restore_what_is_shared(shared)
+        return
+    saved, grown = map_tensors(lambda tensor: tensor.to(device), (own.state["results"], own.pieces))
+    results.restore({**saved, "rotations": shared["rotations"]}, [((*key,), piece) for key, piece in grown])
+
+
+def take_up_others(results: MergedResults, others: Iterable[Own], device: torch.device | str) -> None:
+    """Merge the files of other ranks, in their order, with the results of the first one."""
+    for own in others:
+        other = MergedResults(results.extensions)
+        take_up(other, own, own.state["results"], device)
+        _join(results, other)
+
+
+def _join(into: MergedResults, other: MergedResults) -> None:
+    """Merge the results of another rank into those of one; growing results are then in the order of batches."""
+    is_mean = "mean" in (into.reduction, other.reduction)
+    numbers = [number for number, _ in (*into.batches, *other.batches)]
+    for key, value in other.partial.items():
+        before = into.partial.get(key)
+        if before is None:
+            into.partial[key] = value
+        elif into.grows(key):
+            pieces = sorted(zip(numbers, [*before, *value], strict=True), key=itemgetter(0))
+            into.partial[key] = [piece for _, piece in pieces]
+        else:
+            into.partial[key] = merged_with(into.monoid_of(key), before, value)
+    into.batches = sorted([*into.batches, *other.batches])
+    into.dtypes = {**other.dtypes, **into.dtypes}
+    for name, samples in other.reached.items():
+        into.reached[name] = into.reached.get(name, 0) + samples
+    into.samples += other.samples
+    into.terms = into.terms + other.terms if is_mean else into.terms or other.terms
+    into.loss = into.loss + other.loss
+    into.reduction = into.reduction or other.reduction
+    terms = into.again[1] + other.again[1] if is_mean else into.again[1] or other.again[1]
+    into.again = [into.again[0] + other.again[0], terms]

@@ -1,0 +1,132 @@
+"""Curvature matrices as linear operators, of one batch or of a data set, and functions of their products.
+
+An operator multiplies tensors (``@``) and converts to SciPy (``to_scipy()``). The entries of some parameters
+stand side by side in one vector, in the order of ``torch.nn.utils.parameters_to_vector``. All operators are
+symmetric. ``hessian``, ``ggn`` and ``block_diagonal`` keep a graph or blocks; ``of_data`` reads a data set for
+each product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from packprop.applications.dataset.batches import Batches, Data
+from packprop.applications.dataset.given import require_model_and_loss
+from packprop.applications.dataset.products import DataProduct
+from packprop.applications.dataset.sharded import require_whole_parameters
+from packprop.engine.curvature import (
+    Eigenpairs,
+    Matrix,
+    Operator,
+    Solution,
+    SpectralDensity,
+    Trace,
+    block_diagonal,
+    eigenvalues,
+    ggn,
+    hessian,
+    snapshots_of,
+    solve,
+    spectral_density,
+    trace,
+)
+from packprop.engine.tensors import LossFunction, named_buffers, named_parameters
+from packprop.errors import BadInput
+
+__all__ = [
+    "Eigenpairs",
+    "Operator",
+    "Solution",
+    "SpectralDensity",
+    "Trace",
+    "block_diagonal",
+    "eigenvalues",
+    "ggn",
+    "hessian",
+    "of_data",
+    "solve",
+    "spectral_density",
+    "trace",
+]
+
+
+def of_data(
+    model: nn.Module,
+    loss: LossFunction | None,
+    data: Data,
+    matrix: Matrix = "ggn",
+    *,
+    damping: float = 0.0,
+    parameters: Sequence[Tensor] | None = None,
+    batch_size: int | None = None,
+    memory: int | str | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+) -> Operator:
+    """Return the GGN or the Hessian of a loss over a whole data set; a product reads the data once.
+
+    The matrix belongs to one loss over all samples, whatever the sizes of the batches, like the quantities of
+    ``packprop.compute``. The GGN is that of everything before the loss function (Schraudolph 2002). The model's
+    and the data's random draws are the same in each reading. ``operator.readings`` counts readings. Each
+    process multiplies by the matrix of its own data.
+
+    Args:
+        model: The model, in the mode (train or eval) that you want; you need not extend it.
+        loss: As for ``compute``: ``loss(model(inputs), targets)``, or ``None`` if the model computes it.
+        data: Data in any form of ``compute`` that packprop can read more than once.
+        matrix: ``"ggn"`` or ``"hessian"``.
+        damping: Added to the diagonal, in units of the curvature.
+        parameters: Those whose entries are rows and columns, each once; by default all that require gradients.
+        batch_size: Samples in a batch, 128 by default; not for data that come in batches.
+        memory: The most bytes of tensor storage that may be alive at once in a product, with the model, the
+            graph of a batch, vectors and products. As many vectors go through a batch at once as fit.
+        device: The device of batches; by default that of the model's parameters.
+        progress: Show a bar for each reading on standard error, if that is a terminal.
+
+    Raises:
+        BadInput: For data that packprop can read only once, a parameter that is there twice, requires no
+            gradient or is none of the model's. Products raise it for a budget that is too small, and batches
+            that do not work.
+        PackpropError: Products raise it if samples meet in the model (batch normalisation in training mode),
+            something is not twice differentiable, or parameters have changed since.
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
+        >>> H = of_data(model, nn.MSELoss(), (x, torch.zeros(2, 1)), "hessian", batch_size=1)
+        >>> H @ torch.eye(2)
+        tensor([[2., 2.],
+                [2., 4.]])
+    """
+    asked = "operators.of_data(...) was called."
+    require_model_and_loss(asked, model, loss, "multiplied")
+    require_whole_parameters(asked, model)
+    own = [parameter for _, parameter in named_parameters(model)]
+    chosen = [p for p in own if p.requires_grad] if parameters is None else [*parameters]
+    known = {id(parameter) for parameter in own if parameter.requires_grad}
+    wrong = None
+    if not chosen:
+        wrong = "no parameters", "the matrix would have no rows"
+    elif len({id(parameter) for parameter in chosen}) != len(chosen):
+        wrong = "a parameter that occurs twice", "its entries would be counted twice"
+    elif not all(id(parameter) in known for parameter in chosen):
+        wrong = "parameters", "one of them is none of the model's, or has requires_grad=False"
+    if wrong is not None:
+        instead = "give parameters of the model that require gradients, each once, or leave them out"
+        raise BadInput(asked, *wrong, instead)
+    product = DataProduct(
+        asked,
+        model,
+        loss,
+        Batches(asked, data, batch_size, whole=loss is None),
+        matrix,
+        chosen,
+        memory=memory,
+        device=device or chosen[0].device,
+        progress=progress,
+    )
+    read = [*own, *(buffer for _, buffer in named_buffers(model))]
+    return Operator(tuple(chosen), product, damping, snapshots_of(read))

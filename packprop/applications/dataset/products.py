@@ -1,0 +1,218 @@
+"""Products with a curvature matrix of a whole data set: each is one reading, batch by batch."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from packprop.applications.dataset.batches import Batches, described
+from packprop.applications.dataset.describing import Describer
+from packprop.applications.dataset.loss_terms import loss_terms, number_of_terms
+from packprop.applications.dataset.progress import progress_bar
+from packprop.applications.dataset.state import MergedResults
+from packprop.applications.dataset.stream import is_empty
+from packprop.engine.curvature import Matrix, Product, Vectors, graph_product
+from packprop.engine.graph import Graph, require_loss_inputs, walk
+from packprop.engine.memory import LiveBytes, budget_of, byte_text
+from packprop.engine.recording import extended, record
+from packprop.engine.samples import check_graph
+from packprop.engine.tensors import (
+    LossFunction,
+    accumulation_dtype,
+    free_bytes,
+    map_tensors,
+    named_buffers,
+    named_parameters,
+    outputs_and_loss,
+    random_states,
+    set_random_states,
+    tensors_in,
+)
+from packprop.errors import BadInput
+
+ROOM = 256 * 2**20
+"""Bytes for current vectors in a batch, beside its graph, without a budget."""
+
+
+class DataProduct:
+    """Products with the GGN or the Hessian of a loss over a data set, for vectors ``[v, *p]`` by parameter.
+
+    The matrix belongs to one loss over all samples, as for ``compute``: a mean is over all terms. Every call
+    reads the data once. The model's and the data's random draws are the same in each reading.
+
+    Args:
+        asked: The call of the user, for messages.
+        model: The model, which is extended meanwhile.
+        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
+        batches: The data.
+        matrix: The name of the matrix.
+        parameters: Leaves of the model.
+        memory: The most bytes of tensor storage that may be alive at once, vectors and products included.
+        room: Without ``memory``, bytes for current vectors in a batch.
+        device: The device of batches.
+        progress: Show a bar for each reading.
+
+    Attributes:
+        readings: The number of complete readings of the data.
+
+    Raises:
+        BadInput: For data that packprop can read only once.
+    """
+
+    def __init__(
+        self,
+        asked: str,
+        model: nn.Module,
+        loss: LossFunction | None,
+        batches: Batches,
+        matrix: Matrix,
+        parameters: Sequence[Tensor],
+        *,
+        memory: int | str | None,
+        room: int | None = None,
+        device: torch.device | str,
+        progress: bool,
+    ) -> None:
+        if matrix not in ("ggn", "hessian"):
+            raise BadInput(asked, f"matrix={matrix!r}", "there is no such matrix", "give 'ggn' or 'hessian'")
+        if batches.is_read_once:
+            raise BadInput(
+                asked,
+                f"data {described(getattr(batches.source, 'data', batches))}",
+                "each product reads them, and they can be read once",
+                "give a list of batches, a data loader, a Dataset or a pair of tensors",
+            )
+        self._asked, self._model, self._loss, self._batches = asked, model, loss, batches
+        self._matrix, self._parameters = matrix, [*parameters]
+        self._budget, self._device, self._progress = budget_of(memory), torch.device(device), progress
+        batches.described(Describer())  # generators in the data have to draw the same in each reading
+        self._draws = random_states()
+        self._room = room
+        self._sizes: list[tuple[int, int]] = []
+        self.readings = 0
+
+    def __call__(self, vectors: Vectors) -> list[Tensor]:
+        """Return products ``[v, *p]`` for each parameter, in at least float32.
+
+        Raises:
+            BadInput: If the loss, the model or a batch does not work, or a budget is too small.
+            PackpropError: If something in the graph is not twice differentiable, samples meet in the model, or
+                the number of terms of the loss is not known.
+        """
+        given = [vector.detach().to(self._device) for vector in vectors]
+        sums = [torch.zeros_like(vector, dtype=accumulation_dtype(vector.dtype)) for vector in given]
+        merged = MergedResults([])
+        said = f"packprop, reading {self.readings + 1}"
+        with self._reading() as batches:
+            left = operator.length_hint(batches)
+            with progress_bar(said, 0, left, self._budget, self._device, self._progress) as advance:
+                for number, batch in enumerate(batches):
+                    if not is_empty(batch):
+                        self._add(sums, given, batch, number, merged)
+                    advance(merged.samples)
+        if not merged.samples:
+            raise BadInput(self._asked, "data", "no samples were in any batch", "give at least one sample")
+        self.readings += 1
+        return [each.div_(merged.terms) for each in sums]
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[Batches]:
+        """Extend the model inside, and let it draw as in other readings."""
+        before = random_states()
+        with contextlib.ExitStack() as stack:
+            for module in (self._model, self._loss):
+                if isinstance(module, nn.Module):
+                    stack.enter_context(extended(module))
+            stack.enter_context(self._batches.explained())
+            stack.callback(set_random_states, before)
+            set_random_states(self._draws)
+            self._batches.begin_again()
+            yield self._batches
+
+    def _add(
+        self, sums: list[Tensor], vectors: list[Tensor], batch: Any, number: int, merged: MergedResults
+    ) -> None:
+        """Add the products of a batch, times the terms of its loss."""
+        size = sum(tensor.numel() for tensor in tensors_in(batch))
+        count = len(vectors[0])
+        fitting = max((fits for known, fits in self._sizes if known >= size), default=0)
+        if not fitting:  # the first batch, or a larger one than those before
+            live = LiveBytes()
+            live.own([*self._fixed(), *vectors, *sums, *tensors_in(batch)], "")
+            with live:
+                graph, value, product = self._forward(batch)
+                terms = self._count(graph, value, number, merged)
+                before = live.now
+                live.restart()
+                self._products(
+                    vectors, 0, 1, product
+                )  # chunks are the same in each reading: it counts for none
+                fitting = self._fitting(before, live.peak - before, batch)
+            self._sizes.append((size, fitting))
+        else:
+            graph, value, product = self._forward(batch)
+            terms = self._count(graph, value, number, merged)
+        for start in range(0, count if terms else 0, fitting):  # a mean over no terms: NaN times 0 shall be 0
+            found = self._products(vectors, start, start + fitting, product)
+            for total, part in zip(sums, found, strict=True):
+                total[start : start + fitting].add_(part, alpha=terms)
+        graph.release(keep=False)
+
+    def _fixed(self) -> list[Tensor]:
+        """Return the bytes that are there all the time."""
+        return [each.detach() for _, each in [*named_parameters(self._model), *named_buffers(self._model)]]
+
+    def _forward(self, batch: Any) -> tuple[Graph, Tensor, Product]:
+        """Run the forward pass of a batch, its loss, and its products."""
+        inputs, targets = map_tensors(lambda tensor: tensor.to(self._device), batch)
+        with torch.enable_grad(), record(), sdpa_kernel(SDPBackend.MATH):
+            _, value = outputs_and_loss(self._asked, self._model, self._loss, inputs, targets)
+            graph = walk([value], [None], None)
+            require_loss_inputs(graph)
+            check_graph(graph)
+            return graph, value.detach(), graph_product(graph, self._matrix, self._parameters)
+
+    def _count(self, graph: Graph, value: Tensor, number: int, merged: MergedResults) -> float:
+        """Count a batch; return the divisor of its loss."""
+        reduction, divisor = loss_terms(graph)
+        terms = number_of_terms(divisor)
+        merged.count(number, graph.samples, terms, value, reduction)
+        return terms
+
+    def _products(self, vectors: list[Tensor], start: int, stop: int, product: Product) -> list[Tensor]:
+        """Return products of a batch with the vectors from ``start`` to ``stop``."""
+        given = [v[start:stop].to(p.dtype) for v, p in zip(vectors, self._parameters, strict=True)]
+        with sdpa_kernel(SDPBackend.MATH):
+            return product(given)
+
+    def _fitting(self, before: int, each: int, batch: Any) -> int:
+        """Return how many vectors fit at once into the rest of the budget.
+
+        Args:
+            before: Bytes that are there beside them.
+            each: Bytes that one takes in a product.
+            batch: The batch, for messages.
+
+        Raises:
+            BadInput: If not even one fits.
+        """
+        if self._budget is None:
+            free = free_bytes(self._device)
+            room = self._room or (ROOM if free is None else max(ROOM, free // 4))
+            return max(1, room // max(1, each))
+        if before + each > self._budget:
+            raise BadInput(
+                self._asked,
+                f"memory={byte_text(self._budget)}, and a batch of {described(batch)}",
+                f"a product with one vector takes {byte_text(before + each)}, of which vectors, products and "
+                f"the model with its graph are {byte_text(before)}",
+                f"give at least {byte_text(before + each)}, smaller batches, or fewer vectors at once",
+            )
+        return min(sys.maxsize, max(1, (self._budget - before) // max(1, each)))

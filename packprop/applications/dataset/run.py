@@ -1,0 +1,398 @@
+"""A run over a data set: its readings, its checkpoint, and its continuation."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.applications.dataset.batches import Batches
+from packprop.applications.dataset.checkpoint import Checkpoint, Moment
+from packprop.applications.dataset.chunks import ChunkSizesByBatch
+from packprop.applications.dataset.interrupts import interrupts_kept
+from packprop.applications.dataset.joining import require_divided, take_up, take_up_others
+from packprop.applications.dataset.parts import Part, generators_of, readings_of
+from packprop.applications.dataset.progress import progress_bar
+from packprop.applications.dataset.rank_files import Own, RankFiles, merged_apart
+from packprop.applications.dataset.ranks import Ranks
+from packprop.applications.dataset.result import Result
+from packprop.applications.dataset.shard_files import written_shards
+from packprop.applications.dataset.shards import ShardedResults
+from packprop.applications.dataset.sources import Samples, set_states, states_of
+from packprop.applications.dataset.stream import BatchStream, is_empty
+from packprop.engine.tensors import random_states, set_random_states
+from packprop.errors import BadInput, PackpropError
+
+
+class Run:
+    """One run over a data set.
+
+    Args:
+        batches: The data.
+        stream: Takes batches.
+        chunk_sizes: The chunk sizes of batches.
+        device: The device of results.
+        ranks: The ranks of the run.
+        keeps: Says that there is a checkpoint.
+        progress: Show a bar.
+        budget: The most bytes for tensors; ``None`` without a budget.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        stream: BatchStream,
+        chunk_sizes: ChunkSizesByBatch,
+        device: torch.device | str,
+        ranks: Ranks,
+        keeps: bool,
+        progress: bool,
+        budget: int | None = None,
+    ) -> None:
+        self._budget = budget
+        self._batches, self._stream, self._chunk_sizes = batches, stream, chunk_sizes
+        self._device, self._ranks, self._keeps, self._progress = device, ranks, keeps, progress
+        self._checkpoint: Checkpoint | None = None
+        self._files: RankFiles | None = None
+        self._results = stream.step.merged
+        self._readings = readings_of(stream.step.extensions)
+        self._generators = generators_of(stream.step.extensions)
+        self._reading, self._is_complete = 0, False
+        self._number, self._steps, self._written = 0, 0, 0
+        self._goes_on = False
+        self._moment: Moment | None = None
+        self._stand_in: Any = None  # a batch for passes in which other ranks need this one
+        batches.share(ranks)
+        batches.watched = keeps
+        self._before = self._draws()
+        if ranks.world > 1:
+            self._set_draws(self._derived(self._before))
+        self._begin = self._draws()
+
+    def go_on(
+        self,
+        checkpoint: Checkpoint | None,
+        files: RankFiles | None,
+        state: dict[str, Any] | None,
+        own: Own | None,
+    ) -> None:
+        """Restore the last checkpoint, if there is one.
+
+        Args:
+            checkpoint: The checkpoint of the run; the first rank has it.
+            files: The files of the sums of other ranks; ``None`` without a checkpoint.
+            state: The common part of the last checkpoint.
+            own: The part of this rank; ``None`` on a rank whose batches are all yet to come.
+
+        Raises:
+            BadInput: If it was written by another number of ranks that had batches of their own.
+        """
+        self._checkpoint, self._files = checkpoint, files
+        self._goes_on = state is not None
+        if state is None:
+            return
+        place = self._own(state["ranks"])
+        self._reading, self._is_complete = state["reading"], state["complete"]
+        self._number = state["number"]
+        take_up(self._results, own, state["results"], self._device)
+        self._written = len(self._results.batches)
+        if checkpoint is not None and files is not None and len(state["ranks"]) not in (1, self._ranks.world):
+            take_up_others(self._results, files.in_turn(checkpoint.others), self._device)
+            checkpoint.write_rows_anew()
+            self._written = 0
+        self._chunk_sizes.restore((state if own is None else own.state)["chunks"])
+        self._begin = place["begin"]
+        if self._is_complete:
+            self._batches.count = self._number
+        else:
+            self._batches.go_to(place, self._number)
+        self._set_draws(place["now"])
+        if self._stream.step.stored is not None:
+            self._stream.step.stored.go_to(place["stored"])
+
+    def _own(self, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the checkpoint's part for this rank; derive a new rank's from the first one."""
+        if len(of_ranks) == self._ranks.world:
+            return of_ranks[self._ranks.rank]
+        require_divided(self._batches.source, len(of_ranks), self._ranks.world)
+        first = of_ranks[0]
+        draws, (start, states) = self._ranks.derived(first["draws"]), first["start"]
+        own = {"draws": draws, "start": [self._ranks.derived(start), states]}
+        return {**first, **own, "begin": self._derived(first["begin"]), "now": self._derived(first["now"])}
+
+    def to_the_end(self) -> Result:
+        """Read the data as often as it takes; keep the work so far if that fails.
+
+        Raises:
+            PackpropError: Of any kind; it says what is kept.
+        """
+        try:
+            with interrupts_kept() as raise_lost_interrupt, self._batches.explained():
+                return self._work(raise_lost_interrupt)
+        except BaseException as error:
+            self._ranks.tell(error)
+            if self._ranks.world > 1:
+                self._set_draws(self._before)
+            alone = self._ranks.world == 1 and self._checkpoint is not None
+            if alone and self._results.whole and self._moment is not None:
+                with contextlib.suppress(Exception):  # the first error says more
+                    self._keep_what_is_lacking()
+            kept = "" if self._checkpoint is None else self._checkpoint.kept
+            if isinstance(error, PackpropError) and kept:
+                raise _with(error, kept) from error.__cause__
+            raise
+
+    def _work(self, raise_lost_interrupt: Callable[[], None]) -> Result:
+        if not self._is_complete:
+            begins = self._keeps and self._stream.step.stored is not None and not self._goes_on
+            if begins:
+                self._note_moment()  # before looking at a batch, which draws it
+            self._ranks.attempt(self._look_at_first)
+            if begins:
+                self._keep()  # a store without a checkpoint would be one of something else
+            self._read(raise_lost_interrupt)
+            if self._reading == 0 and not sum(self._ranks.each(self._results.samples)):
+                asked, instead = self._batches.asked, "give at least one sample"
+                raise BadInput(asked, "data", "no samples were in any batch", instead)
+            if len(self._readings) > 1 and self._reading == 0:
+                self._turn_over()
+                self._read(raise_lost_interrupt)
+            self._is_complete = True
+            if self._keeps:
+                self._note_moment()
+                self._keep()
+        found = self._results.of_all(self._ranks)
+        if len(self._readings) > 1:
+            found.end_second_reading()
+        if self._ranks.world > 1:
+            self._batches.count = self._said_batches(self._ranks.each(self._batches.count))
+            self._draw_alike()
+        return found.result()
+
+    def _look_at_first(self) -> None:
+        """Refuse a budget that nothing fits before any work."""
+        first = self._batches.first()
+        if first is not None:
+            self._chunk_sizes.of(first)
+
+    def _turn_over(self) -> None:
+        """End the first reading, and begin the second one."""
+        self._results.end_first_reading(self._ranks)
+        self._reading, self._number = 1, 0
+        self._set_draws(self._begin)
+        self._ranks.attempt(self._batches.begin_again)
+        if self._keeps:
+            self._note_moment()
+            self._keep()
+
+    def _read(self, raise_lost_interrupt: Callable[[], None]) -> None:
+        """Read to the end of the current reading; see NOTE [In step]."""
+        parts, second = self._readings[self._reading], self._reading == 1
+        said = "packprop, second reading" if second else "packprop"
+        shown = self._progress and not self._ranks.rank
+        self._ranks.in_step = True
+        done, left = self._batches.count, operator.length_hint(self._batches)
+        with progress_bar(said, done, left, self._budget, torch.device(self._device), shown) as advance:
+            for batch in self._with_the_others(self._batches):
+                self._take(batch, parts, second)
+                advance(int(self._results.again[0]) if second else self._results.samples)
+                raise_lost_interrupt()
+                self._end_step()
+        self._ranks.in_step = False
+
+    def _take(self, batch: Any, parts: Sequence[Part], second: bool) -> None:
+        """Add one batch, or none if only other ranks have one."""
+        number = self._number + self._ranks.rank
+        if self._is_sharded:
+            self._take_together(batch, parts, second, number)
+            self._begin_step(batch)
+        else:
+            self._begin_step(batch)
+            if batch is not None:
+                self._stream.add(batch, self._chunk_sizes.of(batch), parts, second, number)
+        self._steps += 1
+        self._number += self._ranks.world
+        if self._keeps:
+            self._note_moment()
+            if self._steps == 1 and self._checkpoint is not None:
+                self._require_plain()
+
+    def _end_step(self) -> None:
+        """Hear of the other ranks; write a checkpoint if it is due."""
+        self._others_go_on, due = self._ranks.end_step()
+        self._ranks.in_step = False
+        if due:
+            self._keep()
+        self._ranks.in_step = self._others_go_on
+
+    def _begin_step(self, batch: Any) -> None:
+        """Tell the other ranks of a batch, or that there is none."""
+        step = self._steps + 1
+        self._ranks.begin_step(
+            batch is not None, lambda: self._checkpoint is not None and self._checkpoint.due(step)
+        )
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Tell whether all ranks go through every pass together; see NOTE [Sharded passes]."""
+        return self._stream.step.sharded is not None
+
+    def _take_together(self, batch: Any, parts: Sequence[Part], second: bool, number: int) -> None:
+        """Go through a pass if any rank has samples for it."""
+        has_any = batch is not None and not is_empty(batch)
+        if not self._ranks.agree(has_any):
+            return
+        if self._stand_in is None:  # on all ranks alike: before the first samples of any
+            self._ranks.in_step = False
+            self._stand_in = self._ranks.given_to_all(batch if has_any else None)
+            self._ranks.in_step = True  # until the end of the forward pass
+        if not has_any:
+            batch = self._stand_in
+            self._batches.take_instead(batch)
+        self._stream.add(batch, self._chunk_sizes.of(batch), parts, second, number, counts=has_any)
+        if isinstance(self._results, ShardedResults):
+            self._results.end_pass(self._ranks)
+        self._ranks.in_step = True
+
+    def _with_the_others(self, batches: Iterator[Any] | Any) -> Iterator[Any]:
+        """Yield the batches of this rank, then ``None`` as long as others have some."""
+        yield from batches
+        while self._ranks.world > 1:
+            yield None
+            if not self._others_go_on:
+                return
+
+    def _note_moment(self) -> None:
+        """Note that all batches before this moment are merged, and no others."""
+        stored = None if self._stream.step.stored is None else self._stream.step.stored.place
+        self._moment = Moment(self._batches.place(), self._draws(), self._number, self._steps, stored)
+        self._results.whole = True
+
+    def _keep_what_is_lacking(self) -> None:
+        """Write a checkpoint of the last moment between two batches, if possible and not yet done."""
+        assert self._checkpoint is not None
+        assert self._moment is not None
+        taken = self._batches.count != self._moment.place["batches"]
+        if self._checkpoint.lacks(self._moment.steps) and not (taken and self._batches.has_state):
+            self._keep()  # a loader's own position would be behind that moment
+
+    def _keep(self) -> None:
+        """Write a checkpoint of the last moment between two batches, of all ranks."""
+        assert self._moment is not None
+        assert self._files is not None
+        if self._checkpoint is not None:
+            self._checkpoint.begin()
+        count, steps = len(self._results.batches), self._moment.steps
+        stored = self._stream.step.stored
+        if stored is not None:  # the rows that the checkpoint names are on the disk before it
+            self._ranks.attempt(stored.writer.commit)
+        found = self._results.since(self._written)
+        place = None if self._checkpoint is None else self._checkpoint.next_shards
+        shards = written_shards(found.partial, place, self._ranks)
+        pieces = [(key, piece) for key, value in found.partial.items() if found.grows(key) for piece in value]
+        own = {"results": merged_apart(found.saved()), "chunks": self._chunk_sizes.saved()}
+        number = None if self._checkpoint is None else self._checkpoint.next_number
+        others = self._files.write(number, own, pieces)
+        of_ranks = self._ranks.each(self._ranks.attempt(self._own_state))
+
+        def write() -> bool:
+            if self._checkpoint is None:
+                return True
+            state = self._state(found.saved(), of_ranks)
+            return self._checkpoint.write(state, pieces, self._said(of_ranks), steps, shards, others)
+
+        if all(self._ranks.each(self._ranks.attempt(write))):
+            self._written = count
+
+    def _require_plain(self) -> None:
+        """Refuse values that have no form in a file now, not after half a minute."""
+        assert self._checkpoint is not None
+        pieces = [
+            piece for key, value in self._results.partial.items() if self._results.grows(key) for piece in value
+        ]
+        self._checkpoint.require_plain(self._state(self._results.saved(), [self._own_state()]), pieces)
+
+    def _said(self, of_ranks: list[dict[str, Any]]) -> str:
+        """Describe a checkpoint of the last moment, for messages."""
+        samples = sum(each["samples"] for each in of_ranks)
+        if self._is_complete:
+            return f"the results of all {samples:,} samples"
+        batches = self._said_batches([each["batches"] for each in of_ranks])
+        if self._reading == 0:
+            return f"the first {batches:,} batches, {samples:,} samples"
+        return f"all batches once, and the first {batches:,} batches of a second reading"
+
+    def _said_batches(self, counts: list[int]) -> int:
+        """Return how many batches all ranks have done."""
+        assert self._moment is not None or not self._keeps or self._is_complete
+        number = self._number if self._moment is None else self._moment.number
+        source = self._batches.source
+        return min(number, len(source)) if isinstance(source, Samples) else sum(counts)
+
+    def _state(self, results: Mapping[str, Any], of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state that a run continues from, without results that grow with the data."""
+        assert self._moment is not None
+        return {
+            "reading": self._reading,
+            "complete": self._is_complete,
+            "number": self._moment.number,
+            "results": results,
+            "chunks": self._chunk_sizes.saved(),
+            "ranks": of_ranks,
+        }
+
+    def _own_state(self) -> dict[str, Any]:
+        """Return the state that this rank continues from."""
+        assert self._moment is not None
+        loader = {"loader": self._batches.loader_state(), "ended": self._batches.ended}
+        draws = {"now": self._moment.draws, "begin": self._begin}
+        counts = {"stored": self._moment.stored, "samples": self._results.samples}
+        return {**self._moment.place, **loader, **draws, **counts}
+
+    def _draws(self) -> dict[str, Any]:
+        """Return the random states of the next draws."""
+        states = {str(device): state for device, state in random_states().items()}
+        return {"devices": states, "generators": states_of(self._generators)}
+
+    def _derived(self, draws: dict[str, Any]) -> dict[str, Any]:
+        """Return random states of this rank, given those of the first one."""
+        generators = [
+            self._ranks.derived(state, generator.device)
+            for state, generator in zip(draws["generators"], self._generators, strict=True)
+        ]
+        devices = {
+            name: self._ranks.derived(state, torch.device(name)) for name, state in draws["devices"].items()
+        }
+        return {"devices": devices, "generators": generators}
+
+    def _draw_alike(self) -> None:
+        """Leave random states as users expect them, who do not know of numbers that ranks draw on their own.
+
+        A rank that had the state of the first one has it again; on another rank, a state that nothing was drawn
+        from is unchanged.
+        """
+        first, first_now = self._ranks.each((self._before, self._draws()))[0]
+
+        def after(was: Tensor, first: Tensor, first_now: Tensor, begun: Tensor, now: Tensor) -> Tensor:
+            if torch.equal(was, first):
+                return first_now
+            return was if torch.equal(begun, now) else now
+
+        states = [self._before, first, first_now, self._begin, self._draws()]
+        names = [name for name in self._before["devices"] if all(name in each["devices"] for each in states)]
+        devices = {name: after(*(each["devices"][name] for each in states)) for name in names}
+        generators = [after(*each) for each in zip(*(each["generators"] for each in states), strict=True)]
+        self._set_draws({"devices": devices, "generators": generators})
+
+    def _set_draws(self, draws: dict[str, Any]) -> None:
+        set_random_states({torch.device(name): state for name, state in draws["devices"].items()})
+        set_states(self._generators, draws["generators"])
+
+
+def _with(error: PackpropError, kept: str) -> PackpropError:
+    """Return the same error, which also says what is kept."""
+    return type(error)(error.asked, error.where, error.why, f"{error.instead}; {kept}")

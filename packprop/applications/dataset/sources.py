@@ -1,0 +1,252 @@
+"""Sources of batches: samples that packprop puts together, or batches that come as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from packprop.applications.dataset.data_facts import data_set_facts, loader_facts
+from packprop.applications.dataset.describing import Describer
+from packprop.applications.dataset.digests import spot_check
+from packprop.engine.tensors import tensors_in
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """A sampler of batches: indices of the samples of some batches, in the data's order.
+
+    Args:
+        samples: Samples in all batches.
+        size: Samples in a batch; the last one may have fewer.
+        begin: The first batch.
+        step: From one batch to the next.
+    """
+
+    samples: int
+    size: int
+    begin: int = 0
+    step: int = 1
+
+    @property
+    def numbers(self) -> range:
+        """Numbers of the batches."""
+        return range(self.begin, -(-self.samples // self.size), self.step)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in self.numbers:
+            yield list(range(number * self.size, min(self.samples, (number + 1) * self.size)))
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A data set of single samples.
+
+    Args:
+        data: The data set; its samples have indices.
+        size: Samples in a batch.
+    """
+
+    data: Any
+    size: int
+
+    @property
+    def tensors(self) -> Sequence[Tensor] | None:
+        """Return tensors whose leading axes hold the samples, if there is nothing else to a sample."""
+        plain = type(self.data).__getitem__ is TensorDataset.__getitem__
+        return self.data.tensors if plain else None
+
+    def open(self, begin: int, rank: int = 0, world: int = 1) -> Iterator[Any]:
+        """Yield batches from number ``begin`` on: of ``world`` in a row the one of number ``rank``."""
+        ranges = Ranges(len(self.data), self.size, begin + rank, world)
+        if self.tensors is not None:
+            return (tuple(t[at[0] : at[-1] + 1] for t in self.tensors) for at in ranges)
+        return iter(DataLoader(self.data, batch_sampler=ranges))
+
+    def facts(self) -> dict[str, Any]:
+        """Return facts that tell these data from others, without reading them all."""
+        spots = None if self.tensors is None else spot_check(self.tensors)
+        return {"samples": len(self.data), "samples in a batch": self.size, "some values": spots}
+
+    def described(self, describer: Describer) -> dict[str, Any]:
+        """Describe the code that reads the samples, and some of them; nothing if the tensors are known."""
+        return {} if self.tensors is not None else data_set_facts(self.data, describer)
+
+    def __len__(self) -> int:
+        return -(-len(self.data) // self.size)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Batches as the user's own loader yields them.
+
+    Args:
+        data: Can be iterated over.
+    """
+
+    data: Iterable[Any]
+
+    @property
+    def is_read_once(self) -> bool:
+        """Tell whether the data are gone after one reading."""
+        return isinstance(self.data, Iterator)
+
+    @property
+    def has_state(self) -> bool:
+        """Tell whether the data know their position, and can restore it, as a ``StatefulDataLoader`` does."""
+        return all(callable(getattr(self.data, name, None)) for name in ("state_dict", "load_state_dict"))
+
+    def generators(self) -> list[torch.Generator]:
+        """Return generators that a data loader and its samplers draw from, each once."""
+        loader: Any = self.data
+        samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+        samplers.append(getattr(samplers[1], "sampler", None))
+        found = [getattr(each, "generator", None) for each in (loader, *samplers)]
+        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+    def facts(self) -> dict[str, Any]:
+        """Return facts that tell these data from others, without reading them."""
+        return {"batches": "of a loader with a state" if self.has_state else "as they are given"}
+
+    def described(self, describer: Describer) -> dict[str, Any]:
+        """Describe the code that yields the batches, and some of them if that needs no reading."""
+        return loader_facts(self.data, describer)
+
+    def open(self) -> Iterator[Any]:
+        """Yield batches, from the first one on; processes that outlive a reading do not take part.
+
+        Such processes (``persistent_workers``) go on drawing from their last state, which nobody can restore.
+        """
+        loader: Any = self.data
+        if type(loader) is not DataLoader or not loader.persistent_workers:
+            return iter(self.data)
+        batches: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
+        if isinstance(loader.dataset, IterableDataset):
+            batches = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        elif loader.batch_sampler is None:
+            batches = {"batch_size": None, "sampler": loader.sampler}
+        names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")
+        options = {name: getattr(loader, name) for name in (*names, "prefetch_factor", "generator")}
+        context = loader.multiprocessing_context
+        return iter(DataLoader(loader.dataset, **batches, **options, multiprocessing_context=context))
+
+    def __len__(self) -> int:
+        try:
+            return len(self.data) if isinstance(self.data, Sized) else 0
+        except TypeError:  # a loader of a data set that has no length
+            return 0
+
+
+Source = Samples | Given
+
+
+def source_of(data: Any, size: int) -> Source:
+    """Make a source of samples, if the data have indices; else of a loader."""
+    if isinstance(data, Dataset):
+        if isinstance(data, Sized) and not isinstance(data, IterableDataset):
+            return Samples(data, size)
+        return Given(DataLoader(data, size))
+    return Given(data)
+
+
+class Draws:
+    """Random numbers of the data: the global generator of the CPU, apart from draws between batches.
+
+    So the order of a shuffled loader, and its changes to samples, depend on how many batches it gave, and not
+    on the computation with them. It begins with a state that the global one determines.
+    """
+
+    def __init__(self) -> None:
+        seed = (
+            int.from_bytes(hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).digest())
+            >> 1
+        )
+        self.state: Tensor = torch.Generator().manual_seed(seed).get_state()
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Make the global generator that of the data inside."""
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+        try:
+            yield
+        finally:
+            self.state = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+
+def chained(before: str, batch: Any) -> str:
+    """Return a text that stands for the batches so far and this one, in their order."""
+    return hashlib.blake2b((before + spot_check([*tensors_in(batch)])).encode(), digest_size=8).hexdigest()
+
+
+class Numbers:
+    """A generator of Python or numpy, whose state can be read and restored as that of one of torch.
+
+    Args:
+        source: A generator, or ``random`` or ``numpy.random``, whose functions draw from one.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def get_state(self) -> Tensor:
+        """The state, as bytes."""
+        if hasattr(self.source, "getstate"):
+            state = self.source.getstate()
+        elif isinstance(self.source, np.random.Generator):
+            state = self.source.bit_generator.state
+        else:
+            state = self.source.get_state(legacy=False)
+        return torch.frombuffer(bytearray(json.dumps(state, default=_plain).encode()), dtype=torch.uint8)
+
+    def set_state(self, state: Tensor) -> None:
+        """Restore a state that ``get_state`` returned."""
+        found = json.loads(state.numpy().tobytes(), object_hook=_array)
+        if hasattr(self.source, "getstate"):
+            version, numbers, waiting = found
+            self.source.setstate((version, tuple(numbers), waiting))
+        elif isinstance(self.source, np.random.Generator):
+            self.source.bit_generator.state = found
+        else:
+            self.source.set_state(found)
+
+
+def _plain(value: Any) -> Any:
+    """Return what stands for a value of numpy in JSON."""
+    return {"dtype": str(value.dtype), "values": value.tolist()}
+
+
+def _array(found: dict[str, Any]) -> Any:
+    """Return the argument of ``_plain``; another mapping as it is."""
+    return np.array(found["values"], found["dtype"])[()] if found.keys() == {"dtype", "values"} else found
+
+
+Drawing = torch.Generator | Numbers
+"""Types of generators."""
+
+GLOBAL = (Numbers(random), Numbers(np.random))
+"""The generators behind Python's ``random`` and ``numpy.random``."""
+
+
+def states_of(generators: Sequence[Drawing]) -> list[Tensor]:
+    """Return the states of generators."""
+    return [generator.get_state() for generator in generators]
+
+
+def set_states(generators: Sequence[Drawing], states: Sequence[Tensor]) -> None:
+    """Restore states that ``states_of`` returned."""
+    for generator, state in zip(generators, states, strict=False):
+        generator.set_state(state)

@@ -1,0 +1,392 @@
+"""Results of the batches so far, merged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter, methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.applications.dataset.parts import Part, needs_second_reading
+from packprop.applications.dataset.ranks import Ranks
+from packprop.applications.dataset.result import Result, Value
+from packprop.applications.dataset.sums import begun, merged_with, widened
+from packprop.engine.algebra import KEEP, SUM, Monoid, lift, nothing_like, rescale
+from packprop.engine.passes import warn_of_skipped
+from packprop.engine.tensors import accumulation_dtype, doing, expect, map_tensors, tensors_in
+from packprop.errors import PackpropError, naming
+from packprop.types import Extension
+
+Key = tuple[int, int, str]
+"""Places of the extension and of its row, and the name of the parameter."""
+
+
+@dataclass
+class MergedResults:
+    """Merged partial results of the batches so far, as if the loss were a sum over terms.
+
+    Sums and moments merge in float64 if the device has it: over millions of samples those in float32 lose
+    digits.
+
+    Args:
+        extensions: The extensions.
+        partial: Merged results by extension, row and parameter name.
+        rotations: Results of the first reading for the second, by extension and parameter name; see NOTE
+            [Second reading].
+        dtypes: Precision of each parameter.
+        reached: For each parameter the number of samples that depend on it.
+        samples: Samples so far.
+        terms: Terms of the loss so far, under a mean; under a sum the divisor of the loss.
+        loss: The sum of all terms.
+        reduction: The reduction of the loss.
+        whole: Says that no batch is half merged; whoever adds batches says so when one is.
+        again: Samples and terms so far of a second reading.
+        batches: If results grow with the data: the number of each batch among those of all ranks, and the
+            number of its samples. There is one piece of each such result for it.
+    """
+
+    extensions: Sequence[Extension]
+    partial: dict[Key, Any] = field(default_factory=dict)
+    rotations: dict[tuple[int, str], list[Any]] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    reached: dict[str, int] = field(default_factory=dict)
+    samples: int = 0
+    terms: float = 0.0
+    loss: Tensor | float = 0.0
+    reduction: str = ""
+    whole: bool = True
+    again: list[float] = field(default_factory=lambda: [0, 0.0])
+    batches: list[tuple[int, int]] = field(default_factory=list)
+
+    def count(self, number: int, samples: int, terms: float, loss: Tensor, reduction: str) -> None:
+        """Count a batch whose results were added, by its number among those of all ranks.
+
+        If samples have results of their own, every batch must use each parameter.
+        """
+        if self.reduction not in ("", reduction):
+            raise _two_reductions(self.reduction, reduction)
+        self.reduction = reduction
+        self.samples += samples
+        if any(row.over_n.grows for extension in self.extensions for row in extension.rows):
+            self.batches.append((number, samples))
+        self.terms = self.terms + terms if reduction == "mean" else terms
+        if terms:
+            self.loss = self.loss + widened(loss.to(accumulation_dtype(loss.dtype))) * terms
+        self._require_reached()
+
+    def _require_reached(self) -> None:
+        """Refuse parameters that some batches do not use, if samples have rows, or count one by one."""
+        whole = [e.name for e in self.extensions if any(row.over_n not in (SUM, KEEP) for row in e.rows)]
+        for name, reached in self.reached.items():
+            if whole and reached != self.samples:
+                raise PackpropError(
+                    f"{whole[0]} over several batches was asked for.",
+                    f"parameter {name!r}",
+                    f"the loss depends on it for {reached} of the first {self.samples} samples "
+                    "only: which of its rows belongs to which sample is not known",
+                    "give data for which the model uses the same parameters in every batch, or "
+                    "set requires_grad=False on this one",
+                )
+
+    def count_again(self, samples: int, terms: float) -> None:
+        """Count a batch of a second reading, whose results were added."""
+        self.again = [self.again[0] + samples, self.again[1] + terms if self.reduction == "mean" else terms]
+
+    def end_second_reading(self) -> None:
+        """Refuse a second reading of other data.
+
+        Raises:
+            PackpropError: If it had another number of samples, or of terms.
+        """
+        samples, terms = self.again
+        if samples != self.samples or not math.isclose(terms, self.terms, rel_tol=1e-9):  # sums of weights
+            names = [extension.name for extension in self.extensions if needs_second_reading(extension)]
+            raise PackpropError(
+                f"{names[0]} over a data set was asked for, which reads it twice.",
+                "the second reading of the data",
+                f"it brought {self.again[0]} samples and {self.again[1]:g} terms of the loss, the first one "
+                f"{self.samples} and {self.terms:g}",
+                "give data that are the same each time they are read",
+            )
+
+    def add(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        samples: int,
+        terms: float,
+        results: Mapping[Part, list[Any]],
+    ) -> None:
+        """Merge the results of one parameter and one batch, whose loss was divided by ``terms``."""
+        self.whole = False
+        self.dtypes[name] = dtype
+        if results:
+            self.reached[name] = self.reached.get(name, 0) + samples
+        for position, extension in enumerate(self.extensions):
+            for part, values in results.items():
+                if part.whole is extension:
+                    for index, value in zip(part.places, values, strict=True):
+                        self._add_row((position, index, name), value, terms)
+
+    def _add_row(self, key: Key, value: Any, terms: float) -> None:
+        """Merge the result of one row."""
+        row = self.extensions[key[0]].rows[key[1]]
+        if value is None:
+            return
+        if row.degree and not terms:  # a mean over no terms: NaN times 0 shall be 0
+            value = nothing_like(value)
+        self._merge_row(key, lift(row.over_n, rescale(value, terms, row.degree)))
+
+    def _merge_row(self, key: Key, partial: Any) -> None:
+        """Merge a partial result of a batch with those before."""
+        monoid, before = self.monoid_of(key), self.partial.get(key)
+        if before is None:
+            self.partial[key] = begun(monoid, partial)
+            return
+        if monoid.axis is not None:
+            _require_same_rows(self.extensions[key[0]], key[2], monoid.axis, [before[-1], *partial])
+        self.partial[key] = merged_with(monoid, before, partial)
+
+    def end_first_reading(self, ranks: Ranks) -> None:
+        """Turn the results of first passes, of all ranks, into the arguments of second passes.
+
+        Each rank makes its share of the eigenvectors.
+        """
+        self.whole = False
+        own = {key: value for key, value in self.partial.items() if self._is_of_first_pass(key)}
+        for key in own:
+            del self.partial[key]
+        merged = ranks.merged(own, self.monoid_of)
+        terms, reduction = self._terms_of(ranks)
+        self.reduction = reduction
+        dtypes = {name: dtype for each in ranks.each(self.dtypes) for name, dtype in each.items()}
+        scale = 1 / terms if terms else math.nan
+        keys = list(dict.fromkeys((position, name) for position, _, name in merged))
+        rows = ranks.attempt(lambda: {key: self._rows(*key, merged, dtypes[key[1]], scale) for key in keys})
+        sizes = {key: sum(len(t) ** 3 for t in tensors_in(rows[key]) if t.dim() == 2) for key in keys}
+        mine = [key for key, rank in _shared(sizes, ranks.world).items() if rank == ranks.rank]
+        expect("eigenvectors", sum(sizes[key] for key in mine))
+
+        def share() -> dict[tuple[int, str], Any]:
+            made = {}
+            for key in mine:
+                after = self.extensions[key[0]].rows[-1].after
+                assert after is not None
+                with doing("eigenvectors", sizes[key]), naming(key[1]):
+                    # in the layout of a file: this decides how products round
+                    made[key] = map_tensors(Tensor.contiguous, after(rows[key]))
+            return made
+
+        for each in ranks.each(ranks.attempt(share)):
+            self.rotations |= each
+        self.rotations = {key: self.rotations[key] for key in keys}
+
+    def _is_of_first_pass(self, key: Key) -> bool:
+        """Tell whether a result is of a row before a second pass."""
+        extension = self.extensions[key[0]]
+        return needs_second_reading(extension) and key[1] < len(extension.rows) - 1
+
+    def _rows(
+        self, position: int, name: str, merged: Mapping[Key, Any], parameter: torch.dtype, scale: float
+    ) -> list[Any]:
+        """Return the results of an extension's first rows, scaled and rounded as one pass would have them."""
+        dtype = accumulation_dtype(parameter)
+        results = []
+        for index, row in enumerate(self.extensions[position].rows[:-1]):
+            value = merged.get((position, index, name))
+            value = None if value is None else row.over_n.result(value)
+            results.append(map_tensors(methodcaller("to", dtype), rescale(value, scale, row.degree)))
+        return results
+
+    def monoid_of(self, key: Key) -> Monoid:
+        """Return how the partial results under a key merge."""
+        return self.extensions[key[0]].rows[key[1]].over_n
+
+    def _terms_of(self, ranks: Ranks) -> tuple[float, str]:
+        """Return terms of the losses of all ranks, and their reduction."""
+        told = [
+            (terms, reduction) for terms, reduction in ranks.each((self.terms, self.reduction)) if reduction
+        ]
+        reductions = {reduction for _, reduction in told}
+        if len(reductions) > 1:
+            raise _two_reductions(*sorted(reductions))
+        if reductions == {"mean"}:
+            return sum(terms for terms, _ in told), "mean"
+        return told[0] if told else (0.0, "")
+
+    def since(self, batches: int) -> MergedResults:
+        """Return these results; of growing ones, the pieces after so many ``batches`` of this rank."""
+        own = {key: value[batches:] if self.grows(key) else value for key, value in self.partial.items()}
+        return replace(self, partial=own)
+
+    def of_all(self, ranks: Ranks) -> MergedResults:
+        """Return the results of the batches of all ranks; those of this rank stay as they are."""
+        if ranks.world == 1:
+            return replace(self, partial=dict(self.partial))
+        terms, reduction = self._terms_of(ranks)
+        counts: dict[str, Any] = {
+            "samples": self.samples,
+            "again": self.again,
+            "loss": float(self.loss),
+            "dtypes": self.dtypes,
+            "reached": self.reached,
+            "batches": self.batches,
+        }
+        told = ranks.each(counts)
+        again = [each["again"] for each in told]
+        found = replace(
+            self,
+            partial=ranks.merged(self.partial, self.monoid_of),
+            dtypes={name: dtype for each in told for name, dtype in each["dtypes"].items()},
+            reached={},
+            samples=sum(each["samples"] for each in told),
+            terms=terms,
+            loss=sum(each["loss"] for each in told),
+            reduction=reduction,
+            again=[sum(n for n, _ in again), sum(t for _, t in again) if reduction == "mean" else terms],
+            batches=sorted(batch for each in told for batch in each["batches"]),
+        )
+        for each in told:
+            for name, samples in each["reached"].items():
+                found.reached[name] = found.reached.get(name, 0) + samples
+        found._require_reached()
+        sizes = [each["batches"] for each in told]
+        for key, pieces in found.partial.items():
+            if (axis := self.monoid_of(key).axis) is not None:
+                found.partial[key] = _in_order(pieces, axis, sizes)
+        return found
+
+    def known(self, name: str, extension: Extension) -> list[Any]:
+        """Return the argument of a second pass.
+
+        Raises:
+            PackpropError: If the parameter was used in no batch of the first reading.
+        """
+        known = self.rotations.get((self.extensions.index(extension), name))
+        if known is None:
+            raise PackpropError(
+                f"{extension.name} over a data set was asked for, which reads it twice.",
+                f"parameter {name!r}",
+                "the loss depends on it in the second reading only",
+                "give data that are the same each time they are read",
+            )
+        return known
+
+    @property
+    def _scale(self) -> float:
+        return 1 / self.terms if self.terms else math.nan
+
+    def result(self) -> Result:
+        """Return values of the loss over all samples so far; the partial results are gone then."""
+        values: dict[str, dict[str, Value]] = {}
+        names = list(dict.fromkeys(name for _, _, name in self.partial))
+        for position, extension in enumerate(self.extensions):
+            by_name = values.setdefault(extension.savefield, {})
+            skipped: list[str] = []
+            for name in names:
+                rows = list(self.rotations.get((position, name), []))
+                for index in range(len(rows), len(extension.rows)):
+                    row = extension.rows[index]
+                    partial = self.partial.pop((position, index, name), None)
+                    value = None if partial is None else row.over_n.result(partial)
+                    rows.append(rescale(value, self._scale, row.degree))
+                if rows[-1] is None and all(row is None for row in rows):
+                    continue
+                value = extension.finish(rows, self.samples)
+                if value is None:
+                    skipped.append(name)
+                else:
+                    dtype = extension.dtype_of(self.dtypes[name])
+                    by_name[name] = map_tensors(methodcaller("to", dtype), value)
+            if skipped:
+                warn_of_skipped(extension, skipped)
+        return Result(values, self.samples, float(self.loss) * self._scale, self.reduction)
+
+    def saved(self) -> dict[str, Any]:
+        """Return everything but growing results, in values that files can hold; of these only the place.
+
+        The order of merging decides how ranks round results.
+        """
+        return {
+            "partial": [[*key, [] if self.grows(key) else value] for key, value in self.partial.items()],
+            "rotations": [[*key, value] for key, value in self.rotations.items()],
+            "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()},
+            "reached": dict(self.reached),
+            "samples": self.samples,
+            "terms": self.terms,
+            "loss": self.loss,
+            "reduction": self.reduction,
+            "again": self.again,
+            "batches": [list(batch) for batch in self.batches],
+        }
+
+    def restore(self, saved: Mapping[str, Any], pieces: Iterable[tuple[Key, Tensor]]) -> None:
+        """Restore the values of ``saved``, and the ``pieces`` of growing results, in their order."""
+        self.partial = {(position, index, name): value for position, index, name, value in saved["partial"]}
+        self.partial |= {key: [] for key in self.partial if self.grows(key)}
+        for key, piece in pieces:
+            self.partial.setdefault(key, []).append(piece)
+        self.partial = {key: value for key, value in self.partial.items() if not self.grows(key) or value}
+        self.rotations = {(position, name): value for position, name, value in saved["rotations"]}
+        self.dtypes = {name: getattr(torch, dtype) for name, dtype in saved["dtypes"].items()}
+        self.reached = dict(saved["reached"])
+        self.samples, self.terms = saved["samples"], saved["terms"]
+        self.loss, self.reduction, self.again = saved["loss"], saved["reduction"], saved["again"]
+        self.batches = [(number, samples) for number, samples in saved["batches"]]
+
+    def restore_what_is_shared(self, saved: Mapping[str, Any]) -> None:
+        """Restore the part for a rank whose own batches are all yet to come."""
+        self.rotations = {(position, name): value for position, name, value in saved["rotations"]}
+        self.reduction = saved["reduction"]
+        self.terms = saved["terms"] if self.reduction == "sum" else 0.0
+
+    def grows(self, key: Key) -> bool:
+        """Tell whether a result grows with the data; it is then a list of pieces."""
+        return self.extensions[key[0]].rows[key[1]].over_n.grows
+
+
+def _shared(sizes: Mapping[Any, float], ranks: int) -> dict[Any, int]:
+    """Assign work to ranks: the largest piece first, each to the rank that has least to do."""
+    load, shared = [0.0] * ranks, {}
+    for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        rank = load.index(min(load))
+        shared[key] = rank
+        load[rank] += size + 1
+    return shared
+
+
+def _in_order(
+    pieces: Sequence[Tensor], axis: int, batches: Sequence[Sequence[tuple[int, int]]]
+) -> list[Tensor]:
+    """Return the pieces of ranks, one for each batch, in the order of all batches."""
+    numbered: list[tuple[int, Tensor]] = []
+    for piece, own in zip(pieces, batches, strict=True):
+        parts = piece.split([samples for _, samples in own], axis) if own else ()
+        numbered += zip([number for number, _ in own], parts, strict=True)
+    return [piece for _, piece in sorted(numbered, key=itemgetter(0))]
+
+
+def _two_reductions(first: str, second: str) -> PackpropError:
+    return PackpropError(
+        "Quantities of a loss over several batches were asked for.",
+        f"a loss that reduces by {first}, then by {second}",
+        "there is no one loss over all samples that they are parts of",
+        "use the same loss for every batch",
+    )
+
+
+def _require_same_rows(extension: Extension, name: str, axis: int, pieces: Sequence[Tensor]) -> None:
+    """Refuse pieces that cannot be joined along an axis: batches of other numbers of tokens."""
+    shapes = [[*piece.shape[:axis], *piece.shape[axis + 1 :]] for piece in pieces]
+    if any(shape != shapes[0] for shape in shapes):
+        raise PackpropError(
+            f"{extension.name} over several batches was asked for.",
+            f"parameter {name!r}",
+            f"its samples have values of shapes {', '.join(map(str, shapes))} in two batches, as those of "
+            "sequences of other lengths",
+            "fill all batches up to one length, with targets that are ignored",
+        )

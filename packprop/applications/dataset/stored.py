@@ -1,0 +1,152 @@
+"""Values of single samples that go to a store as they come, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.applications.dataset.parts import Part
+from packprop.engine.algebra import nothing_like, rescale
+from packprop.errors import BadInput
+from packprop.store.describing import described_extension, grows
+from packprop.store.values import put
+from packprop.store.writing import StoreWriter
+from packprop.types import Extension
+
+LOSS = "loss"
+"""The name of stored losses of samples."""
+
+
+class StoredResults:
+    """Takes the results of a batch for the store, and stores them together when the batch is done.
+
+    If a batch does not use a parameter, its rows of that parameter are zero.
+
+    Args:
+        writer: The writer of the store.
+        extensions: All extensions.
+        losses: Store also the loss of each sample.
+    """
+
+    def __init__(self, writer: StoreWriter, extensions: Sequence[Extension], losses: bool = False) -> None:
+        self.writer, self.losses = writer, losses
+        stored = [described_extension(extension) for extension in writer.extensions]
+        self.extensions = [extension for extension in extensions if described_extension(extension) in stored]
+        self._values: dict[tuple[str, str], Tensor] = {}
+
+    def take(
+        self, name: str, dtype: torch.dtype, samples: int, terms: float, results: dict[Part, list[Any]]
+    ) -> dict[Part, list[Any]]:
+        """Keep the results of one parameter for the store, and return the others.
+
+        As in ``MergedResults``, they get the scale of a loss that is summed over its terms.
+        """
+        for part, found in results.items():
+            extension = part.whole
+            if extension in self.extensions:
+                put(self._values, extension, name, of_summed_loss(extension, found, dtype, samples, terms))
+        return {part: values for part, values in results.items() if part.whole not in self.extensions}
+
+    def take_losses(self, losses: Tensor) -> None:
+        """Keep the loss of each sample of a batch."""
+        self._values[LOSS, ""] = losses
+
+    @property
+    def place(self) -> tuple[int, float]:
+        """Return how many samples are stored, and how many terms their losses had."""
+        return self.writer.samples, self.writer.terms
+
+    def go_to(self, place: Sequence[Any]) -> None:
+        """Go back to a place; later rows are gone.
+
+        Raises:
+            BadInput: If fewer samples are safe.
+        """
+        self._values = {}
+        self.writer.resume_at(place[0], place[1])
+
+    def end_batch(self, batch: Any, samples: int, terms: float) -> None:
+        """Store the kept results of a batch."""
+        values, self._values = self._values, {}
+        identify = self.writer.identify
+        self.writer.add(values, samples, terms, None if identify is None else identify(batch))
+
+
+def of_summed_loss(
+    extension: Extension, found: Sequence[Any], dtype: torch.dtype, samples: int, terms: float
+) -> Tensor:
+    """Return the value for a loss that is summed over its terms, from results for one divided by ``terms``.
+
+    Args:
+        extension: The extension of the value.
+        found: A result for each of its rows.
+        dtype: Precision of the parameter.
+        samples: Samples of the batch.
+        terms: The divisor of its loss; 0 for a batch that counts for nothing.
+    """
+    values = [
+        rescale(value if terms or not row.degree else nothing_like(value), terms, row.degree)
+        for row, value in zip(extension.rows, found, strict=True)
+    ]
+    finished: Tensor = extension.finish(values, samples)
+    return finished.to(extension.dtype_of(dtype))
+
+
+def stored_results(
+    asked: str,
+    store: StoreWriter | str | Path | None,
+    model: nn.Module,
+    extensions: Sequence[Extension],
+    resume: bool = False,
+    losses: bool = False,
+) -> StoredResults | None:
+    """Return the writer for a store: an open one, or one that is made in a folder.
+
+    ``resume`` continues a store in that folder. ``losses`` also stores losses of samples.
+
+    Raises:
+        BadInput: If none of the extensions grows with the data, or the store was opened for others, or losses
+            have no store to go to.
+    """
+    if store is None:
+        if losses:
+            raise BadInput(
+                asked,
+                "losses=True without a store",
+                "losses of single samples go to a store, not into the result",
+                "give store='folder', or leave losses out",
+            )
+        return None
+    if not isinstance(store, StoreWriter):
+        growing = [extension for extension in extensions if grows(extension)]
+        if not growing and not losses:
+            names = ", ".join(extension.name for extension in extensions)
+            raise BadInput(
+                asked,
+                f"store={str(store)!r} with {names}",
+                "none of these values grows with the data: there is nothing to store",
+                "leave the store out, or ask for BatchGrad, BatchL2Grad or another value of single samples",
+            )
+        store = StoreWriter(store, model, growing, resume=resume)
+    found = StoredResults(store, extensions, losses)
+    if len(found.extensions) != len(store.extensions):
+        known = [described_extension(extension) for extension in extensions]
+        missing = next(each for each in store.extensions if described_extension(each) not in known)
+        raise BadInput(
+            asked,
+            f"the store {str(store.folder)!r}",
+            f"it was opened for {missing.name}, which this call does not compute",
+            "give compute(...) the extensions of the store, with the same options",
+        )
+    if store.samples and losses != (LOSS in store.quantities):
+        raise BadInput(
+            asked,
+            f"the store {str(store.folder)!r}, which holds {store.samples} samples",
+            f"it holds {'no ' if losses else ''}losses of samples, and losses={losses} was asked for",
+            f"go on with losses={not losses}, or write to another folder",
+        )
+    return found

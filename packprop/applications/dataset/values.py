@@ -1,0 +1,146 @@
+"""Values of any nesting as plain data and a list of tensors, and back: the contents of files."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from packprop.engine.algebra import Eigen, EntryOrder, Fold, Moments, fold_swapped, fold_to
+from packprop.store.schema import Size, Unfit, fitted, fitted_tuple
+
+Plain = Any
+"""Numbers, texts, lists and dictionaries, as JSON has them."""
+
+
+class SavedShards(NamedTuple):
+    """Stands for a tensor whose shards are in files of the ranks.
+
+    Args:
+        name: Its name there.
+        shape: The shape of the whole tensor.
+        dtype: The name of its precision, as ``float64``.
+    """
+
+    name: str
+    shape: list[int]
+    dtype: str
+
+
+TUPLES: dict[str, Any] = {"Moments": Moments, "Eigen": Eigen, "SavedShards": SavedShards}
+"""Named tuples inside values."""
+
+_ORDER = tuple[Literal["same", "swapped", "places"], tuple[Size, Size, Size], list[Size], Tensor | None]
+"""The description of an order of entries."""
+
+
+class NotPlainError(TypeError):
+    """Raised if a value holds something that is neither plain nor a tensor."""
+
+
+def encode(value: Any, tensors: list[Tensor]) -> Plain:
+    """Return the value as plain data; append its tensors to ``tensors``, and name them by their places there.
+
+    Raises:
+        NotPlainError: With the type that has no form in a file.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor):
+        tensor = value.detach()
+        kind = "complex" if tensor.is_complex() else "tensor"
+        tensors.append(torch.view_as_real(tensor.resolve_conj()) if kind == "complex" else tensor)
+        return {kind: len(tensors) - 1}
+    if isinstance(value, EntryOrder):
+        return {"order": encode(_described(value), tensors)}
+    if type(value).__name__ in TUPLES and isinstance(value, tuple):
+        return {type(value).__name__: [encode(item, tensors) for item in value]}
+    if isinstance(value, list):
+        return [encode(item, tensors) for item in value]
+    if type(value) in (tuple, torch.Size):
+        return {"tuple": [encode(item, tensors) for item in value]}
+    if isinstance(value, Mapping):
+        return {"items": [[encode(key, tensors), encode(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, bytes):
+        tensors.append(
+            torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0).byte()
+        )
+        return {"bytes": len(tensors) - 1}
+    if isinstance(value, (np.ndarray, np.generic)):
+        tensors.append(torch.from_numpy(np.array(value)))
+        return {"array": len(tensors) - 1}
+    raise NotPlainError(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def decode(plain: Plain, tensors: Sequence[Tensor]) -> Any:
+    """Return the value that ``encode`` was given; mappings are dictionaries.
+
+    Raises:
+        Unfit: For plain data that ``encode`` has not made.
+    """
+    try:
+        return _decoded(plain, tensors)
+    except Unfit:
+        raise
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:  # of what others have written
+        raise Unfit(f"it does not say which values it holds ({type(error).__name__}: {error})") from error
+
+
+def _decoded(plain: Plain, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(plain, list):
+        return [_decoded(item, tensors) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, content),) = plain.items()
+    if kind in ("tensor", "complex", "bytes", "array"):
+        tensor = tensors[fitted(Size, content, kind)]
+        if kind == "complex":
+            return torch.view_as_complex(tensor)
+        if kind == "tensor":
+            return tensor
+        return tensor.cpu().numpy() if kind == "array" else tensor.cpu().numpy().tobytes()
+    if kind == "order":
+        return _order(*fitted(_ORDER, _decoded(content, tensors), kind))
+    if kind == "items":
+        return {_decoded(key, tensors): _decoded(item, tensors) for key, item in content}
+    items = [_decoded(item, tensors) for item in content]
+    if kind == "tuple":
+        return tuple(items)
+    # tensors of the others may be SavedShards
+    return fitted_tuple(SavedShards, items) if kind == "SavedShards" else TUPLES[kind](*items)
+
+
+def _described(order: EntryOrder) -> list[Any]:
+    """Describe an order of entries: by the fold's name if it is packprop's own, else place by place."""
+    shape = order.parameter
+    for name, fold in (("same", fold_to), ("swapped", fold_swapped)):
+        if order.fold is fold(shape):
+            return [name, list(order.shape), list(shape), None]
+    places = torch.arange(torch.Size(order.shape).numel())
+    return ["places", list(order.shape), list(shape), order.to_parameter(places).flatten()]
+
+
+def _order(name: str, extents: tuple[int, int, int], shape: list[int], places: Tensor | None) -> EntryOrder:
+    fold: Fold
+    if math.prod(extents) != math.prod(shape):
+        raise Unfit(f"an order of {list(extents)} is none of {shape}")
+    if places is not None:
+        if places.dtype != torch.int64 or len(places) != math.prod(shape):
+            raise Unfit(f"{len(places)} places of {places.dtype} are none of {shape}")
+        fold = functools.partial(_gathered, places=places, shape=torch.Size(shape))
+    else:
+        fold = {"same": fold_to, "swapped": fold_swapped}[name](torch.Size(shape))
+    return EntryOrder(fold, extents)
+
+
+def _gathered(gradient: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+    """Map ``[..., g, o, i]`` to ``[..., *p]``, by the source of each entry."""
+    leading = gradient.shape[:-3]
+    if gradient.device.type == "meta":
+        return gradient.new_empty(leading + shape)
+    return gradient.flatten(-3)[..., places.to(gradient.device)].reshape(leading + shape)

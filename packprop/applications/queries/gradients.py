@@ -1,0 +1,189 @@
+"""Gradients of queries in the form of a store's gradients: of a loss that is summed, perhaps projected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.applications.dataset.batch_pass import FOUND, BatchPass, Found
+from packprop.applications.dataset.parts import readings_of
+from packprop.applications.dataset.state import MergedResults
+from packprop.applications.dataset.stored import of_summed_loss
+from packprop.applications.dataset.stream import is_empty
+from packprop.applications.queries.preconditioning import Preconditioner
+from packprop.engine.algebra import KEEP, Dense, EntryOrder, Projection, entry_order_of, projected
+from packprop.engine.memory import chunk_sizes_over_data
+from packprop.engine.tensors import LossFunction, accumulation_dtype, map_tensors, named_parameters
+from packprop.errors import PackpropError
+from packprop.extensions import BatchGrad, Projected
+from packprop.store.reading import StoredArray
+from packprop.types import GRADIENT, Extension, Row
+
+
+class EntryOrders(Extension):
+    """Return the order of the entries of each parameter's matrix."""
+
+    savefield = "entry_order"
+    rows = (Row(GRADIENT, entry_order_of, over_n=KEEP, over_v=KEEP, degree=0),)
+
+
+class QueryGradients:
+    """Gradients of batches of queries, preconditioned, then projected as those in the store.
+
+    It projects a preconditioned gradient ``h = F^-1 g`` last: inner products with projected rows are then those
+    of ``h`` with the rows, in expectation. (The inverse of a projected F would be another matrix.)
+
+    Args:
+        asked: The call of the user, for messages.
+        model: The model, which is extended meanwhile.
+        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
+        arrays: Stored rows by parameter; of all together by ``""``.
+        preconditioner: The preconditioner of gradients, if there is one.
+        device: The device of batches.
+        raw: Leaves gradients as they are until ``projected_rows``: refining comes before that.
+
+    Attributes:
+        orders: The order of entries, for the parameters so far.
+    """
+
+    def __init__(
+        self,
+        asked: str,
+        model: nn.Module,
+        loss: LossFunction | None,
+        arrays: Mapping[str, StoredArray],
+        preconditioner: Preconditioner | None,
+        device: torch.device | str,
+        raw: bool = False,
+    ) -> None:
+        self._raw, self.orders = raw, dict[str, EntryOrder | None]()
+        self._asked, self._arrays, self._preconditioner, self._device = asked, arrays, preconditioner, device
+        self._shapes = {name: p.shape for name, p in named_parameters(model) if p.requires_grad}
+        self._dtypes = {name: p.dtype for name, p in named_parameters(model) if p.requires_grad}
+        options = arrays[""].header.projection if "" in arrays else None
+        self._projection = None if options is None else Projection(**options)
+        self._extension: Extension = BatchGrad()
+        if self._projection is not None and preconditioner is None and not raw:
+            dimension, kind = self._projection.dimension, self._projection.kind
+            self._extension = Projected(BatchGrad(), dimension, kind=kind, seed=self._projection.seed)
+        self._extensions: list[Extension] = [self._extension]
+        if preconditioner is not None and preconditioner.as_factors:
+            self._extensions.append(EntryOrders())
+        self._step = BatchPass(asked, model, loss, MergedResults([]), self._extensions, None)
+        self._step.parts = readings_of(self._extensions)[0]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that are called."""
+        return self._step.modules
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of a query that is ready for the search."""
+        width = max(accumulation_dtype(array.dtype).itemsize for array in self._arrays.values())
+        width = max(width, *(accumulation_dtype(dtype).itemsize for dtype in self._dtypes.values()))
+        return width * sum(max(1, array.shape[1:].numel()) for array in self._arrays.values())
+
+    @property
+    def passing_bytes(self) -> int:
+        """Bytes of a query's gradients until it is ready, beside those of the model itself."""
+        sizes = {name: shape.numel() * self._dtypes[name].itemsize for name, shape in self._shapes.items()}
+        if self._extension.savefield == Projected.savefield:
+            return 2 * len(sizes) * self._projection_bytes
+        wide = {
+            name: shape.numel() * accumulation_dtype(self._dtypes[name]).itemsize
+            for name, shape in self._shapes.items()
+        }
+        copies = 0 if self._preconditioner is None else 4 * max(wide.values(), default=0)
+        return 2 * sum(sizes.values()) + copies + self._projection_bytes
+
+    @property
+    def _projection_bytes(self) -> int:
+        return 8 * self._projection.dimension if self._projection is not None else 0
+
+    def of(self, batch: tuple[Any, Any]) -> tuple[int, dict[str, Tensor]]:
+        """Return the number of queries in a batch, and their rows ``[q, ...]``, on the processor, by array.
+
+        Raises:
+            PackpropError: For a gradient that is not finite.
+        """
+        if is_empty(batch):
+            return 0, {}
+        inputs, targets = map_tensors(lambda tensor: tensor.to(self._device), batch)
+        step, device = self._step, self._device
+        step.batch = batch
+        step.chunk_sizes = chunk_sizes_over_data(step.model, step.loss, batch, step.extensions, None, device)
+        found: Found = step.run_apart((), inputs, targets).results[FOUND]
+        rows: dict[str, Tensor] = {}
+        for name in list(found.rows):
+            dtype, results = found.rows.pop(name)
+            by_extension = {part.whole: values for part, values in results.items()}
+            gradients = of_summed_loss(
+                self._extension, by_extension[self._extension], dtype, found.samples, float(found.terms)
+            )
+            del results
+            order = by_extension[self._extensions[1]][0] if len(self._extensions) > 1 else None
+            by_extension.clear()
+            self.orders[name] = order
+            self._require_finite(name, gradients)
+            self._put(rows, name, gradients, order)
+        for name, shape in self._expected.items():  # the batch does not use the parameter
+            if name not in rows:
+                dtype = self._dtypes[name] if self._raw else self._arrays[name].dtype
+                rows[name] = torch.zeros(found.samples, *shape, dtype=dtype)
+        return found.samples, {name: rows[name] for name in self._expected}
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters whose gradients count: those of the store, if rows are not projected."""
+        return [name for name in self._shapes if self._projection is not None or name in self._arrays]
+
+    @property
+    def _expected(self) -> dict[str, torch.Size]:
+        """Shapes of the rows of a query, by parameter or array."""
+        if self._raw:
+            return {name: self._shapes[name] for name in self.names}
+        return {name: torch.Size(array.shape[1:]) for name, array in self._arrays.items()}
+
+    def projected_rows(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return rows of queries by parameter as the store has them: projected, if its rows are."""
+        if self._projection is None:
+            return rows
+        total: Tensor | None = None
+        for name in [*rows]:
+            piece = rows.pop(name)
+            part = projected(Dense(piece[None]), self._projection, name, piece.shape[1:])
+            total = part if total is None else total + part
+        assert total is not None
+        return {"": total}
+
+    def _put(self, rows: dict[str, Tensor], name: str, gradients: Tensor, order: Any) -> None:
+        """Put the result for a parameter's gradients among the rows of a batch."""
+        if self._projection is None and name not in self._arrays:
+            return  # no sample of the store depends on it: rows are zero there
+        if self._raw:
+            rows[name] = gradients.to(accumulation_dtype(gradients.dtype)).cpu()
+            return
+        if self._preconditioner is not None:
+            wide = gradients.to(accumulation_dtype(gradients.dtype))
+            gradients = self._preconditioner(self._asked, name, wide, order)
+            self._require_finite(name, gradients)
+        if self._projection is None:
+            rows[name] = gradients.cpu()
+            return
+        if self._preconditioner is not None:
+            gradients = projected(Dense(gradients[None]), self._projection, name, gradients.shape[1:])
+        part = gradients.cpu()
+        rows[""] = part if "" not in rows else rows[""] + part
+
+    def _require_finite(self, name: str, gradients: Tensor) -> None:
+        if not gradients.isfinite().all():
+            raise PackpropError(
+                self._asked,
+                f"parameter {name!r}",
+                "the gradient of a query is not finite there",
+                "look at the loss of each query, and leave out those that are not finite",
+            )

@@ -1,0 +1,206 @@
+"""Products of gradients with the inverse of a damped curvature matrix, one parameter at a time.
+
+# NOTE [Which inverse]
+The matrix is block-diagonal, with one block F for each parameter, and gradients g become ``(F + damping I)^-1
+g``, exactly. A diagonal divides each entry. For EKFAC, and for two factors ``B kron A``, packprop inverts in
+the eigenbasis, whose vectors are Kronecker products. This is the inverse of ``B kron A + damping I`` itself,
+which is no Kronecker product. With ``factored``, two factors share the damping instead, ``(B + sqrt(d) / pi)^-1
+kron (A + pi sqrt(d))^-1`` (Martens and Grosse 2015, 6.3): optimizers take this other matrix because it is
+quick.
+
+Eigenvalues that are negative by rounding count as zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.engine.algebra import Eigen, EntryOrder, kronecker
+from packprop.engine.tensors import accumulation_dtype, map_tensors
+from packprop.errors import BadInput, naming
+
+Inverse = Tensor | Eigen | list[Tensor]
+"""The inverse of a block: of a diagonal ``[*p]``, by eigenvectors, or as two factors."""
+
+
+@dataclass(frozen=True)
+class Preconditioner:
+    """Multiplies gradients by inverse blocks; see NOTE [Which inverse].
+
+    Args:
+        name: The name of the curvature, for tables.
+        damping: The damping of the blocks.
+        inverses: The inverse block of each parameter.
+        as_factors: Parameters whose block came as two factors, which do not know the order of entries.
+    """
+
+    name: str
+    damping: float
+    inverses: Mapping[str, Inverse]
+    as_factors: frozenset[str]
+
+    def __call__(self, asked: str, name: str, rows: Tensor, order: EntryOrder | None) -> Tensor:
+        """Multiply rows ``[q, *p]`` of a parameter by its inverse block.
+
+        Args:
+            asked: The call of the user, for messages.
+            name: Name of the parameter.
+            rows: Gradients.
+            order: The order of the entries ``[o, i]`` of two factors, if it is known.
+
+        Raises:
+            BadInput: If two factors do not fit the parameter.
+        """
+        inverse = map_tensors(lambda tensor: tensor.to(rows.device), self.inverses[name])
+        if isinstance(inverse, Tensor):
+            return rows * inverse
+        if name not in self.as_factors:
+            return kronecker.multiply(inverse, rows)
+        left, right = inverse.vectors if isinstance(inverse, Eigen) else inverse
+        shape = rows.shape[1:]
+        if order is None:
+            sizes = shape[0], shape.numel() // max(1, shape[0])
+        else:
+            sizes = order.shape[0] * order.shape[1], order.shape[2]
+        if sizes != (len(left), len(right)):
+            what = f"its factors have {len(left)} and {len(right)} rows, where {sizes[0]} and {sizes[1]} belong"
+            raise _unfit(asked, name, shape, what)
+        matrices = rows.reshape(len(rows), *sizes) if order is None else order.to_matrices(rows)
+        product = kronecker.multiply(inverse, matrices)
+        return product.reshape(rows.shape) if order is None else order.to_parameter(product)
+
+
+def preconditioner_of(
+    asked: str,
+    name: str,
+    blocks: Mapping[str, Any],
+    damping: float | None,
+    factored: bool,
+    shapes: Mapping[str, torch.Size],
+) -> Preconditioner:
+    """Return the inverses of damped blocks, all made and checked before any gradient.
+
+    Args:
+        asked: The call of the user, for messages.
+        name: The name of the curvature.
+        blocks: A block for each parameter: a diagonal ``[*p]``, one or two factors, or an ``Eigen``.
+        damping: The damping of the blocks.
+        factored: Lets two factors share the damping.
+        shapes: Shapes of the parameters that have gradients.
+
+    Raises:
+        BadInput: For missing or negative damping, a parameter without a block, or a block that does not fit it,
+            is not finite, or is not positive.
+    """
+    added = require_damping(asked, damping, name)
+    missing = [parameter for parameter in shapes if parameter not in blocks]
+    if missing:
+        raise BadInput(
+            asked,
+            f"parameter {missing[0]!r}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
+            f"it has no block in {name}, which has one for {', '.join(map(repr, [*blocks][:5])) or 'nothing'}",
+            "compute the curvature of the same model, with otherwise='diagonal' where factors are too large",
+        )
+    inverses = {}
+    for parameter, shape in shapes.items():
+        with naming(parameter):
+            block = blocks[parameter]
+            inverses[parameter] = _inverse(asked, name, parameter, block, shape, added, factored)
+    lists = [parameter for parameter in shapes if not isinstance(blocks[parameter], (Tensor, Eigen))]
+    as_factors = frozenset(parameter for parameter in lists if len(blocks[parameter]) == 2)
+    return Preconditioner(name, added, inverses, as_factors)
+
+
+def require_damping(asked: str, damping: float | None, name: str) -> float:
+    """Return damping, if it is a number of at least 0.
+
+    Raises:
+        BadInput: With the value.
+    """
+    if not isinstance(damping, Real) or isinstance(damping, bool) or not 0 <= damping < float("inf"):
+        raise BadInput(
+            asked,
+            f"damping={damping!r}",
+            f"what is added to {name} before it is inverted is no number of at least 0",
+            "give one in units of the curvature: 1e-3 of its largest eigenvalues, or the factor of an L2 "
+            "penalty; 0 for none",
+        )
+    return float(damping)
+
+
+def _inverse(
+    asked: str, name: str, parameter: str, block: Any, shape: torch.Size, damping: float, factored: bool
+) -> Inverse:
+    where = f"{name} of parameter {parameter!r}"
+    if isinstance(block, Tensor):
+        if block.shape != shape:
+            raise _unfit(asked, parameter, shape, f"its diagonal in {name} has {list(block.shape)}")
+        diagonal = block.to(accumulation_dtype(block.dtype))
+        _require_finite(asked, where, diagonal)
+        _require_positive(asked, where, diagonal, damping, 0.0)
+        return 1 / (diagonal + damping)
+    if not isinstance(block, Eigen) and not (isinstance(block, (list, tuple)) and len(block) in (1, 2)):
+        raise BadInput(
+            asked,
+            where,
+            f"it is of type {type(block).__name__}: neither a diagonal, nor one or two factors, nor an Eigen",
+            "give what DiagGGNExact, DiagGGNMC, KFAC, KFLR or EKFAC computed",
+        )
+    for tensor in (block.values, *block.vectors) if isinstance(block, Eigen) else block:
+        _require_finite(asked, where, tensor)
+    decomposed = kronecker.eigen(block)
+    if decomposed.values.numel() != shape.numel():
+        raise _unfit(asked, parameter, shape, f"its block has {decomposed.values.numel()} rows")
+    values = decomposed.values
+    most = values.abs().max() if values.numel() else values.sum()
+    digit = torch.finfo(values.dtype).eps * float(most)
+    rounding = 10 * max(map(len, decomposed.vectors)) * digit
+    values = torch.where((values < 0) & (values >= -rounding), 0.0, values)
+    _require_positive(asked, where, values, damping, digit if damping else rounding)
+    if factored and damping and not isinstance(block, Eigen) and len(block) == 2:
+        return kronecker.inverse(list(block), damping)
+    return decomposed._replace(values=1 / (values + damping))
+
+
+def _require_positive(asked: str, where: str, values: Tensor, damping: float, rounding: float) -> None:
+    """Refuse eigenvalues that are not positive with the damping, or may be ``rounding`` alone.
+
+    The inverse of rounding would be the largest part of a product.
+    """
+    least = float(values.min()) if values.numel() else 1.0
+    if least + damping > rounding:
+        return
+    most = float(values.max())
+    enough = max(1e-3 * most, -2 * least, 1e-8)
+    raise BadInput(
+        asked,
+        where,
+        f"it is not positive beyond rounding: beside {most:.3g}, the smallest of its eigenvalues is "
+        f"{least:.3g}, and damping={damping:g} is added",
+        f"give more damping, such as {enough:.1g}",
+    )
+
+
+def _require_finite(asked: str, where: str, values: Tensor) -> None:
+    if not values.isfinite().all():
+        raise BadInput(
+            asked,
+            where,
+            "some of its entries are not finite",
+            "compute the curvature again, and look for losses that are not finite",
+        )
+
+
+def _unfit(asked: str, parameter: str, shape: torch.Size, what: str) -> BadInput:
+    return BadInput(
+        asked,
+        f"parameter {parameter!r} of shape {list(shape)}",
+        f"its block does not belong to it: {what}",
+        "give the curvature of the same model, as packprop.compute returned it or Result.load reads it",
+    )

@@ -1,0 +1,210 @@
+"""Products of queries' gradients with the inverse of a whole data set's damped matrix, by conjugate gradients.
+
+Blocks of single parameters leave out the coupling of parameters, and Kronecker factors only approximate the
+blocks. Here they are a preconditioner: queries end with the inverse of the GGN itself, or of the Hessian, of
+all parameters together, up to a residual that the result names (Koh and Liang 2017, section 3, by conjugate
+gradients; Martens 2010). All current queries share each reading of the data, and the search space
+(``engine/algebra/conjugate_gradients.py`` says how). So a hundred queries take fewer readings than one;
+random vectors join a few queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.applications.dataset.batches import Batches, Data
+from packprop.applications.dataset.describing import Describer
+from packprop.applications.dataset.products import DataProduct
+from packprop.applications.queries.preconditioning import Preconditioner
+from packprop.engine.algebra import ConjugateGradients, EntryOrder, NotPositive
+from packprop.engine.curvature import Matrix, indefinite, require_tolerance, warn_of_residuals
+from packprop.engine.tensors import LossFunction, accumulation_dtype, named_parameters
+
+SETS = 8
+"""Vectors of the length of all parameters that are alive at once for each query: see ``ConjugateGradients``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Refinement:
+    """Options for how ``influence`` refines queries.
+
+    Args:
+        data: The data of the curvature, on which you trained the model: in any form of ``compute`` that
+            packprop can read more than once.
+        matrix: ``"ggn"``, or ``"hessian"``, which must be positive with its damping.
+        tolerance: The residual ``|b - A x| / |b|`` of a query at which it is done.
+        readings: The most readings of the data for each group of queries. If they are not enough, a warning
+            names the residual, and packprop keeps the best solutions.
+        width: The least vectors of a reading: if there are fewer queries, random vectors beside them make
+            readings fewer, as far as ``memory`` allows it. More vectors take longer each.
+        batch_size: Samples in a batch, 128 by default; not for data that come in batches.
+        checkpoint: A folder that keeps the work, made if it is missing: after readings, and for finished groups
+            of queries. A call with the same arguments continues from there.
+        progress: Show a bar for each reading on standard error, if that is a terminal.
+    """
+
+    data: Data
+    matrix: Matrix = "ggn"
+    tolerance: float = 1e-3
+    readings: int = 20
+    width: int = 32
+    batch_size: int | None = None
+    checkpoint: str | Path | None = None
+    progress: bool = True
+
+
+class Refiner:
+    """Turns raw gradients of groups of queries into products with the inverse.
+
+    Args:
+        asked: The call of the user, for messages.
+        model: The model.
+        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
+        refinement: The options.
+        names: The parameters that count.
+        preconditioner: An approximate inverse; ``None`` for none.
+        damping: Added to the matrix.
+        room: Bytes for current vectors in a batch.
+        device: The device of batches and vectors.
+
+    Attributes:
+        matrix: The name of the matrix.
+        checkpoint: The folder that keeps the work.
+        parameters: Those that count, by name.
+        batches: The data.
+        residuals: Those of finished groups, one after the other.
+
+    Raises:
+        BadInput: For data that packprop can read only once, or wrong options.
+    """
+
+    def __init__(
+        self,
+        asked: str,
+        model: nn.Module,
+        loss: LossFunction | None,
+        refinement: Refinement,
+        names: Sequence[str],
+        preconditioner: Preconditioner | None,
+        damping: float,
+        room: int,
+        device: torch.device | str,
+    ) -> None:
+        self.matrix, self.checkpoint = refinement.matrix, refinement.checkpoint
+        require_tolerance(asked, refinement.tolerance, "readings", refinement.readings)
+        require_tolerance(asked, refinement.tolerance, "width", refinement.width)
+        self._asked, self._refinement, self._damping = asked, refinement, damping
+        self._preconditioner, self._device = preconditioner, device
+        own = dict(named_parameters(model))
+        self.parameters = {name: own[name] for name in names}
+        self.batches = Batches(asked, refinement.data, refinement.batch_size, whole=loss is None)
+        self._product = DataProduct(
+            asked,
+            model,
+            loss,
+            self.batches,
+            refinement.matrix,
+            [*self.parameters.values()],
+            memory=None,
+            room=room,
+            device=device,
+            progress=refinement.progress,
+        )
+        self.residuals: list[Tensor] = []
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """A description of the work, beside model, loss and data; as JSON has it."""
+        describer, refinement = Describer(), self._refinement
+        blocks = None if self._preconditioner is None else vars(self._preconditioner)
+        return {
+            "matrix": [refinement.matrix, self._damping],
+            "tolerance, readings and width": [refinement.tolerance, refinement.readings, refinement.width],
+            "curvature": describer.of(blocks, "the curvature"),
+            "parameters": [*self.parameters],
+        }
+
+    @property
+    def readings(self) -> int:
+        """The number of complete readings of the data."""
+        return self._product.readings
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of a query while it is refined."""
+        return SETS * self._dtype.itemsize * sum(p.numel() for p in self.parameters.values())
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype = torch.float32
+        for parameter in self.parameters.values():
+            dtype = torch.promote_types(dtype, accumulation_dtype(parameter.dtype))
+        return dtype
+
+    def __call__(
+        self,
+        rows: dict[str, Tensor],
+        orders: Mapping[str, EntryOrder | None],
+        known: dict[str, Tensor] | None,
+        most: int,
+        keep: Callable[[ConjugateGradients], None],
+    ) -> dict[str, Tensor]:
+        """Return products ``[q, *p]`` by parameter, on the processor; release ``rows``.
+
+        Args:
+            rows: Gradients ``[q, *p]`` by parameter.
+            orders: The orders of entries, as far as they are known.
+            known: The state that an earlier call has kept of the same group; ``None`` if there is none.
+            most: The number of vectors that fit at once.
+            keep: Called after each reading.
+
+        Raises:
+            PackpropError: If the matrix is indefinite.
+        """
+        right = torch.cat([rows.pop(name).flatten(1).to(self._device, self._dtype) for name in [*rows]], 1)
+        precondition = None if self._preconditioner is None else lambda flat: self._preconditioned(flat, orders)
+        refinement = self._refinement
+        beside = max(0, min(refinement.width, most) - len(right))
+        iterations = ConjugateGradients(right, precondition, refinement.tolerance, beside)
+        del right
+        if known is not None:
+            iterations.restore(known)
+        try:
+            while not iterations.is_done and iterations.steps < refinement.readings:
+                iterations.step(self._damped)
+                keep(iterations)
+        except NotPositive as error:
+            where = f"the {refinement.matrix} of the data, with damping={self._damping:g}"
+            raise indefinite(self._asked, where, error) from None
+        self.residuals.append(iterations.residuals.cpu())
+        warn_of_residuals(
+            "influence(..., refine=...)", self.residuals[-1], refinement.tolerance, iterations.steps
+        )
+        pieces = self._apart(iterations.solutions.cpu())
+        return dict(zip(self.parameters, pieces, strict=True))
+
+    def _damped(self, directions: Tensor) -> Tensor:
+        products = self._product(self._apart(directions))
+        flat = torch.cat([product.flatten(1) for product in products], 1).to(directions)
+        return flat.add_(directions, alpha=self._damping)
+
+    def _apart(self, flat: Tensor) -> list[Tensor]:
+        sizes = [parameter.numel() for parameter in self.parameters.values()]
+        pieces = zip(flat.split(sizes, 1), self.parameters.values(), strict=True)
+        return [piece.reshape(-1, *parameter.shape) for piece, parameter in pieces]
+
+    def _preconditioned(self, flat: Tensor, orders: Mapping[str, EntryOrder | None]) -> Tensor:
+        assert self._preconditioner is not None
+        found = torch.empty_like(flat)
+        start = 0
+        for name, piece in zip(self.parameters, self._apart(flat), strict=True):
+            product = self._preconditioner(self._asked, name, piece, orders.get(name)).flatten(1)
+            found[:, start : start + product.shape[1]] = product
+            start += product.shape[1]
+        return found

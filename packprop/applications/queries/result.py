@@ -1,0 +1,119 @@
+"""The result of queries, as a value: it prints, and converts to plain numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from packprop.engine.tensors import plain_text
+from packprop.store.search import Found
+
+WIDTH = 100
+"""Columns of a terminal that printed tables have."""
+
+
+@dataclass(frozen=True, eq=False)
+class Influence:
+    """The result of ``influence``: for each query the samples at both ends.
+
+    Args:
+        largest: Samples with the largest inner products, ``products``, ``identifiers`` and ``rows``, each
+            ``[q, k]``, largest first: those that help the query most.
+        smallest: Those with the smallest, smallest first: if products are negative, they harm the query.
+        samples: Samples in the store.
+        terms: The divisors of their losses, added up.
+        quantity: Attribute of the gradients in the store.
+        curvature: The preconditioner of queries' gradients; ``None`` if there was none.
+        damping: Its damping.
+        readings: The number of readings of the store.
+        refined_by: ``"ggn"`` or ``"hessian"``, the matrix that refined the queries, or ``None``.
+        residuals: For each refined query ``[q]``: ``|b - A x| / |b|``.
+        groups: Products added up over groups of samples ``[q, g]``, if you asked for them.
+        data_readings: The number of readings of the data for refining.
+    """
+
+    largest: Found
+    smallest: Found
+    samples: int
+    terms: float
+    quantity: str
+    curvature: str | None = None
+    damping: float | None = None
+    readings: int = 1
+    refined_by: str | None = None
+    residuals: Tensor | None = None
+    groups: Tensor | None = None
+    data_readings: int = 0
+
+    def __len__(self) -> int:
+        """The number of queries."""
+        return len(self.largest.products)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain numbers, texts, lists and dictionaries."""
+        return {
+            "samples": self.samples,
+            "terms": self.terms,
+            "quantity": self.quantity,
+            "curvature": self.curvature,
+            "damping": self.damping,
+            "readings": self.readings,
+            "refined_by": self.refined_by,
+            "residuals": None if self.residuals is None else self.residuals.tolist(),
+            "data_readings": self.data_readings,
+            "groups": None if self.groups is None else self.groups.tolist(),
+            "queries": [
+                {"largest": _rows(self.largest, query), "smallest": _rows(self.smallest, query)}
+                for query in range(len(self))
+            ],
+        }
+
+    def to_json(self) -> str:
+        """Return ``to_dict`` as text."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+
+    def __str__(self) -> str:
+        return plain_text(self, width=WIDTH)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for query in range(len(self)):
+            yield Text(f"query {query}")
+            yield _table(_rows(self.largest, query), _rows(self.smallest, query))
+            yield Text()
+        yield Text(
+            f"inner products with {self.quantity} of {self.samples:,} samples, of losses that are summed"
+        )
+        if self.residuals is not None:
+            yield Text(
+                f"gradients of queries times (A + {self.damping:g} I)^-1, A: the {self.refined_by} of the "
+                f"data, by {self.data_readings} readings; largest residual {float(self.residuals.max()):.2g}"
+            )
+        elif self.curvature is not None:
+            yield Text(f"gradients of queries times (F + {self.damping:g} I)^-1, F: {self.curvature}")
+
+
+def _rows(found: Found, query: int) -> list[dict[str, Any]]:
+    """Make the table of a query's samples: identifier, row and product."""
+    columns = zip(*(column[query].tolist() for column in found), strict=True)
+    return [{"identifier": each, "row": row, "product": product} for product, each, row in columns]
+
+
+def _table(largest: list[dict[str, Any]], smallest: list[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for title in ("", "largest", "sample", "row", "smallest", "sample", "row"):
+        table.add_column(title, justify="right")
+    for place, (most, least) in enumerate(zip(largest, smallest, strict=True), 1):
+        sides = [
+            cell
+            for each in (most, least)
+            for cell in (f"{each['product']:.4g}", str(each["identifier"]), str(each["row"]))
+        ]
+        table.add_row(str(place), *sides)
+    return table

@@ -1,0 +1,287 @@
+"""The command line of ``packprop``: its arguments and its help."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+
+from packprop.applications.dataset.batches import BATCH_SIZE
+from packprop.applications.dataset.identity import packprop_version
+from packprop.applications.reports.commands import Commands, new_command
+from packprop.applications.reports.page.libraries import INSTALL
+from packprop.applications.reports.profile.outlying import SHOWN
+from packprop.applications.reports.profile.quantities import EXACT_OUTPUTS, LARGEST_FACTOR
+from packprop.applications.reports.profile.table import WIDTH
+from packprop.applications.reports.query import add_query
+
+OUTPUT = "profile"
+"""The default of ``--output``."""
+
+DESCRIPTION = f"""\
+Gradients and curvature of a network, layer by layer, in one pass over data.
+
+in
+  FACTORY names a function of yours that takes no arguments and returns three things:
+    model  a torch.nn.Module, trained or not
+    loss   one loss of torch, such as torch.nn.CrossEntropyLoss(), with reduction "mean" or "sum";
+           or a function of (outputs, targets) that calls one
+    data   a Dataset of (input, target); a tuple of tensors (inputs [n, ...], targets [n, ...]); or
+           batches (inputs, targets), such as a DataLoader
+  The current folder is searched first. Without FACTORY: a small residual network, trained for a
+  few seconds on the 1797 handwritten digits of scikit-learn.
+
+out
+  a table on standard output, {WIDTH} columns wide, one row for each layer (module with trainable
+  parameters; weight and bias together) and one for all:
+    parameters         number of trainable ones
+    grad norm          norm of the gradient of the mean loss over all samples
+    sample median, 95% norm of the gradient of a sample's own loss: median and 95th percentile
+    grad SNR           |mean gradient|^2 / trace of the covariance of the samples' gradients; its
+                       inverse is the batch size at which noise is as large as signal
+    GGN tr exact, MC   trace of the generalized Gauss-Newton matrix of the mean loss, exact and from
+                       Monte Carlo draws of targets
+    KFAC cond A, B     condition of the Kronecker factors: largest / smallest eigenvalue above
+                       rounding error; "9/10" behind it: rank 9 of size 10, thus singular;
+                       "4608 wide": too large to be built
+  A "-" stands for a value that was not computed or does not exist. Loss and parameters have no units here,
+  so no column has one. Losses that sum are divided by the number of samples first.
+  DIR/profile.html         a page with figures, in one file: signal to noise, norms of single samples,
+                           the samples with the largest gradients, curvature, spectra, memory and its
+                           plan; needs {INSTALL},
+                           and one more pass over the first batch
+  DIR/profile.json         the table in full precision, with its settings
+  DIR/profile.safetensors  mean gradient and variance for each parameter, gradient norm and GGN
+                           trace for each sample and layer, Kronecker factors, their eigenvalues
+  Standard error gets a progress bar (on a terminal), warnings and errors. NO_COLOR=1 switches colours
+  off. Ctrl-C ends the run; with --checkpoint the same command continues it.
+"""
+
+EXIT_STATUS = """\
+exit status
+  0 done, 1 an error inside packprop, 2 wrong input, 130 interrupted;
+  of a profile: 3 done, and the loss or its gradient is NaN or infinite"""
+
+EXAMPLES = f"""\
+examples
+  packprop profile
+  packprop profile packprop.examples:language_model --decode packprop.examples:decode
+  packprop profile my_project.train:factory --output runs/profile
+  packprop profile train:factory --device cuda --batch-size 512 --mc-samples 8
+
+  # train.py
+  def factory():
+      model = MyModel()
+      model.load_state_dict(torch.load("model.pt"))
+      return model, torch.nn.CrossEntropyLoss(), MyDataset()
+
+{EXIT_STATUS}
+
+The same from Python:
+  profile = packprop.profile(model, loss, data)
+  print(profile)
+  profile.save("profile")
+  profile.save_page("profile/profile.html")
+"""
+
+COMPARE = """\
+Two profiles of one model side by side, such as before and after training, with two optimizers, on two data
+sets. Each difference comes with its standard error, from the spread between samples. A mark shows differences
+of more than two standard errors.
+
+in
+  A and B are folders that `packprop profile` has written. The models must have the same layers; samples,
+  settings and parameters may differ. If both profiles have the same samples, the command compares samples one
+  by one, and errors are smaller.
+
+out
+  a table on standard output; with --json the whole comparison as JSON instead. --html FILE writes a page.
+"""
+
+PAGE = """\
+Draw the page of a saved profile, without computing anything. The page lacks everything that the profile did not
+note, such as the use of memory. From a file that ends in .jsonl, which packprop.Monitor(log="run.jsonl") has
+written, draw the page of a training run: noise scale, signal to noise, outliers and curvature over steps.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    program = argparse.ArgumentParser(
+        "packprop", description="More than the gradient from one backward pass of PyTorch."
+    )
+    program.add_argument("--version", action="version", version=f"packprop {packprop_version() or ''}")
+    commands = program.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    _add_profile(commands)
+    _add_compare(commands)
+    _add_page(commands)
+    add_query(commands, _positive)
+    return program
+
+
+def _add_profile(commands: Commands) -> None:
+    command = new_command(
+        commands, "profile", "gradients and curvature of a network, layer by layer", DESCRIPTION, EXAMPLES
+    )
+    add = command.add_argument
+    add("factory", nargs="?", metavar="FACTORY", help="package.module:function")
+    add(
+        "--output",
+        metavar="DIR",
+        default=OUTPUT,
+        help="folder for the files, made if missing; older ones are replaced (default: %(default)s)",
+    )
+    add(
+        "--batch-size",
+        type=_positive,
+        metavar="N",
+        help="samples in a batch, for data that do not come in batches; more memory, less time "
+        f"(default: {BATCH_SIZE})",
+    )
+    add(
+        "--mc-samples",
+        type=_positive,
+        metavar="N",
+        default=1,
+        help="Monte Carlo draws for each sample, a backward pass each (default: %(default)s)",
+    )
+    add(
+        "--exact",
+        action=argparse.BooleanOptionalAction,
+        help="compute the exact GGN trace, a backward pass for each output of a sample (default: "
+        f"if these are at most {EXACT_OUTPUTS})",
+    )
+    add(
+        "--curvature",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compute GGN trace and Kronecker factors; losses without curvature need "
+        "--no-curvature (default: yes)",
+    )
+    add(
+        "--largest-factor",
+        type=_positive,
+        metavar="N",
+        default=LARGEST_FACTOR,
+        help="leave out Kronecker factors with more rows than this (default: %(default)s)",
+    )
+    add(
+        "--evaluation",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="put the model into evaluation mode, so that dropout is off and batch normalisation does not mix "
+        "samples; --no-evaluation keeps its own mode (default: yes)",
+    )
+    add(
+        "--compiled",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="replace passes by graphs if that saves time (default: yes)",
+    )
+    add(
+        "--device",
+        metavar="NAME",
+        help="cpu, cuda, cuda:1, ...: the device of model, loss and batches (default: the model's)",
+    )
+    add(
+        "--seed",
+        type=int,
+        metavar="N",
+        default=0,
+        help="seed of the random state that FACTORY finds, and of the draws (default: %(default)s)",
+    )
+    add(
+        "--threads",
+        type=_positive,
+        metavar="N",
+        help="CPU threads of torch (default: torch's own choice; 1 for the built-in example, whose "
+        "tensors are too small to share)",
+    )
+    add(
+        "--memory",
+        metavar="BYTES",
+        help="the most memory that tensors may take at once, such as 600MiB (default: no limit; chunks of "
+        "samples are small anyway)",
+    )
+    kept = command.add_mutually_exclusive_group()
+    kept.add_argument(
+        "--checkpoint",
+        metavar="FOLDER",
+        help="keep the run in this folder; if the run ends early, the same command continues it, as long as "
+        "FACTORY returns the same model and data (default: keep nothing)",
+    )
+    kept.add_argument(
+        "--resume",
+        metavar="FOLDER",
+        help="as --checkpoint, but only continue a run: refuse to begin without a checkpoint in FOLDER",
+    )
+    add(
+        "--every",
+        type=_time_or_number,
+        metavar="TIME",
+        default="30s",
+        help='how often to write the checkpoint: "30s", "5min", "1h", or a number of batches (default: '
+        "%(default)s)",
+    )
+    add(
+        "--outliers",
+        type=_count,
+        metavar="N",
+        default=SHOWN,
+        help="how many of the samples with the largest gradients to keep; the command reads data in batches "
+        "again up to the last of them (default: %(default)s)",
+    )
+    add(
+        "--decode",
+        metavar="NAME",
+        help="package.module:function of (inputs, targets) of one sample, which returns its text, the text of "
+        "each token of the targets, or an image",
+    )
+    add("--no-page", action="store_true", help="write no page, and do not measure the use of memory")
+    add(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="show a progress bar, if standard error is a terminal (default: yes)",
+    )
+    _add_common(command, "the profile")
+
+
+def _add_compare(commands: Commands) -> None:
+    command = new_command(commands, "compare", "two profiles side by side", COMPARE, EXIT_STATUS)
+    command.add_argument("first", metavar="A", help="folder of a profile")
+    command.add_argument("second", metavar="B", help="folder of another one")
+    command.add_argument("--html", metavar="FILE", help=f"also write a page; needs {INSTALL}")
+    _add_common(command, "the comparison")
+
+
+def _add_page(commands: Commands) -> None:
+    command = new_command(commands, "page", "the page of a saved profile", PAGE, EXIT_STATUS)
+    command.add_argument("folder", metavar="DIR", help="folder of a profile, or the file of a monitor")
+    command.add_argument(
+        "--output", metavar="FILE", help="the file of the page (default: DIR/profile.html; of a file: its name)"
+    )
+    command.add_argument("--debug", action="store_true", help="show errors with their tracebacks")
+
+
+def _add_common(command: argparse.ArgumentParser, what: str) -> None:
+    command.add_argument(
+        "--json",
+        action="store_true",
+        help=f"print {what} on standard output as JSON, and everything else on standard error",
+    )
+    command.add_argument("--debug", action="store_true", help="show errors with their tracebacks")
+
+
+def _time_or_number(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
+
+
+def _positive(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if int(text) > 0:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")

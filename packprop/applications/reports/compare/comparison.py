@@ -1,0 +1,89 @@
+"""``compare``: two profiles of one model as one value, which prints, converts to JSON and draws a page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+
+from packprop.applications.reports.compare.differences import differences_of
+from packprop.applications.reports.compare.page import comparison_page
+from packprop.applications.reports.compare.table import comparison_table, notes
+from packprop.applications.reports.compare.values import ComparisonValues
+from packprop.applications.reports.profile.result import Profile
+from packprop.applications.reports.profile.shown import Shown
+from packprop.errors import BadInput
+
+ASKED = "Two profiles were to be compared."
+
+
+@dataclass(frozen=True)
+class Comparison(Shown, ComparisonValues):
+    """Two profiles of one model side by side; prints as a table, converts to JSON, draws a page."""
+
+    def _page(self) -> str:
+        return comparison_page(self)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield comparison_table(self.layers, self.total)
+        yield ""
+        yield from notes(self.names, self.paired, self.samples, self.losses, self.settings)
+
+
+def compare(first: Profile, second: Profile, first_name: str = "A", second_name: str = "B") -> Comparison:
+    """Compare two profiles of one model, quantity by quantity, with the uncertainty of their differences.
+
+    Args:
+        first: The reference.
+        second: The other one; a difference is the second less the first.
+        first_name: The name of the first one.
+        second_name: The name of the second one.
+
+    Raises:
+        BadInput: If they are of models with other layers, or of other losses.
+    """
+    for name, profile in (("first", first), ("second", second)):
+        if not isinstance(profile, Profile):
+            instead = "give what packprop.profile(...) or Profile.load(...) returned"
+            raise BadInput(ASKED, f"{name}, {type(profile).__name__}", "it is no profile", instead)
+    _require_same_model(first, second)
+    known = first.settings.get("data")
+    paired = known is not None and known == second.settings.get("data") and first.samples == second.samples
+    names = dict.fromkeys([*first.settings, *second.settings])
+    settings = {
+        name: (first.settings.get(name), second.settings.get(name))
+        for name in names
+        if first.settings.get(name) != second.settings.get(name) and name not in ("data", "graphs")
+    }
+    return Comparison(
+        names=(first_name, second_name),
+        paired=paired,
+        samples=(first.samples, second.samples),
+        losses=(first.loss, second.loss),
+        settings=settings,
+        layers={
+            one.name: differences_of(first, second, (one, other), paired)
+            for one, other in zip(first.layers, second.layers, strict=True)
+        },
+        total=differences_of(first, second, (first.total, second.total), paired),
+    )
+
+
+def _require_same_model(first: Profile, second: Profile) -> None:
+    """Refuse profiles with different layers, or losses.
+
+    Raises:
+        BadInput: With the first difference.
+    """
+    instead = "compare profiles of one model, with one loss; parameters, data and settings may differ"
+    losses = first.settings.get("loss"), second.settings.get("loss")
+    if losses[0] != losses[1]:
+        raise BadInput(ASKED, "their losses", f"{losses[0]} in the first, {losses[1]} in the second", instead)
+    for one, other in zip(first.layers, second.layers, strict=False):
+        own, others = (f"{layer.name}, {layer.kind} of {layer.parameters:,}" for layer in (one, other))
+        if own != others:
+            why = f"{own} parameters in the first; {others} in the second"
+            raise BadInput(ASKED, f"layer {one.name!r}", why, instead)
+    if len(first.layers) != len(second.layers):
+        why = f"{len(first.layers)} in the first, {len(second.layers)} in the second"
+        raise BadInput(ASKED, "the number of layers", why, instead)

@@ -1,0 +1,47 @@
+"""The contents of a comparison, apart from printing and drawing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from packprop.applications.reports.compare.differences import Difference
+from packprop.applications.reports.profile.files import json_ready
+
+FORMAT = "comparison of profiles, format 1"
+"""The description in a file."""
+
+
+@dataclass(frozen=True)
+class ComparisonValues:
+    """Two profiles of one model side by side.
+
+    NOTE [Uncertainty of differences] explains the errors.
+
+    Args:
+        names: The names of the profiles.
+        paired: Says that both have the same samples, which are compared one by one.
+        samples: Samples of each.
+        losses: Mean loss of each.
+        settings: Their settings, as far as they differ: name -> (first, second).
+        layers: Layer name -> quantity -> difference, in the model's order.
+        total: Quantity -> difference, in all parameters together.
+    """
+
+    names: tuple[str, str]
+    paired: bool
+    samples: tuple[int, int]
+    losses: tuple[float, float]
+    settings: dict[str, tuple[Any, Any]]
+    layers: dict[str, dict[str, Difference]]
+    total: dict[str, Difference]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain numbers, strings, lists and dictionaries."""
+        return {"format": FORMAT, **dataclasses.asdict(self)}
+
+    def to_json(self) -> str:
+        """Return ``to_dict`` as text; ``null`` stands for values that are missing, infinite or NaN."""
+        return json.dumps(json_ready(self.to_dict()), indent=2, allow_nan=False) + "\n"

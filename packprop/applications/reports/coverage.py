@@ -1,0 +1,203 @@
+"""Coverage of a model: the functions that use each parameter, and the extensions that apply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from packprop.applications.reports.coverage_families import families_of
+from packprop.applications.reports.coverage_values import Consumption, Coverage, ParameterCoverage
+from packprop.engine.algebra import Dense, join
+from packprop.engine.curvature import Routes, choose_routes, columns, require_second_derivatives
+from packprop.engine.functions import Entry, without_rules
+from packprop.engine.graph import Graph, walk
+from packprop.engine.recording import Use, record, unchanged
+from packprop.engine.samples import check_graph
+from packprop.engine.tensors import call, class_before_sharding, named_modules, named_parameters, tensors_in
+from packprop.errors import BadInput, PackpropError
+from packprop.types import EXACT
+
+ASKED = "coverage(model, batch) was called."
+
+
+def coverage(model: nn.Module, batch: Any) -> Coverage:
+    """List the function that uses each parameter, its structure, and the extensions that apply.
+
+    It makes one forward pass in the model's own mode. Unless the model returns a loss, it takes a squared
+    error on its outputs. It restores buffers, attributes and the random state, and extends the model for
+    this pass only. The user's own forward hooks do run.
+
+    Args:
+        model: Any module; you need not extend it.
+        batch: ``(inputs, targets)`` as a data loader yields it, or inputs alone: a tensor, or a dictionary
+            of arguments. Pass several positional inputs as ``((a, b), targets)``. Targets are ignored.
+
+    Returns:
+        A value that prints.
+
+    Raises:
+        BadInput: If ``model`` is no module or not initialised, or ``batch`` is none of the above.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> found = coverage(model, torch.zeros(5, 4))
+        >>> [use.function for use in found.parameters["0.weight"].uses], found.samples
+        (['linear'], 5)
+    """
+    inputs = _inputs_of(batch)
+    with unchanged(model, ASKED), torch.enable_grad():
+        with record():
+            outputs = call(model, inputs)
+            roots = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+            losses = [tensor for tensor in roots if tensor.dim() == 0 and walk([tensor], [None], None).uses]
+            values = losses or [_stand_in(tensor) for tensor in roots]
+        return _describe(model, values, own_loss=bool(losses))
+
+
+def _inputs_of(batch: Any) -> Any:
+    if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
+        return batch[0]
+    if isinstance(batch, (Tensor, Mapping)):
+        return batch
+    size = f" of {len(batch)} elements" if isinstance(batch, (tuple, list)) else ""
+    raise BadInput(
+        ASKED,
+        f"batch of type {type(batch).__name__}{size}",
+        "it is not clear what of it goes into the model",
+        "give (inputs, targets), or inputs alone: a tensor or a dictionary of arguments; several "
+        "positional inputs as ((a, b), targets)",
+    )
+
+
+def _stand_in(output: Tensor) -> Tensor:
+    """Return a squared error, in place of the loss that the model does not return."""
+    real = torch.view_as_real(output) if output.is_complex() else output
+    return F.mse_loss(real, torch.zeros_like(real))
+
+
+def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Coverage:
+    """Read the facts about a model's parameters from the graph of some losses."""
+    graph, refusal = _walked(values)
+    accepted = graph if refusal is None else None
+    note = "" if values else "no output of the model requires a gradient"
+    if refusal is not None and len(values) > 1:
+        first_alone, other = _walked(values[:1])
+        if other is None:
+            note = f"for a loss on the first output alone; with all of them: {refusal.why}"
+            accepted, refusal = first_alone, None
+    uses = _uses_by_leaf(values, graph)
+    missing: dict[int, list[str]] = {}
+    for leaf, node in graph.missing if graph is not None else ():
+        missing.setdefault(id(leaf), []).append(node.name())
+    factors = {} if accepted is None else _factors(accepted)
+    routes = {} if accepted is None else _hessian_routes(accepted)
+    names: dict[int, list[str]] = {}
+    for name, parameter in named_parameters(model, remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    parameters = {
+        name: ParameterCoverage(
+            name,
+            tuple(names[id(parameter)][1:]),
+            parameter.shape,
+            _layer(model, name),
+            parameter.requires_grad,
+            tuple(uses.get(id(parameter), ())),
+            tuple(missing.get(id(parameter), ())),
+            factors.get(id(parameter), ""),
+            routes.get(id(parameter), ""),
+        )
+        for name, parameter in named_parameters(model)
+    }
+    mixers = () if graph is None else tuple(dict.fromkeys(graph.mixers))
+    samples = 0 if accepted is None else accepted.samples
+    families = families_of(accepted, refusal, own_loss, note)
+    return Coverage(parameters, families, samples, mixers, refusal)
+
+
+def _walked(values: Sequence[Tensor]) -> tuple[Graph | None, PackpropError | None]:
+    """Return the graph of some losses, and the reason to refuse a backward pass with extensions."""
+    graph = None
+    if not values:
+        return None, None
+    try:
+        graph = walk(values, [None] * len(values), None)
+        check_graph(graph)
+    except PackpropError as refusal:
+        return _refused(values) if graph is None else graph, refusal
+    return graph, None
+
+
+def _refused(values: Sequence[Tensor]) -> Graph | None:
+    """Return the graph of some losses whose walk was refused, if a rule refused it."""
+    try:
+        with without_rules():
+            graph = walk(values, [None] * len(values), None)
+    except PackpropError:
+        return None
+    for use in graph.uses:
+        by_rules = dict(zip(map(id, use.recorded.entries), use.entries(), strict=True))
+        use.sites = [replace(site, entry=by_rules[id(site.entry)]) for site in use.sites]
+    return graph
+
+
+def _uses_by_leaf(values: Sequence[Tensor], graph: Graph | None) -> dict[int, list[Consumption]]:
+    """Return the uses of each leaf; none if the walk failed."""
+    walked = [] if graph is None else graph.uses
+    triples = [(use.recorded, site.entry, site.leaf) for use in walked for site in use.sites]
+    uses: dict[int, list[Consumption]] = {}
+    for recorded, entry, leaf in triples:
+        uses.setdefault(id(leaf), []).append(_consumption(recorded, entry, leaf))
+    return uses
+
+
+def _consumption(recorded: Use, entry: Entry, leaf: Tensor) -> Consumption:
+    refusal = "" if entry.refusal is None else entry.refusal[0]
+    fallback = not entry.by_rule and not refusal
+    return Consumption(recorded.name, entry.structure, entry.parameter is leaf, refusal, fallback)
+
+
+def _factors(graph: Graph) -> dict[int, str]:
+    """Return the Kronecker factors of each leaf, from its structure for one sample without cotangents."""
+    structures: dict[int, list[Any]] = {}
+    for use in graph.uses:
+        no_cotangents: list[Tensor | None] = [None] * len(use.recorded.shapes)
+        for site in use.sites:
+            structure = site.structure_of(no_cotangents, use.layouts, slice(0, 1))
+            structures.setdefault(id(site.leaf), []).append(structure)
+    return {leaf: "B" if isinstance(join(own), Dense) else "B, A" for leaf, own in structures.items()}
+
+
+def _hessian_routes(graph: Graph) -> dict[int, str]:
+    """Return the route to each leaf's diagonal of the Hessian; none if a branch was already summed."""
+    try:
+        columns(graph, EXACT, create_graph=False)
+        with_roots = True
+    except PackpropError:
+        with_roots = False
+    try:
+        routes = choose_routes(graph, with_roots, per_sample=True)
+    except PackpropError:
+        return {}
+    return {id(leaf): _route(graph, routes, leaf) for leaf in graph.leaves()}
+
+
+def _route(graph: Graph, routes: Routes, leaf: Tensor) -> str:
+    route = routes.route(leaf)
+    try:
+        if route != "swept":
+            require_second_derivatives(graph.roots, [leaf], graph.name)
+    except PackpropError:
+        return "refused"
+    return route
+
+
+def _layer(model: nn.Module, name: str) -> str:
+    """Return the class of the layer that owns a parameter, before it was sharded or parametrised."""
+    path = name.rpartition(".")[0].partition("parametrizations")[0].rstrip(".")
+    kind = class_before_sharding(dict(named_modules(model))[path])
+    return (kind.__mro__[1] if kind.__name__.startswith("Parametrized") else kind).__name__

@@ -1,0 +1,81 @@
+"""The table of the cost of each quantity in each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from packprop.applications.reports.page.naming import folded_names
+from packprop.applications.reports.profile.costs import Cost
+from packprop.applications.reports.profile.layers import TOTAL
+from packprop.applications.reports.profile.memory_use import MemoryUse
+from packprop.engine.memory import byte_text
+
+
+@dataclass(frozen=True)
+class CostCell:
+    """The cost of a quantity in a layer.
+
+    Args:
+        time: The time, in words.
+        memory: The bytes, in words.
+        shade: The time as a percentage of the longest of all layers and quantities.
+    """
+
+    time: str
+    memory: str
+    shade: int
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time to two digits.
+
+    >>> [seconds_text(s) for s in (0.0, 4.2e-5, 0.00123, 0.0468, 0.812, 3.21, 75.0)]
+    ['0.0 ms', '0.042 ms', '1.2 ms', '47 ms', '810 ms', '3.2 s', '75 s']
+    """
+    rounded = float(f"{seconds:.2g}")
+    size, unit = (rounded, "s") if rounded >= 1 else (1000 * rounded, "ms")
+    return f"{size:.0f} {unit}" if size >= 10 else f"{size:#.2g} {unit}"
+
+
+def costs_table(use: MemoryUse | None) -> dict[str, Any] | None:
+    """Return titles of quantities, rows of layers, the total; ``None`` if nothing was measured."""
+    if use is None or not use.costs:
+        return None
+    quantities = [*dict.fromkeys(cost.quantity for cost in use.costs)]
+    cells = {(cost.layer, cost.quantity): cost for cost in use.costs}
+    layers = [layer for layer in _in_order(use.costs) if layer != TOTAL]
+    most = max((cost.seconds for cost in use.costs if cost.layer != TOTAL), default=0.0)
+    folded = folded_names(layers)
+
+    def cells_of(layer: str) -> list[CostCell | None]:
+        return [_cell(cells.get((layer, quantity)), most) for quantity in quantities]
+
+    return {
+        "quantities": quantities,
+        "rows": [(folded[layer], layer, cells_of(layer)) for layer in layers],
+        "total": cells_of(TOTAL),
+    }
+
+
+def longest_of(costs: Sequence[Cost]) -> tuple[Cost, float] | None:
+    """Return the slowest layer and quantity, and their share of all; ``None`` if there are no times."""
+    single = [cost for cost in costs if cost.layer != TOTAL]
+    total = sum(cost.seconds for cost in costs if cost.layer == TOTAL)
+    if not single or not total:
+        return None
+    longest = max(single, key=lambda cost: cost.seconds)
+    return longest, longest.seconds / total
+
+
+def _in_order(costs: Sequence[Cost]) -> list[str]:
+    """Return the layers in the order of the forward pass; the backward pass meets them in reverse."""
+    return [*dict.fromkeys(cost.layer for cost in costs)][::-1]
+
+
+def _cell(cost: Cost | None, most: float) -> CostCell | None:
+    if cost is None:
+        return None
+    shade = 0 if cost.layer == TOTAL or not most else round(100 * cost.seconds / most)
+    return CostCell(seconds_text(cost.seconds), byte_text(cost.bytes), shade)

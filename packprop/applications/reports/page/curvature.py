@@ -1,0 +1,185 @@
+"""Figures of curvature: traces of the GGN along depth, spectra of Kronecker factors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import altair as alt
+import torch
+
+from packprop.applications.reports.page.figure import (
+    FIRST,
+    SECOND,
+    STEP,
+    Figure,
+    data_of,
+    largest_layers,
+    layer_axis,
+    log_axis,
+    of_how_many,
+    specification,
+)
+from packprop.applications.reports.page.findings import trace_of
+from packprop.applications.reports.page.naming import short_labels
+from packprop.applications.reports.profile.layers import ROOT, Layer
+from packprop.applications.reports.profile.table import number_text
+from packprop.applications.reports.profile.values import ProfileValues
+
+SIDES = {"A": "A, of inputs", "B": "B, of output gradients"}
+"""The two Kronecker factors."""
+
+MOST_EIGENVALUES = 48
+"""The number of eigenvalues of a factor in the figure: the largest, the smallest, and evenly between."""
+
+
+def traces(values: ProfileValues) -> Figure | None:
+    """Draw traces of the GGN along depth; return ``None`` if there is no curvature."""
+    found = {layer.name: trace_of(layer) for layer in values.layers}
+    sizes = {name: trace for name, trace in found.items() if trace is not None and math.isfinite(trace)}
+    layers = largest_layers(values.layers, sizes)
+    total = sum(sizes.values())
+    if not layers or total <= 0:
+        return None
+    labels = short_labels([layer.name for layer in layers])
+    kinds = ["trace", "trace for each parameter"]
+    rows = [
+        {
+            "label": labels[layer.name],
+            "layer": layer.name,
+            "trace": sizes[layer.name],
+            "drawn": layer.ggn_trace_monte_carlo,
+            "share": sizes[layer.name] / total,
+        }
+        for layer in layers
+    ]
+    base = alt.Chart(data_of(rows)).encode(
+        y=layer_axis([*labels.values()]),
+        tooltip=[
+            alt.Tooltip("layer:N"),
+            alt.Tooltip("trace:Q", format=".3g"),
+            alt.Tooltip("drawn:Q", title="Monte Carlo", format=".3g"),
+            alt.Tooltip("share:Q", title="share of all layers", format=".1%"),
+        ],
+    )
+    drawings: list[alt.Chart] = [
+        base.mark_bar(color=FIRST, height=alt.RelativeBandSize(0.6)).encode(
+            x=alt.X("trace:Q", title="trace of the GGN", axis=alt.Axis(tickCount=5))
+        )
+    ]
+    exact = any(layer.ggn_trace_exact is not None for layer in layers)
+    if exact:
+        drawings.append(base.mark_tick(color=SECOND, thickness=2.5, size=16).encode(x="drawn:Q"))
+    top = max(layers, key=lambda layer: sizes[layer.name])
+    how = "exact; the mark is the Monte Carlo estimate" if exact else "a Monte Carlo estimate"
+    return Figure(
+        "curvature",
+        "Curvature along depth",
+        "Trace of each layer's block of the generalized Gauss-Newton matrix, from the first layer to the last, "
+        f"{how}.{of_how_many(len(layers), len(sizes))}",
+        f"Traces of {len(layers)} layers; the largest, {number_text(sizes[top.name])}, is that of {top.name}, "
+        f"{sizes[top.name] / total:.0%} of all.",
+        specification(alt.layer(*drawings).properties(height=STEP * len(layers))),
+        ["layer", kinds[0], "Monte Carlo", "share of all", kinds[1]],
+        [
+            [
+                layer.name,
+                number_text(sizes[layer.name]),
+                number_text(layer.ggn_trace_monte_carlo),
+                f"{sizes[layer.name] / total:.1%}",
+                number_text(sizes[layer.name] / layer.parameters),
+            ]
+            for layer in layers
+        ],
+    )
+
+
+def spectra(values: ProfileValues) -> Figure | None:
+    """Draw eigenvalues of the Kronecker factors of each layer; return ``None`` if there are none."""
+    layers = largest_layers(
+        values.layers,
+        {
+            layer.name: float(layer.parameters)
+            for layer in values.layers
+            if any(spectrum.rank for spectrum in layer.factors.values())
+        },
+    )
+    if not layers:
+        return None
+    labels = short_labels([layer.name for layer in layers])
+    rows: list[dict[str, Any]] = []
+    cells: list[list[str]] = []
+    for layer in layers:
+        for side, name, eigenvalues in _factors_of(values, layer):
+            spectrum = layer.factors[name]
+            cells.append(
+                [
+                    layer.name,
+                    name,
+                    f"{spectrum.rank} of {spectrum.size}",
+                    number_text(spectrum.largest),
+                    number_text(spectrum.smallest),
+                    number_text(spectrum.condition),
+                ]
+            )
+            rows += [
+                {"label": labels[layer.name], "layer": layer.name, "side": SIDES[side], "value": value}
+                for value in eigenvalues
+            ]
+    if not rows:
+        return None
+    scale, axis = log_axis(min(row["value"] for row in rows), 1.0)
+    chart = (
+        alt.Chart(data_of(rows))
+        .mark_tick(thickness=1.2, size=9, opacity=0.75)
+        .encode(
+            y=layer_axis([*labels.values()]),
+            yOffset=alt.YOffset("side:N", sort=[*SIDES.values()]),
+            x=alt.X(
+                "value:Q",
+                scale=scale,
+                title="eigenvalue / largest (logarithmic)",
+                axis=axis,
+            ),
+            color=alt.Color(
+                "side:N",
+                scale=alt.Scale(domain=[*SIDES.values()], range=[SECOND, FIRST]),
+                sort=[*SIDES.values()],
+            ),
+            tooltip=[
+                alt.Tooltip("layer:N"),
+                alt.Tooltip("side:N", title="factor"),
+                alt.Tooltip("value:Q", title="eigenvalue / largest", format=".2g"),
+            ],
+        )
+        .properties(height=STEP * len(layers))
+    )
+    full = sum(cell[2].split(" of ")[0] == cell[2].split(" of ")[1] for cell in cells)
+    return Figure(
+        "spectra",
+        "Spectra of the Kronecker factors",
+        "Each mark is an eigenvalue of a factor, relative to the largest one, down to rounding error. Factors "
+        "seldom have full rank: inverses need damping. The wider a row is spread, the less one step size suits "
+        "all its directions.",
+        f"Eigenvalues of {len(cells)} Kronecker factors in {len(layers)} layers; {full} of the factors have "
+        "full rank.",
+        specification(chart),
+        ["layer", "factor", "rank", "largest", "smallest above rounding", "condition"],
+        cells,
+    )
+
+
+def _factors_of(values: ProfileValues, layer: Layer) -> list[tuple[str, str, list[float]]]:
+    """Return side, name and relative eigenvalues of the layer's first factor of each side."""
+    found: dict[str, tuple[str, str, list[float]]] = {}
+    for name, spectrum in layer.factors.items():
+        parameter, _, side = name.rpartition(".")
+        full = parameter if layer.name == ROOT else f"{layer.name}.{parameter}"
+        eigenvalues = values.tensors.get(f"kfac_eigenvalues/{full}/{side}")
+        if side in found or eigenvalues is None or not spectrum.rank or not spectrum.largest:
+            continue
+        kept = (eigenvalues[-spectrum.rank :] / spectrum.largest).clamp(max=1)
+        if len(kept) > MOST_EIGENVALUES:
+            kept = kept[torch.linspace(0, len(kept) - 1, MOST_EIGENVALUES).round().long()]
+        found[side] = (side, name, [float(f"{value:.4g}") for value in kept.tolist()])
+    return [found[side] for side in SIDES if side in found]

@@ -1,0 +1,155 @@
+"""The figure of memory: the live bytes in the pass over a batch, beside plan and budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import altair as alt
+
+from packprop.applications.reports.page.figure import FIRST, INK, MUTED, SECOND, Figure, data_of, specification
+from packprop.applications.reports.profile.costs import Phase
+from packprop.applications.reports.profile.memory_use import MemoryUse
+from packprop.engine.memory import byte_text
+
+ROOM = 1.6
+"""A budget of more than so many times everything else is named, and not drawn."""
+
+LETTER = 0.021
+"""The width of a letter of a label, as a part of the width of the figure on a phone."""
+
+
+def timeline(use: MemoryUse | None) -> Figure | None:
+    """Draw memory during the pass over the first batch; return ``None`` if it was not measured."""
+    if use is None or not use.timeline:
+        return None
+    unit, size = _unit(max(use.peak, use.planned or 0))
+    rows = [{"operation": at, "bytes": alive / size, "what": byte_text(alive)} for at, alive in use.timeline]
+    tall = max(use.peak, use.planned or 0)
+    lines = [("peak by the plan", use.planned, SECOND)]
+    drawn_budget = use.budget is not None and use.budget <= ROOM * tall
+    if drawn_budget:
+        lines.append(("budget", use.budget, INK))
+    levels = [
+        {"bytes": level / size, "name": f"{name}, {byte_text(level)}", "colour": colour}
+        for name, level, colour in lines
+        if level is not None
+    ]
+    area = (
+        alt.Chart(data_of(rows))
+        .mark_area(
+            color=FIRST, opacity=0.25, line={"color": FIRST, "strokeWidth": 1.5}, interpolate="step-after"
+        )
+        .encode(
+            x=alt.X(
+                "operation:Q",
+                title="operation of the pass",
+                scale=alt.Scale(domain=[0, use.operations], nice=False),
+                axis=alt.Axis(tickCount=5, format=",d"),
+            ),
+            y=alt.Y("bytes:Q", title=unit, axis=alt.Axis(tickCount=5)),
+            tooltip=[alt.Tooltip("operation:Q", format=",d"), alt.Tooltip("what:N", title="alive")],
+        )
+    )
+    drawings = [*_phases(use), area]
+    for level in levels:
+        at = alt.Chart(data_of([level])).encode(y="bytes:Q")
+        drawings.append(at.mark_rule(color=str(level["colour"]), strokeDash=[6, 4], strokeWidth=1.5))
+        drawings.append(
+            at.mark_text(align="right", baseline="bottom", dy=-4, color=str(level["colour"])).encode(
+                text="name:N", x=alt.value("width")
+            )
+        )
+    return Figure(
+        "memory",
+        "Memory of the pass over one batch",
+        "Bytes of tensors that are alive after each operation: parameters, the batch, activations, cotangents, "
+        "results. The figure does not see memory inside a kernel. "
+        f"{phase_words(use)} "
+        + ("" if use.budget is None or drawn_budget else f"The budget, {byte_text(use.budget)}, is far above. ")
+        + (f"There is no plan: {use.why_not}." if use.planned is None else ""),
+        f"{memory_words(use)} {phase_words(use)}".strip(),
+        specification(alt.layer(*drawings).properties(height=260)),
+        ["operation", "alive", "part of the pass"],
+        [
+            [
+                f"{at:,}",
+                byte_text(alive),
+                next((name for name, first, end in use.phases if first <= at < end), ""),
+            ]
+            for at, alive in use.timeline[:: max(1, len(use.timeline) // 40)]
+        ],
+    )
+
+
+def _phases(use: MemoryUse) -> list[alt.Chart]:
+    """Draw a band behind every second part of the pass, and the names above, in lines with room for them."""
+    known = use.phases or ([] if use.forward is None else _halves(use, use.forward))
+    rows: list[dict[str, Any]] = [
+        {"first": first, "after": min(after, use.operations), "name": name}
+        for name, first, after in known
+        if after > first
+    ]
+    if not rows:
+        return []
+    base = alt.Chart(data_of(rows[::2])).encode(x="first:Q", x2="after:Q", tooltip=alt.Tooltip("name:N"))
+    drawings = [base.mark_rect(color=MUTED, opacity=0.09)]
+    taken = [0.0] * len(rows)
+    for row in rows:
+        at, wide = row["first"] / use.operations, LETTER * len(row["name"])
+        at_right = at + wide > 1
+        line = next((line for line, end in enumerate(taken) if end <= at), 0)
+        taken[line] = at + wide
+        start = alt.Chart(data_of([row])).encode(x="first:Q")
+        drawings.append(start.mark_rule(color=MUTED, strokeWidth=0.75, opacity=0.6))
+        named = start.mark_text(
+            align="right" if at_right else "left", baseline="bottom", color=INK, fontSize=11, dx=1
+        )
+        where = alt.value("width") if at_right else alt.X("first:Q")
+        drawings.append(named.encode(text="name:N", y=alt.value(-20 - 15 * line), x=where))
+    return drawings
+
+
+def _halves(use: MemoryUse, forward: int) -> list[Phase]:
+    return [("forward pass", 0, forward), ("backward pass", forward, use.operations)]
+
+
+def phase_words(use: MemoryUse) -> str:
+    """Return the peak of each part of the pass, in a sentence."""
+    highest = [
+        (name, max((size for at, size in use.timeline if first <= at < after), default=0))
+        for name, first, after in use.phases
+    ]
+    told = ", ".join(f"{name} {byte_text(size)}" for name, size in highest if size)
+    return f"The highest of each part: {told}." if told else ""
+
+
+REASONS = {
+    "per-sample gradients": "formed: each is there with the cotangent, or is one outer product.",
+    "gradients by products": "formed, as products of cotangents and inputs over a sample's positions: fewer "
+    "multiplications than to compare all pairs of positions.",
+    "gradients by groups": "formed by one grouped convolution, which does not unfold the inputs.",
+    "gradients in turn": "formed one after the other: all at once would take more memory than there is.",
+    "cotangents and inputs alone": "not formed: inner products give the quantity directly.",
+}
+"""The treatment of per-sample gradients by each algorithm of a plan, and its reason."""
+
+
+def reasons_of(use: MemoryUse | None) -> dict[str, str]:
+    """Return the algorithms that the plan chose, and why."""
+    chosen = {} if use is None else dict.fromkeys(choice["algorithm"] for choice in use.choices)
+    return {algorithm: REASONS[algorithm] for algorithm in chosen}
+
+
+def memory_words(use: MemoryUse) -> str:
+    """Return peak, plan and budget in a sentence."""
+    words = f"A batch of {use.samples:,} samples took {byte_text(use.peak)} at its peak"
+    if use.planned is not None:
+        words += f"; {byte_text(use.planned)} were planned"
+    return f"{words}, within a budget of {byte_text(use.budget)}." if use.budget is not None else f"{words}."
+
+
+def _unit(most: int) -> tuple[str, int]:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if most >= size:
+            return unit, size
+    return "bytes", 1

@@ -1,0 +1,238 @@
+"""From a profile to its page."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from packprop.applications.reports.page.findings import (
+    findings_of,
+    sample_share,
+    scale_interval,
+    scale_text,
+    trace_of,
+)
+from packprop.applications.reports.page.libraries import require_libraries
+from packprop.applications.reports.page.naming import folded_names
+from packprop.applications.reports.page.templating import template
+from packprop.applications.reports.profile.layers import Layer
+from packprop.applications.reports.profile.outlying import OutlyingSample
+from packprop.applications.reports.profile.table import counted, number_text
+from packprop.applications.reports.profile.uncertainty import range_text, rounded_text, signal_to_noise_interval
+from packprop.applications.reports.profile.values import ProfileValues
+from packprop.engine.memory import byte_text
+
+if TYPE_CHECKING:
+    from packprop.applications.reports.page.figure import Figure
+
+MADE = ("date", "command", "factory", "commit")
+"""The facts on a page about its origin, as far as they are known."""
+
+Cell = tuple[str, float | str | None]
+"""The text of a cell in the table of layers, and its value for sorting."""
+
+COLUMNS = (
+    ("layer", "name of the module, in the order in which the model has them"),
+    ("kind", "class of the module"),
+    ("parameters", "number of trainable ones"),
+    ("gradient norm", "of the mean loss"),
+    ("sample median", "median of the norms of single samples' gradients"),
+    ("sample 95%", "their 95th percentile"),
+    ("signal to noise", "squared gradient norm over the trace of the samples' covariance"),
+    ("GGN trace", "exact where it was computed, else the Monte Carlo estimate"),
+    (
+        "condition A",
+        "of the Kronecker factor of the inputs: largest over smallest eigenvalue above rounding error; with "
+        "rank/size where some are below it",
+    ),
+    ("condition B", "of the Kronecker factor of output gradients"),
+)
+"""Titles of the table of layers, and their meaning."""
+
+
+def page_of(values: ProfileValues) -> str:
+    """Return the page of a profile, as text.
+
+    Raises:
+        PackpropError: If the libraries behind it are not installed.
+    """
+    require_libraries()
+    from packprop.applications.reports.page import curvature, gradients, memory
+    from packprop.applications.reports.page.costs import costs_table
+
+    figures = {
+        "signal": gradients.signal_to_noise(values),
+        "norms": gradients.norm_histogram(values),
+        "by_layer": gradients.norms_by_layer(values),
+        "traces": curvature.traces(values),
+        "spectra": curvature.spectra(values),
+        "memory": memory.timeline(values.memory),
+    }
+    costs = costs_table(values.memory)
+    return template("page.html").render(
+        **shared_parts(values),
+        figures=figures,
+        shown_figures={key: figure.key for key, figure in figures.items() if figure}
+        | ({"costs": "costs"} if costs else {}),
+        contents=contents_of(figures, costs is not None),
+        costs=costs,
+        samples=samples_of(values),
+        columns=COLUMNS,
+        **table_of(values),
+        choices=[] if values.memory is None else values.memory.choices,
+        planned_parts={} if values.memory is None else values.memory.parts,
+        reasons=memory.reasons_of(values.memory),
+        byte_text=byte_text,
+        script=drawing_script(),
+    )
+
+
+def contents_of(figures: Mapping[str, Figure | None], costs: bool) -> list[tuple[str, str]]:
+    """Return the navigation: the parts of the page, by their places, in their order."""
+    names = {"signal": "Signal and noise", "norms": "Samples", "traces": "Curvature", "spectra": "Factors"}
+    parts = [(f"title-{figure.key}", title) for key, title in names.items() if (figure := figures[key])]
+    parts.append(("memory-of-the-pass", "Memory"))
+    if costs:
+        parts.append(("title-costs", "Costs"))
+    return [*parts, ("title-layers", "All layers")]
+
+
+def shared_parts(values: ProfileValues) -> dict[str, Any]:
+    """Return what the page and its short form in a notebook share."""
+    between = scale_interval(values)
+    key_numbers = [
+        ("loss", number_text(values.loss)),
+        ("samples", f"{values.samples:,}"),
+        ("parameters", f"{values.total.parameters:,}"),
+        ("gradient norm", number_text(values.total.gradient_norm)),
+        ("noise scale", scale_text(values)),
+        *([("noise scale, range", range_text(*between))] if between else []),
+    ]
+    if values.memory is not None:
+        key_numbers.append(("peak memory", byte_text(values.memory.peak)))
+    settings = values.settings
+    return {
+        "values": values,
+        "title": f"{settings['model']} on {counted(values.samples, 'sample')}",
+        "facts": "{loss}, {mode} mode, {precision} on {device}".format_map(settings),
+        "made": [(name, settings[name]) for name in MADE if settings.get(name)],
+        "findings": findings_of(values),
+        "key_numbers": key_numbers,
+        "number_text": number_text,
+    }
+
+
+def table_of(values: ProfileValues) -> dict[str, Any]:
+    """Return the table of layers."""
+    folded = folded_names([layer.name for layer in values.layers])
+    rows = [_cells(layer, folded, _norms(values, layer)) for layer in values.layers]
+    total = _cells(values.total, {values.total.name: values.total.name}, _norms(values, values.total))
+    return {"rows": rows, "total": total}
+
+
+def samples_of(values: ProfileValues) -> list[dict[str, Any]]:
+    """Return the outlying samples, with their pictures as data."""
+    norms = values.tensors.get(f"sample_gradient_norm/{values.total.name}")
+    most = max((loss or 0.0 for each in values.outlying for loss in each.token_losses or []), default=0.0)
+    found = []
+    for each in values.outlying:
+        picture = None if each.picture is None else picture_url(values.tensors[each.picture])
+        share = "" if norms is None else sample_share(norms, each.norm)
+        what = "picture" if picture else "text"
+        alternative = f"{what.capitalize()} of sample {each.place}" + (
+            f", a {each.target}" if each.target else ""
+        )
+        pieces = _shaded(each, most)
+        found.append(
+            {
+                "sample": each,
+                "picture": picture,
+                "share": share,
+                "alternative": alternative,
+                "pieces": pieces,
+                "hardest": max(pieces, key=lambda piece: piece.shade) if pieces else None,
+            }
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The text of one token, and its shade.
+
+    Args:
+        text: The text; ends of lines are visible.
+        shade: Percentage of the largest loss of a token on the page.
+        loss: The loss of this token; ``None`` if it has none.
+    """
+
+    text: str
+    shade: int
+    loss: float | None
+
+
+def _shaded(sample: OutlyingSample, most: float) -> list[Piece]:
+    """Return the tokens of a text with the loss of each; none if one or the other is not known."""
+    if sample.pieces is None or sample.token_losses is None or not most > 0:
+        return []
+    return [
+        Piece(text.replace("\n", "↵\n"), 0 if loss is None else round(100 * loss / most), loss)
+        for text, loss in zip(sample.pieces, sample.token_losses, strict=True)
+    ]
+
+
+def picture_url(picture: Tensor) -> str:
+    """Return an image as a URL that holds it; bytes ``[height, width]`` or ``[height, width, 3]``."""
+    from PIL import Image
+
+    out = io.BytesIO()
+    Image.fromarray(picture.numpy()).save(out, "PNG", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
+
+
+@functools.cache
+def drawing_script() -> str:
+    """Return the library that draws figures in a browser, as one script: about 0.9 MB."""
+    import altair
+    import vl_convert
+
+    version = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+    known = [text.removeprefix("v") for text in vl_convert.get_vegalite_versions()]
+    bundle: Any = vl_convert.javascript_bundle  # its types ask for a snippet, without which it gives everything
+    script: str = bundle(vl_version=version if version in known else None)
+    return script.replace("</script", "<\\/script")
+
+
+def _norms(values: ProfileValues, layer: Layer) -> Tensor | None:
+    return values.tensors.get(f"sample_gradient_norm/{layer.name}")
+
+
+def _cells(layer: Layer, folded: Mapping[str, str], norms: Tensor | None) -> list[Cell]:
+    numbers = [layer.gradient_norm, layer.sample_gradient_norm_median, layer.sample_gradient_norm_95]
+    ratio, interval = layer.signal_to_noise, signal_to_noise_interval(layer, norms)
+    error = None if interval is None or ratio is None else interval[1] - ratio
+    return [
+        (folded[layer.name], layer.name),
+        (layer.kind, layer.kind),
+        (f"{layer.parameters:,}", layer.parameters),
+        *((number_text(number), number) for number in numbers),
+        (number_text(None) if ratio is None else rounded_text(ratio, error), ratio),
+        (number_text(trace_of(layer)), trace_of(layer)),
+        *(_condition(layer, side) for side in "AB"),
+    ]
+
+
+def _condition(layer: Layer, side: str) -> Cell:
+    """Return the condition of the layer's first factor of this side, with its rank if that is not full."""
+    spectrum = next((found for name, found in layer.factors.items() if name.endswith(f".{side}")), None)
+    if spectrum is None or spectrum.rank is None:
+        wide = "-" if spectrum is None or spectrum.built else f"{spectrum.size} wide"
+        return wide, None
+    rank = "" if spectrum.rank == spectrum.size else f" ({spectrum.rank}/{spectrum.size})"
+    return f"{number_text(spectrum.condition)}{rank}", spectrum.condition

@@ -1,0 +1,61 @@
+"""Figures over the steps of a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+from packprop.applications.reports.page.figure import FIRST, Figure, data_of, log_axis, specification
+from packprop.applications.reports.profile.table import number_text
+
+LOGARITHMIC = 20
+"""The ratio of the largest to the smallest value from which on an axis is logarithmic."""
+
+
+def over_steps(lines: Sequence[Mapping[str, Any]], key: str, title: str, unit: str, text: str) -> Figure | None:
+    """Draw one quantity over steps, with its interval; return ``None`` if it is never a number."""
+    rows = [
+        {
+            "step": line["step"],
+            "value": line[key],
+            "low": line.get(f"{key}_low"),
+            "high": line.get(f"{key}_high"),
+        }
+        for line in lines
+        if line.get(key) is not None
+    ]
+    if not rows:
+        return None
+    numbers = [row["value"] for row in rows]
+    low, high = min(numbers), max(numbers)
+    logarithmic = low > 0 and high > LOGARITHMIC * low
+    if logarithmic:
+        scale, axis = log_axis(low / 1.2, high * 1.2)
+    else:
+        room = 0.05 * (high - low) or abs(high) or 1.0
+        scale, axis = alt.Scale(domain=[low - room, high + room], nice=True), alt.Axis(tickCount=5)
+    base = alt.Chart(data_of(rows)).encode(
+        x=alt.X("step:Q", title="step", axis=alt.Axis(tickCount=6, grid=False), scale=alt.Scale(zero=False))
+    )
+    up = alt.Y("value:Q", scale=scale, axis=axis, title=unit or None)
+    tooltip = [alt.Tooltip("step:Q"), alt.Tooltip("value:Q", title=title.lower(), format=".3g")]
+    dots = {"size": 30, "color": FIRST, "filled": True}
+    layers = [base.mark_line(color=FIRST, strokeWidth=2, point=dots).encode(y=up, tooltip=tooltip)]
+    bounded = [row for row in rows if row["low"] is not None and row["high"] is not None]
+    if bounded:
+        least = low / 1.2 if logarithmic else float("-inf")
+        inside = [{**row, "low": max(row["low"], least)} for row in bounded]
+        band = alt.Chart(data_of(inside)).mark_area(color=FIRST, opacity=0.15, clip=True)
+        layers.insert(0, band.encode(x="step:Q", y=alt.Y("low:Q", scale=scale), y2="high:Q"))
+    return Figure(
+        key,
+        title,
+        text,
+        f"{title} in {len(rows)} steps, from {number_text(low)} to {number_text(high)}: at first "
+        f"{number_text(numbers[0])}, at last {number_text(numbers[-1])}.",
+        specification(alt.layer(*layers).properties(height=220)),
+        ["step", title.lower(), "at least", "at most"],
+        [[f"{row['step']:,}", *(number_text(row[name]) for name in ("value", "low", "high"))] for row in rows],
+    )

@@ -1,0 +1,188 @@
+"""The page of a training run: the lines of a monitor, over steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from packprop.applications.reports.page.findings import Finding
+from packprop.applications.reports.page.libraries import require_libraries
+from packprop.applications.reports.page.templating import template
+from packprop.applications.reports.profile.table import counted, number_text
+from packprop.applications.reports.profile.uncertainty import interval_text, rounded_text
+from packprop.errors import BadInput
+
+ASKED = "The page of a training run was asked for."
+INSTEAD = "give a file that packprop.Monitor(model, log='run.jsonl') has written"
+
+QUANTITIES = {
+    "critical_batch_size": (
+        "Noise scale",
+        "samples",
+        "The batch size at which noise is as large as signal, over the last monitored steps. The band is its "
+        "confidence interval, where that has two ends.",
+    ),
+    "signal_to_noise": (
+        "Signal to noise",
+        "",
+        "Squared gradient norm over the trace of the samples' covariance.",
+    ),
+    "gradient_norm": ("Gradient norm", "", "Of the step's gradient, in all parameters together."),
+    "sample_norm_median": ("Norms of samples", "", "The median of the norms of single samples' gradients."),
+    "update_ratio": ("Update ratio", "", "Norm of the optimizer's update over that of the parameters."),
+    "ggn_trace": ("Trace of the GGN", "", "Curvature of the step's loss, in all parameters together."),
+    "sharpness": ("Sharpness", "", "Curvature of the loss along its gradient."),
+}
+"""The drawn quantities: title, unit, and how to read it."""
+
+SHOWN = 20
+"""The number of outlying samples in the list."""
+
+SPIKE = 5
+"""A gradient of so many times the median is a finding."""
+
+Line = Mapping[str, Any]
+Outlying = tuple[str, int, int, float]
+"""A sample's name, in how many steps it stood out, the last of them, its largest norm."""
+
+
+def read_lines(path: str | Path) -> list[dict[str, Any]]:
+    """Return the lines of a monitor, by steps; of a step that was written twice the last one.
+
+    Raises:
+        BadInput: If there is no such file, or a line of it is none of a monitor's.
+    """
+    where = f"the file {str(path)!r}"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+        by_step = {int(line["step"]): line for line in lines}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"it cannot be read as lines of a monitor ({type(error).__name__}: {error})"
+        raise BadInput(ASKED, where, why, INSTEAD) from error
+    if not by_step:
+        raise BadInput(ASKED, where, "it has no line", INSTEAD)
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def training_page(lines: Sequence[Line], name: str) -> str:
+    """Return the page, as text.
+
+    Raises:
+        PackpropError: If the libraries behind it are not installed.
+    """
+    require_libraries()
+    from packprop.applications.reports.page.render import drawing_script
+    from packprop.applications.reports.page.steps import over_steps
+
+    drawn = [over_steps(lines, key, *said) for key, said in QUANTITIES.items()]
+    figures = [figure for figure in drawn if figure is not None]
+    outlying = outlying_samples(lines)
+    contents = [(f"title-{figure.key}", figure.title) for figure in figures]
+    return template("training.html").render(
+        title=name,
+        facts=f"{counted(len(lines), 'monitored step')}, from {lines[0]['step']:,} to {lines[-1]['step']:,}",
+        findings=findings_of(lines, outlying),
+        shown_figures={name: name for name in [*(figure.key for figure in figures), "outliers"]},
+        contents=[*contents, *([("title-outliers", "Outliers")] if outlying else [])],
+        key_numbers=_key_numbers(lines[-1]),
+        figures=figures,
+        outlying=outlying,
+        number_text=number_text,
+        script=drawing_script(),
+    )
+
+
+def outlying_samples(lines: Sequence[Line]) -> list[Outlying]:
+    """Return samples that stood out, the most often first."""
+    times, last, largest = Counter[str](), dict[str, int](), dict[str, float]()
+    for line in lines:
+        for each in line.get("outliers") or []:
+            sample = str(each["sample"])
+            times[sample] += 1
+            last[sample] = line["step"]
+            largest[sample] = max(largest.get(sample, 0.0), float(each["norm"]))
+    ordered = sorted(times, key=lambda sample: (-times[sample], -largest[sample]))
+    return [(sample, times[sample], last[sample], largest[sample]) for sample in ordered[:SHOWN]]
+
+
+def findings_of(lines: Sequence[Line], outlying: Sequence[Outlying]) -> list[Finding]:
+    """Return the findings to read before any figure."""
+    found = []
+    scales = [line for line in lines if _is_number(line.get("critical_batch_size"))]
+    if len(scales) > 1:
+        found.append(_of_scale(scales[0], scales[-1]))
+    known = [(line["gradient_norm"], line["step"]) for line in lines if _is_number(line.get("gradient_norm"))]
+    if known:
+        median, (most, step) = sorted(known)[len(known) // 2][0], max(known)
+        if most > SPIKE * median > 0:
+            found.append(
+                Finding(
+                    f"The gradient was {number_text(most / median)} times its median in step {step:,}.",
+                    "Its outliers say which samples did it.",
+                    "gradient_norm",
+                )
+            )
+    often = [each for each in outlying if each[1] > 1]
+    if often:
+        found.append(
+            Finding(
+                f"{counted(len(often), 'sample')} stood out more than once.",
+                f"First of all {often[0][0]}, in {often[0][1]} steps: wrong labels, rare or damaged ones.",
+                "outliers",
+            )
+        )
+    return found
+
+
+def _of_scale(first: Line, last: Line) -> Finding:
+    """Return the change of the noise scale, as far as its intervals show it."""
+    key = "critical_batch_size"
+    (below, least), (above, most) = (_interval(line) for line in (first, last))
+    grew = last[key] > first[key]
+    between = f"from {_scale_text(first)} to {_scale_text(last)} samples"
+    if max(below, above) < min(least, most):
+        return Finding(
+            f"The noise scale went {between}, which may be chance.",
+            f"The samples place it {interval_text(below, least)} at first, "
+            f"and {interval_text(above, most)} at last.",
+            key,
+        )
+    return Finding(
+        f"The noise scale {'grew' if grew else 'fell'} {between}.",
+        "The signal fades, and larger batches pay." if grew else "Samples agree more than they did.",
+        key,
+    )
+
+
+def _interval(line: Line) -> tuple[float, float]:
+    """Return the confidence interval of the noise scale; the number itself if there is none."""
+    key = "critical_batch_size"
+    scale, low, high = line[key], line.get(f"{key}_low"), line.get(f"{key}_high")
+    if low is None or not math.isfinite(low):
+        return float(scale), float(scale)
+    return float(low), float(high) if high is not None and math.isfinite(high) else math.inf
+
+
+def _scale_text(line: Line) -> str:
+    scale = float(line["critical_batch_size"])
+    return rounded_text(scale, scale - _interval(line)[0])
+
+
+def _value_text(line: Line, key: str) -> str:
+    if key == "samples":
+        return f"{line[key]:,}"
+    return _scale_text(line) if key == "critical_batch_size" else number_text(line[key])
+
+
+def _key_numbers(line: Line) -> list[tuple[str, str]]:
+    names = {"samples": "samples a step", **{key: said[0].lower() for key, said in QUANTITIES.items()}}
+    return [(name, _value_text(line, key)) for key, name in names.items() if _is_number(line.get(key))][:6]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

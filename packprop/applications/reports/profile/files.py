@@ -1,0 +1,128 @@
+"""The files of a profile: their folder, writing them, and reading them back."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from packprop.applications.reports.profile.layers import Layer, Spectrum
+from packprop.errors import BadInput
+
+FORMAT = "profile of a network, format 2"
+"""The description in a file."""
+
+NAMES = ("profile.json", "profile.safetensors")
+"""The files of a profile."""
+
+PAGE = "profile.html"
+"""The page, beside them."""
+
+
+def check_folder(folder: str | Path) -> None:
+    """Refuse a folder that files cannot be written into; it need not exist yet, and this writes nothing.
+
+    Raises:
+        BadInput: With the reason that the operating system gives.
+    """
+    existing = Path(folder)
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    why = ""
+    if not existing.is_dir():
+        why = f"{existing} is a file, not a folder"
+    for name in (*NAMES, PAGE):
+        if (Path(folder) / name).is_dir():
+            why = f"{name} in it is a folder"
+    if not why:
+        try:
+            with tempfile.TemporaryFile(dir=existing):
+                return
+        except OSError as error:
+            why = f"nothing can be written to {existing}: {error.strerror or error}"
+    raise BadInput(
+        f"A profile was to be saved in {str(folder)!r}.",
+        "the output folder",
+        why,
+        "give a folder that can be written to, or that can be made",
+    )
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file so that there is always either the old one or the new one, whole."""
+    scratch = path.with_name(path.name + ".part")
+    scratch.write_bytes(content)
+    os.replace(scratch, path)
+
+
+def json_ready(value: Any) -> Any:
+    """Return the same nesting with ``None`` in place of infinite numbers and NaN, which JSON cannot express."""
+    if isinstance(value, dict):
+        return {key: json_ready(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [json_ready(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def layer_from(saved: dict[str, Any]) -> Layer:
+    """Return a row of the table, from its entry in the JSON file."""
+    factors = {name: Spectrum(**spectrum) for name, spectrum in saved["factors"].items()}
+    return Layer(**{**saved, "factors": factors})
+
+
+def read_files(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the files of a profile: the entries of the JSON file, and the tensors.
+
+    Raises:
+        BadInput: If they are not there, are no files of a profile, or were written in another format.
+    """
+    asked = f"A profile was to be read from {str(folder)!r}."
+    paths = [Path(folder) / name for name in NAMES]
+    again = "give a folder that `packprop profile` or `Profile.save` has written"
+    if Path(folder).is_file():
+        raise BadInput(asked, "the folder", "it is a file", f"{again}, not a file in it")
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise BadInput(asked, "the folder", f"{' and '.join(missing)} cannot be found in it", again)
+    try:
+        saved = json.loads(paths[0].read_text(encoding="utf-8"))
+        tensors = safetensors.torch.load_file(paths[1])
+    except (OSError, ValueError, SafetensorError) as error:
+        why = f"it cannot be read: {str(error).splitlines()[0]}"
+        raise BadInput(asked, "a file in the folder", why, "make the profile anew") from error
+    if not isinstance(saved, dict) or "layers" not in saved:
+        raise BadInput(asked, paths[0].name, "it is not that of a profile", again)
+    if saved.get("format") != FORMAT:
+        version = saved.get("settings", {}).get("packprop")
+        by = "another version of packprop" if version is None else f"packprop {version}"
+        why = (
+            f"it was written by {by} as {saved.get('format', 'a format without a name')!r}; read is {FORMAT!r}"
+        )
+        raise BadInput(asked, paths[0].name, why, "make the profile anew, or read it with that version")
+    del saved["format"]
+    return saved, tensors
+
+
+def write_page(path: str | Path, text: str) -> Path:
+    """Write a page to a file, over an older one; return its path.
+
+    Raises:
+        BadInput: If the file cannot be written.
+    """
+    try:
+        replace_file(Path(path), text.encode())
+    except OSError as error:
+        raise BadInput(
+            f"A page was to be written to {str(path)!r}.",
+            "the file",
+            f"it cannot be written: {error.strerror or error}",
+            "name a file in a folder that exists and can be written to",
+        ) from error
+    return Path(path)

@@ -1,0 +1,284 @@
+"""The samples with the largest gradients, and the ways to show them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from packprop.applications.dataset.batches import Batches, explanation
+from packprop.applications.dataset.digests import spot_check
+from packprop.applications.dataset.sources import Samples
+from packprop.applications.reports.profile.said import said_of
+from packprop.applications.reports.profile.table import counted
+from packprop.engine.tensors import LossFunction, map_tensors, tensors_in
+from packprop.errors import BadInput
+
+ASKED = "The samples with the largest gradients were to be shown."
+
+SHOWN = 12
+"""The default number of samples."""
+
+TOKENS = 64
+"""The number of entries in the text of a sample without a picture."""
+
+SIDE = 96
+"""Side of the largest picture, in pixels; larger ones are averaged down."""
+
+Decode = Callable[[Any, Any], "str | list[str] | Tensor"]
+"""A function of the inputs and targets of one sample, without their leading axis. It returns a text, one piece
+of text for each token of the targets, or an image."""
+
+
+@dataclass(frozen=True)
+class OutlyingSample:
+    """One of the samples with the largest gradients.
+
+    Args:
+        place: Its place in the data, in the order in which they were read.
+        norm: Norm of the gradient of its own loss, in all parameters together.
+        loss: Its own loss; ``None`` if the model could not be run on it alone.
+        target: Its target, in words; ``None`` if that is more than one number.
+        output: The model's answer, in words; ``None`` if outputs are no classes.
+        text: Its text, if there is no picture of it.
+        picture: Name of its picture among ``Profile.tensors``: bytes ``[height, width]`` or
+            ``[height, width, 3]``.
+        pieces: The same text token by token, if ``decode`` gave it so.
+        token_losses: The loss of each token of the targets, if cross entropy of the model's outputs over the
+            tokens is the loss; ``None`` in it for tokens that it leaves out.
+    """
+
+    place: int
+    norm: float
+    loss: float | None = None
+    target: str | None = None
+    output: str | None = None
+    text: str | None = None
+    picture: str | None = None
+    pieces: list[str] | None = None
+    token_losses: list[float | None] | None = None
+
+
+class NotFoundAgain(BadInput):
+    """Raised if the data were read, but single samples of them cannot be found again."""
+
+
+class ReadableBatches(Batches):
+    """Batches that notice what they give, so that single samples can be found again."""
+
+    def __init__(self, asked: str, data: Any, batch_size: int | None = None, whole: bool = False) -> None:
+        super().__init__(asked, data, batch_size, whole)
+        self._sizes: list[int] = []
+        self._spots: list[str] = []
+        self._again = False
+
+    def _taken(self, batch: Any) -> None:
+        super()._taken(batch)
+        if self._again or isinstance(self.source, Samples):
+            return
+        self._sizes.append(_size_of(batch))
+        self._spots.append(spot_check([*tensors_in(batch)]))
+
+    @property
+    def stamp(self) -> str | None:
+        """Return a text that no data with other samples, or another order, share; ``None`` if not known."""
+        if isinstance(self.source, Samples):
+            known: str | None = self.source.facts()["some values"]
+            return known
+        return hashlib.blake2b("".join(self._spots).encode(), digest_size=8).hexdigest()
+
+    def samples_at(self, places: list[int], samples: int) -> dict[int, tuple[Any, Any]]:
+        """Return inputs and targets of some samples, each with a leading axis of one sample.
+
+        It reads a data set by index; other data a second time, up to the last of the samples.
+
+        Raises:
+            NotFoundAgain: If the data do not give them again.
+        """
+        if isinstance(self.source, Samples):
+            return {at: self._checked(default_collate([self.source.data[at]])) for at in places}
+        if self.is_read_once:
+            raise _not_found("they can be read once", "give a list of batches, a data loader or a Dataset")
+        if sum(self._sizes) != samples:
+            why = "how many samples each batch had is not known: batches were read elsewhere or before"
+            raise _not_found(why, "give a Dataset, or a pair of tensors")
+        self._again, found, begin = True, {}, 0
+        self.begin_again()
+        for number, batch in enumerate(self):
+            if number == len(self._spots) or spot_check([*tensors_in(self._current)]) != self._spots[number]:
+                why = "they are others each time that they are read"
+                raise _not_found(why, "give a Dataset, or a loader that gives the same batches again")
+            end = begin + self._sizes[number]
+            for place in places:
+                if begin <= place < end:
+                    found[place] = map_tensors(_row_of(place - begin, end - begin), batch)
+            begin = end
+            if begin > max(places):
+                break
+        return found
+
+
+def outlying_samples(
+    model: nn.Module,
+    loss: LossFunction | None,
+    batches: ReadableBatches,
+    norms: Tensor,
+    count: int,
+    decode: Decode | None,
+    device: torch.device,
+) -> tuple[list[OutlyingSample], dict[str, Tensor]]:
+    """Return the samples with the largest gradients, largest first, and their pictures by name.
+
+    Args:
+        model: The model, in the mode that the norms are from.
+        loss: As for ``profile``.
+        batches: The data, after a complete reading.
+        norms: Norm of each sample's gradient ``[n]``.
+        count: The number of samples.
+        decode: Maps inputs and targets of one sample to text or an image, in place of packprop's guess.
+        device: The device of the model.
+
+    Raises:
+        NotFoundAgain: If the data do not give them again.
+        BadInput: If ``decode`` fails on one.
+    """
+    places = norms.nan_to_num(nan=-1.0).topk(min(count, len(norms))).indices.tolist()
+    if not places:
+        return [], {}
+    found = batches.samples_at(places, len(norms))
+    rows, pictures = [], {}
+    for place in places:
+        inputs, targets = found[place]
+        shown, picture = _shown(place, inputs, targets, decode)
+        pieces, text = (shown, "".join(shown)) if isinstance(shown, list) else (None, shown)
+        name = None if picture is None else f"outlying_sample/{place}"
+        if name is not None and picture is not None:
+            pictures[name] = picture
+        said = said_of(ASKED, model, loss, inputs, targets, device)
+        if pieces is not None and said.token_losses is not None and len(pieces) != len(said.token_losses):
+            raise BadInput(
+                ASKED,
+                f"decode, for sample {place}",
+                f"it returned {counted(len(pieces), 'piece')} of text for {len(said.token_losses)} tokens",
+                "return one piece for each token of the targets, or one text",
+            )
+        rows.append(
+            OutlyingSample(
+                place,
+                float(norms[place]),
+                said.loss,
+                _words(targets),
+                said.output,
+                text,
+                name,
+                pieces,
+                said.token_losses,
+            )
+        )
+    return rows, pictures
+
+
+def check_decode(decode: Decode | None, batch: tuple[Any, Any]) -> None:
+    """Refuse a function that fails on the first sample, before any work.
+
+    Raises:
+        BadInput: With its exception or its result.
+    """
+    size = _size_of(batch)
+    if decode is not None and size:
+        inputs, targets = map_tensors(_row_of(0, size), batch)
+        _shown(0, inputs, targets, decode)
+
+
+def _shown(
+    place: int, inputs: Any, targets: Any, decode: Decode | None
+) -> tuple[str | list[str] | None, Tensor | None]:
+    """Return the text of one sample, whole or in pieces, or its picture."""
+    if decode is None:
+        # of what Hugging Face's tokenizers give, the tokens
+        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+        tensors = [*tensors_in(inputs if tokens is None else tokens)]
+        picture = picture_of(tensors[0][0]) if tensors else None
+        return (None, picture) if picture is not None else (text_of(tensors[0][0]), None)
+    try:
+        decoded = decode(*(map_tensors(lambda tensor: tensor[0], each) for each in (inputs, targets)))
+    except Exception as error:
+        instead = "see that decode(inputs, targets) works on one sample, without a leading axis"
+        raise BadInput(ASKED, f"decode, for sample {place}", explanation(error), instead) from error
+    picture = picture_of(decoded) if isinstance(decoded, Tensor) else None
+    if picture is not None:
+        return None, picture
+    if isinstance(decoded, (list, tuple)) and decoded and all(isinstance(piece, str) for piece in decoded):
+        return [*decoded], None
+    if not isinstance(decoded, str):
+        instead = (
+            "return text, a list of one text for each token of the targets, or an image [height, width], "
+            "[1, height, width] or [3, height, width]"
+        )
+        what = f"a tensor {[*decoded.shape]}" if isinstance(decoded, Tensor) else type(decoded).__name__
+        raise BadInput(ASKED, f"decode, for sample {place}", f"it returned {what}", instead)
+    return decoded, None
+
+
+def picture_of(sample: Tensor) -> Tensor | None:
+    """Return an image as bytes ``[height, width]`` or ``[height, width, 3]``; ``None`` for anything else.
+
+    It stretches floating-point values outside of 0 to 1 so that the smallest is black and the largest white.
+    """
+    image = sample[0] if sample.dim() == 3 and len(sample) == 1 else sample
+    coloured = image.dim() == 3 and len(image) == 3
+    whole_bytes = image.dtype == torch.uint8
+    if not (image.dim() == 2 or coloured) or min(image.shape[-2:]) < 4:
+        return None
+    if not (whole_bytes or image.is_floating_point()):
+        return None
+    values = image.detach().cpu().float() / (255 if whole_bytes else 1)
+    low, high = values.aminmax()
+    if not bool(values.isfinite().all()):
+        return None
+    if low < 0 or high > 1:
+        values = (values - low) / (high - low)
+    if max(values.shape[-2:]) > SIDE:
+        height, width = (max(1, round(size * SIDE / max(values.shape[-2:]))) for size in values.shape[-2:])
+        values = F.adaptive_avg_pool2d(values.view(1, -1, *values.shape[-2:]), (height, width))[0]
+        values = values if coloured else values[0]
+    picture = (values * 255).round().to(torch.uint8)
+    return picture.permute(1, 2, 0).contiguous() if coloured else picture
+
+
+def text_of(sample: Tensor) -> str:
+    """Return the first entries of a sample: of whole numbers, such as tokens, or others."""
+    entries = sample.detach().flatten()
+    first = entries[:TOKENS].tolist()
+    words = " ".join(f"{entry:.3g}" if entries.is_floating_point() else str(entry) for entry in first)
+    return words if len(entries) <= TOKENS else f"{words} ... ({len(entries):,} in all)"
+
+
+def _words(targets: Any) -> str | None:
+    """Return the target of one sample, if it is one number."""
+    if not isinstance(targets, Tensor) or targets.numel() != 1:
+        return None
+    return f"{targets.item():.4g}" if targets.is_floating_point() else str(int(targets))
+
+
+def _size_of(batch: Any) -> int:
+    """Return the number of samples in a batch, by the leading axis of its first tensor."""
+    first = next(tensors_in(batch), None)
+    return 0 if first is None or not first.dim() else len(first)
+
+
+def _row_of(index: int, size: int) -> Callable[[Tensor], Tensor]:
+    def row(tensor: Tensor) -> Tensor:
+        return tensor[index : index + 1] if tensor.dim() and len(tensor) == size else tensor
+
+    return row
+
+
+def _not_found(why: str, instead: str) -> NotFoundAgain:
+    return NotFoundAgain(ASKED, "the data, which come in batches", why, instead)

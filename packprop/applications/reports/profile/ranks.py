@@ -1,0 +1,67 @@
+"""The meaning of the rank of a Kronecker factor.
+
+# NOTE [Ranks that say something]
+A factor is a sum of outer products, one for each sample, position and draw. Hardly one has full rank: there are
+fewer terms than it is wide, a softmax does not see what all outputs have in common, layer normalisation takes
+the mean of its inputs away, small eigenvalues drown in rounding errors. Whoever inverts a factor adds damping,
+and then none of this is news. Two things are: a row that is zero throughout, which is a unit that does nothing,
+and a rank below half of what the samples could fill, which is a layer that works in far fewer directions than
+it has. Tables are left out: that some of their entries are never looked up says nothing about a model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from packprop.applications.reports.profile.layers import ROOT, Layer, Spectrum
+from packprop.applications.reports.profile.values import ProfileValues
+
+NARROW = 0.5
+"""The page reports a rank below this share of the rank that the samples could fill."""
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """A factor that has far fewer directions than there could be.
+
+    Args:
+        layer: The name of the layer.
+        side: ``"A"``, of its inputs, or ``"B"``, of what comes back.
+        rank: The number of eigenvalues above rounding error.
+        size: The side of the matrix.
+        idle: The number of its rows that are zero throughout.
+    """
+
+    layer: str
+    side: str
+    rank: int
+    size: int
+    idle: int
+
+
+def narrow_factors(values: ProfileValues) -> list[Narrow]:
+    """Return the factors with a telling rank, one for each layer and side; see the note above."""
+    found: dict[tuple[str, str], Narrow] = {}
+    for layer in values.layers:
+        if layer.kind.startswith("Embedding"):
+            continue
+        for name, spectrum in layer.factors.items():
+            side = name.rpartition(".")[2]
+            if (layer.name, side) not in found and spectrum.rank is not None:
+                narrow = _narrow(values, layer, name, spectrum)
+                if narrow is not None:
+                    found[layer.name, side] = narrow
+    return [*found.values()]
+
+
+def _narrow(values: ProfileValues, layer: Layer, name: str, spectrum: Spectrum) -> Narrow | None:
+    assert spectrum.rank is not None
+    parameter, _, side = name.rpartition(".")
+    full = parameter if layer.name == ROOT else f"{layer.name}.{parameter}"
+    factor = values.tensors.get(f"kfac/{full}/{side}")
+    idle = 0 if factor is None else int((factor.diagonal() == 0).sum())
+    draws = values.settings["monte_carlo_samples"] or 1
+    terms = values.samples * (draws if side == "B" else 1)  # at least: positions of a sample add to them
+    if idle or spectrum.rank < NARROW * min(spectrum.size, terms):
+        return Narrow(layer.name, side, spectrum.rank, spectrum.size, idle)
+    return None

@@ -1,0 +1,85 @@
+"""A profile as a value: it prints, saves and loads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from packprop.applications.reports.page.fragment import fragment_of
+from packprop.applications.reports.page.libraries import can_fill_templates
+from packprop.applications.reports.page.render import page_of
+from packprop.applications.reports.profile.files import (
+    check_folder,
+    layer_from,
+    read_files,
+    replace_file,
+)
+from packprop.applications.reports.profile.memory_use import MemoryUse
+from packprop.applications.reports.profile.outlying import OutlyingSample
+from packprop.applications.reports.profile.shown import Shown
+from packprop.applications.reports.profile.table import footer, headline, profile_table
+from packprop.applications.reports.profile.values import ProfileValues
+
+
+@dataclass(frozen=True)
+class Profile(Shown, ProfileValues):
+    """The result of ``profile``: prints as a table, shows itself in a notebook, draws a page, saves and loads.
+
+    Its values are those of ``ProfileValues``; NOTE [Profile quantities] explains them.
+    """
+
+    def save(self, folder: str | Path) -> tuple[Path, Path]:
+        """Write ``profile.json`` and ``profile.safetensors``, over older ones; return their paths.
+
+        Raises:
+            BadInput: If files cannot be written there.
+        """
+        check_folder(folder)
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        paths = target / "profile.json", target / "profile.safetensors"
+        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
+        replace_file(paths[0], self.to_json().encode())
+        replace_file(paths[1], safetensors.torch.save(tensors))
+        return paths
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Profile:
+        """Read a profile that ``save`` wrote.
+
+        Raises:
+            BadInput: If there is no profile, or one that another version of packprop wrote.
+        """
+        saved, tensors = read_files(folder)
+        memory = None if saved["memory"] is None else MemoryUse.read(saved["memory"])
+        rows = {"layers": [layer_from(row) for row in saved["layers"]], "total": layer_from(saved["total"])}
+        outlying = [OutlyingSample(**each) for each in saved["outlying"]]
+        loss = math.nan if saved["loss"] is None else saved["loss"]
+        return cls(**{**saved, **rows, "loss": loss, "memory": memory, "outlying": outlying}, tensors=tensors)
+
+    @property
+    def headline(self) -> str | None:
+        """Return the warning before any number; ``None`` if the loss and its gradient are finite."""
+        return headline(self.loss, self.total.gradient_norm)
+
+    def _page(self) -> str:
+        return page_of(self)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """Return the form for a notebook; without the template engine, the table in plain text."""
+        plain = {"text/plain": str(self)}
+        return {**plain, "text/html": fragment_of(self)} if can_fill_templates() else plain
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.headline is not None:
+            yield Text(self.headline, "bold red")
+            yield Text()
+        yield profile_table(self.layers, self.total, options.max_width)
+        yield Text()
+        yield from footer(self.settings, self.loss, self.samples, self.batches)

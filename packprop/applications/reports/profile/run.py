@@ -1,0 +1,313 @@
+"""``profile``: one pass over the data with the extensions of a profile."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.applications.dataset.batches import Data, described, explanation
+from packprop.applications.dataset.compute import compute
+from packprop.applications.dataset.describing import Describer
+from packprop.applications.dataset.given import require_model_and_loss
+from packprop.applications.dataset.identity import packprop_version
+from packprop.applications.reports.profile.assembly import assemble
+from packprop.applications.reports.profile.layers import TOTAL
+from packprop.applications.reports.profile.memory_use import memory_use
+from packprop.applications.reports.profile.outlying import (
+    SHOWN,
+    Decode,
+    NotFoundAgain,
+    ReadableBatches,
+    check_decode,
+    outlying_samples,
+)
+from packprop.applications.reports.profile.quantities import (
+    EXACT_OUTPUTS,
+    LARGEST_FACTOR,
+    BoundedKFAC,
+    GradientMoments,
+    SampleGGNTrace,
+)
+from packprop.applications.reports.profile.result import Profile
+from packprop.engine.passes import default_chunk_sizes
+from packprop.engine.recording import disable
+from packprop.engine.tensors import (
+    LossFunction,
+    class_before_sharding,
+    has_sharded_units,
+    map_tensors,
+    outputs_and_loss,
+    tensors_in,
+)
+from packprop.errors import BadInput, PackpropError
+from packprop.extensions import BatchL2Grad
+from packprop.types import EXACT, Extension
+
+ASKED = "packprop.profile(...) was called."
+
+
+def profile(
+    model: nn.Module,
+    loss: LossFunction | None,
+    data: Data,
+    *,
+    batch_size: int | None = None,
+    mc_samples: int = 1,
+    exact: bool | None = None,
+    curvature: bool = True,
+    largest_factor: int = LARGEST_FACTOR,
+    evaluation: bool = True,
+    seed: int = 0,
+    progress: bool = True,
+    memory: int | str | None = None,
+    checkpoint: str | Path | None = None,
+    every: int | str = "30s",
+    compiled: bool = True,
+    outliers: int = SHOWN,
+    decode: Decode | None = None,
+    timeline: bool = False,
+) -> Profile:
+    """Compute gradients and curvature of a model on its data, layer by layer, in one pass over the data.
+
+    NOTE [Profile quantities] defines the values. ``profile`` leaves the model as it was, ``.grad`` included.
+
+    Args:
+        model: Any module; you need not extend it. Batches go to the device of its parameters.
+        loss: ``loss(model(inputs), targets)``: one loss of torch with reduction "mean" or "sum", as
+            a module or a function; ``None`` if the model computes it, as for ``compute``.
+        data: A ``Dataset`` of pairs, a tuple of tensors ``(inputs [n, ...], targets [n, ...])``, or
+            batches, such as a ``DataLoader``, in any form that ``compute`` takes.
+        batch_size: Samples in a batch, 128 by default; not for data that come in batches. It
+            changes memory and time, and which Monte Carlo draws are made, but no other number.
+        mc_samples: Draws for each sample, for the Monte Carlo trace and the Kronecker factors.
+        exact: Compute the exact GGN trace, which takes a backward pass for each output of a sample; by default
+            if these are at most 32.
+        curvature: Compute the GGN trace and Kronecker factors.
+        largest_factor: Leave out Kronecker factors with a longer side than this.
+        evaluation: Switch the model to evaluation mode meanwhile, so that dropout is off and batch
+            normalisation does not mix samples.
+        seed: Seed of the Monte Carlo draws.
+        progress: Show a progress bar on standard error, if that is a terminal.
+        memory: The most bytes of tensor storage that may be alive at once, ``"600MiB"`` or a number.
+        checkpoint: A folder that keeps the run, as for ``compute``: the same call continues it.
+        every: How often to write it, as for ``compute``.
+        compiled: Let graphs replace passes if that pays, as for ``compute``; the settings then describe the
+            effect.
+        outliers: How many of the samples with the largest gradients to keep. ``profile`` reads a data set by
+            index; it reads batches that come as they are, from a loader, again up to the last of them. With 0
+            it does neither.
+        decode: ``decode(inputs, targets)`` of one of these samples, without a leading axis, returns its text; a
+            list of one text for each token of the targets, which the page shades by the loss of each; or an
+            image ``[height, width]`` or ``[3, height, width]``. Without it the page shows images, and the
+            first numbers of anything else.
+        timeline: Plan the pass over the first batch, run it once more, and note the memory that each operation
+            leaves alive, and the time and memory of each quantity in each layer.
+
+    Raises:
+        BadInput: For anything else than the above, for no data, or for a batch on which the model or
+            the loss fails.
+        PackpropError: For a model or a loss for which the quantities cannot be computed.
+    """
+    _check(model, loss, batch_size, mc_samples, largest_factor, seed)
+    _check_outliers(outliers, decode)
+    batches = ReadableBatches(ASKED, data, batch_size, whole=loss is None)
+    started = time.perf_counter()
+    device = next(p for p in model.parameters() if p.requires_grad).device
+    with _evaluating(model, evaluation):
+        with batches.explained():
+            if checkpoint is not None:
+                batches.described(Describer())  # generators have their states kept before a batch is drawn
+            first = batches.first()
+            if outliers and first is not None:
+                check_decode(decode, first)
+            outputs = _outputs_of_a_sample(model, loss, first, device)
+        if exact is None:
+            exact = outputs is not None and outputs <= EXACT_OUTPUTS
+
+        def extensions() -> dict[str, Extension]:
+            generator = torch.Generator(device=device).manual_seed(seed)
+            return _extensions(curvature, bool(exact), mc_samples, largest_factor, generator)
+
+        asked_for = extensions()
+        with _naming_the_option():
+            result = compute(
+                model,
+                loss,
+                batches,
+                list(asked_for.values()),
+                progress=progress,
+                memory=memory,
+                checkpoint=checkpoint,
+                every=every,
+                compiled=compiled,
+            ).whole()
+        settings = {
+            "model": class_before_sharding(model).__name__,
+            "loss": _name_of(loss),
+            "device": str(device),
+            "precision": ", ".join(sorted({_precision(p.dtype) for p in model.parameters()})),
+            "mode": _mode_of(model) if not evaluation else "evaluation",
+            "monte_carlo_samples": mc_samples if curvature else None,
+            "outputs_of_a_sample": outputs,
+            "largest_factor": largest_factor if curvature else None,
+            "seed": seed,
+            "data": batches.stamp,
+            "packprop": packprop_version(),
+            "torch": torch.__version__,
+        }
+        if result.replays is not None:
+            settings["graphs"] = result.replays
+        tables = {key: result[extension] for key, extension in asked_for.items()}
+        found = assemble(model, result, tables, batches.count, settings, started)
+        if timeline and has_sharded_units(model):
+            found.missing["memory"] = (
+                "fully_shard has sharded the model: packprop.plan(..., mesh_shape=...) says what a pass takes"
+            )
+        elif timeline and first is not None:
+            sizes = result.chunk_sizes or default_chunk_sizes(device)
+            with _kept_without(found, "memory"):
+                used = memory_use(model, loss, first, lambda: [*extensions().values()], sizes, memory, device)
+                found = dataclasses.replace(found, memory=used)
+        else:
+            found.missing["memory"] = "packprop.profile(..., timeline=True) measures it"
+        return _with_outliers(found, model, loss, batches, outliers, decode, device)
+
+
+def _extensions(
+    curvature: bool, exact: bool, draws: int, largest_factor: int, generator: torch.Generator
+) -> dict[str, Extension]:
+    """Return the extensions of the profile, by short names."""
+    extensions: dict[str, Extension] = {"gradient": GradientMoments(), "norms": BatchL2Grad()}
+    if curvature:
+        kfac = BoundedKFAC(draws, generator=generator, largest=largest_factor)
+        extensions |= {"monte_carlo": SampleGGNTrace(kfac.rows[0].seed), "kfac": kfac}
+    if curvature and exact:
+        extensions["exact"] = SampleGGNTrace(EXACT)
+    return extensions
+
+
+def _with_outliers(
+    found: Profile,
+    model: nn.Module,
+    loss: LossFunction | None,
+    batches: ReadableBatches,
+    count: int,
+    decode: Decode | None,
+    device: torch.device,
+) -> Profile:
+    """Return the profile with its outlying samples, or the reason why they are missing."""
+    norms = found.tensors.get(f"sample_gradient_norm/{TOTAL}")
+    if not count:
+        found.missing["outlying"] = "packprop.profile(..., outliers=0) kept none"
+    elif norms is None:
+        found.missing["outlying"] = "the loss depends on no parameter"
+    else:
+        with _kept_without(found, "outlying"):
+            rows, pictures = outlying_samples(model, loss, batches, norms, count, decode, device)
+            return dataclasses.replace(found, outlying=rows, tensors={**found.tensors, **pictures})
+    return found
+
+
+@contextlib.contextmanager
+def _kept_without(found: Profile, what: str) -> Iterator[None]:
+    """Note why something is missing, whatever goes wrong inside: the computed part is not lost for it."""
+    try:
+        yield
+    except NotFoundAgain as error:
+        found.missing[what] = f"{error.why}; to see them, {error.instead}"
+    except PackpropError as error:
+        found.missing[what] = f"{error.where}: {error.why}"
+    except Exception as error:
+        found.missing[what] = explanation(error)
+
+
+@contextlib.contextmanager
+def _naming_the_option() -> Iterator[None]:
+    """Add to refusals of the curvature how to make a profile without it."""
+    try:
+        yield
+    except PackpropError as error:
+        if not error.asked.startswith("A generalized Gauss-Newton quantity"):
+            raise
+        raise PackpropError(
+            error.asked,
+            error.where,
+            error.why,
+            f"{error.instead}; or leave curvature out: profile(..., curvature=False), "
+            "packprop profile --no-curvature",
+        ) from error
+
+
+def _check(model: Any, loss: Any, batch_size: Any, mc_samples: Any, largest_factor: Any, seed: Any) -> None:
+    require_model_and_loss(ASKED, model, loss, "profiled")
+    numbers = {
+        "batch_size": 1 if batch_size is None else batch_size,
+        "mc_samples": mc_samples,
+        "largest_factor": largest_factor,
+    }
+    for name, number in numbers.items():
+        if not isinstance(number, int) or number < 1:
+            raise BadInput(ASKED, f"{name}={number!r}", "it is a number of things", "give 1 or more")
+    if not isinstance(seed, int):
+        raise BadInput(ASKED, f"seed={seed!r}", "it is not a whole number", "give 0, for example")
+
+
+def _check_outliers(outliers: Any, decode: Any) -> None:
+    if not isinstance(outliers, int) or isinstance(outliers, bool) or outliers < 0:
+        raise BadInput(ASKED, f"outliers={outliers!r}", "it is a number of samples", "give 0 or more")
+    if decode is not None and not callable(decode):
+        instead = "give a function of the inputs and targets of one sample"
+        raise BadInput(ASKED, f"decode, {described(decode)}", "it cannot be called", instead)
+
+
+def _outputs_of_a_sample(
+    model: nn.Module, loss: LossFunction | None, batch: Any, device: torch.device
+) -> int | None:
+    """Return how many entries of the model's output belong to one sample; ``None`` if it is no tensor."""
+    inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
+    with torch.no_grad(), disable():
+        outputs, value = outputs_and_loss(ASKED, model, loss, inputs, targets)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise BadInput(
+            ASKED,
+            f"the loss, {_name_of(loss)}",
+            f"it returned {described(value)} instead of one number",
+            "use a loss with reduction='mean' or reduction='sum'",
+        )
+    samples = next(tensors_in(inputs)).shape[:1]
+    if not isinstance(outputs, Tensor) or not samples or samples[0] == 0:
+        return None
+    return outputs.numel() // samples[0]
+
+
+def _name_of(loss: LossFunction | None) -> str:
+    return "the model's own" if loss is None else getattr(loss, "__name__", type(loss).__name__)
+
+
+def _mode_of(model: nn.Module) -> str:
+    modes = {module.training for module in model.modules()}
+    return "mixed" if len(modes) == 2 else "training" if modes == {True} else "evaluation"
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module, evaluation: bool) -> Iterator[None]:
+    """Switch to evaluation mode inside, if you asked for it; afterwards restore every module's own mode."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        if evaluation:
+            model.eval()
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

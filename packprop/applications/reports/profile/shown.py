@@ -1,0 +1,44 @@
+"""The common part of the results of ``profile`` and ``compare``: they print as a table, and draw a page."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderResult
+
+from packprop.applications.reports.profile.files import write_page
+from packprop.applications.reports.profile.table import WIDTH
+from packprop.engine.tensors import plain_text
+
+
+class Shown(ABC):
+    """A result that prints as ``rich`` does, and has a page."""
+
+    @abstractmethod
+    def _page(self) -> str:
+        """Return the page, as text."""
+
+    @abstractmethod
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the table, piece by piece."""
+
+    def to_html(self) -> str:
+        """Return the page: one HTML file with figures, which needs no network.
+
+        Raises:
+            PackpropError: If the libraries that draw it are not installed.
+        """
+        return self._page()
+
+    def save_page(self, path: str | Path) -> Path:
+        """Write the page to a file, over an older one; return its path.
+
+        Raises:
+            BadInput: If the file cannot be written.
+            PackpropError: If the libraries that draw the page are not installed.
+        """
+        return write_page(path, self.to_html())
+
+    def __str__(self) -> str:
+        return plain_text(self, width=WIDTH)

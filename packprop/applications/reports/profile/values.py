@@ -1,0 +1,77 @@
+"""The contents of a profile, apart from printing, drawing and files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from packprop.applications.reports.profile.files import FORMAT, json_ready
+from packprop.applications.reports.profile.layers import Layer
+from packprop.applications.reports.profile.memory_use import MemoryUse
+from packprop.applications.reports.profile.outlying import OutlyingSample
+from packprop.errors import BadInput
+
+
+@dataclass(frozen=True)
+class ProfileValues:
+    """The values of a profile.
+
+    Args:
+        layers: One row for each module that owns trainable parameters, in the model's order.
+        total: One row for all parameters together.
+        loss: The mean loss over the data set.
+        samples: Number of samples.
+        batches: Number of batches that they came in.
+        settings: Model, loss function, device, precision, mode, seed, draws, versions.
+        seconds: Wall time of the pass over the data.
+        tensors: ``gradient/<parameter>`` and ``gradient_variance/<parameter>`` (of single samples'
+            gradients) ``[*p]``; ``sample_gradient_norm/<layer>`` and ``sample_ggn_trace/<layer>``
+            (exact, if it was computed) ``[n]``, of each sample's own loss; for each Kronecker
+            factor ``kfac/<parameter>/A`` (or ``B``) ``[i, i]``, and ``kfac_eigenvalues/...`` of the
+            same name ``[i]``, ascending; ``outlying_sample/<place>``, the pictures of ``outlying``.
+        outlying: The samples with the largest gradients, largest first.
+        memory: The memory of the pass over the first batch, if it was measured.
+        missing: The reasons why there is no ``"outlying"`` or no ``"memory"``, if there is none.
+    """
+
+    layers: list[Layer]
+    total: Layer
+    loss: float
+    samples: int
+    batches: int
+    settings: dict[str, Any]
+    seconds: float
+    tensors: dict[str, Tensor] = field(repr=False, compare=False, default_factory=dict)
+    outlying: list[OutlyingSample] = field(default_factory=list)
+    memory: MemoryUse | None = None
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def suspects(self, count: int = 20) -> list[int]:
+        """Return places of the samples with the largest gradients, largest first: wrong labels are among them.
+
+        A sample's gradient is large if the model disagrees with its label: because the label is wrong, or the
+        sample is rare or hard. ``docs/gallery/mislabelled.md`` shows how many of them are wrong.
+
+        Raises:
+            BadInput: If ``count`` is no number of samples.
+        """
+        if type(count) is not int or count < 1:
+            raise BadInput(
+                "Profile.suspects(...) was called.", f"{count=}", "it is no number", "give 1 or more"
+            )
+        norms = self.tensors[f"sample_gradient_norm/{self.total.name}"]
+        return [int(place) for place in norms.argsort(descending=True, stable=True)[:count]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the tensors, as plain numbers, strings, lists and dictionaries."""
+        plain = dataclasses.asdict(dataclasses.replace(self, tensors={}))
+        del plain["tensors"]
+        return {"format": FORMAT, **plain}
+
+    def to_json(self) -> str:
+        """Return ``to_dict`` as text; ``null`` stands for values that are missing, infinite or NaN."""
+        return json.dumps(json_ready(self.to_dict()), indent=2, allow_nan=False) + "\n"

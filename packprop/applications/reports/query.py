@@ -1,0 +1,160 @@
+"""``packprop query``: the stored samples that help, and that harm, some queries."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from packprop.applications.dataset.result import Result
+from packprop.applications.queries.influence import influence
+from packprop.applications.queries.result import WIDTH
+from packprop.applications.reports.commands import Commands, new_command
+from packprop.applications.reports.devices import device_named
+from packprop.applications.reports.factory import call_factory, load_factory
+from packprop.errors import BadInput
+from packprop.store.reading import Store
+
+ASKED = "packprop query was called."
+
+DESCRIPTION = f"""\
+The stored samples that help, and that harm, some queries: the largest and the smallest inner products of their
+gradients, plain or preconditioned by damped curvature (influence functions).
+
+in
+  STORE    a folder that packprop.compute(..., store=...) or a StoreWriter wrote, with BatchGrad or
+           Projected(BatchGrad(), d)
+  FACTORY  names a function of yours that takes no arguments and returns three things: the model that the
+           store was written with, its loss, and the queries, as data of any form that compute takes
+  FILE     what Result.save wrote, from compute with EKFAC, KFAC, KFLR or a diagonal
+
+out
+  tables on standard output, {WIDTH} columns wide, one for each query: products, identifiers and rows of the
+  samples that help it most, and of those that harm it most. Products are those of gradients of summed
+  losses: under cross entropy, of each sample's own loss. With the curvature of a mean loss over N samples
+  product / N is, to first order, the growth of the query's loss without the sample.
+"""
+
+EXAMPLES = """\
+examples
+  packprop query runs/gradients --factory train:queries
+  packprop query runs/gradients --factory train:queries --curvature ekfac.safetensors --damping 1e-4
+  packprop query runs/gradients --factory train:queries --k 50 --json > found.json
+
+exit status
+  0 done, 1 an error inside packprop, 2 wrong input, 130 interrupted
+
+The same from Python:
+  found = packprop.influence("runs/gradients", model, loss, queries, curvature=result, damping=1e-4)
+"""
+
+
+def add_query(commands: Commands, positive: Callable[[str], int]) -> None:
+    """Add the arguments of the command; ``positive`` reads a number of at least 1."""
+    command = new_command(
+        commands, "query", "the stored samples that help, and harm, some queries", DESCRIPTION, EXAMPLES
+    )
+    add = command.add_argument
+    add("store", metavar="STORE", help="folder of the store")
+    add("--factory", metavar="FACTORY", required=True, help="package.module:function")
+    add(
+        "--curvature",
+        metavar="FILE",
+        help="the curvature that preconditions gradients of queries (default: none)",
+    )
+    add("--entry", metavar="NAME", help="the entry of FILE, such as ekfac, if it holds several curvatures")
+    add("--damping", type=float, metavar="X", help="added to each block of the curvature, in its units")
+    add(
+        "--factored",
+        action="store_true",
+        help="let two Kronecker factors share the damping, as in Martens and Grosse (2015), 6.3 (default: the "
+        "inverse of the damped block is exact)",
+    )
+    add("--k", type=positive, metavar="N", default=10, help="samples at each end (default: %(default)s)")
+    add("--quantity", metavar="NAME", help="grad_batch or grad_batch_projected, if the store has both")
+    add(
+        "--memory",
+        metavar="BYTES",
+        default="500MiB",
+        help="memory for current rows and gradients of queries (default: %(default)s)",
+    )
+    add(
+        "--batch-size",
+        type=positive,
+        metavar="N",
+        help="queries in a batch, if data come without",
+    )
+    add(
+        "--evaluation",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="put the model into evaluation mode (default: yes)",
+    )
+    add("--device", metavar="NAME", help="the device of model and queries (default: the model's)")
+    add("--seed", type=int, metavar="N", default=0, help="seed of the state that FACTORY finds (default: 0)")
+    add("--json", action="store_true", help="print JSON in place of tables")
+    add("--debug", action="store_true", help="show errors with their tracebacks")
+
+
+def query(options: argparse.Namespace) -> None:
+    """Run the command.
+
+    Raises:
+        BadInput: For whatever is wrong with its arguments.
+    """
+    started = time.perf_counter()
+    store = Store(options.store)
+    curvature = None if options.curvature is None else _curvature(options.curvature, options.entry)
+    device = None if options.device is None else device_named(ASKED, options.device)
+    factory = load_factory(options.factory, ASKED)
+    torch.manual_seed(options.seed)
+    model, loss, queries = call_factory(factory, options.factory, ASKED)
+    if isinstance(model, nn.Module):
+        model = model.eval() if options.evaluation else model
+        model = model if device is None else model.to(device)
+    if device is not None and isinstance(loss, nn.Module):
+        loss = loss.to(device)
+    found = influence(
+        store,
+        model,
+        loss,
+        queries,
+        curvature=curvature,
+        damping=options.damping,
+        factored=options.factored,
+        k=options.k,
+        quantity=options.quantity,
+        memory=options.memory,
+        batch_size=options.batch_size,
+    )
+    if options.json:
+        print(found.to_json(), end="")
+        return
+    console = Console()
+    if console.is_terminal:
+        Console(width=max(console.width, WIDTH)).print(found)
+    else:
+        print(found)
+    readings = "once" if found.readings == 1 else f"{found.readings} times"
+    seconds = time.perf_counter() - started
+    print(f"\nread {store.samples:,} samples {readings}, {seconds:.1f} s", file=sys.stderr)
+
+
+def _curvature(path: str, entry: str | None) -> Any:
+    result = Result.load(path)
+    if entry is None:
+        return result
+    if entry not in result:
+        raise BadInput(
+            ASKED,
+            f"--entry {entry}",
+            f"{path} holds {', '.join(result)}",
+            "name one of these",
+        )
+    return Result({entry: result[entry]}, result.samples, result.loss, result.reduction)

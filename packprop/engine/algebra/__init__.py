@@ -1,0 +1,66 @@
+"""Tensors in, tensors out: structures, their statistics, and the merging of results."""
+
+from packprop.engine.algebra import kronecker
+from packprop.engine.algebra.algorithms import algorithms
+from packprop.engine.algebra.conjugate_gradients import ConjugateGradients, NotPositive
+from packprop.engine.algebra.decompositions import eigh, eigvalsh
+from packprop.engine.algebra.factors import cotangent_gram, input_gram
+from packprop.engine.algebra.kronecker import Eigen
+from packprop.engine.algebra.monoid import (
+    CAT,
+    KEEP,
+    MOMENTS,
+    SINGLE,
+    SUM,
+    Moments,
+    Monoid,
+    lift,
+    nothing_like,
+    rescale,
+)
+from packprop.engine.algebra.order import EntryOrder, Fold, fold_swapped, fold_to
+from packprop.engine.algebra.projecting import projected
+from packprop.engine.algebra.projections import Projection
+from packprop.engine.algebra.statistics import along, batch_sq, gram, moments, sq_norm, sum_sq, total_grad
+from packprop.engine.algebra.structures import Dense, Lookup, Structure, entry_order_of, join, rows
+
+__all__ = [
+    "CAT",
+    "KEEP",
+    "MOMENTS",
+    "SINGLE",
+    "SUM",
+    "ConjugateGradients",
+    "Dense",
+    "Eigen",
+    "EntryOrder",
+    "Fold",
+    "Lookup",
+    "Moments",
+    "Monoid",
+    "NotPositive",
+    "Projection",
+    "Structure",
+    "algorithms",
+    "along",
+    "batch_sq",
+    "cotangent_gram",
+    "eigh",
+    "eigvalsh",
+    "entry_order_of",
+    "fold_swapped",
+    "fold_to",
+    "gram",
+    "input_gram",
+    "join",
+    "kronecker",
+    "lift",
+    "moments",
+    "nothing_like",
+    "projected",
+    "rescale",
+    "rows",
+    "sq_norm",
+    "sum_sq",
+    "total_grad",
+]

@@ -1,0 +1,195 @@
+"""Fast cells: statistics of one structure without per-sample gradients.
+
+A cell belongs to one statistic and one structure, and equals the statistic's default (``statistics.py``). It
+returns ``None`` if it does not apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.engine.algebra.choices import features_at_once, norms_by_products, samples_in_products
+from packprop.engine.algebra.kernels import square_norms, squared_products, summed_products
+from packprop.engine.algebra.monoid import Moments
+from packprop.engine.algebra.structures import Lookup, Outer, Tied, fold_matrix
+from packprop.engine.tensors.device import device_kind
+from packprop.engine.tensors.dry import chunk_starts
+from packprop.engine.tensors.precision import wider_dtype
+
+Cell = Callable[..., Any]
+
+FAST_CELLS: dict[str, dict[type, Cell]] = {}
+"""The cells, by the name of the statistic and the type of the structure."""
+
+IN_CACHE = 2**16
+"""Entries of a temporary matrix that stays in a processor's cache until it is used."""
+
+
+def fast_cell(statistic: str, structure: type) -> Callable[[Cell], Cell]:
+    """Register a cell for the statistic of this name and a structure."""
+
+    def register(cell: Cell) -> Cell:
+        FAST_CELLS.setdefault(statistic, {})[structure] = cell
+        return cell
+
+    return register
+
+
+@fast_cell("sum_sq", Outer)
+def _outer_sum_sq(structure: Outer) -> Tensor | None:
+    """Multiply squares, without shared positions: the square of a product is the product of squares.
+
+    With shared positions it forms gradients, squares them and adds them up, one after the other if that is
+    faster.
+    """
+    assert structure.cotangent is not None
+    columns, _, positions, groups, fan_out = structure.cotangent.shape
+    if positions != 1:
+        if structure.formed or structure.by_groups or groups != 1:
+            return None
+        total = squared_products(*structure.matrices).unflatten(0, (columns, fan_out)).sum(0)
+        return fold_matrix(structure, total)
+    squares = structure.cotangent.squeeze(2).square().sum(0)
+    return structure.fold(summed_products(squares, structure.x.squeeze(1).square()))
+
+
+@fast_cell("batch_sq", Outer)
+def _outer_batch_sq(structure: Outer) -> Tensor | None:
+    """Work as for ``sum_sq``, but sum squares of cotangents over columns before the products."""
+    assert structure.cotangent is not None
+    if structure.cotangent.shape[2] != 1:
+        return None
+    squares = structure.cotangent[:, :, 0].square().sum(0)
+    return structure.fold(squares[..., None] * structure.x[:, 0, :, None, :].square())
+
+
+@fast_cell("sq_norm", Outer)
+def _outer_sq_norm(structure: Outer) -> Tensor | None:
+    """Sum inner products between pairs of positions, if these are few (Goodfellow 2015).
+
+    Positions may cancel. So the products have a wider precision, if there is one. Their rounding is then no
+    more than the rounding of gradients to their own precision would add to the squares.
+    """
+    cotangent = structure.cotangent
+    assert cotangent is not None
+    positions = cotangent.shape[2]
+    if structure.formed or not norms_by_products(structure.extents):
+        return None
+    x = structure.x
+    if positions == 1:
+        return (square_norms(cotangent.squeeze(2)).sum(0) * square_norms(x.squeeze(1))).sum(1)
+    wide = wider_dtype(cotangent.dtype, device_kind(cotangent)) or cotangent.dtype
+    samples = len(x)
+    step = samples_in_products(structure.extents, samples)
+    limited = structure.held is not None
+    if step == samples:
+        return _norms_by_products(cotangent, x, wide, limited)
+    norms = cotangent.new_zeros(samples)
+    for part in _blocks(samples, step):
+        norms[part] = _norms_by_products(cotangent[:, part], x[part], wide, limited)
+    return norms
+
+
+def _norms_by_products(cotangent: Tensor, x: Tensor, wide: torch.dtype, limited: bool) -> Tensor:
+    """Return squared norms of gradients, ``[n]``, from inner products between pairs of positions."""
+    at_once = features_at_once(x.shape[1]) if limited else max(x.shape[3], cotangent.shape[4])
+    inputs = _products_of_positions(x[None], wide, at_once)
+    cotangents = _products_of_positions(cotangent, wide, at_once)
+    norms: Tensor = torch.einsum("bst,bst->b", inputs, cotangents).unflatten(0, (len(x), -1)).sum(1)
+    return norms.clamp(min=0).to(cotangent.dtype)
+
+
+def _products_of_positions(values: Tensor, wide: torch.dtype, at_once: int) -> Tensor:
+    """Return inner products between positions, ``[v, n, s, g, f] -> [n*g, s, s]``, in a wider precision.
+
+    It widens ``at_once`` of the f entries at a time: it need not make a copy as large as the values.
+    """
+    blocks = [slice(None)] if values.dtype == wide else _blocks(values.shape[4], at_once)
+    total: Tensor | None = None
+    for block in blocks:
+        part = values[..., block].to(wide).permute(1, 3, 2, 0, 4).flatten(3).flatten(0, 1)
+        total = torch.bmm(part, part.mT) if total is None else total.baddbmm_(part, part.mT)
+    assert total is not None
+    return total
+
+
+@fast_cell("moments", Outer)
+def _outer_moments(structure: Outer) -> Moments | None:
+    """Return moments without shared positions, by matrix products in a wider precision.
+
+    It subtracts the mean after summing the squares. This cancels only digits that per-sample gradients would
+    not have had: rounding them to their own precision costs more than the sum in the wider one.
+    """
+    cotangent = structure.cotangent
+    assert cotangent is not None
+    _, samples, positions, groups, fan_out = cotangent.shape
+    wide = wider_dtype(cotangent.dtype, device_kind(cotangent))
+    if positions != 1 or structure.formed or wide is None or torch.is_grad_enabled():
+        return None
+    left, right = cotangent[0, :, 0].permute(1, 2, 0), structure.x[:, 0].transpose(0, 1).to(wide)
+    squares = right.square()
+    mean = cotangent.new_empty(groups, fan_out, right.shape[2])
+    deviation = torch.empty_like(mean)
+    for block in _blocks(fan_out, max(1, IN_CACHE // (groups * right.shape[2]))):
+        part = left[:, block].to(wide)
+        sums = part @ right
+        mean[:, block] = sums / samples
+        deviation[:, block] = (part.square() @ squares).addcmul_(sums, sums, value=-1 / samples).clamp_min_(0)
+    return Moments(samples, structure.fold(mean), structure.fold(deviation))
+
+
+@fast_cell("gram", Outer)
+def _outer_gram(structure: Outer) -> Tensor | None:
+    """Multiply two Gram matrices: their product is the Gram matrix of outer products."""
+    cotangent, x = structure.cotangent, structure.x
+    assert cotangent is not None
+    if cotangent.shape[2] != 1:
+        return None
+    cotangents = torch.einsum("vngo,vmgo->gnm", cotangent[:, :, 0], cotangent[:, :, 0])
+    inputs = torch.einsum("ngi,mgi->gnm", x[:, 0], x[:, 0])
+    return (cotangents * inputs).sum(0)
+
+
+@fast_cell("sq_norm", Lookup)
+def _lookup_sq_norm(structure: Lookup) -> Tensor | None:
+    """Add up cotangents at the first position that looked up the same row; no sample needs a table."""
+    cotangent = structure.cotangent
+    assert cotangent is not None
+    same = structure.index[:, :, None] == structure.index[:, None, :]
+    first = same.byte().argmax(2)  # the first of several
+    summed = torch.zeros_like(cotangent).scatter_add(2, first[None, :, :, None].expand_as(cotangent), cotangent)
+    return square_norms(summed.flatten(2)).sum(0)
+
+
+@fast_cell("sq_norm", Tied)
+def _tied_sq_norm(structure: Tied) -> Tensor | None:
+    """Add both norms, and twice their inner product: look-ups meet single rows of the other gradient."""
+    outer, lookup = structure.parts
+    if structure.formed or not norms_by_products(outer.extents):
+        return None
+    assert outer.cotangent is not None
+    assert lookup.cotangent is not None
+    dtype = outer.cotangent.dtype
+    wide = wider_dtype(dtype, device_kind(outer.cotangent)) or dtype
+    outer = replace(outer, given=outer.x.to(wide), cotangent=outer.cotangent.to(wide), direct=None, inner=None)
+    lookup = replace(lookup, cotangent=lookup.cotangent.to(wide))
+    mapped, looked = _outer_sq_norm(outer), _lookup_sq_norm(lookup)
+    if mapped is None or looked is None:
+        return None
+    assert outer.cotangent is not None
+    inputs = torch.einsum("nsi,vnti->vnst", outer.x[:, :, 0], lookup.cotangent)
+    cotangent = outer.cotangent[:, :, :, 0]
+    index = lookup.index[None, :, None, :].expand(*cotangent.shape[:3], -1)
+    both = (inputs * cotangent.gather(3, index)).sum((0, 2, 3))
+    norms: Tensor = mapped + looked + 2 * both
+    return norms.clamp(min=0).to(dtype)
+
+
+def _blocks(count: int, step: int) -> list[slice]:
+    """Yield slices of an axis, ``step`` indices in each."""
+    return [slice(start, start + step) for start in chunk_starts(count, step)]

@@ -1,0 +1,104 @@
+"""Choices of algorithms for an affine use, by its sizes; they change time and memory, not results."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from packprop.engine.algebra.algorithms import choose_algorithm
+from packprop.engine.tensors.precision import wider_dtype
+
+FEW_CHANNELS = 8
+"""Channels of a group below which oneDNN's gradients of a convolution take longer than unfolded images do."""
+
+
+class Extents(NamedTuple):
+    """The sizes of an affine use, and the other facts that choose its algorithms.
+
+    Args:
+        positions: Positions of one sample that share the parameter.
+        groups: Groups of the affine map.
+        fan_in: Inputs of one group at one position.
+        fan_out: Outputs of one group at one position.
+        channels: Channels of one group where inputs must be unfolded to get them by position, as in a
+            convolution, and an algorithm for per-sample gradients exists that does not unfold them; else 0.
+        dtype: Of inputs and cotangents.
+        device: The type of the device.
+        held: The bytes of one sample that an algorithm may hold; one that holds more is taken only if no other
+            holds less. ``None`` for no limit.
+    """
+
+    positions: int
+    groups: int
+    fan_in: int
+    fan_out: int
+    channels: int
+    dtype: torch.dtype
+    device: str
+    held: int | None
+
+    @property
+    def unfolded(self) -> int:
+        """Entries of one sample's unfolded inputs; 0 if inputs are there by position anyway."""
+        return self.positions * self.groups * self.fan_in if self.channels else 0
+
+
+def norms_by_products(extents: Extents) -> bool:
+    """Tell whether norms of per-sample gradients are best computed without forming the gradients.
+
+    Products between pairs of positions take ``s^2 (i + o)`` multiplications, gradients ``s i o``. Gradients
+    also add up to the summed gradient, which then needs no product of its own. So gradients win up to twice the
+    multiplications of the products.
+    """
+    positions, groups, fan_in, fan_out = extents[:4]
+    if positions == 1:
+        return True
+    few = 2 * positions * (fan_in + fan_out) <= fan_in * fan_out
+    inputs = 0 if convolved_by_groups(extents) else extents.unfolded
+    size = extents.dtype.itemsize
+    holds = {
+        "gradients": size * (groups * fan_in * fan_out + inputs),
+        "products": _held_by_products(extents) + size * extents.unfolded,
+    }
+    return choose_algorithm("norms", "products" if few else "gradients", holds, extents.held) == "products"
+
+
+def samples_in_products(extents: Extents, samples: int) -> int:
+    """Return the number of samples whose products between pairs of positions exist at once.
+
+    Large gradients come one by one. So products must not exist for all samples if one sample's gradient is too
+    much.
+    """
+    if extents.held is None:
+        return samples
+    return max(1, min(samples, extents.held // _held_by_products(extents)))
+
+
+def features_at_once(positions: int) -> int:
+    """Return the entries of each position that are widened at once for products: fewer than the products."""
+    return max(32, positions // 4)
+
+
+def _held_by_products(extents: Extents) -> int:
+    """Return the bytes of one sample's products between positions, and of the entries widened for them."""
+    positions, groups, fan_in, fan_out = extents[:4]
+    wide = wider_dtype(extents.dtype, extents.device)
+    widened = 0 if wide is None else min(max(fan_in, fan_out), features_at_once(positions))
+    return (wide or extents.dtype).itemsize * groups * positions * (2 * positions + widened)
+
+
+def convolved_by_groups(extents: Extents) -> bool:
+    """Tell whether per-sample gradients of a convolution are best computed by ``grouped_gradients``.
+
+    oneDNN's gradient of a weight takes images as they are. If there are many positions, unfolding the images is
+    most of the work; if there are few, oneDNN spends more on rearranging its results. It takes channels in
+    groups of eight: fewer channels, such as those of the first layer's images, cost as much as eight.
+    """
+    if not extents.channels or extents.dtype not in (torch.float32, torch.float64):
+        return False
+    onednn = extents.device == "cpu" and torch.backends.mkldnn.is_available()
+    many = extents.positions > extents.fan_out and extents.channels >= FEW_CHANNELS
+    many = many and onednn and extents.dtype == torch.float32
+    holds = {"patches": extents.dtype.itemsize * extents.unfolded, "groups": 0}
+    return choose_algorithm("convolutions", "groups" if many else "patches", holds, extents.held) == "groups"

@@ -1,0 +1,261 @@
+"""Products of matrices, sums of squares, gradients of convolutions: each by PyTorch's fastest kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
+
+from packprop.engine.algebra.algorithms import forced_algorithm
+from packprop.engine.tensors.device import device_kind
+from packprop.engine.tensors.traced import is_traced
+
+WORTH_A_CALL = 12 * 2**20
+"""Multiplications for each thread from which on a product is faster in its own call than in a batch.
+
+The threads share the products of a batch at no cost; in a call for one small product they wait.
+"""
+
+LONG_ROW = 4096
+"""Entries from which on a norm is computed in pieces."""
+
+WORTH_BLOCKS = 2**28
+"""Multiplications from which on packprop computes a symmetric product in blocks, up to the diagonal."""
+
+BLOCKS = 4
+"""Blocks of rows; these leave out three eighths of the multiplications. More would be too small to be fast."""
+
+LONG = 256
+"""Sums of fewer terms take less time than copying their results does."""
+
+LARGE_IMAGE = 100
+"""Pixels from which on gradients of filters for single channels are computed sample by sample."""
+
+FULL = 16
+"""MKL fills rows of so many numbers in single precision, or a multiple of it, fastest."""
+
+SMALL_ROW = 2**14
+"""Entries of a row below which all rows are squared at once: calls would cost more than reading the rows."""
+
+SHORT = 32
+"""Sums of fewer terms wait for memory, not for multiplications: no kernel is faster than another."""
+
+
+def outer_products(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """Multiply ``[b, o, s]`` by ``[b, i, s]``, summed over s: ``[b, o, i]``, written to ``out`` if given."""
+    products = products_one_by_one(left, right)
+    if products is None and out is None and _is_faster_swapped(left, right):
+        return torch.bmm(right, left.mT).mT
+    if products is None:
+        return torch.bmm(left, right.mT, out=out)
+    if out is None:
+        out = left.new_empty(left.shape[0], left.shape[1], right.shape[1])
+    for row, product in zip(out, products, strict=True):
+        row.copy_(product)
+    return out
+
+
+def products_one_by_one(left: Tensor, right: Tensor, by_rows: bool = True) -> Iterator[Tensor] | None:
+    """Yield the products of ``outer_products`` one after the other; return ``None`` if a batch is faster.
+
+    Args:
+        left: Matrices ``[b, o, s]``.
+        right: Matrices ``[b, i, s]``.
+        by_rows: Keeps each product in memory by rows: it is then copied to such a place.
+    """
+    kernel = _kernel_for(left, right, by_rows)
+    return None if kernel is None else map(kernel, _plain(left), _plain(right))
+
+
+def squared_products(left: Tensor, right: Tensor) -> Tensor:
+    """Sum squares of the entries of ``outer_products`` over b: ``[o, i]``.
+
+    It drops each product that it forms by itself. This is for several columns at once; for a single column
+    ``one_by_one`` gives each product to all statistics.
+    """
+    products = products_one_by_one(left, right)
+    if products is None and _is_faster_swapped(left, right):
+        return sum_of_squares(torch.bmm(right, left.mT)).mT
+    if products is None:
+        return sum_of_squares(torch.bmm(left, right.mT))
+    total = left.new_zeros(left.shape[1], right.shape[1])
+    for product in products:
+        total.addcmul_(product, product)
+    return total
+
+
+def second_moment(rows: Tensor) -> Tensor:
+    """Return ``sum_m r r^T`` of the rows of ``[m, p]``: ``[p, p]``.
+
+    For a large moment it computes only blocks up to the diagonal, and copies them above it: no public product
+    makes use of symmetry.
+    """
+    transposed = rows.mT
+    kernel = _kernel_for(transposed[None], transposed[None])
+    if kernel is None:
+        return transposed @ rows
+    transposed = transposed.contiguous()
+    terms, size = rows.shape
+    if terms < LONG or terms * size**2 < WORTH_BLOCKS:
+        return kernel(transposed, transposed)
+    moment = rows.new_empty(size, size)
+    step = -(-size // BLOCKS)
+    for start in range(0, size, step):
+        stop = min(size, start + step)
+        below = kernel(transposed[start:stop], transposed[:stop])
+        moment[start:stop, :stop] = below
+        moment[:start, start:stop] = below[:, :start].mT
+    return moment
+
+
+def summed_products(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply ``[n, g, o]`` by ``[n, g, i]``, summed over samples: ``[g, o, i]``."""
+    return torch.bmm(left.permute(1, 2, 0), right.transpose(0, 1))
+
+
+def sum_of_squares(rows: Tensor, centre: Tensor | None = None) -> Tensor:
+    """Sum squares of entries, or of their deviations from ``centre``, over the leading axis."""
+    differentiated = torch.is_grad_enabled() and rows.requires_grad
+    if rows.is_complex() or differentiated or is_traced():
+        return (rows if centre is None else rows - centre).square().sum(0)
+    if not 0 < len(rows) <= 64 or rows[0].numel() < SMALL_ROW:
+        return (rows.square() if centre is None else (rows - centre).square_()).sum(0)
+    total = torch.zeros_like(rows[0])
+    for row in rows:  # read each once, and write nothing as large as all of them
+        deviation = row if centre is None else row - centre
+        total.addcmul_(deviation, deviation)
+    return total
+
+
+def square_norms(rows: Tensor) -> Tensor:
+    """Sum squares of entries over the last axis."""
+    if rows.is_complex() or (torch.is_grad_enabled() and rows.requires_grad):
+        return rows.square().sum(-1)
+    return norms_of(rows).square_()
+
+
+def norms_of(rows: Tensor) -> Tensor:
+    """Return Euclidean norms over the last axis.
+
+    PyTorch adds up the squares of a row in a few places, one after the other: from a million entries on, single
+    precision keeps three or four digits. So long rows go in pieces.
+    """
+    norms: Tensor
+    if rows.shape[-1] > LONG_ROW:
+        whole = rows.shape[-1] // LONG_ROW * LONG_ROW
+        pieces = norms_of(rows[..., :whole].unflatten(-1, (-1, LONG_ROW)))
+        rest = torch.linalg.vector_norm(rows[..., whole:], dim=-1, keepdim=True)
+        return norms_of(torch.cat([pieces, rest], -1))
+    norms = torch.linalg.vector_norm(rows, dim=-1)
+    return norms
+
+
+def worth_a_call(terms: int, entries: int, dtype: torch.dtype, device: str) -> bool:
+    """Tell whether a product of so many entries, sums of ``terms``, is faster by itself than in a batch."""
+    large = terms * entries >= WORTH_A_CALL * torch.get_num_threads() and terms >= SHORT
+    forced = forced_algorithm("products")
+    fits = dtype == torch.float32 and device == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    fits = fits and not is_traced()  # a graph gains nothing from many calls, a compiler cannot lower this one
+    return fits and (large if forced is None else forced == "single")
+
+
+def grouped_gradients(
+    images: Tensor,
+    cotangent: Tensor,
+    shape: torch.Size,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """Return gradients of a convolution's weight ``[*p]`` for each image, by one call: ``[1, n, *p]``.
+
+    The samples become groups of a convolution of one image; the gradients are those of its weight.
+
+    Args:
+        images: Inputs ``[n, g*c, *space]``.
+        cotangent: Cotangent at the outputs ``[n, g*o, *space]``.
+        shape: Shape of the weight.
+        stride: Stride along each spatial axis.
+        padding: Padding along each spatial axis, the same on both sides.
+        dilation: Dilation along each spatial axis.
+        groups: Groups of the convolution itself.
+    """
+    gradient = (conv1d_weight, conv2d_weight, conv3d_weight)[len(shape) - 3]
+    samples = len(images)
+    if _is_faster_by_channels_last(cotangent, shape, groups):
+        options: Any = list(stride), list(padding), list(dilation), groups
+        images, cotangent = (each.contiguous(memory_format=torch.channels_last) for each in (images, cotangent))
+        rows = [
+            gradient(image, shape, own, *options)  # type: ignore[no-untyped-call]  # torch's own
+            for image, own in zip(images.split(1), cotangent.split(1), strict=True)
+        ]
+        return torch.stack(rows)[None]
+    merged: Tensor = gradient(  # type: ignore[no-untyped-call]  # torch's own
+        images.reshape(1, -1, *images.shape[2:]),
+        (samples * shape[0], *shape[1:]),
+        cotangent.reshape(1, -1, *cotangent.shape[2:]),
+        list(stride),
+        list(padding),
+        list(dilation),
+        samples * groups,
+    )
+    return merged.view(1, samples, *shape)
+
+
+def _is_faster_by_channels_last(cotangent: Tensor, shape: torch.Size, groups: int) -> bool:
+    """Tell whether oneDNN's gradient of a depthwise convolution is faster sample by sample.
+
+    It has a kernel for channels that lie side by side; samples that are merged into groups do not.
+    """
+    positions = cotangent[0, 0].numel()
+    is_depthwise = len(shape) == 4 and shape[0] == groups and shape[1] == 1
+    fits = device_kind(cotangent) == "cpu" and cotangent.dtype == torch.float32 and not is_traced()
+    return is_depthwise and fits and positions >= LARGE_IMAGE and torch.backends.mkldnn.is_available()
+
+
+def _kernel_for(
+    left: Tensor, right: Tensor, by_rows: bool = False
+) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Multiply two matrices ``[o, s]`` and ``[i, s]``, faster in its own call than in a batch.
+
+    This calls the one private operator: ``torch.ops.mkldnn._linear_pointwise``, which torch itself uses in
+    compiled models. Public products go to MKL. On processors that Intel did not make, MKL takes a slower path,
+    at half the speed of the convolutions that PyTorch gives to oneDNN on the same machine. Without the operator
+    everything works by ``torch.bmm``.
+
+    The operator copies its first matrix unless that one is in memory by rows. If both are there by columns, the
+    smaller one goes first, unless you want the product ``by_rows``: it is then there by columns.
+    """
+    fits = (
+        device_kind(left) == device_kind(right)
+        and left.dtype == right.dtype
+        and worth_a_call(left.shape[2], left.shape[1] * right.shape[1], left.dtype, device_kind(left))
+        and not (torch.is_grad_enabled() and (left.requires_grad or right.requires_grad))
+    )
+    library: Any = torch.ops.mkldnn
+
+    def product(first: Tensor, second: Tensor) -> Tensor:
+        value: Tensor = library._linear_pointwise(first, second, None, "none", [], "")
+        return value
+
+    if not fits:
+        return None
+    is_swapped = not by_rows and left.stride(2) != 1 and right.shape[1] < left.shape[1]
+    return (lambda a, b: product(b, a).mT) if is_swapped else product
+
+
+def _is_faster_swapped(left: Tensor, right: Tensor) -> bool:
+    """Tell whether MKL forms products ``[b, o, i]`` faster as ``[b, i, o]``, as for three-channel filters."""
+    fits = left.dtype == torch.float32 and device_kind(left) == "cpu" and not is_traced()
+    return fits and left.shape[1] % FULL == 0 and right.shape[1] % FULL != 0
+
+
+def _plain(matrices: Tensor) -> Tensor:
+    """Return matrices without gaps, by rows or columns: for others oneDNN loops over entries."""
+    _, rows, columns = matrices.shape
+    fits = matrices.stride()[1:] in ((columns, 1), (1, rows))
+    return matrices if fits else matrices.contiguous()

@@ -1,0 +1,336 @@
+"""Linear algebra with Kronecker factors: products, inverses, trace, log-determinant, the dense matrix.
+
+Every function takes a block as the extensions save it. A list of factors ``[B, A]`` stands for ``B kron A``
+over entries ``[o, i]``, ``[B]`` for ``B`` itself; a factor that is a vector stands for the diagonal matrix.
+Some weights keep fan-in first (transposed convolutions, tables): bring them to ``[o, i]`` before. ``Eigen``,
+which EKFAC saves, knows the order of its parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from packprop.engine.algebra.decompositions import eigh, eigvalsh, inverted, require_finite, singular
+from packprop.engine.algebra.order import EntryOrder
+from packprop.engine.tensors.dry import has_fault, is_dry_run
+from packprop.engine.tensors.precision import accumulation_dtype, result_dtype
+from packprop.engine.tensors.traced import is_traced
+from packprop.errors import BadInput
+
+Factors = Sequence[Tensor]
+
+
+class Eigen(NamedTuple):
+    """A symmetric matrix as its eigenvalues and eigenvectors, which are Kronecker products.
+
+    Args:
+        values: Eigenvalues ``[o, i]``, or ``[p]`` for one factor.
+        vectors: Orthonormal columns ``[U_B, U_A]``, ``[o, o]`` and ``[i, i]``, or ``[U_B]``, ``[p, p]``; a
+            vector of ones for a factor that is diagonal itself.
+        order: The order in which the parameter keeps entries ``[o, i]``; ``None`` for this order itself.
+    """
+
+    values: Tensor
+    vectors: list[Tensor]
+    order: EntryOrder | None = None
+
+
+Block = Factors | Eigen
+
+
+def eigen(block: Block) -> Eigen:
+    """Return the eigendecomposition of ``B kron A``, from those of the factors.
+
+    Example:
+        >>> eigen([torch.eye(2), 3 * torch.eye(1)]).values.tolist()
+        [[3.0], [3.0]]
+    """
+    if isinstance(block, Eigen):
+        return block
+    _require_factors("eigen", block)
+    pairs = [_decomposed(_widened(factor)) for factor in block]
+    values = pairs[0][0] if len(pairs) == 1 else torch.outer(pairs[0][0], pairs[1][0])
+    return Eigen(values, [vectors for _, vectors in pairs])
+
+
+def eigenvectors(factor: Tensor) -> Tensor:
+    """Return orthonormal eigenvectors of a symmetric matrix as columns ``[p, p]``, cut from the graph.
+
+    If the matrix is singular, rounding would decide between the bases of its null space. This function takes
+    the basis without correlation under fixed weights of the coordinates. The largest entry of each column is
+    positive. If the matrix is not finite, the eigenvectors are NaN, which shows in everything they rotate. The
+    eigenvectors of a diagonal matrix, given as a vector, are unit vectors: a vector of ones.
+    """
+    factor = factor.detach()
+    if factor.dim() == 1:
+        return torch.ones_like(factor)
+    if has_fault(~factor.isfinite().all()):
+        return torch.full_like(factor, math.nan)
+    vectors: Tensor
+    values, vectors = eigh(factor)
+    size = len(values)
+    null = values <= 10 * size * torch.finfo(values.dtype).eps * values[-1:].clamp(min=0)
+    if is_traced():
+        vectors = _settled(vectors, null)
+    elif (count := size if is_dry_run() else int(null.sum())) > 1:  # eigenvalues ascend
+        zero = vectors[:, :count]
+        weights = torch.linspace(1, 2, size, dtype=zero.dtype, device=zero.device)
+        zero.copy_(zero @ eigh((zero.mT * weights) @ zero)[1])
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    vectors *= torch.where(largest < 0, -1.0, 1.0)
+    return vectors
+
+
+def _settled(vectors: Tensor, null: Tensor) -> Tensor:
+    """Return eigenvectors with the basis of a null space, without asking for its dimension.
+
+    The others get eigenvalues of 3, beyond those of the weights, and stay what they are.
+    """
+    weights = torch.linspace(1, 2, len(null), dtype=vectors.dtype, device=vectors.device)
+    within = null[:, None] & null
+    matrix = torch.where(within, (vectors.mT * weights) @ vectors, 0.0) + torch.where(null, 0.0, 3.0).diag()
+    return torch.where(null, vectors @ eigh(matrix)[1], vectors)
+
+
+def dense(block: Block) -> Tensor:
+    """Return the whole matrix ``[p, p]``; for small blocks.
+
+    Example:
+        >>> dense([torch.eye(2), 3 * torch.eye(1)]).tolist()
+        [[3.0, 0.0], [0.0, 3.0]]
+    """
+    if isinstance(block, Eigen):
+        unit = torch.eye(block.values.numel(), dtype=block.values.dtype, device=block.values.device)
+        shape = block.values.shape if block.order is None else block.order.parameter
+        return multiply(block, unit.reshape(-1, *shape)).reshape(unit.shape)
+    _require_factors("dense", block)
+    whole = [factor.diag() if factor.dim() == 1 else factor.contiguous() for factor in block]
+    return whole[0] if len(whole) == 1 else torch.kron(whole[0], whole[1])
+
+
+def multiply(block: Block, vectors: Tensor) -> Tensor:
+    """Multiply the matrix by one or many vectors, without forming it.
+
+    Args:
+        block: ``[B, A]``, ``[B]`` or ``Eigen``.
+        vectors: ``[*p]`` or ``[v, *p]``.
+
+    Returns:
+        Products of the shape and precision of ``vectors``.
+
+    Raises:
+        BadInput: If the vectors do not fit the block.
+    """
+    if isinstance(block, Eigen):
+        return _scaled("multiply", block, vectors, block.values)
+    flat = _as_matrices("multiply", block, vectors)
+    precision = functools.reduce(torch.promote_types, (factor.dtype for factor in block), flat.dtype)
+    left, *rest = (factor.to(precision) for factor in block)
+    product = _from_left(left, flat.to(precision))
+    for right in rest:
+        product = _from_right(product, right.mT if right.dim() > 1 else right)
+    return product.reshape(vectors.shape).to(result_dtype(vectors, product))
+
+
+@overload
+def inverse(block: Eigen, damping: float) -> Eigen: ...
+
+
+@overload
+def inverse(block: list[Tensor] | tuple[Tensor, ...], damping: float) -> list[Tensor]: ...
+
+
+def inverse(block: Block, damping: float) -> list[Tensor] | Eigen:
+    """Return the damped inverse in the form of the block: exact for ``Eigen``, approximate for two factors.
+
+    Two factors share the damping (Martens and Grosse 2015, 6.3):
+    ``(B + sqrt(d) / pi)^-1 kron (A + pi sqrt(d))^-1``, with ``pi^2`` the mean eigenvalue of A over that of B.
+    For ``[B]`` it is the exact ``(B + d)^-1``. ``solve`` inverts ``B kron A + d`` exactly.
+
+    Raises:
+        BadInput: If damping is negative.
+        OfParameter: If the block is singular and is not damped.
+    """
+    _require_damping("inverse", damping)
+    if isinstance(block, Eigen):
+        return block._replace(values=_reciprocals(block.values, damping))
+    _require_factors("inverse", block)
+    if len(block) == 1:
+        return [_inverted(_shifted(_widened(block[0]), damping)).to(block[0].dtype)]
+    B, A = map(_widened, block)
+    tiny = torch.finfo(B.dtype).tiny
+    means = [_diagonal(factor).mean().clamp(min=tiny) for factor in (B, A)]
+    pi = (means[1] / means[0]).sqrt()
+    return [
+        _inverted(_shifted(B, math.sqrt(damping) / pi)).to(block[0].dtype),
+        _inverted(_shifted(A, math.sqrt(damping) * pi)).to(block[1].dtype),
+    ]
+
+
+def solve(block: Block, vectors: Tensor, damping: float) -> Tensor:
+    """Multiply ``(block + damping I)^-1`` by one or many vectors ``[*p]`` or ``[v, *p]``, exactly.
+
+    It uses the eigenvectors of the factors: their products are those of the block. Eigenvalues of a factor that
+    are negative by rounding count as zero. Without damping, all that are zero up to rounding count as zero: the
+    inverse of rounding would be the largest part of the result.
+
+    Raises:
+        BadInput: If damping is negative, or the vectors do not fit the block.
+        OfParameter: If the block is singular and is not damped.
+    """
+    _require_damping("solve", damping)
+    if isinstance(block, Eigen):
+        return _scaled("solve", block, vectors, _reciprocals(block.values, damping))
+    _require_factors("solve", block)
+    pairs = [_decomposed(_widened(factor)) for factor in block]
+    left, *rest = (_without_rounding(values, damping) for values, _ in pairs)
+    values = torch.outer(left, rest[0]) if rest else left
+    decomposed = Eigen(values, [vectors for _, vectors in pairs])
+    return _scaled("solve", decomposed, vectors, _reciprocals(values, damping))
+
+
+def trace(block: Block) -> Tensor:
+    """Return the trace: the sum of the eigenvalues, or the product of the traces of the factors."""
+    if isinstance(block, Eigen):
+        return block.values.sum()
+    _require_factors("trace", block)
+    return torch.stack([_diagonal(factor).sum() for factor in block]).prod()
+
+
+def logdet(block: Block, damping: float = 0.0) -> Tensor:
+    """Return the logarithm of the determinant of ``block + damping I``; ``-inf`` if that is singular.
+
+    Eigenvalues that are negative by rounding count as zero.
+    """
+    _require_damping("logdet", damping)
+    if isinstance(block, Eigen):
+        values = block.values.clamp(min=0)
+    else:
+        _require_factors("logdet", block)
+        values = _eigenvalues(block[0])
+        if len(block) > 1:
+            values = torch.outer(values, _eigenvalues(block[1]))
+    logarithms: Tensor = (values + damping).log()
+    return logarithms.sum()
+
+
+def _scaled(asked: str, block: Eigen, vectors: Tensor, values: Tensor) -> Tensor:
+    """Multiply the coordinates of vectors in the eigenbasis by ``values``."""
+    flat = _as_matrices(asked, block, vectors).to(values.dtype)
+    left, right = block.vectors[0], block.vectors[1] if len(block.vectors) > 1 else None
+    rotated = _from_left(left if left.dim() == 1 else left.mT, flat)
+    rotated = rotated if right is None else _from_right(rotated, right)
+    rotated = _from_left(left, rotated * values.reshape(rotated.shape[1:]))
+    product = rotated if right is None else _from_right(rotated, right if right.dim() == 1 else right.mT)
+    product = product if block.order is None else block.order.to_parameter(product)
+    return product.reshape(vectors.shape).to(result_dtype(vectors, product))
+
+
+def _widened(factor: Tensor) -> Tensor:
+    """Return the factor in a precision in which PyTorch decomposes it."""
+    require_finite("A Kronecker factor was to be decomposed.", factor)
+    return factor.to(accumulation_dtype(factor.dtype))
+
+
+def _decomposed(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors of a factor; for a diagonal one unit vectors, in their order."""
+    if factor.dim() == 1:
+        return factor, torch.ones_like(factor)
+    return eigh(factor)
+
+
+def _eigenvalues(factor: Tensor) -> Tensor:
+    """Return eigenvalues, of which rounding makes none negative."""
+    wide = _widened(factor)
+    return (wide if wide.dim() == 1 else eigvalsh(wide)).clamp(min=0)
+
+
+def _without_rounding(values: Tensor, damping: float) -> Tensor:
+    """Return eigenvalues of a factor ``[p]``, with zero for those that may be rounding; see ``solve``."""
+    if not len(values):
+        return values
+    digit = math.sqrt(len(values)) * torch.finfo(values.dtype).eps * values.abs().amax()
+    return torch.where((values.abs() <= digit) & (values < (0.0 if damping else math.inf)), 0.0, values)
+
+
+def _reciprocals(values: Tensor, damping: float) -> Tensor:
+    """Return ``1 / (values + damping)`` for eigenvalues, none of which may be zero then."""
+    damped = values + damping
+    if has_fault((damped == 0).any()):
+        raise singular(values)
+    return damped.reciprocal()
+
+
+def _diagonal(factor: Tensor) -> Tensor:
+    return factor if factor.dim() == 1 else factor.diagonal()
+
+
+def _inverted(factor: Tensor) -> Tensor:
+    return _reciprocals(factor, 0.0) if factor.dim() == 1 else inverted(factor)
+
+
+def _from_left(factor: Tensor, matrices: Tensor) -> Tensor:
+    """Multiply a factor by matrices ``[v, o, i]``."""
+    return factor[:, None] * matrices if factor.dim() == 1 else factor @ matrices
+
+
+def _from_right(matrices: Tensor, factor: Tensor) -> Tensor:
+    """Multiply matrices ``[v, o, i]`` by a factor."""
+    return matrices * factor if factor.dim() == 1 else matrices @ factor
+
+
+def _shifted(matrix: Tensor, shift: Tensor | float) -> Tensor:
+    if matrix.dim() == 1:
+        return matrix + shift
+    return matrix + shift * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+
+
+def _require_factors(asked: str, factors: Factors) -> None:
+    if len(factors) not in (1, 2) or not all(map(_is_factor, factors)):
+        raise BadInput(
+            f"kronecker.{asked}(factors, ...) was called.",
+            "factors",
+            "they are not one or two square matrices, or vectors that stand for diagonal ones",
+            "give the list that KFAC, KFLR or KFRA saved on a parameter, or what EKFAC saved",
+        )
+
+
+def _is_factor(factor: Tensor) -> bool:
+    return factor.dim() == 1 or (factor.dim() == 2 and factor.shape[0] == factor.shape[1])
+
+
+def _require_damping(asked: str, damping: float) -> None:
+    if not damping >= 0:
+        raise BadInput(
+            f"kronecker.{asked}(..., damping={damping}) was called.",
+            "damping",
+            "it is negative",
+            "give a number of at least 0, in units of the curvature",
+        )
+
+
+def _as_matrices(asked: str, block: Block, vectors: Tensor) -> Tensor:
+    """Return vectors as matrices ``[v, o, i]``, with i = 1 for a single factor."""
+    order = block.order if isinstance(block, Eigen) else None
+    factors = block.vectors if isinstance(block, Eigen) else block
+    _require_factors(asked, factors)
+    rows, columns = len(factors[0]), len(factors[1]) if len(factors) > 1 else 1
+    fits = vectors.numel() > 0 and vectors.numel() % (rows * columns) == 0
+    if order is not None:
+        fits = fits and order.parameter in (vectors.shape, vectors.shape[1:])
+    if not fits:
+        raise BadInput(
+            f"kronecker.{asked}(factors, vectors) was called.",
+            f"vectors of shape {list(vectors.shape)}",
+            f"the block has {rows * columns} rows",
+            "give vectors of the parameter's shape, one or many along a leading axis",
+        )
+    if order is not None:
+        return order.to_matrices(vectors.reshape(-1, *order.parameter))
+    return vectors.reshape(-1, rows, columns)

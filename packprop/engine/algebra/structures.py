@@ -1,0 +1,392 @@
+"""Structures, in which a parameter meets a cotangent: ``Outer``, ``Lookup``, ``Dense``; joining several uses.
+
+A structure holds the tensors of some samples and some columns of a seed, in the canonical axes
+``v n s g o`` and ``n s g i``. It does not know which function they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from packprop.engine.algebra.choices import Extents, convolved_by_groups
+from packprop.engine.algebra.kernels import outer_products
+from packprop.engine.algebra.order import EntryOrder, Fold, fold_to
+from packprop.engine.tensors.device import device_kind
+
+
+class LazyTensor(NamedTuple):
+    """A tensor that is made on demand, and its shape."""
+
+    shape: Sequence[int]
+    make: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Outer:
+    """An affine use, ``y[n,s,g,o] = sum_i W[g,o,i] x[n,s,g,i]``.
+
+    Args:
+        given: Inputs ``[n, s, g, i]``, as a tensor or as the function that makes it; read them from ``x``.
+        cotangent: Cotangent at the output ``[v, n, s, g, o]``; ``None`` if only inputs are needed.
+        fold: Maps ``[..., g, o, i]`` to ``[..., *p]``; a linear rearrangement of entries.
+        moment: Computes ``sum_nsg x x^T``, ``[i, i]``, if that takes less than making the inputs.
+        out: The memory for per-sample gradients ``[1, n, *p]``, in the order ``g o i``; else ``None``.
+        direct: Computes per-sample gradients ``[1, n, *p]`` without inputs by position; ``None`` where no
+            function does.
+        inner: Computes inner products of per-sample gradients with a direction, ``[*p] -> [n]``, without inputs
+            by position; ``None`` where no function does.
+        channels: Channels of a group of the images that inputs by position are unfolded from.
+        held: The bytes of one sample that an algorithm may hold; one that holds more is taken only if no other
+            holds less. ``None`` for no limit.
+        is_filled_up: Says that some samples have fewer positions, and zeros in place of the others.
+    """
+
+    given: Tensor | LazyTensor
+    cotangent: Tensor | None
+    fold: Fold
+    moment: Callable[[], Tensor] | None = None
+    out: Tensor | None = None
+    direct: Callable[[], Tensor] | None = None
+    inner: Callable[[Tensor], Tensor] | None = None
+    channels: int = 0
+    held: int | None = None
+    is_filled_up: bool = False
+
+    @cached_property
+    def x(self) -> Tensor:
+        """Inputs ``[n, s, g, i]``."""
+        return self.given if isinstance(self.given, Tensor) else self.given.make()
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Shape of the inputs, without making them."""
+        return self.given.shape
+
+    @property
+    def extents(self) -> Extents:
+        """The sizes that choose algorithms."""
+        cotangent = self.cotangent
+        assert cotangent is not None
+        _, positions, groups, fan_in = self.shape
+        fans = groups, fan_in, cotangent.shape[4], 0 if self.direct is None else self.channels
+        return Extents(positions, *fans, cotangent.dtype, device_kind(cotangent), self.held)
+
+    @property
+    def formed(self) -> bool:
+        """Tell whether per-sample gradients were computed already."""
+        return "rows" in vars(self)
+
+    @cached_property
+    def by_groups(self) -> bool:
+        """Tell whether ``direct`` computes per-sample gradients."""
+        return self.cotangent is not None and self.direct is not None and convolved_by_groups(self.extents)
+
+    @cached_property
+    def rows(self) -> Tensor | None:
+        """Per-sample gradients ``[v, n, *p]``: products summed over positions."""
+        cotangent = self.cotangent
+        if cotangent is None:
+            return None
+        if self.direct is not None and self.by_groups:
+            gradients = self.direct()
+            return gradients if self.out is None else self.out.copy_(gradients)
+        x = self.x
+        columns, samples, positions, groups, fan_out = cotangent.shape
+        if positions == 1:
+            left, right = cotangent[:, :, 0, ..., None], x[:, 0, :, None, :]
+            if self.out is None:
+                return self.fold(left * right)
+            torch.mul(left, right, out=self.out.view(1, samples, groups, fan_out, -1))
+            return self.out
+        if self.out is not None:
+            outer_products(*self.matrices, out=self.out.view(samples * groups, fan_out, -1))
+            return self.out
+        products = outer_products(*self.matrices)
+        return self.fold(products.reshape(samples, groups, columns, fan_out, -1).permute(2, 0, 1, 3, 4))
+
+    @cached_property
+    def total(self) -> Tensor:
+        """Per-sample gradients of the first column, summed ``[*p]``."""
+        return rows(self)[0].sum(0)
+
+    @cached_property
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Cotangents ``[n*g, v*o, s]`` and inputs ``[n*g, i, s]``."""
+        assert self.cotangent is not None
+        columns, samples, positions, groups, fan_out = self.cotangent.shape
+        left = self.cotangent.permute(1, 3, 0, 4, 2).reshape(samples * groups, columns * fan_out, positions)
+        return left, self.x.permute(0, 2, 3, 1).reshape(samples * groups, self.shape[3], positions)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A table look-up, ``y[n,s] = W[index[n,s]]``.
+
+    Args:
+        index: Rows to look up ``[n, s]``.
+        cotangent: Cotangent at the output ``[v, n, s, o]``; ``None`` if only inputs are needed.
+        entries: Number of rows of the table.
+        dtype: Precision of the table.
+    """
+
+    index: Tensor
+    cotangent: Tensor | None
+    entries: int
+    dtype: torch.dtype
+
+    @property
+    def formed(self) -> bool:
+        """Tell whether per-sample gradients were computed already."""
+        return "rows" in vars(self)
+
+    @cached_property
+    def rows(self) -> Tensor | None:
+        """Per-sample gradients ``[v, n, *p]``: cotangents added up where they were looked up."""
+        if self.cotangent is None:
+            return None
+        columns, samples, _, width = self.cotangent.shape
+        table = self.cotangent.new_zeros(columns, samples, self.entries, width)
+        index = self.index[None, :, :, None].expand_as(self.cotangent)
+        return table.scatter_add(2, index, self.cotangent)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Per-sample gradients that are already there ``[v, n, *p]``; every structure can become this one.
+
+    Args:
+        rows: ``None`` if only inputs are needed.
+    """
+
+    rows: Tensor | None
+
+
+class Tied(Dense):
+    """A table whose rows are looked up, and which is also an affine map: a head tied to its embedding.
+
+    Per-sample gradients are formed only where a statistic needs them.
+
+    Args:
+        parts: One structure of each kind, of the same entries ``[o, i]``.
+    """
+
+    parts: tuple[Outer, Lookup]
+
+    def __init__(self, parts: tuple[Outer, Lookup]) -> None:
+        object.__setattr__(self, "parts", parts)
+
+    @property
+    def formed(self) -> bool:
+        """Tell whether per-sample gradients were computed already."""
+        return "total" in vars(self)
+
+    @property
+    def rows(self) -> Tensor | None:
+        """Per-sample gradients ``[v, n, *p]``, added up over both uses."""
+        return self.total
+
+    @cached_property
+    def total(self) -> Tensor:
+        """As ``rows``."""
+        return rows(self.parts[0]) + rows(self.parts[1])
+
+
+@dataclass(frozen=True)
+class Product:
+    """Two sets of columns. Their per-sample gradients multiply entry by entry, in place of one squared set.
+
+    Args:
+        left: The first set.
+        right: The second set; ``None`` for ``left`` again.
+        weights: A factor for each column and sample ``[v, n]``, of either sign.
+    """
+
+    left: Outer | Lookup | Dense
+    right: Outer | Lookup | Dense | None = None
+    weights: Tensor | None = None
+
+    @cached_property
+    def products(self) -> Tensor:
+        """Products of rows ``[v, n, *p]``."""
+        left = rows(self.left)
+        products = left.square() if self.right is None else left * rows(self.right)
+        if self.weights is None:
+            return products
+        return products * self.weights.reshape(*self.weights.shape, *[1] * (products.dim() - 2))
+
+
+@dataclass(frozen=True)
+class ByToken:
+    """Columns that belong to tokens, the same number of consecutive columns to each.
+
+    Args:
+        source: A structure with ``v = t * k`` columns.
+        tokens: The number of tokens, ``t``.
+        counted: Says which tokens of each sample count ``[t, n]``.
+    """
+
+    source: Structure
+    tokens: int
+    counted: Tensor
+
+    @cached_property
+    def folded(self) -> Structure:
+        """Put each token of a sample in a sample's place: ``k`` columns of ``t * n`` samples."""
+        return tokens_as_samples(self.source, self.tokens)
+
+
+@dataclass(frozen=True)
+class Diagonal:
+    """Diagonals that need no squaring: for each sample, or for all samples together.
+
+    Args:
+        source: The structure whose rows ``[1, n, *p]`` are the diagonals.
+    """
+
+    source: Outer | Lookup | Dense
+
+
+Structure = Outer | Lookup | Dense
+
+Quadratic = Structure | Product | Diagonal
+"""The arguments of ``sum_sq`` and ``batch_sq``: rows to square, rows to multiply, or diagonals."""
+
+Statistical = Quadratic | ByToken
+"""The arguments of statistics."""
+
+
+def rows(structure: Structure) -> Tensor:
+    """Return per-sample gradients ``[v, n, *p]`` of a structure with a cotangent; computed only once."""
+    gradients = structure.rows
+    assert gradients is not None, "this structure was built without a cotangent"
+    return gradients
+
+
+def fold_matrix(structure: Outer, matrix: Tensor) -> Tensor:
+    """Map ``[o, i]`` to ``[*p]``: a matrix for a parameter without groups."""
+    return structure.fold(matrix.unsqueeze(-3))
+
+
+def fold_table(gradient: Tensor) -> Tensor:
+    """Map ``[..., 1, o, i]`` to ``[..., i, o]``: a matrix for a table, whose rows one-hot inputs choose."""
+    return gradient.squeeze(-3).mT
+
+
+def entry_order_of(structure: Structure) -> EntryOrder | None:
+    """Return the order of entries ``[g, o, i]``; ``None`` if no input multiplies the parameter."""
+    if isinstance(structure, Dense):
+        return None
+    assert structure.cotangent is not None
+    if isinstance(structure, Lookup):
+        return EntryOrder(fold_table, (1, structure.cotangent.shape[3], structure.entries))
+    return EntryOrder(structure.fold, (*structure.cotangent.shape[3:], structure.shape[3]))
+
+
+def with_squares(structure: Structure) -> Structure | None:
+    """Return the same structure with squared inputs; ``None`` for ``Dense``, which holds no inputs.
+
+    Each output multiplies an entry of the parameter by at most one input. So the squared Jacobian ``J * J`` is
+    the Jacobian of the use with squared inputs.
+    """
+    if isinstance(structure, Outer):
+        return replace(structure, given=structure.x.square(), moment=None, direct=None, inner=None)
+    return structure if isinstance(structure, Lookup) else None
+
+
+def tokens_as_samples(structure: Structure, tokens: int) -> Structure:
+    """Turn a structure of ``t * k`` columns and n samples into one of ``k`` columns and ``t * n`` samples."""
+
+    def cotangent_of(part: Outer | Lookup) -> Tensor:
+        assert part.cotangent is not None
+        return _tokens_to_samples(part.cotangent, tokens)
+
+    def repeated(inputs: Tensor) -> Tensor:
+        return inputs.expand(tokens, *inputs.shape).flatten(0, 1)
+
+    if isinstance(structure, Outer):
+        samples, *rest = structure.shape
+        given = LazyTensor([tokens * samples, *rest], lambda: repeated(structure.x))
+        cotangent = cotangent_of(structure)
+        return replace(
+            structure, given=given, cotangent=cotangent, moment=None, direct=None, inner=None, out=None
+        )
+    if isinstance(structure, Lookup):
+        return replace(structure, index=repeated(structure.index), cotangent=cotangent_of(structure))
+    if isinstance(structure, Tied):
+        outer, lookup = (tokens_as_samples(part, tokens) for part in structure.parts)
+        assert isinstance(outer, Outer)
+        assert isinstance(lookup, Lookup)
+        return Tied((outer, lookup))
+    return Dense(_tokens_to_samples(rows(structure), tokens))
+
+
+def _tokens_to_samples(columns: Tensor, tokens: int) -> Tensor:
+    """Map ``[t * k, n, ...]`` to ``[k, t * n, ...]``."""
+    by_token: Tensor = columns.unflatten(0, (tokens, -1))
+    return by_token.transpose(0, 1).flatten(1, 2)
+
+
+def filled_up(structure: Structure) -> Structure:
+    """Return the same structure for samples some of which have fewer positions: zeros stand for the others.
+
+    Zeros in a look-up would be its first row, so a look-up has rows for all samples instead.
+    """
+    if isinstance(structure, Outer):
+        return replace(structure, is_filled_up=True)
+    return Dense(structure.rows) if isinstance(structure, Lookup) else structure
+
+
+def _is_table(outer: Outer, lookup: Lookup) -> bool:
+    """Tell whether the outputs of an affine use stand for the rows of a table."""
+    if outer.cotangent is None or lookup.cotangent is None:
+        return False
+    shape = torch.Size([lookup.entries, lookup.cotangent.shape[3]])
+    return (
+        outer.fold is fold_to(shape)
+        and outer.shape[3] == shape[1]
+        and len(outer.cotangent) == len(lookup.cotangent)
+    )
+
+
+def join(parts: Sequence[Structure]) -> Structure:
+    """Join all uses of a parameter in one structure: concatenate positions, or add rows."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    outers = [part for part in parts if isinstance(part, Outer)]
+    if len(outers) == len(parts):
+        same = all(part.fold is outers[0].fold and part.shape[2:] == outers[0].shape[2:] for part in outers)
+        if same:
+            cotangents = [part.cotangent for part in outers if part.cotangent is not None]
+            return Outer(
+                torch.cat([part.x for part in outers], 1),
+                torch.cat(cotangents, 2) if cotangents else None,
+                outers[0].fold,
+                held=outers[0].held,
+                is_filled_up=any(part.is_filled_up for part in outers),
+            )
+    lookups = [part for part in parts if isinstance(part, Lookup)]
+    if len(lookups) == len(parts):
+        cotangents = [part.cotangent for part in lookups if part.cotangent is not None]
+        return Lookup(
+            torch.cat([part.index for part in lookups], 1),
+            torch.cat(cotangents, 2) if cotangents else None,
+            lookups[0].entries,
+            lookups[0].dtype,
+        )
+    if outers and lookups and len(outers) + len(lookups) == len(parts):
+        outer, lookup = join(outers), join(lookups)
+        if isinstance(outer, Outer) and isinstance(lookup, Lookup) and _is_table(outer, lookup):
+            return Tied((outer, lookup))
+    if any(part.rows is None for part in parts):
+        return Dense(None)
+    total = rows(first)
+    for part in parts[1:]:
+        total = total + rows(part)
+    return Dense(total)

@@ -1,0 +1,80 @@
+"""Second derivatives: their seed vectors, the routes to compute them, and products with them."""
+
+from packprop.engine.curvature.columns import Columns
+from packprop.engine.curvature.graph_products import Matrix, graph_product
+from packprop.engine.curvature.linear import (
+    ASKED,
+    INSTEAD,
+    Vectors,
+    differentiable_gradients,
+    jvps,
+    require_vectors,
+    vjps,
+    with_zeros,
+)
+from packprop.engine.curvature.not_finite import faulty_jacobian, faulty_node, warn_unless_finite
+from packprop.engine.curvature.operators import Operator, block_diagonal, ggn, hessian
+from packprop.engine.curvature.products import Product, ggnvp, hessian_product, shown, vjp
+from packprop.engine.curvature.routes import Routes, choose_routes
+from packprop.engine.curvature.sample_losses import sample_losses
+from packprop.engine.curvature.second_order import (
+    differentiating_twice,
+    require_passable,
+    require_second_derivatives,
+)
+from packprop.engine.curvature.seeds import columns
+from packprop.engine.curvature.snapshots import snapshots_of
+from packprop.engine.curvature.solving import Solution, indefinite, require_tolerance, solve, warn_of_residuals
+from packprop.engine.curvature.spectra import (
+    Eigenpairs,
+    SpectralDensity,
+    Trace,
+    eigenvalues,
+    spectral_density,
+    trace,
+)
+
+__all__ = [
+    "ASKED",
+    "INSTEAD",
+    "Columns",
+    "Eigenpairs",
+    "Matrix",
+    "Operator",
+    "Product",
+    "Routes",
+    "Solution",
+    "SpectralDensity",
+    "Trace",
+    "Vectors",
+    "block_diagonal",
+    "choose_routes",
+    "columns",
+    "differentiable_gradients",
+    "differentiating_twice",
+    "eigenvalues",
+    "faulty_jacobian",
+    "faulty_node",
+    "ggn",
+    "ggnvp",
+    "graph_product",
+    "hessian",
+    "hessian_product",
+    "indefinite",
+    "jvps",
+    "require_passable",
+    "require_second_derivatives",
+    "require_tolerance",
+    "require_vectors",
+    "sample_losses",
+    "shown",
+    "snapshots_of",
+    "solve",
+    "spectral_density",
+    "trace",
+    "vjp",
+    "vjps",
+    "warn_of_residuals",
+    "warn_unless_finite",
+    "with_zeros",
+]

@@ -1,0 +1,211 @@
+"""Columns and diagonals of the Hessian by double backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from packprop.engine.algebra.structures import join, rows
+from packprop.engine.curvature.columns import unit_columns
+from packprop.engine.curvature.routes import require_third_derivatives
+from packprop.engine.curvature.second_order import (
+    differentiating_twice,
+    gradients_at,
+    named,
+    require_second_derivatives,
+)
+from packprop.engine.graph.graph import Graph, ReachedUse
+from packprop.engine.graph.pull import derivatives, pull_columns
+from packprop.engine.graph.sweep import SweepOptions, sweep
+from packprop.engine.tensors.dry import chunk_starts
+from packprop.engine.tensors.long_work import doing, expect
+from packprop.engine.tensors.precision import accumulation_dtype
+from packprop.types import Seed
+
+BATCHED_ENTRIES = 2**23
+"""Largest number of entries, over all outputs of uses, in the columns of one double backward."""
+
+
+LARGEST_COLUMNS = 2**26
+"""Largest number of entries, over all outputs of uses, in one chunk of columns of a parameter's entries."""
+
+
+BY_DOUBLE_BACKWARD = "columns by double backward"
+"""Name of this kind of work in estimates of time."""
+
+
+def hessian_columns(
+    graph: Graph, uses: Sequence[ReachedUse], create_graph: bool, at_once: int | None = None
+) -> Iterator[tuple[list[list[Tensor | None]], list[list[Tensor | None]]]]:
+    """Yield unit columns u at the outputs of some uses, and ``H u`` with H the Hessian in these outputs.
+
+    Args:
+        graph: The graph, with its samples located.
+        uses: The uses, whose outputs are taken together.
+        create_graph: Whether columns are differentiable.
+        at_once: The number of columns in a chunk; by default as many as ``BATCHED_ENTRIES`` allows.
+
+    Yields:
+        For each use and output, ``[v, *y]`` of both.
+    """
+    require_second_derivatives(graph.roots, [site.leaf for use in uses for site in use.sites], named(graph))
+    places = [(use, index) for use in uses for index in use.nodes]
+    edges = [GradientEdge(*use.nodes[index]) for use, index in places]
+    with differentiating_twice(graph.label(uses[0])), torch.enable_grad():
+        reached = gradients_at(graph, edges, create_graph=True)
+    gradients = [
+        _zeros_at(use, index) if gradient is None else gradient
+        for (use, index), gradient in zip(places, reached, strict=True)
+    ]
+    total = sum(gradient.numel() for gradient in gradients)
+    step = at_once or max(1, BATCHED_ENTRIES // max(1, total))
+    expect(BY_DOUBLE_BACKWARD, total // max(1, graph.samples))
+    for active, ((use, index), gradient) in enumerate(zip(places, gradients, strict=True)):
+        layout = use.layouts[index]
+        entries = gradient.numel() // layout.samples
+        for start in chunk_starts(entries, step):
+            stop = min(entries, start + step)
+            unit = unit_columns(gradient.shape, layout, gradient, start, stop)
+            with doing(BY_DOUBLE_BACKWARD, stop - start):
+                columns = _derivatives_along(graph.label(use), gradient, edges, unit, create_graph)
+            units: list[list[Tensor | None]] = [[None] * len(each.recorded.shapes) for each in uses]
+            products: list[list[Tensor | None]] = [[None] * len(each.recorded.shapes) for each in uses]
+            for place, (other, output) in enumerate(places):
+                column = columns[place]
+                zeros = unit.new_zeros(stop - start, *other.recorded.shapes[output])
+                units[uses.index(other)][output] = unit if place == active else zeros
+                products[uses.index(other)][output] = zeros if column is None else column
+            yield units, products
+
+
+def _zeros_at(use: ReachedUse, index: int) -> Tensor:
+    leaf = use.sites[0].leaf
+    return torch.zeros(use.recorded.shapes[index], device=leaf.device, dtype=leaf.dtype)
+
+
+def _derivatives_along(
+    where: str, gradient: Tensor, ends: Sequence[Any], vectors: Tensor, create_graph: bool
+) -> list[Tensor | None]:
+    """Return derivatives of ``gradient`` along each of ``vectors [v, *y]``, at every end ``[v, *end]``."""
+    if not gradient.requires_grad:
+        return [None] * len(ends)
+    with differentiating_twice(where):
+        return pull_columns([gradient], ends, [vectors], create_graph=create_graph)
+
+
+def parameter_diagonals(
+    graph: Graph, leaves: Sequence[Tensor], per_sample: bool, create_graph: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each leaf with the diagonals of its Hessian: of each sample ``[n, *p]``, or summed ``[1, *p]``."""
+    if not leaves:
+        return
+    require_second_derivatives(graph.roots, leaves, named(graph))
+    with differentiating_twice(f"parameter {graph.name(leaves[0])!r}"), torch.enable_grad():
+        gradients = _sample_gradients(graph, leaves) if per_sample else _whole_gradients(graph, leaves)
+    expect(BY_DOUBLE_BACKWARD, sum(gradient.numel() for gradient in gradients))
+    held = sum(shape.numel() for use in graph.uses for shape in use.recorded.shapes)
+    at_once = max(1, LARGEST_COLUMNS // max(1, held))
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        yield leaf, diagonals(f"parameter {graph.name(leaf)!r}", leaf, gradient, create_graph, at_once)
+
+
+def _whole_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return differentiable gradients ``[1, *p]`` of some leaves."""
+    gradients = gradients_at(graph, leaves, create_graph=True)
+    dense = [each.to_dense() if each is not None and each.is_sparse else each for each in gradients]
+    pairs = zip(leaves, dense, strict=True)
+    return [torch.zeros_like(leaf)[None] if gradient is None else gradient[None] for leaf, gradient in pairs]
+
+
+def _sample_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return differentiable per-sample gradients ``[n, *p]`` of some leaves."""
+    wanted = {id(leaf) for leaf in leaves}
+    parts: dict[int, list[Any]] = {}
+
+    def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
+        for site in use.sites:
+            if id(site.leaf) in wanted:
+                structure = site.structure_of(cotangents, use.layouts, slice(None))
+                parts.setdefault(id(site.leaf), []).append(structure)
+
+    edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
+    sweep(edges, graph.root_gradients(), graph.uses, visit, SweepOptions(create_graph=True))
+    return [
+        rows(join(parts[id(leaf)]))[0] if id(leaf) in parts else leaf.new_zeros(graph.samples, *leaf.shape)
+        for leaf in leaves
+    ]
+
+
+def diagonals(
+    where: str, leaf: Tensor, gradient: Tensor, create_graph: bool, at_once: int | None = None
+) -> Tensor:
+    """Return the diagonal of the derivative of each gradient ``[n, *p]`` in the leaf.
+
+    ``at_once``: the largest number of columns in a chunk.
+    """
+    entries, samples = leaf.numel(), gradient.shape[0]
+    if not gradient.requires_grad:
+        return torch.zeros_like(gradient, dtype=accumulation_dtype(gradient.dtype))
+    with torch.enable_grad():
+        flat = gradient.reshape(samples * entries)
+    step = max(1, min(flat.numel(), BATCHED_ENTRIES // max(1, 16 * entries), at_once or flat.numel()))
+    pieces, done = [], 0
+    for start in chunk_starts(flat.numel(), step):
+        stop = min(flat.numel(), start + step)
+        if start > done:  # a dry run skips chunks, but counts the memory of all of them
+            pieces.append(flat.new_zeros(start - done))
+        done = stop
+        places = torch.arange(start, stop, device=flat.device)
+        unit = torch.zeros(stop - start, flat.numel(), dtype=flat.dtype, device=flat.device)
+        unit[torch.arange(stop - start), places] = 1.0
+        with doing(BY_DOUBLE_BACKWARD, stop - start):
+            (columns,) = _derivatives_along(where, flat, [leaf], unit, create_graph)
+        if columns is None:
+            pieces.append(flat.new_zeros(stop - start))
+        else:
+            own = places % entries
+            pieces.append(columns.reshape(stop - start, entries).gather(1, own[:, None])[:, 0])
+    return torch.cat(pieces).reshape(gradient.shape).to(accumulation_dtype(gradient.dtype))
+
+
+def estimated_diagonals(
+    graph: Graph, leaves: Sequence[Tensor], seed: Seed, create_graph: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each leaf with an unbiased estimate of its Hessian's diagonal, ``[*p]`` (Bekas et al. 2007).
+
+    The estimate is the mean of ``u * (H u)`` over draws of random signs u. Each draw takes one Hessian-vector
+    product, for any number of parameters.
+    """
+    if create_graph:
+        require_third_derivatives(graph, leaves)
+    require_second_derivatives(graph.roots, leaves, named(graph))
+    draws, where = seed.mc_samples or 1, f"parameter {graph.name(leaves[0])!r}"
+    with differentiating_twice(where):
+        with torch.enable_grad():
+            gradients = _whole_gradients(graph, leaves)
+        totals: list[Tensor | float] = [0.0] * len(leaves)
+        for _ in chunk_starts(draws, 1):  # a dry run draws a few: sums take no more memory
+            signs = [_signs(leaf, seed.generator) for leaf in leaves]
+            pairs = [(g, u[None]) for g, u in zip(gradients, signs, strict=True) if g.requires_grad]
+            products: Sequence[Tensor | None] = [None] * len(leaves)
+            if pairs:
+                given, along = [gradient for gradient, _ in pairs], [u for _, u in pairs]
+                products = derivatives(given, leaves, along, create_graph=create_graph)
+            for place, (u, product) in enumerate(zip(signs, products, strict=True)):
+                if product is not None:
+                    product = product.to_dense() if product.is_sparse else product
+                    totals[place] = totals[place] + (u * product).to(accumulation_dtype(u.dtype))
+    for leaf, total in zip(leaves, totals, strict=True):
+        zeros = torch.zeros_like(leaf, dtype=accumulation_dtype(leaf.dtype), requires_grad=False)
+        yield leaf, total / draws if isinstance(total, Tensor) else zeros
+
+
+def _signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draw random signs of the shape of a tensor."""
+    device = like.device if generator is None else generator.device
+    coins = torch.randint(0, 2, like.shape, generator=generator, device=device)
+    return (2 * coins - 1).to(like.device, like.dtype)

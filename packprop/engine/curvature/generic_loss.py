@@ -1,0 +1,209 @@
+"""Losses differentiated by autograd: their factors, roots of their Hessians, products with their Hessians."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from packprop.engine.functions.losses.description import INPUT_NAMES, Root, input_of
+from packprop.engine.functions.losses.roots import matrix_root
+from packprop.engine.functions.nodes import is_once_differentiable
+from packprop.engine.graph.graph import Graph, ReachedLoss
+from packprop.engine.graph.pull import derivatives
+from packprop.engine.graph.search import nodes_above
+from packprop.engine.tensors.dry import has_fault
+from packprop.engine.tensors.layout import Layout
+from packprop.engine.tensors.nesting import map_tensors
+from packprop.engine.tensors.precision import accumulation_dtype
+from packprop.engine.tensors.repeated import one_by_one
+from packprop.errors import PackpropError
+
+
+def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
+    """Return the factor on a loss: the gradient of the roots with respect to the output of the loss function.
+
+    Raises:
+        PackpropError: If the loss enters nonlinearly or with a negative factor: its curvature is then not the
+            curvature of the roots.
+    """
+    factor = linear_factor(graph, loss, "A generalized Gauss-Newton quantity was asked for.")
+    if has_fault((factor < 0).any()):
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            "what the loss was multiplied by",
+            "a negative factor makes the matrix negative: it has no square root",
+            "ask for the quantities of the loss itself, and change the sign of the result",
+        )
+    return factor
+
+
+def linear_factor(graph: Graph, loss: ReachedLoss, asked: str) -> Tensor:
+    """Return the factor like ``loss_factor``, of either sign; ``asked`` is the request that errors name."""
+    root, given = graph.roots[0], graph.gradients[0]
+    if len(graph.roots) == 1 and root.grad_fn is loss.node and given is None:
+        return torch.ones_like(root, requires_grad=False)
+    edge = GradientEdge(loss.node, loss.output)
+    gradients = graph.root_gradients()
+    with torch.enable_grad():
+        (factor,) = derivatives(graph.roots, [edge], gradients, create_graph=True)
+        assert factor is not None
+        curved: list[Tensor | None] = []
+        if factor.requires_grad:  # random, because along ones a share of the total does not change
+            noise = torch.rand(factor.shape, generator=torch.Generator().manual_seed(0)).to(factor)
+            curved = derivatives([factor], _ends(graph), [noise])
+    if any(each is not None and has_fault((each != 0).any()) for each in curved):
+        raise PackpropError(
+            asked,
+            "what was made of the loss after the loss function",
+            "it is not linear in the loss, so that it curves by itself",
+            "reduce and scale the loss linearly (sum, mean, weights), or give the whole of it as one loss "
+            "module",
+        )
+    return factor if torch.is_grad_enabled() else factor.detach()
+
+
+def _ends(graph: Graph) -> list[GradientEdge]:
+    """Return the edges that the factor of a loss may depend on: values of all losses, and open paths."""
+    losses = [GradientEdge(loss.node, loss.output) for loss in graph.losses]
+    return losses + [place.edge for place in graph.open if place.is_open]
+
+
+def generic_root(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    factor: Tensor,
+    layout: Layout,
+) -> Root:
+    """Return the root of a loss without a rule, from the second derivatives of each sample."""
+    differentiable = torch.is_grad_enabled()
+    outputs, value = _evaluated_in_wide(function, args, kwargs, factor)
+    _require_twice_differentiable(function, value)
+    with torch.enable_grad():
+        (gradient,) = derivatives([value], [outputs], create_graph=True)
+        assert gradient is not None
+        given_in = input_of(function, args, kwargs).dtype
+        front = layout.to_front(gradient).reshape(layout.samples, -1)
+        entries = front.shape[1]
+        if not gradient.requires_grad:
+            wide = accumulation_dtype(given_in)
+            zeros = front.new_zeros(layout.samples, entries, entries, dtype=wide)
+            return _rounded(matrix_root(zeros), given_in)
+
+        def product(vector: Tensor) -> Tensor:
+            try:
+                given = [vector.expand_as(front)]
+                (row,) = derivatives([front], [outputs], given, create_graph=differentiable)
+            except (RuntimeError, NotImplementedError) as error:
+                raise PackpropError(
+                    "A generalized Gauss-Newton quantity was asked for.",
+                    f"the loss {getattr(function, '__name__', function)}",
+                    f"PyTorch cannot differentiate it twice: {error}",
+                    "use a twice differentiable loss, or ask for first-order quantities",
+                ) from error
+            row = torch.zeros_like(outputs) if row is None else row
+            return layout.to_front(row).reshape(layout.samples, -1)
+
+        _require_separate(product, front)
+        unit = torch.eye(entries, dtype=front.dtype, device=front.device)
+        rows = one_by_one(entries, lambda entry: [product(unit[entry])])
+        hessian = torch.stack([row for (row,) in rows if row is not None], 1)
+        hessian = hessian.to(accumulation_dtype(hessian.dtype))
+    return _rounded(matrix_root(0.5 * (hessian + hessian.mT)), given_in)
+
+
+def _evaluated_in_wide(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], factor: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Call ``evaluated_again`` in at least float32: in low precision a Hessian may not be positive."""
+    given_in = input_of(function, args, kwargs).dtype
+    if accumulation_dtype(given_in) != given_in:
+        with torch.enable_grad(), contextlib.suppress(RuntimeError):  # there may be constants in low precision
+            wide = [map_tensors(_widened, value) for value in args]
+            return evaluated_again(function, (*wide,), map_tensors(_widened, kwargs), factor)
+    return evaluated_again(function, args, kwargs, factor)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(accumulation_dtype(tensor.dtype))
+
+
+def _rounded(root: Root, dtype: torch.dtype) -> Root:
+    """Return the same root with columns in the precision of the loss's input."""
+    return Root(
+        root.columns,
+        lambda t, start, stop: root.position(t, start, stop).to(dtype),
+        lambda draws, generator: root.draw(draws, generator).to(dtype),
+    )
+
+
+def loss_hessian_products(graph: Graph, loss: ReachedLoss) -> Callable[[Tensor], Tensor]:
+    """Return the function from vectors ``[v, *f]`` at the entrance of a loss to products with its Hessian."""
+    call = loss.call
+    outputs: Any
+    value: Any
+    with torch.no_grad():
+        factor = loss_factor(graph, loss)
+        if loss.entrance.made is None:
+            outputs, value = evaluated_again(call.function, call.args, call.kwargs, factor)
+            _require_twice_differentiable(call.function, value)
+            seeds = None
+        else:
+            outputs, value, seeds = loss.entrance.edge, loss.value, [factor]
+    with torch.enable_grad():
+        (gradient,) = derivatives([value], [outputs], seeds, create_graph=True)
+        assert gradient is not None
+
+    def product(vectors: Tensor) -> Tensor:
+        if not gradient.requires_grad:
+            return torch.zeros_like(vectors)
+        columns = [torch.autograd.grad(gradient, outputs, vector, retain_graph=True)[0] for vector in vectors]
+        return torch.stack(columns)
+
+    return product
+
+
+def _require_twice_differentiable(function: Callable[..., Any], value: Tensor) -> None:
+    """Raise if a loss contains functions that are marked as once differentiable."""
+    for node in nodes_above([value.grad_fn]):
+        if is_once_differentiable(node):
+            raise PackpropError(
+                "A generalized Gauss-Newton quantity was asked for.",
+                f"{node.name()} in the loss {getattr(function, '__name__', type(function).__name__)}",
+                "its backward pass is marked once_differentiable: the loss has no second derivative",
+                "write its backward pass in differentiable operations and drop the mark",
+            )
+
+
+def evaluated_again(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], factor: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Evaluate a loss again; return its input, and its term of the roots as a function of this input."""
+    original, differentiable = input_of(function, args, kwargs), torch.is_grad_enabled()
+    with torch.enable_grad():
+        outputs = original.view_as(original) if differentiable else original.detach()
+        outputs.requires_grad_(True)
+        own_args = (outputs, *args[1:]) if args else ()
+        own_kwargs = kwargs if args else {**kwargs, INPUT_NAMES.get(function, "input"): outputs}
+        return outputs, (function(*own_args, **own_kwargs) * factor).sum()
+
+
+def _require_separate(product: Callable[[Tensor], Tensor], front: Tensor) -> None:
+    """Raise if the Hessian of a loss has entries between samples: no sample then has its own curvature."""
+    half = torch.arange(front.shape[0], device=front.device) % 2 == 0
+    if front.shape[0] == 1:
+        return
+    leaked = product(half[:, None].to(front.dtype))[1::2]
+    scale = product(torch.ones_like(front[:1])).abs().amax()
+    if has_fault(leaked.abs().amax() > 1e-6 * scale):
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            "the loss function",
+            "its Hessian couples the outputs of different samples",
+            "use a loss that is a sum or mean of one term for each sample",
+        )

@@ -1,0 +1,73 @@
+"""Parameters that a product with a block reads, and whose change makes the product wrong.
+
+A product differentiates the nodes between its parameter and the roots, and reads the tensors that these nodes
+saved, such as the weights downstream. You may change its own weight, and weights upstream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from packprop.engine.curvature.dependence import upstream_first
+from packprop.engine.functions.nodes import CONVOLUTIONS, NORMALISATIONS, PRODUCTS, name_of_node
+from packprop.engine.functions.operands import WITH_SUMMAND, saved_tensors
+from packprop.engine.functions.saved import keeps_elsewhere
+from packprop.engine.graph.graph import Graph
+
+AFFINE = NORMALISATIONS | {"NativeLayerNorm", "NativeGroupNorm"}
+"""Functions whose derivatives in scale and shift (all inputs but the first) do not read scale and shift."""
+
+
+def read_by_products(graph: Graph, leaves: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return for each leaf the leaves that the product with its block reads."""
+    everything = [list(leaves) for _ in leaves]
+    if graph.checkpoints:
+        return everything
+    bits = {id(leaf): 1 << place for place, leaf in enumerate(leaves)}
+    at = {leaf.untyped_storage().data_ptr(): leaf for leaf in leaves if not leaf.is_sparse}
+    masks: dict[Node, int] = {}
+    readers = {id(leaf): 0 for leaf in leaves}
+    for node in upstream_first([root.grad_fn for root in graph.roots if root.grad_fn is not None]):
+        variable = getattr(node, "variable", None)
+        slots = [0 if above is None else masks[above] for above, _ in node.next_functions]
+        masks[node] = bits.get(id(variable), 0)
+        for slot in slots:
+            masks[node] |= slot
+        if not masks[node] or variable is not None:
+            continue
+        if isinstance(node, BackwardCFunction) or "Backward" not in node.name():  # it may hold anything
+            return everything
+        if keeps_elsewhere(node):  # a recomputation reads all parameters again
+            return everything
+        for saved in saved_tensors(node):
+            leaf = None if saved.layout != leaves[0].layout else at.get(saved.untyped_storage().data_ptr())
+            if leaf is not None:
+                readers[id(leaf)] |= _readers(name_of_node(node), slots, bits[id(leaf)])
+    return [[each for each in leaves if readers[id(each)] & bits[id(leaf)]] for leaf in leaves]
+
+
+def _readers(name: str, slots: Sequence[int], own: int) -> int:
+    """Return the leaves, as bits, whose products read a leaf that a node has saved.
+
+    The derivative of a product in one operand reads the other operand. That in a summand reads neither.
+
+    Args:
+        name: Name of the node.
+        slots: The leaves that each of its inputs depends on, as bits.
+        own: The bit of the leaf that it has saved.
+    """
+    read = slots
+    if name in AFFINE:
+        read = slots[:1]
+    elif name in PRODUCTS and sum(bool(slot & own) for slot in slots) == 1:
+        first, last = name in WITH_SUMMAND or name == "Addcmul", name in CONVOLUTIONS or name == "Linear"
+        summand = 0 if first else 2 if last else None  # it comes before the two operands, or after them
+        read = [slot for place, slot in enumerate(slots) if place != summand and not slot & own]
+    found = 0
+    for slot in read:
+        found |= slot
+    return found

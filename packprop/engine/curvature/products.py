@@ -1,0 +1,235 @@
+"""Products with Jacobians, the Hessian and the GGN in all parameters together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from packprop.engine.curvature.linear import (
+    ASKED,
+    INSTEAD,
+    Vectors,
+    differentiable_gradients,
+    jvps,
+    linearize,
+    require_vectors,
+    vjps,
+    with_zeros,
+)
+from packprop.engine.curvature.not_finite import faulty_jacobian, faulty_node, warn_unless_finite
+from packprop.engine.curvature.second_order import (
+    differentiating_twice,
+    require_passable,
+    require_second_derivatives,
+)
+from packprop.engine.graph.hooks import hooks_below
+from packprop.errors import BadInput
+
+
+def vjp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> list[Tensor]:
+    """Return vector-Jacobian products ``J^T u`` with the Jacobian of ``outputs`` in some parameters.
+
+    Args:
+        outputs: A tensor with a graph, which is not freed.
+        parameters: Leaves or other tensors of the graph.
+        vectors: ``[*y]`` or ``[v, *y]``.
+
+    Returns:
+        For each parameter ``[*p]`` or ``[v, *p]``; zeros if ``outputs`` do not depend on it.
+    """
+    single = _is_single("vjp(outputs, parameters, vectors)", [outputs], [vectors])
+    require_passable([outputs], ASKED)
+    with hooks_below([outputs], parameters).quiet():
+        products = vjps([outputs], parameters, _with_axis([vectors], single))
+    return _finished(products, parameters, [vectors], single)
+
+
+def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tensor:
+    """Return Jacobian-vector products ``J v``, by reverse over reverse.
+
+    Args:
+        outputs: A tensor with a graph, which is not freed and must be twice differentiable.
+        parameters: Leaves or other tensors of the graph.
+        vectors: For each parameter ``[*p]`` or ``[v, *p]``.
+
+    Returns:
+        ``[*y]`` or ``[v, *y]``.
+    """
+    single = _is_single("jvp(outputs, parameters, vectors)", parameters, vectors)
+    require_second_derivatives([outputs], parameters, shown, ASKED, linear=True)
+    quiet = hooks_below([outputs], parameters).quiet()
+    with differentiating_twice("the outputs given to jvp", ASKED, INSTEAD), quiet:
+        (product,) = jvps([outputs], parameters, _with_axis(vectors, single))
+        search = functools.partial(faulty_jacobian, [outputs], parameters)
+        warn_unless_finite("A product by jvp", [product], vectors, search)
+    return product[0] if single else product
+
+
+def hvp(loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor], vectors: Vectors) -> list[Tensor]:
+    """Return Hessian-vector products of a scalar in some parameters (Pearlmutter 1994).
+
+    Args:
+        loss: A scalar with a graph, which is not freed; or a function without arguments that computes it.
+            packprop calls it once, with kernels of scaled dot product attention that are twice differentiable.
+        parameters: Leaves of the graph.
+        vectors: For each parameter ``[*p]`` or ``[v, *p]``.
+
+    Returns:
+        For each parameter, of the shape of its vectors.
+
+    Raises:
+        BadInput: If vectors do not fit, or the loss is not a scalar.
+        PackpropError: If a function in the graph is not twice differentiable.
+
+    Example:
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> hvp(lambda: (w**3).sum(), [w], [torch.tensor([1.0, 0.0])])
+        [tensor([6., 0.])]
+    """
+    single = _is_single("hvp(loss, parameters, vectors)", parameters, vectors)
+    product, _ = hessian_product("hvp", loss, parameters)
+    return _finished(product(_with_axis(vectors, single)), parameters, vectors, single)
+
+
+Product = Callable[[Vectors], list[Tensor]]
+"""Maps vectors ``[v, *p]`` for each parameter to products."""
+
+
+def hessian_product(
+    asked: str, loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor]
+) -> tuple[Product, Tensor]:
+    """Return ``hvp`` as a function for many calls, which keeps the gradient; and the loss.
+
+    Raises:
+        BadInput: If the loss is not a scalar.
+        PackpropError: If a function in the graph is not twice differentiable. The product may also raise this.
+    """
+    value, kernels = _evaluated(loss)
+    if value.numel() != 1:
+        raise BadInput(
+            f"{asked}(...) was called.", f"loss of shape {list(value.shape)}", "it is no scalar", "reduce it"
+        )
+    require_second_derivatives([value], parameters, shown, ASKED)
+    where, hooks = f"the loss given to {asked}", hooks_below([value], parameters)
+    with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet(), kernels():
+        gradients = differentiable_gradients(value, parameters)
+
+    def product(vectors: Vectors) -> list[Tensor]:
+        with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet(), kernels():
+            products = with_zeros(vjps(gradients, parameters, vectors), parameters, len(vectors[0]))
+            if not looked_at:  # once is enough, because it waits for the device
+                looked_at.append(True)
+                search = functools.partial(faulty_node, [value], [None], parameters, parameters)
+                warn_unless_finite(f"A product by {asked}", products, vectors, search)
+            return products
+
+    looked_at: list[bool] = []
+    return product, value
+
+
+def ggnvp(
+    graph: tuple[Tensor, Tensor] | Callable[[], tuple[Tensor, Tensor]],
+    parameters: Sequence[Tensor],
+    vectors: Vectors,
+) -> list[Tensor]:
+    """Return GGN-vector products ``J^T H J v`` (Schraudolph 2002).
+
+    Args:
+        graph: The model's output and the loss computed from it, whose graph is not freed; or a function without
+            arguments that computes both. packprop calls it like that of ``hvp``.
+        parameters: Leaves of the graph.
+        vectors: For each parameter ``[*p]`` or ``[v, *p]``.
+
+    Returns:
+        For each parameter, of the shape of its vectors.
+
+    Raises:
+        BadInput: If vectors do not fit.
+        PackpropError: If a function in the graph is not twice differentiable.
+    """
+    single = _is_single("ggnvp(graph, parameters, vectors)", parameters, vectors)
+    product, _ = ggn_product("ggnvp", graph, parameters)
+    return _finished(product(_with_axis(vectors, single)), parameters, vectors, single)
+
+
+def ggn_product(
+    asked: str,
+    graph: tuple[Tensor, Tensor] | Callable[[], tuple[Tensor, Tensor]],
+    parameters: Sequence[Tensor],
+) -> tuple[Product, Tensor]:
+    """Return ``ggnvp`` as a function for many calls, which keeps its graphs; and the loss.
+
+    Raises:
+        PackpropError: If a function in the graph is not twice differentiable. The product may also raise this.
+    """
+    found, kernels = _evaluated(graph)
+    if not isinstance(found, (tuple, list)) or [isinstance(each, Tensor) for each in found] != [True, True]:
+        raise BadInput(
+            f"{asked}(...) was called.",
+            "graph, or what it returned",
+            "it is no pair of tensors: the GGN needs the model's output and the loss that is computed from it",
+            f"{asked}(lambda: (outputs := model(x), loss(outputs, y)), parameters)",
+        )
+    outputs, loss = found
+    require_second_derivatives([loss], parameters, shown, ASKED, linear=True)
+    where, hooks = f"the graph given to {asked}", hooks_below([loss, outputs], parameters)
+    with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet(), kernels():
+        jacobian, gradient = linearize([outputs], parameters), differentiable_gradients(loss, [outputs])
+
+    def product(vectors: Vectors) -> list[Tensor]:
+        with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet(), kernels():
+            at_outputs = jacobian(vectors)
+            curved = with_zeros(vjps(gradient, [outputs], at_outputs), [outputs], len(at_outputs[0]))
+            products = with_zeros(vjps([outputs], parameters, curved), parameters, len(vectors[0]))
+            if not looked_at:  # once is enough, because it waits for the device
+                looked_at.append(True)
+                warn_unless_finite(f"A product by {asked}", products, vectors, search)
+            return products
+
+    def search() -> Node | None:
+        own = faulty_node([loss], [None], [outputs], [outputs])
+        return own or faulty_jacobian([outputs], parameters)
+
+    looked_at: list[bool] = []
+    return product, loss
+
+
+def _evaluated(value: Any) -> tuple[Any, Callable[[], AbstractContextManager[Any]]]:
+    """Call a function; return its value and its context, in which checkpoints must run again in products."""
+    if not callable(value) or isinstance(value, Tensor):
+        return value, nullcontext
+    kernels = functools.partial(sdpa_kernel, SDPBackend.MATH)
+    with torch.enable_grad(), kernels():
+        return value(), kernels
+
+
+def shown(tensor: Tensor) -> str:
+    """Return the name of a tensor without a name, for messages."""
+    return f"the tensor of shape {list(tensor.shape)}"
+
+
+def _is_single(call: str, like: Sequence[Tensor], vectors: Vectors) -> bool:
+    """Tell whether vectors have the shapes of some tensors; raise if they do not have one more leading axis."""
+    single = [vector.shape for vector in vectors] == [tensor.shape for tensor in like]
+    if not single:
+        require_vectors(call, like, vectors, many=True)
+    return single
+
+
+def _with_axis(vectors: Vectors, single: bool) -> list[Tensor]:
+    return [vector.detach()[None] if single else vector.detach() for vector in vectors]
+
+
+def _finished(
+    products: Sequence[Tensor | None], parameters: Sequence[Tensor], vectors: Vectors, single: bool
+) -> list[Tensor]:
+    """Replace missing products by zeros, and remove the axis of vectors if there is a single one."""
+    found = with_zeros(products, parameters, 1 if single else len(vectors[0]))
+    return [product[0] if single else product for product in found]

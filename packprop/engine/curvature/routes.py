@@ -1,0 +1,162 @@
+"""Routes to each parameter's diagonal of the Hessian.
+
+# NOTE [Hessian diagonal]
+A loss has curvature in the output y of a use because the loss function has curvature, and because nodes
+between the two have curvature. If these nodes are (piecewise) linear or elementwise,
+``H = sum_losses J^T H_l J + sum_z J_z^T diag(r) J_z``, with z the input of a nonlinear node phi, J_z its
+Jacobian in y, and ``r = phi''(z) dL/dphi(z)``.
+
+*swept*: The first sum is the GGN, so packprop sweeps its columns. For the second sum it sweeps a unit column
+for each entry of z, and weights the squares of the cotangents by r, which may have either sign. It does not
+take a root of r, which would not be differentiable where r is zero. If z is y itself, squares of the use's
+inputs replace the sweep. If each entry of the parameter enters one entry of y, the diagonal of the Hessian in y
+is enough, and columns end there. Columns at the output of a matrix product or a convolution begin at its input
+if its Jacobian is the same for all samples: one pass then gives as many rows of the Jacobian as there are
+samples. Without nonlinear nodes the Hessian is the GGN.
+
+*output*: For parameters upstream of any other node, packprop computes columns ``H u`` of the Hessian at the
+outputs of the uses by double backward: ``diag(J^T H J) = sum_u (J^T H u) * (J^T u)`` over unit columns u. This
+requires that outputs are affine in the parameter, and that no use of it is upstream of another.
+
+*parameter*: packprop differentiates twice in all other parameters, entry by entry: tied weights with one use
+upstream of another, parametrised weights, and parameters of functions that are not affine in them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from packprop.engine.curvature.coupling import couples_samples
+from packprop.engine.curvature.dependence import bits_of, dependence
+from packprop.engine.curvature.linearity import Nonlinearity, NonlinearNodes, nonlinear_nodes
+from packprop.engine.functions.nodes import is_wrong_in_third_order
+from packprop.engine.graph.graph import Graph, ReachedUse
+from packprop.engine.tensors.layout import Layout
+from packprop.engine.tensors.traced import decided
+from packprop.errors import PackpropError
+
+Route = Literal["swept", "output", "parameter"]
+
+
+@dataclass
+class Routes:
+    """The route of each leaf's diagonal.
+
+    Args:
+        swept: Leaves of the route *swept*, from losses and elementwise nonlinearities.
+        nonlinearities: These nonlinearities, with the places of samples in their inputs.
+        output: Uses whose outputs get Hessian columns, with the leaves whose diagonals these columns give.
+        parameter: Leaves of the route *parameter*.
+        bits: The bit of each use.
+        masks: The uses that each node depends on, as bits; see ``dependence``.
+    """
+
+    swept: list[Tensor] = field(default_factory=list)
+    nonlinearities: list[tuple[Nonlinearity, Layout]] = field(default_factory=list)
+    output: list[tuple[list[ReachedUse], list[Tensor]]] = field(default_factory=list)
+    parameter: list[Tensor] = field(default_factory=list)
+    bits: dict[ReachedUse, int] = field(default_factory=dict)
+    masks: dict[Node, int] = field(default_factory=dict)
+
+    @property
+    def is_gauss_newton(self) -> bool:
+        """True if only the losses have curvature: the Hessian is the generalized Gauss-Newton matrix."""
+        return not (self.nonlinearities or self.output or self.parameter)
+
+    def route(self, leaf: Tensor) -> Route:
+        """Return the route of one leaf."""
+        if any(leaf is other for other in self.swept):
+            return "swept"
+        return "parameter" if any(leaf is other for other in self.parameter) else "output"
+
+
+def choose_routes(graph: Graph, known_losses: bool, per_sample: bool, create_graph: bool = False) -> Routes:
+    """Choose a route for every leaf.
+
+    Args:
+        graph: The graph, with its samples located.
+        known_losses: Whether the losses have roots of their Hessians, and enter linearly.
+        per_sample: Whether the request is for diagonals of single samples.
+        create_graph: Whether the diagonals are differentiable.
+
+    Raises:
+        PackpropError: If a branch of the graph has been summed already, or third derivatives are wrong.
+    """
+    routes = Routes(bits=bits_of(graph), masks=dependence(graph))
+    all_known = known_losses and not graph.without_loss
+    nonlinear = nonlinear_nodes(graph, routes.masks) if all_known else NonlinearNodes(unknown=-1)
+    coupled = not all_known and decided(
+        "whether the Hessian has entries between samples", lambda: couples_samples(graph)
+    )
+    if coupled and per_sample:
+        raise PackpropError(
+            "A diagonal of the Hessian of each sample was asked for.",
+            "the function that combines the losses of samples",
+            "it is not linear in them: the Hessian has entries between samples, so no sample has its own",
+            "ask for DiagHessian() without subsampling, or reduce linearly (sum, mean, weights)",
+        )
+    # the rows of these samples were reordered by assignments, which columns for all samples do not follow
+    scattered = any(layout.rows is not None for use in graph.uses for layout in use.layouts)
+    outputs: dict[tuple[ReachedUse, ...], list[Tensor]] = {}
+    for leaf in graph.leaves():
+        uses = [use for use in graph.uses if any(site.leaf is leaf for site in use.sites)]
+        bits = functools.reduce(int.__or__, (routes.bits[use] for use in uses))
+        if coupled or scattered or not _is_affine(leaf, uses, bits, routes.masks):
+            routes.parameter.append(leaf)
+        elif nonlinear.allow_sweep(bits):
+            routes.swept.append(leaf)
+        else:
+            outputs.setdefault(tuple(uses), []).append(leaf)
+    for shared, leaves in outputs.items():
+        columns = sum(shape.numel() for use in shared for shape in use.recorded.shapes) // max(graph.samples, 1)
+        if not per_sample and sum(leaf.numel() for leaf in leaves) < columns:
+            routes.parameter += leaves  # the parameter needs fewer columns than the outputs
+        else:
+            routes.output.append((list(shared), leaves))
+    if create_graph:
+        twice = [*routes.parameter, *(leaf for _, leaves in routes.output for leaf in leaves)]
+        require_third_derivatives(graph, twice)
+    swept_bits = _bits_of_leaves(routes.swept, routes.bits)
+    pairs = zip(nonlinear.elementwise, nonlinear.layouts, strict=True)
+    routes.nonlinearities = [
+        (nonlinearity, layout) for nonlinearity, layout in pairs if nonlinearity.upstream & swept_bits
+    ]
+    return routes
+
+
+def require_third_derivatives(graph: Graph, leaves: Sequence[Tensor]) -> None:
+    """Raise if PyTorch's third derivative of a node is wrong, which ``create_graph`` would need.
+
+    Raises:
+        PackpropError: If such a node lies between the roots and one of the leaves.
+    """
+    bits = _bits_of_leaves(leaves, bits_of(graph))
+    for node, mask in dependence(graph).items():
+        if mask & bits and is_wrong_in_third_order(node):
+            raise PackpropError(
+                "A diagonal of the Hessian was asked for with create_graph=True.",
+                f"parameter {graph.name(leaves[0])!r}, behind {node.name()}",
+                "the diagonal takes two derivatives of that node, and PyTorch's third derivative is wrong",
+                "leave out create_graph=True, write the normalisation out in basic operations, or ask for GGN "
+                "quantities, which take one derivative",
+            )
+
+
+def _bits_of_leaves(leaves: Sequence[Tensor], bits: dict[ReachedUse, int]) -> int:
+    """Return the bits of the uses that some leaves enter."""
+    wanted = {id(leaf) for leaf in leaves}
+    return sum(bit for use, bit in bits.items() if any(id(site.leaf) in wanted for site in use.sites))
+
+
+def _is_affine(leaf: Tensor, uses: Sequence[ReachedUse], bits: int, masks: dict[Node, int]) -> bool:
+    """Tell whether the outputs of its uses are affine in a leaf, and their inputs do not depend on it."""
+    sites = [site for use in uses for site in use.sites if site.leaf is leaf]
+    if not all(site.direct and site.entry.linear for site in sites):
+        return False
+    return not any(masks.get(edge.node, -1) & bits for use in uses for edge in use.recorded.edges)

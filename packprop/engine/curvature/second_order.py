@@ -1,0 +1,178 @@
+"""Second derivatives, with an error that names the function if PyTorch has none or a wrong one."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import CheckpointError
+
+from packprop.engine.functions.nodes import (
+    bias_without_weight,
+    is_once_differentiable,
+    is_without_second_derivative,
+    is_wrong_in_second_order,
+)
+from packprop.engine.graph.graph import Graph
+from packprop.engine.graph.own_backward import require_linear_backward, starts_of
+from packprop.engine.graph.pull import derivatives
+from packprop.engine.graph.search import nodes_above
+from packprop.engine.recording.reentrant import NAME, OTHER_KIND
+from packprop.errors import PackpropError
+
+ASKED = "A diagonal of the Hessian was asked for."
+
+
+NOT_TWICE = re.compile(r"not implemented|not (currently )?support|once_differentiable", re.IGNORECASE)
+"""Messages of PyTorch for a missing second derivative; its other errors have other causes."""
+
+
+ONCE = (
+    "its backward pass is marked once_differentiable: it has no second derivative",
+    "write its backward pass in differentiable operations and drop the mark, or ask for diagonals of the GGN",
+)
+
+
+CHUNKED = (
+    "linear_cross_entropy with options has no second derivative: PyTorch takes it for zero, without any error",
+    "call it with options=None, or call F.linear and F.cross_entropy on chunks of tokens",
+)
+
+
+WRONG = (
+    "PyTorch differentiates it twice, but wrongly: its second derivatives are not symmetric",
+    "normalise the weight by operations of your own (g * v / v.norm(...)), or ask for GGN quantities",
+)
+
+
+NO_WEIGHT = (
+    "it has a bias and no weight: PyTorch's second derivative of it leaves out the bias",
+    "give the normalisation a weight of ones, or add the bias behind it",
+)
+
+
+CHECKPOINT = (
+    "torch.utils.checkpoint ran a part of the model again and got other tensors than in the forward pass: "
+    "attention chose another kernel, or a context (autocast) was another one",
+    "give a function that computes the loss, or make forward pass and call inside the same contexts, for "
+    "attention `with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):`",
+)
+
+
+REENTRANT = (
+    "PyTorch goes through reentrant checkpoints in backward() alone, and once: they would count as zero",
+    OTHER_KIND,
+)
+
+
+@contextlib.contextmanager
+def differentiating_twice(
+    where: str,
+    asked: str = ASKED,
+    instead: str = "use functions that are twice differentiable, or ask for GGN quantities",
+) -> Iterator[None]:
+    """Turn PyTorch's errors about second derivatives, raised inside the context, into errors of four parts.
+
+    Raises:
+        PackpropError: With the name of PyTorch's function.
+    """
+    try:
+        yield
+    except PackpropError:
+        raise
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        if "a second time" in said:
+            kept = "keep it there by backward(retain_graph=True), or run the forward pass again"
+            raise PackpropError(asked, where, "another backward pass has freed the graph", kept) from error
+        if isinstance(error, CheckpointError):
+            raise PackpropError(asked, where, *CHECKPOINT) from error
+        if "use_reentrant" in said:
+            raise PackpropError(asked, where, *REENTRANT) from error
+        if not NOT_TWICE.search(said):
+            raise
+        why = f"PyTorch cannot differentiate twice what lies above: {said}"
+        raise PackpropError(asked, where, why, _advice_on(said) or instead) from error
+
+
+def _advice_on(said: str) -> str:
+    """Return what to do where PyTorch names a fused kernel of attention or a bag of embeddings."""
+    if "embedding_bag" in said:
+        return (
+            "use nn.Embedding with .sum(1), .mean(1) or .amax(1) behind it in place of nn.EmbeddingBag "
+            "(padded, with padding_idx, where bags differ in size); or ask for diagonals or Kronecker "
+            "factors of the GGN, which take no second derivative"
+        )
+    if any(word in said for word in ("flash", "efficient", "attention", "cudnn")):
+        return (
+            "run the forward pass (with torch.utils.checkpoint also the backward pass) inside "
+            "`with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):`: the fused kernels of "
+            "scaled_dot_product_attention have no second derivative"
+        )
+    return ""
+
+
+def require_second_derivatives(
+    roots: Iterable[Tensor],
+    leaves: Sequence[Tensor],
+    name: Callable[[Tensor], str],
+    asked: str = ASKED,
+    linear: bool = False,
+) -> None:
+    """Raise if PyTorch has no second derivative, or a wrong one, of a function between roots and leaves.
+
+    Args:
+        roots: The roots of the graph.
+        leaves: Tensors in which the roots are differentiated twice.
+        name: Maps a leaf to its name, for the message.
+        asked: The request, for the message.
+        linear: Whether first derivatives are differentiated only in vectors in which they are linear, as for
+            ``J v``.
+
+    Raises:
+        PackpropError: With the name of the node.
+    """
+    roots = list(roots)
+    require_passable(roots, asked)
+    wanted = {id(leaf): leaf for leaf in leaves}
+    made = {leaf.grad_fn: leaf for leaf in leaves if leaf.grad_fn is not None}
+    for node in nodes_above(root.grad_fn for root in roots):
+        fault = ONCE if is_once_differentiable(node) else None
+        if is_without_second_derivative(node):
+            fault = CHUNKED
+        if not linear and is_wrong_in_second_order(node):
+            fault = WRONG
+        start = node
+        if fault is None and (bias := bias_without_weight(node)) is not None:
+            fault, start = NO_WEIGHT, bias
+        if fault is None:
+            continue
+        for above in nodes_above([start]):
+            leaf = wanted.get(id(getattr(above, "variable", None)), made.get(above))
+            if leaf is not None:
+                raise PackpropError(asked, f"{node.name()}, between the loss and {name(leaf)}", *fault)
+
+
+def require_passable(outputs: Sequence[Tensor | GradientEdge], asked: str) -> None:
+    """Raise if a graph has no VJP: for reentrant checkpoints, and for backward functions that are not linear.
+
+    Raises:
+        PackpropError: With the name of the function.
+    """
+    if any(node.name() == NAME for node in nodes_above(starts_of(outputs))):
+        raise PackpropError(asked, "a part of the model inside torch.utils.checkpoint", *REENTRANT)
+    require_linear_backward(asked, starts_of(outputs))
+
+
+def named(graph: Graph) -> Callable[[Tensor], str]:
+    """Return the function from a leaf to its name in messages."""
+    return lambda leaf: f"parameter {graph.name(leaf)!r}"
+
+
+def gradients_at(graph: Graph, ends: Sequence[Any], create_graph: bool = False) -> list[Tensor | None]:
+    """Return gradients of the roots at tensors or edges."""
+    return derivatives(list(graph.roots), ends, graph.root_gradients(), create_graph=create_graph)

@@ -1,0 +1,236 @@
+"""Seed vectors as columns: roots of losses' Hessians, exact or sampled, and unit columns for Jacobians."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from packprop.engine.curvature.columns import Columns, unit_columns
+from packprop.engine.curvature.generic_loss import evaluated_again, generic_root, loss_factor
+from packprop.engine.curvature.tokens import (
+    TOKENS_ASKED,
+    columns_by_token,
+    counted_tokens,
+    gradient_by_token,
+    in_order,
+    require_losses,
+    token_count,
+)
+from packprop.engine.functions.losses.description import (
+    Loss,
+    Root,
+    canonical,
+    from_canonical,
+    weight_of_terms,
+    without_classes,
+)
+from packprop.engine.functions.nodes import made_by
+from packprop.engine.graph.graph import Graph, ReachedLoss
+from packprop.engine.samples.separation import layouts_at
+from packprop.engine.tensors.state import version
+from packprop.errors import BadInput, PackpropError
+from packprop.types import EMPIRICAL, ENTRYWISE, EXACT, Seed
+
+
+def jacobian_columns(graph: Graph, seed: Seed) -> list[Columns]:
+    """Return unit columns at the model's output, which a sweep turns into its Jacobian.
+
+    Raises:
+        PackpropError: If there is not exactly one output.
+        BadInput: If the output does not have a requested entry.
+    """
+    asked = "A Jacobian of the model's output was asked for."
+    outputs = {
+        (edge.node, edge.output_nr): (edge, shape)
+        for edge, forward, shape in graph.outputs
+        if forward.has_parameters
+    }
+    if len(outputs) != 1:
+        raise PackpropError(
+            asked,
+            f"{len(outputs)} outputs of extended modules",
+            "it is not clear whose Jacobian is meant",
+            "call one extended module once, and let it return one tensor that is used",
+        )
+    ((edge, shape),) = outputs.values()
+    layouts = layouts_at(graph, [(edge, shape)])
+    if not isinstance(layouts, list):
+        raise PackpropError(
+            asked,
+            f"the output, of shape {list(shape)}",
+            "it holds the samples on no axis, or mixes them",
+            "keep the samples on one axis of the output",
+        )
+    count = layouts[0].front_shape(shape)[1:].numel()
+    chosen = range(count) if seed.entries is None else seed.entries
+    for entry in chosen:
+        if not 0 <= entry < count:
+            raise BadInput(asked, f"entry {entry}", f"an output has {count} entries", f"give 0 to {count - 1}")
+    made = made_by(edge.node)[edge.output_nr]
+    like = torch.empty(0, dtype=made.dtype, device=made.device)
+
+    def chunk(start: int, stop: int) -> list[Tensor]:
+        if seed.entries is None:
+            return [unit_columns(shape, layouts[0], like, start, stop)]
+        single = [unit_columns(shape, layouts[0], like, entry, entry + 1) for entry in seed.entries[start:stop]]
+        return [torch.cat(single)]
+
+    return [Columns([edge], len(chosen), chunk)]
+
+
+def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
+    """Return the columns of a seed, in one group for each loss if they are exact columns of a GGN.
+
+    Sampled columns of several losses enter a sweep together: the draws are independent and have mean zero, so
+    that products between losses vanish in expectation. So do empirical columns, which stand for one such draw.
+
+    Raises:
+        PackpropError: If a loss was not recorded, has no curvature of use, or does not enter linearly.
+    """
+    if seed.kind == "jacobian":
+        return jacobian_columns(graph, seed)
+    if seed.by_token:
+        require_losses(graph, TOKENS_ASKED, "its terms are")
+        with torch.set_grad_enabled(create_graph):
+            if seed.kind == "gradient":
+                return gradient_by_token(graph)
+            return [_loss_columns(graph, loss, seed) for loss in in_order(graph.losses)]
+    require_losses(graph, "A generalized Gauss-Newton quantity was asked for.", "its Hessian is")
+    with torch.set_grad_enabled(create_graph):
+        by_loss = [_loss_columns(graph, loss, seed) for loss in graph.losses]
+    if seed in (EXACT, ENTRYWISE) or len(by_loss) == 1:
+        return by_loss
+
+    def together(start: int, stop: int) -> list[Tensor]:
+        return [column for each in by_loss for column in each.chunk(start, stop)]
+
+    return [Columns([each.edges[0] for each in by_loss], by_loss[0].count, together)]
+
+
+def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
+    """Return the columns of one loss."""
+    call, layout = loss.call, loss.layout
+    if call.input.is_complex():
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            f"the loss {getattr(call.function, '__name__', call.function)}",
+            "its input is complex: real and imaginary parts curve together, which no rule of a loss describes",
+            "give the loss real numbers, as torch.view_as_real(output)",
+        )
+    entrance = loss.entrance
+    rule = entrance.rule
+    if rule.refusal is not None:
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            f"the loss {getattr(call.function, '__name__', call.function)}",
+            *rule.refusal,
+        )
+    if version(call.input) != call.version:
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            f"the input of the loss, of shape {list(call.shape)}",
+            "it was changed in place after the loss was computed",
+            "clone it before changing it",
+        )
+    others = [*enumerate(call.args[1:], 1), *call.kwargs.items()]
+    for place, value in others:
+        if isinstance(value, Tensor) and value.requires_grad and value is not call.input:
+            raise PackpropError(
+                "A generalized Gauss-Newton quantity was asked for.",
+                f"argument {place!r} of {getattr(call.function, '__name__', call.function)}",
+                "it requires gradients, as the model's output does: the loss curves in both together, and a "
+                "generalized Gauss-Newton matrix is one of what the model's output alone enters",
+                "detach it, if no gradient shall go through it (targets); where one shall (a predicted "
+                "variance), ask for the Hessian: DiagHessian, BatchDiagHessian, HMP",
+            )
+    factor = loss_factor(graph, loss)
+    tokens = token_count(loss, rule) if seed.by_token else 0
+    if seed == EMPIRICAL:
+        return _empirical_column(loss, rule, factor)
+    if rule.root is None:
+        root = generic_root(call.function, call.args, call.kwargs, factor, layout)
+        axis, positions = None, 1
+    else:
+        axis = rule.class_axis
+        value = canonical(entrance.values(call.input), layout, axis)
+        root = rule.root(value, _scale(rule, loss, factor, value))
+        positions = value.shape[1]
+    place = functools.partial(entrance.put, call, layout, axis)
+    if seed.mc_samples is not None:
+        draws = root.draw(seed.mc_samples, seed.generator)
+        draws = draws if seed.mc_samples == 1 else draws / seed.mc_samples**0.5
+        if tokens:
+            return columns_by_token(graph, loss, entrance, draws)
+        return Columns([entrance.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])])
+    if seed.entrywise and root.entrywise is not None:
+        root = root.entrywise
+    chunk = functools.partial(_exact_columns, root, positions, seed.entrywise)
+    count = positions * root.columns
+    counted = counted_tokens(graph, loss, rule) if tokens else None
+    return Columns([entrance.edge], count, lambda start, stop: [place(chunk(start, stop))], counted=counted)
+
+
+def _empirical_column(loss: ReachedLoss, rule: Loss, factor: Tensor) -> Columns:
+    """Return gradients of terms divided by the roots of their scales: the column of a draw of the target."""
+    call, layout, axis = loss.call, loss.layout, rule.class_axis
+    if rule.divisor is None:
+        raise PackpropError(
+            "The empirical Fisher information was asked for.",
+            f"the loss {getattr(call.function, '__name__', call.function)}",
+            "it is not known what its terms are divided by, so its gradients have no known scale",
+            "use a loss function of torch; or say it: @packprop.register_loss(MyLoss) on a rule that returns "
+            "packprop.functions.Loss(..., divisor=...), for the class MyLoss of your loss module; "
+            "fisher='sampled' needs neither",
+        )
+    outputs, value = evaluated_again(call.function, call.args, call.kwargs, factor)
+    (gradient,) = torch.autograd.grad(value, outputs, create_graph=torch.is_grad_enabled())
+    front = canonical(gradient, layout, axis)
+    scale = _scale(rule, loss, factor, front)
+    counted = scale > 0
+    inverse_root = torch.where(counted, scale, 1.0).rsqrt() * counted
+    column = from_canonical((front * inverse_root[..., None])[None], call.shape, layout, axis)
+    return Columns([call.edge], 1, lambda start, stop: [column])
+
+
+def _exact_columns(root: Root, positions: int, by_entry: bool, start: int, stop: int) -> Tensor:
+    """Return columns ``start`` to ``stop``, each zero at all positions but one.
+
+    By default they are ordered by position, then by entry, which takes the fewest calls of the root. With
+    ``by_entry`` they are ordered by entry, then by position, like the entries of the loss's input.
+    """
+    reached: Sequence[int]
+    if by_entry:
+        reached = (
+            range(positions)
+            if stop - start >= positions
+            else sorted({k % positions for k in range(start, stop)})
+        )
+        runs = [(t, -((t - start) // positions), -((t - stop) // positions)) for t in reached]
+        numbers = [entry * positions + t - start for t, first, last in runs for entry in range(first, last)]
+    else:
+        reached = range(start // root.columns, -(-stop // root.columns))
+        runs = [
+            (t, max(0, start - t * root.columns), min(root.columns, stop - t * root.columns)) for t in reached
+        ]
+        numbers = list(range(stop - start))
+    pieces = [root.position(t, first, last) for t, first, last in runs]
+    joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    if positions == 1:
+        return joined.unsqueeze(2)
+    columns, samples, classes = joined.shape
+    wide = joined.new_zeros(columns, samples, positions, classes)
+    places = [t for t, first, last in runs for _ in range(first, last)]
+    at, column = (torch.tensor(indices, device=joined.device)[:, None] for indices in (places, numbers))
+    return wide.index_put_((column, torch.arange(samples, device=joined.device), at), joined)
+
+
+def _scale(rule: Loss, loss: ReachedLoss, factor: Tensor, value: Tensor) -> Tensor:
+    """Return the factor on each term ``[n, t]``: weight over divisor, times the factor on the loss."""
+    terms = value.shape[:2]
+    layout, shape = without_classes(loss.layout, loss.call.shape, rule.class_axis)
+    divisor = 1.0 if rule.divisor is None else rule.divisor
+    weight = (weight_of_terms(rule, factor, loss.call.shape) / divisor).to(value.dtype)
+    return layout.to_front(weight.expand(shape)).reshape(terms)

@@ -1,0 +1,17 @@
+"""Several processes: values of the samples of all ranks, and how packprop puts them together."""
+
+from packprop.engine.distributed.joint import JointPass
+from packprop.engine.distributed.merging import exchanged, merge_over_ranks, merged_in_turn
+from packprop.engine.distributed.ranks import AllRanks, ranks_of
+from packprop.engine.distributed.sharded import require_sharded, swept
+
+__all__ = [
+    "AllRanks",
+    "JointPass",
+    "exchanged",
+    "merge_over_ranks",
+    "merged_in_turn",
+    "ranks_of",
+    "require_sharded",
+    "swept",
+]

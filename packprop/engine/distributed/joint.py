@@ -1,0 +1,263 @@
+"""One backward pass on all ranks: keeps its results until it is over, then merges and saves them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.engine.algebra.monoid import SINGLE, lift, nothing_like, rescale
+from packprop.engine.distributed.arriving import RefusedElsewhere, require_well
+from packprop.engine.distributed.merging import merge_over_ranks
+from packprop.engine.distributed.ranks import ASKED, AllRanks
+from packprop.engine.distributed.statement import (
+    Statement,
+    agreed,
+    described,
+    leaves_of_all,
+    losses_of,
+    merged_counts,
+    shares,
+)
+from packprop.engine.graph.graph import Graph
+from packprop.engine.passes.nothing import saved_nothing
+from packprop.engine.passes.request import Request, require_possible, tasks_by_seed
+from packprop.engine.passes.saving import ResultSaver
+from packprop.engine.recording.marks import EXTENDED
+from packprop.engine.tensors.names import named_parameters
+from packprop.engine.tensors.sharding import named_wholes
+from packprop.errors import PackpropError
+from packprop.types import Extension
+
+AT_ONCE = 2**22
+"""Entries of parameters whose results merge together."""
+
+
+class JointPass:
+    """The part of one rank in a pass whose values cover the samples of all ranks.
+
+    Inside the context, a rank tells an error to the other ranks as long as they wait for it.
+
+    Args:
+        ranks: Says whose samples count, and how.
+        extensions: The extensions of the pass.
+    """
+
+    def __init__(self, ranks: AllRanks, extensions: Sequence[Extension]) -> None:
+        self._ranks, self._extensions = ranks, extensions
+        self._results: dict[str, dict[Extension, list[Any]]] = {}
+        self._names: dict[int, str] = {}
+        self._own: dict[str, Tensor] = {}
+        self._statements: list[Statement] | None = None
+        self._share = 0.0
+        self._groups: list[list[str]] = []  # names of parameters whose results merge together
+        self._is_under_way = False
+        self._others_wait = False  # they come to `require_well` next
+        self.rows = range(0)
+        """This rank's samples among those of all ranks, in the order of ranks."""
+
+    def __enter__(self) -> JointPass:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, RefusedElsewhere):
+            return
+        if self._others_wait:
+            self._others_wait = False
+            with contextlib.suppress(PackpropError, RuntimeError):  # the error that is on its way says more
+                require_well(self._ranks.group, str(error) or type(error).__name__)
+        elif self._statements is None:
+            self._statements = []
+            asked = described(self._ranks, self._extensions)
+            try:
+                agreed(self._ranks, Statement(refused=str(error) or type(error).__name__, asked=asked))
+            except PackpropError as told:
+                error.add_note(f"(The other ranks were told: {told.where}.)")
+
+    @property
+    def finds_samples(self) -> bool:
+        """Tell whether the number of samples must be known."""
+        return self._ranks.share == "samples"
+
+    def require_possible(self, create_graph: bool) -> None:
+        """Refuse values that ranks cannot put together.
+
+        Raises:
+            PackpropError: On every rank.
+        """
+        if create_graph:
+            raise PackpropError(
+                ASKED,
+                "backward(create_graph=True)",
+                "nothing can differentiate the exchange between ranks",
+                "ask for values of this rank's own samples, ranks='own'",
+            )
+        for extension in self._extensions:
+            why = _unmergeable(extension)
+            if why:
+                raise PackpropError(ASKED, f"extension {extension.name}", *why)
+
+    def agree(self, graph: Graph, request: Request | None, saver: ResultSaver | None = None) -> None:
+        """Tell the other ranks what this one does, and hear what they do, before any rank begins to work.
+
+        ``request`` is ``None`` if this rank has no samples, or no use of a parameter. If no rank has any,
+        ``saver`` saves the empty values.
+
+        Raises:
+            PackpropError: On every rank, if one cannot take part, or they do not fit together.
+        """
+        own = Statement(asked=described(self._ranks, self._extensions))
+        self._own = dict(_parameters(graph))
+        if request is not None:
+            require_possible(request, tasks_by_seed(self._extensions))
+            self._names = _names(graph.leaves(), self._own)
+            own = Statement(
+                asked=own.asked,
+                samples=graph.samples,
+                counts=tuple(
+                    graph.samples if each.subsampling is None else len(each.subsampling)
+                    for each in self._extensions
+                ),
+                losses=losses_of(graph) if self._ranks.share == "terms" else (),
+                is_whole=not graph.without_loss,
+                has_penalties=bool(graph.terms) and any(_sees_penalties(each) for each in self._extensions),
+                leaves={self._names[id(leaf)]: leaf.numel() for leaf in graph.leaves()},
+            )
+            self._own |= {self._names[id(leaf)]: leaf for leaf in graph.leaves()}
+        rank = torch.distributed.get_rank(self._ranks.group)
+        told = self._statements = []  # from here on no rank waits for this one
+        told += agreed(self._ranks, own)
+        share = shares(self._ranks, told)[rank]
+        self._share = float(self._ranks.share) if not isinstance(self._ranks.share, str) else share
+        start = sum(statement.samples for statement in told[:rank])
+        self.rows = range(start, start + own.samples)
+        self._groups = [*_some_at_once(leaves_of_all(told))]
+        self._others_wait = True
+        if saver is not None and not any(statement.samples for statement in told):
+            saved_nothing(graph, self._extensions, saver)
+
+    def before_backward(self) -> None:
+        """Wait until all ranks are about to run their own backward pass, which may exchange gradients.
+
+        Raises:
+            RefusedElsewhere: If another rank has failed in its sweeps.
+        """
+        if not self._is_under_way:
+            self._is_under_way = True
+            self._require_well()
+            self._others_wait = bool(self._groups)
+
+    def _require_well(self) -> None:
+        self._others_wait = False
+        require_well(self._ranks.group)
+
+    def keep(self, leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
+        """Keep the results of a leaf until the pass is over."""
+        self._results[self._names[id(leaf)]] = results
+
+    def hand_over(self, saver: ResultSaver) -> None:
+        """Merge the results of all ranks, and save them, even on parameters that this rank has not used."""
+        assert self._statements is not None
+        self.before_backward()  # if the user's own pass did not run
+        counts = merged_counts(self._statements, self._extensions)
+        for place, names in enumerate(self._groups, 1):
+            own = {key: value for name in names for key, value in self._partial(name)}
+            self._require_well()
+            merged = merge_over_ranks(
+                own,
+                lambda key: self._extensions[key[1]].rows[key[2]].over_n,
+                group=self._ranks.group,
+                gather=self._ranks.gather,
+                absent=len(self.rows),
+            )
+            self._others_wait = place < len(self._groups)  # the other ranks hear of a hook that fails
+            for name in names:
+                leaf = self._own.get(name)
+                if leaf is not None:
+                    saver.save(leaf, self._values(name, merged), counts)
+
+    def _partial(self, name: str) -> Iterator[tuple[tuple[str, int, int], Any]]:
+        """Return this rank's results for one parameter, at the scale of the loss of all ranks."""
+        results = self._results.pop(name, {})
+        for place, extension in enumerate(self._extensions):
+            for index, (row, value) in enumerate(zip(extension.rows, results.get(extension, []), strict=False)):
+                if value is not None:
+                    scaled = rescale(value, self._share, row.degree) if self._share else value
+                    if row.degree and not self._share:  # NaN counts nothing either
+                        scaled = nothing_like(value)
+                    yield (name, place, index), lift(row.over_n, scaled)
+
+    def _values(self, name: str, merged: dict[tuple[str, int, int], Any]) -> dict[Extension, list[Any]]:
+        values: dict[Extension, list[Any]] = {}
+        for place, extension in enumerate(self._extensions):
+            found = [merged.get((name, place, index)) for index in range(len(extension.rows))]
+            if any(each is not None for each in found):
+                pairs = zip(extension.rows, found, strict=True)
+                values[extension] = [None if each is None else row.over_n.result(each) for row, each in pairs]
+        return values
+
+
+def _unmergeable(extension: Extension) -> tuple[str, str] | None:
+    """Return why ranks cannot put these values together, and what to do."""
+    own = "ask for values of this rank's own samples, ranks='own'"
+    for row in extension.rows:
+        if row.after is not None:
+            return "it goes over the samples twice, and needs the results of all ranks in between", own
+        if row.over_n is SINGLE:
+            return "its value is a function of vectors, which belongs to the graph of one rank", own
+        if row.whole:
+            return (
+                "it relates all samples to each other, those of one rank to those of another: no merge of "
+                "the results of single ranks gives it",
+                own,
+            )
+    return None
+
+
+def _sees_penalties(extension: Extension) -> bool:
+    return any(row.seed.kind.startswith("hessian") for row in extension.rows)
+
+
+def _parameters(graph: Graph) -> Iterator[tuple[str, Tensor]]:
+    """Return parameters of the modules that were called, else of all extended ones, by a name for all ranks."""
+    seen: set[str] = set()
+    for module in graph.modules or list(EXTENDED):
+        for name, parameter in (*named_wholes(module), *named_parameters(module)):
+            if name not in seen:
+                seen.add(name)
+                yield name, parameter
+
+
+def _names(leaves: Sequence[Tensor], parameters: dict[str, Tensor]) -> dict[int, str]:
+    """Name each leaf: by its parameter, or by a number in the order in which the pass meets the leaves."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for module in list(EXTENDED):
+        for name, parameter in named_parameters(module):
+            names.setdefault(id(parameter), f"{type(module).__name__}.{name}")
+    found: dict[int, str] = {}
+    times: Counter[str] = Counter()
+    for leaf in leaves:
+        name = names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}")
+        times[name] += 1
+        found[id(leaf)] = name if times[name] == 1 else f"{name} ({times[name]})"
+    return found
+
+
+def _some_at_once(entries: dict[str, int]) -> Iterator[list[str]]:
+    names: list[str] = []
+    total = 0
+    for name, number in entries.items():
+        names.append(name)
+        total += number
+        if total >= AT_ONCE:
+            yield names
+            names, total = [], 0
+    if names:
+        yield names

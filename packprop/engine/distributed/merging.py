@@ -1,0 +1,249 @@
+"""Merging of the partial results of several ranks, each by its own monoid."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from packprop.engine.algebra.monoid import MOMENTS, SUM, Moments, Monoid
+from packprop.errors import PackpropError
+
+BUCKET = 2**24
+"""Entries that one call adds up over ranks."""
+
+Group: TypeAlias = "torch.distributed.ProcessGroup | None"  # quoted: PyTorch may be built without it
+"""The ranks that take part; ``None`` for all."""
+
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class Form(NamedTuple):
+    """The facts that ranks tell each other about a partial result before they merge it.
+
+    Args:
+        monoid: Its monoid.
+        shape: Its shape, without the axis that it grows along.
+        dtype: Its precision.
+        length: Its length along that axis; for moments the number of rows, if that is known.
+    """
+
+    monoid: str
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    length: int | None = None
+
+
+def merge_over_ranks(
+    partial: Mapping[Key, Any],
+    monoid_of: Callable[[Key], Monoid],
+    *,
+    group: Group = None,
+    gather: bool = True,
+    absent: int = 0,
+) -> dict[Key, Any]:
+    """Merge the partial results of all ranks; every rank of the group must call it.
+
+    Args:
+        partial: Partial results of this rank: tensors under ``SUM``, ``Moments`` under ``MOMENTS``, lists of
+            tensors under ``CAT``. Ranks may have different ones. They are not changed.
+        monoid_of: The monoid of the partial result under a key.
+        group: The ranks; ``None`` for all.
+        gather: Gathers partial results that grow from all ranks, in their order; else each rank keeps its own.
+        absent: The number of this rank's samples that have rows of zeros in partial results of other ranks
+            only.
+
+    Returns:
+        A partial result under every key that any rank has, the same on all ranks unless it is not gathered.
+
+    Raises:
+        PackpropError: On every rank, if partial results under one key do not fit together.
+    """
+    return dict(merged_in_turn(partial, monoid_of, group=group, gather=gather, absent=absent))
+
+
+def merged_in_turn(
+    partial: Mapping[Key, Any],
+    monoid_of: Callable[[Key], Monoid],
+    *,
+    group: Group = None,
+    gather: bool = True,
+    absent: int = 0,
+) -> Iterator[tuple[Key, Any]]:
+    """Merge as ``merge_over_ranks``, a few at a time, so that there is no second copy of all."""
+    own = {key: _form(monoid_of(key), value) for key, value in partial.items()}
+    forms = exchanged((own, absent), group)
+    known: dict[Key, list[Form | None]] = {
+        key: [each.get(key) for each, _ in forms] for each, _ in forms for key in each
+    }
+    for key, of_ranks in known.items():
+        _require_same(key, of_ranks, gather)
+    lacking = [number for _, number in forms]
+    bucket: list[tuple[Key, Any, list[Form | None]]] = []
+    entries = 0
+    for key, of_ranks in known.items():
+        bucket.append((key, partial.get(key), of_ranks))
+        entries += _entries(of_ranks)
+        if entries >= BUCKET:
+            yield from _merged(bucket, monoid_of, group, gather, lacking)
+            bucket, entries = [], 0
+    yield from _merged(bucket, monoid_of, group, gather, lacking)
+
+
+def exchanged(value: Value, group: Group) -> list[Value]:
+    """Return the values of all ranks, in their order."""
+    found: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(found, value, group)
+    return found
+
+
+def summed(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """Sum some tensors over ranks, by few calls for many small ones; the arguments stay unchanged."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
+    sums: dict[int, Tensor] = {}
+    for (dtype, _), places in kinds.items():
+        flat = torch.cat([tensors[place].detach().reshape(-1) for place in places])
+        torch.distributed.all_reduce(torch.view_as_real(flat) if dtype.is_complex else flat, group=group)
+        pieces = flat.split([tensors[place].numel() for place in places])
+        for place, piece in zip(places, pieces, strict=True):
+            sums[place] = piece.view(tensors[place].shape)
+    return [sums[place] for place in range(len(tensors))]
+
+
+def _form(monoid: Monoid, value: Any) -> Form:
+    if monoid is SUM and value is not None:
+        return Form(monoid.name, tuple(value.shape), value.dtype)
+    if monoid is MOMENTS:
+        length = None if isinstance(value.samples, Tensor) else value.samples
+        return Form(monoid.name, tuple(value.mean.shape), value.mean.dtype, length)
+    if monoid.axis is not None:
+        axis, shape = monoid.axis, [*value[0].shape]
+        length = sum(piece.shape[axis] for piece in value)
+        return Form(monoid.name, (*shape[:axis], *shape[axis + 1 :]), value[0].dtype, length)
+    return Form(monoid.name)
+
+
+def _require_same(key: Hashable, of_ranks: Sequence[Form | None], gather: bool) -> None:
+    """Refuse results that cannot be merged, on every rank alike."""
+    there = [(rank, form) for rank, form in enumerate(of_ranks) if form is not None]
+    grows = there[0][1].length is not None and there[0][1].monoid != MOMENTS.name
+    kinds = {form._replace(length=None, shape=form.shape if gather or not grows else ()) for _, form in there}
+    if len(kinds) > 1:
+        told = "; ".join(
+            f"rank {rank}: {form.monoid} of {list(form.shape)}, {form.dtype}" for rank, form in there
+        )
+        raise PackpropError(
+            "Results of several ranks were to be merged.",
+            f"the result {key!r}",
+            f"it is not the same on all of them ({told})",
+            "give every rank the same model and the same extensions, and fill sequences up to one length; or "
+            "ask for values of each rank's own samples",
+        )
+
+
+def _entries(of_ranks: Sequence[Form | None]) -> int:
+    form = next(form for form in of_ranks if form is not None)
+    entries = 1
+    for size in form.shape:
+        entries *= size
+    return entries * max(1, *(each.length or 1 for each in of_ranks if each is not None), 0)
+
+
+def _merged(
+    bucket: Sequence[tuple[Key, Any, list[Form | None]]],
+    monoid_of: Callable[[Key], Monoid],
+    group: Group,
+    gather: bool,
+    lacking: Sequence[int],
+) -> Iterator[tuple[Key, Any]]:
+    """Merge some results: sums together, moments together, all others one by one."""
+    device = _device(bucket, group)
+    sums: list[tuple[Key, Tensor]] = []
+    moments: list[tuple[Key, Moments]] = []
+    numbers: list[int | None] = []
+    rank = torch.distributed.get_rank(group)
+    for key, value, of_ranks in bucket:
+        monoid = monoid_of(key)
+        form = next(form for form in of_ranks if form is not None)
+        if monoid is SUM and form.dtype is not None:
+            zeros = torch.zeros(form.shape, dtype=form.dtype, device=device) if value is None else value
+            sums.append((key, zeros))
+        elif monoid is MOMENTS:
+            if value is None:
+                zeros = torch.zeros(form.shape, dtype=form.dtype, device=device)
+                value = Moments(lacking[rank], zeros, zeros)
+            moments.append((key, value))
+            rows = [lacking[r] if form is None else form.length for r, form in enumerate(of_ranks)]
+            known = [number for number in rows if number is not None]
+            numbers.append(sum(known) if len(known) == len(rows) else None)
+        elif monoid.axis is not None:
+            lengths = [lacking[r] if form is None else form.length or 0 for r, form in enumerate(of_ranks)]
+            if value is None:
+                shape = (*form.shape[: monoid.axis], lengths[rank], *form.shape[monoid.axis :])
+                value = [torch.zeros(shape, dtype=form.dtype, device=device)]
+            yield key, _gathered(value, monoid.axis, lengths, group) if gather else value
+        else:
+            there = [each for each in exchanged((value is not None, value), group) if each[0]]
+            yield key, functools.reduce(monoid.merge, [value for _, value in there]) if there else None
+    yield from zip([key for key, _ in sums], summed([value for _, value in sums], group), strict=True)
+    together = _merge_moments([value for _, value in moments], numbers, group)
+    yield from zip([key for key, _ in moments], together, strict=True)
+
+
+def _merge_moments(moments: Sequence[Moments], numbers: Sequence[int | None], group: Group) -> list[Moments]:
+    """Merge moments of all rows: deviations from the mean of all, to which each rank adds its own distance.
+
+    ``numbers`` are the numbers of rows of all ranks; ``None`` if data decide.
+    """
+    means = [each.mean for each in moments]
+    counted = [place for place, number in enumerate(numbers) if number is None]
+    counts = [torch.as_tensor(moments[place].samples).to(means[place]) for place in counted]
+    totals: list[Any] = [*numbers]
+    for place, total in zip(counted, summed(counts, group), strict=True):
+        totals[place] = total
+    shares = [
+        each.samples / (total.clamp(min=1) if isinstance(total, Tensor) else max(total, 1))
+        for each, total in zip(moments, totals, strict=True)
+    ]
+    together = summed([mean * share for mean, share in zip(means, shares, strict=True)], group)
+    distances = [
+        each.deviation + (each.mean - mean).square() * each.samples
+        for each, mean in zip(moments, together, strict=True)
+    ]
+    merged = zip(totals, together, summed(distances, group), strict=True)
+    return [Moments(total, mean, deviation) for total, mean, deviation in merged]
+
+
+def _gathered(pieces: list[Tensor], axis: int, lengths: Sequence[int], group: Group) -> list[Tensor]:
+    """Return the pieces of all ranks, in their order; they may be of different lengths."""
+    own = pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
+    longest = max(lengths)
+    shape = (*own.shape[:axis], longest, *own.shape[axis + 1 :])
+    filled = own.new_zeros(shape)
+    filled.narrow(axis, 0, own.shape[axis]).copy_(own)
+    found = [torch.empty_like(filled) for _ in lengths]
+    real = torch.view_as_real if own.is_complex() else _as_it_is
+    torch.distributed.all_gather([real(each) for each in found], real(filled), group)
+    return [each.narrow(axis, 0, length) for each, length in zip(found, lengths, strict=True)]
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _device(bucket: Sequence[tuple[Any, Any, Any]], group: Group) -> torch.device:
+    """Return the device for zeros in place of missing results: that of others here, else the group's."""
+    for _, value, _ in bucket:
+        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(tensor, Tensor):
+                return tensor.device
+    accelerator = torch.accelerator.current_accelerator()
+    on_processor = accelerator is None or torch.distributed.get_backend(group) in ("gloo", "mpi")
+    return torch.device("cpu") if on_processor or accelerator is None else accelerator

@@ -1,0 +1,214 @@
+"""Statements of ranks before a pass, and refusals if they do not fit together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from packprop.engine.curvature.second_order import gradients_at
+from packprop.engine.distributed.arriving import arrive
+from packprop.engine.distributed.merging import exchanged
+from packprop.engine.distributed.ranks import ASKED, AllRanks
+from packprop.engine.graph.graph import Graph
+from packprop.engine.passes.loss_terms import reduction_and_divisor
+from packprop.errors import PackpropError
+from packprop.types import Extension
+
+BY_NUMBER = (
+    "say what a rank's loss counts: packprop.AllRanks(share=...), 'equal' for the mean over ranks, "
+    "which gradients are the gradient of, 'samples', or a number"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossTerms:
+    """One loss function of a rank's loss.
+
+    Args:
+        reduction: ``"mean"`` or ``"sum"``; empty if it is neither.
+        terms: The divisor of its sum.
+        factor: The factor on its value on the way to the rank's loss.
+    """
+
+    reduction: str
+    terms: float
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Statement:
+    """The statement of one rank about its pass.
+
+    Args:
+        refused: The reason why this rank cannot take part; empty if it can.
+        asked: Its extensions, and how it puts values together.
+        samples: Its number of samples.
+        counts: The number of samples of each extension.
+        losses: Its loss functions, in the order of their calls.
+        is_whole: Says that all of its loss comes from these.
+        has_penalties: Says that its loss has added terms that no sample enters.
+        leaves: Names of its parameters, with their numbers of entries.
+    """
+
+    refused: str = ""
+    asked: tuple[str, ...] = ()
+    samples: int = 0
+    counts: tuple[int, ...] = ()
+    losses: tuple[LossTerms, ...] = ()
+    is_whole: bool = True
+    has_penalties: bool = False
+    leaves: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+def described(ranks: AllRanks, extensions: Sequence[Extension]) -> tuple[str, ...]:
+    """Describe the properties that must be the same on all ranks."""
+    share = ranks.share if isinstance(ranks.share, str) else "a number"
+    return (*map(_described, extensions), f"share: {share}", f"gather: {ranks.gather}")
+
+
+def _described(extension: Extension) -> str:
+    own = ("generator", "subsampling")  # these may differ
+    fields: tuple[Any, ...] = dataclasses.fields(extension) if dataclasses.is_dataclass(extension) else ()
+    options = [f"{each.name}={getattr(extension, each.name)!r}" for each in fields if each.name not in own]
+    rows = [f"{row.over_n}**{row.degree}" for row in extension.rows]
+    return f"{extension.name}({', '.join(options)}) as {extension.savefield}: {', '.join(rows)}"
+
+
+def losses_of(graph: Graph) -> tuple[LossTerms, ...]:
+    """Return the loss functions of a rank's loss."""
+    losses = sorted(graph.losses, key=lambda loss: loss.call.number)
+    if all(any(root.grad_fn is loss.node for root in graph.roots) for loss in losses):
+        seeds = {root.grad_fn: seed for root, seed in zip(graph.roots, graph.root_gradients(), strict=True)}
+        factors = [seeds[loss.node] for loss in losses]
+    else:
+        with graph.hooks.quiet():
+            found = gradients_at(graph, [loss.value for loss in losses])
+        factors = [torch.zeros(()) if factor is None else factor for factor in found]
+    terms = []
+    for loss, factor in zip(losses, factors, strict=True):
+        known = reduction_and_divisor(loss.call) if factor.numel() == 1 else None
+        reduction, divisor = known or ("", math.nan)
+        terms.append(LossTerms(reduction, float(divisor), float(factor.sum())))
+    return tuple(terms)
+
+
+def agreed(ranks: AllRanks, own: Statement) -> list[Statement]:
+    """Return the statements of all ranks, which fit together.
+
+    Raises:
+        PackpropError: On every rank, if one of them cannot take part, or they ask for different values.
+    """
+    arrive(ranks.group, ranks.timeout)
+    statements = exchanged(own, ranks.group)
+    if own.refused:
+        return []
+    for rank, statement in enumerate(statements):
+        if statement.refused:
+            raise PackpropError(
+                ASKED,
+                f"rank {rank}",
+                f"it has refused its part of the pass:\n{statement.refused}\n",
+                "read the error of that rank",
+            )
+    for rank, statement in enumerate(statements):
+        for other, mine in zip(statement.asked, statements[0].asked, strict=False):
+            if other != mine:
+                raise _different(rank, mine, other)
+        if len(statement.asked) != len(statements[0].asked):
+            raise _different(rank, ", ".join(statements[0].asked), ", ".join(statement.asked))
+    return statements
+
+
+def _different(rank: int, first: str, other: str) -> PackpropError:
+    return PackpropError(
+        ASKED,
+        f"rank {rank}",
+        f"it asks for {other}, where rank 0 asks for {first}",
+        "ask for the same extensions with the same options, in the same order, on every rank",
+    )
+
+
+def shares(ranks: AllRanks, statements: Sequence[Statement]) -> list[float]:
+    """Return the weight of each rank's loss in the loss of all ranks; ``NaN`` if only the rank knows it.
+
+    Raises:
+        PackpropError: On every rank, if it is not known.
+    """
+    if ranks.share == "equal":
+        return [1 / len(statements)] * len(statements)
+    if ranks.share == "samples":
+        total = sum(statement.samples for statement in statements)
+        return [statement.samples / max(total, 1) for statement in statements]
+    if not isinstance(ranks.share, str):
+        return [math.nan] * len(statements)
+    there = [(rank, statement) for rank, statement in enumerate(statements) if statement.samples]
+    for rank, statement in there:
+        _require_known(rank, statement, there[0][1])
+    if not there:
+        return [0.0] * len(statements)
+    if there[0][1].losses[0].reduction == "sum":
+        return [1.0 if statement.samples else 0.0 for statement in statements]
+    totals = [sum(each.losses[place].terms for _, each in there) for place in range(len(there[0][1].losses))]
+    found = []
+    for rank, statement in enumerate(statements):
+        parts = [loss.terms / (total or 1) for loss, total in zip(statement.losses, totals, strict=False)]
+        if any(not math.isclose(part, parts[0], rel_tol=1e-9, abs_tol=1e-12) for part in parts):
+            raise PackpropError(
+                ASKED,
+                f"rank {rank}, whose loss is made of {len(parts)} loss functions",
+                f"it has other parts of their terms ({', '.join(f'{part:.3g}' for part in parts)}), so that no "
+                "one number says what its loss counts in the loss of all ranks",
+                f"call backward() for one loss function after the other; or {BY_NUMBER}",
+            )
+        found.append(parts[0] if parts else 0.0)
+    return found
+
+
+def _require_known(rank: int, statement: Statement, first: Statement) -> None:
+    """Refuse a loss whose weight is not known."""
+    reductions = [loss.reduction for loss in statement.losses]
+    error = functools.partial(_unknown, rank)
+    if not statement.is_whole or not reductions or "" in reductions:
+        raise error("it is not made of loss functions of torch that reduce by mean or sum alone")
+    if len(set(reductions)) > 1:
+        raise error("it is made of means and of sums")
+    if reductions != [loss.reduction for loss in first.losses]:
+        raise error("it is not made of the same loss functions as that of other ranks")
+    for loss, other in zip(statement.losses, first.losses, strict=True):
+        if loss.terms and other.terms and not math.isclose(loss.factor, other.factor, rel_tol=1e-12):
+            raise error(
+                f"its loss function is multiplied by {loss.factor:.9g}, that of another rank by "
+                f"{other.factor:.9g}, as if it were weighted by hand"
+            )
+    if reductions[0] == "sum" and statement.has_penalties:
+        raise error("a penalty is added to a sum: every rank adds one, and the loss of all ranks has one")
+
+
+def _unknown(rank: int, why: str) -> PackpropError:
+    return PackpropError(
+        ASKED,
+        f"the loss of rank {rank}",
+        f"{why}: what it counts in the loss of all ranks is not known",
+        f"use one loss function with reduction='mean' or 'sum', the same factor on every rank; or {BY_NUMBER}",
+    )
+
+
+def merged_counts(statements: Sequence[Statement], extensions: Sequence[Extension]) -> dict[Extension, int]:
+    """Return how many samples of all ranks each extension takes."""
+    return {
+        extension: sum(statement.counts[place] for statement in statements if statement.counts)
+        for place, extension in enumerate(extensions)
+    }
+
+
+def leaves_of_all(statements: Sequence[Statement]) -> dict[str, int]:
+    """Return names of the parameters of all ranks, with their numbers of entries, in one order."""
+    names: dict[str, Any] = {}
+    for statement in statements:
+        names |= {name: entries for name, entries in statement.leaves.items() if name not in names}
+    return names

@@ -1,0 +1,211 @@
+"""The node that stands for a branch in the graph, and passes on its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.engine.eager.choices import ASKED, Hook, bad
+from packprop.engine.eager.pieces import (
+    Job,
+    devices_of,
+    freed,
+)
+from packprop.engine.eager.reach import key_of
+from packprop.engine.eager.sweep import Sweep
+from packprop.engine.recording.marks import graph_is_kept
+from packprop.engine.tensors.hooks import undisturbed
+from packprop.engine.tensors.random import random_numbers_from, random_states
+from packprop.errors import PackpropError
+
+
+def attach(job: Job, leaves: list[Any]) -> Tensor:
+    """Return the value of a job; if anything requires a gradient, with a node that holds the gradient."""
+    choices = job.choices
+    may_recompute = choices["keep"] == "recompute" or choices["memory"] is not None
+    random = random_states(devices_of(leaves)) if may_recompute else {}
+    sweep = Sweep(job, leaves)
+    value = sweep.run()
+    shared = [sweep.outside[key] for key in sweep.shared]
+    sources = [leaves[number] for number in sweep.inputs] + shared
+    if not sources:
+        return value
+    record = _Record(
+        like=[(source.dtype, source.device) for source in sources],
+        rows=[number in job.rows for number in sweep.inputs] + [False] * len(shared),
+        inputs=sum(number != job.weights for number in sweep.inputs),
+        owned=len(job.spans) > 1,
+        hook=choices["hook"],
+    )
+    if sweep.keep == "recompute":
+        constants = {n: leaf for n, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
+        record.recompute = _Recomputation(job, random, constants, list(sweep.inputs), shared)
+        saved = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + shared
+    else:
+        saved = [*sweep.inputs.values(), *sweep.shared.values()]
+    given = record, (value, saved)
+    result: Tensor = Eager.apply(*given, *sources)  # type: ignore[no-untyped-call]  # torch's own
+    return result
+
+
+@dataclass
+class _Recomputation:
+    """The means to evaluate a job once more, from saved tensors."""
+
+    job: Job
+    random: dict[torch.device, Tensor]
+    constants: dict[int, Any]  # the leaves that are no tensors
+    inputs: list[int]
+    shared: list[Tensor]
+
+    def __call__(self, saved: Sequence[Tensor], cotangent: Tensor, create_graph: bool) -> list[Tensor | None]:
+        job, rest = self.job, iter(saved)
+        count = len(job.axes)
+        leaves = [self.constants[n] if n in self.constants else next(rest) for n in range(count)]
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and freed(leaf):
+                raise PackpropError(
+                    ASKED,
+                    f"an input of {job.where}, of shape {list(leaf.shape)}",
+                    "its memory was freed after the call, and keep='recompute' needs it again",
+                    "free it after the backward pass; or leave out keep='recompute'",
+                )
+        with random_numbers_from(self.random), torch.enable_grad():
+            if create_graph:
+                return self._differentiably(leaves, cotangent)
+            known = {key_of(tensor): tensor for tensor in self.shared}
+            sweep = Sweep(job, leaves, cotangent, known)
+            sweep.run()
+        if sweep.shared.keys() - known.keys():
+            raise PackpropError(
+                ASKED,
+                f"{job.where}, evaluated again in the backward pass",
+                "it reaches other tensors by closure than it did in the forward pass",
+                "pass them as inputs, or leave out keep='recompute'",
+            )
+        own = [sweep.inputs.get(number) for number in self.inputs]
+        return own + [sweep.shared.get(key) for key in known]
+
+    def _differentiably(self, leaves: list[Any], cotangent: Tensor) -> list[Tensor | None]:
+        job = self.job
+        for number in self.inputs:
+            # A view, so that hooks on the input run only in the outer pass.
+            leaves[number] = leaves[number].view_as(leaves[number])
+        value = job.join([job.evaluate(piece, length) for _, length, piece in job.split(leaves)])
+        targets = [leaves[number] for number in self.inputs] + self.shared
+        with undisturbed(self.shared):
+            return list(torch.autograd.grad(value, targets, cotangent, create_graph=True, allow_unused=True))
+
+
+@dataclass
+class _Record:
+    """The facts that the backward pass needs besides the saved tensors; lists are in the order of the sources.
+
+    Args:
+        like: Dtype and device of each gradient.
+        rows: Says that the cotangent of each sample scales that sample's rows.
+        inputs: The number of sources that the hook gets: the first ones.
+        owned: Says that nobody else holds the kept gradients.
+        hook: The user's hook.
+        recompute: The means to evaluate the job once more, if that was chosen.
+    """
+
+    like: list[tuple[torch.dtype, torch.device]]
+    rows: list[bool]
+    inputs: int
+    owned: bool
+    hook: Hook | None
+    recompute: _Recomputation | None = None
+
+
+class Eager(torch.autograd.Function):
+    """Multiplies kept gradients by the gradient that arrives; in the graph its node is EagerBackward."""
+
+    @staticmethod
+    def forward(ctx: Any, record: _Record, result: tuple[Tensor, list[Tensor]], *sources: Tensor) -> Tensor:
+        """Save the results of `attach`; return the value."""
+        ctx.record = record
+        value, saved = result
+        ctx.save_for_backward(*saved)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        """Return the gradients of the sources."""
+        record: _Record = ctx.record
+        saved = _unpack(ctx)
+        create_graph = torch.is_grad_enabled()
+        gradients: list[Tensor | None]
+        if record.recompute is not None:
+            gradients = record.recompute(saved, cotangent, create_graph)
+        elif create_graph:
+            raise PackpropError(
+                ASKED,
+                "a backward pass with create_graph=True",
+                "the gradient was kept as a number; the graph to differentiate it is gone",
+                "eager_backward(..., keep='recompute')",
+            )
+        else:
+            # the last pass may scale the kept gradient in place, which saves the memory of a second one
+            consume = record.owned and not graph_is_kept()
+            entries = zip(saved, record.like, record.rows, strict=True)
+            gradients = [_scaled(kept, like, cotangent, rows, consume) for kept, like, rows in entries]
+        if record.hook is not None:
+            own = gradients[: record.inputs]
+            gradients[: record.inputs] = _hooked(record.hook, own)
+        return None, None, *gradients
+
+
+def _unpack(ctx: Any) -> tuple[Tensor, ...]:
+    try:
+        saved: tuple[Tensor, ...] = ctx.saved_tensors
+    except RuntimeError as error:
+        if "second time" in str(error):
+            raise PackpropError(
+                ASKED,
+                "a second backward pass through the value",
+                "the first one released the kept gradient",
+                "retain_graph=True in the first backward pass, or call eager_backward again",
+            ) from error
+        if "inplace operation" in str(error):
+            raise PackpropError(
+                ASKED,
+                "the backward pass through the value",
+                "a tensor that it needs was changed in place after the call; with keep='recompute', these "
+                "are all tensors that the function uses",
+                "change a clone of it; or leave out keep='recompute'",
+            ) from error
+        raise
+    return saved
+
+
+def _scaled(
+    kept: Tensor,
+    like: tuple[torch.dtype, torch.device],
+    cotangent: Tensor,
+    rows: bool,
+    consume: bool,
+) -> Tensor:
+    dtype, device = like
+    gradient = kept.to(device, dtype, non_blocking=True)
+    factor = cotangent.reshape([-1] + [1] * (gradient.ndim - 1)) if rows else cotangent
+    if (consume or gradient is not kept) and gradient.layout is torch.strided:
+        return gradient.mul_(factor)
+    return gradient * factor
+
+
+def _hooked(hook: Hook, gradients: list[Tensor | None]) -> list[Tensor | None]:
+    changed = hook(*gradients)
+    if changed is None:
+        return gradients
+    got = [changed] if isinstance(changed, Tensor) else list(changed)
+    shapes = [None if gradient is None else list(gradient.shape) for gradient in gradients]
+    given = [list(entry.shape) if isinstance(entry, Tensor) else None for entry in got]
+    if given != shapes:
+        why = f"it got gradients of the shapes {shapes} and returned {given}"
+        raise bad("hook", why, "return one gradient for each, of its shape, or None for no change")
+    return list(got)

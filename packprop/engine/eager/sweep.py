@@ -1,0 +1,217 @@
+"""The gradient of a branch, computed piece by piece."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.engine.eager.choices import ASKED, Keep, bad, byte_count
+from packprop.engine.eager.keeping import choose_keep, to_keep
+from packprop.engine.eager.pieces import (
+    Job,
+    devices_of,
+    surroundings,
+)
+from packprop.engine.eager.reach import Key, clock, reached, tensors_of
+from packprop.engine.tensors.hooks import undisturbed
+from packprop.engine.tensors.precision import accumulation_dtype
+from packprop.engine.tensors.random import random_states
+from packprop.errors import PackpropError, PackpropWarning
+
+
+class Sweep:
+    """Evaluates a job piece by piece; takes each piece's gradient, then frees its graph.
+
+    Args:
+        job: The job to evaluate.
+        leaves: The tensors and constants of its arguments.
+        cotangent: The gradient of the value; None for ones, before the backward pass.
+        known: Tensors that the branch takes from the graph around it.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        leaves: list[Any],
+        cotangent: Tensor | None = None,
+        known: Mapping[Key, Tensor] | None = None,
+    ) -> None:
+        self.job, self.leaves, self.cotangent, self.known = job, leaves, cotangent, known or {}
+        self.keep: Keep = "exact" if cotangent is not None else job.choices["keep"]
+        self.budget = None if cotangent is not None else job.choices["memory"]
+        self.inputs: dict[int, Tensor] = {}
+        self.shared: dict[Key, Tensor] = {}
+        self.outside: dict[Key, Tensor] = {}
+        self.values: list[Tensor] = []
+
+    def run(self) -> Tensor:
+        """Go through all pieces; return the value."""
+        detached = list(self.leaves)
+        for number in self._differentiable(self.leaves):
+            detached[number] = detached[number].detach()
+        check = self.job.choices["check"] and self.cotangent is None
+        for number, (start, length, piece) in enumerate(self.job.split(detached)):
+            before = random_states(devices_of(piece)) if check else {}
+            self._piece(start, length, piece)
+            if check and number == 1:
+                self._compare(detached, before)
+        self.inputs = {n: self._final(self.inputs[n], self.leaves[n]) for n in sorted(self.inputs)}
+        self.shared = {key: self._final(g, self.outside[key]) for key, g in self.shared.items()}
+        return self.job.join(self.values)
+
+    def _final(self, gradient: Tensor, like: Tensor) -> Tensor:
+        """Return the gradient of all pieces, as it is kept."""
+        if self.keep == "recompute":
+            return gradient
+        # A sum over pieces is of a wider dtype than its terms.
+        rounded = gradient if isinstance(self.keep, torch.dtype) else gradient.to(like.dtype)
+        return to_keep(rounded, self.keep)
+
+    @staticmethod
+    def _differentiable(leaves: list[Any]) -> list[int]:
+        return [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+    def _piece(self, start: int, length: int, piece: list[Any]) -> None:
+        # Locals of this function must be gone before the next piece is evaluated.
+        job = self.job
+        numbers = self._differentiable(self.leaves)
+        since = clock()
+        for number in numbers:
+            piece[number].requires_grad_()
+        output = job.evaluate(piece, length)
+        self.values.append(output.detach().clone())
+        if not output.requires_grad:
+            if numbers:
+                why = "it returned a detached value, but there are inputs that require a gradient"
+                instead = "compute it without detach, .data and no_grad, or call fn by itself"
+                raise bad(job.where, why, instead)
+            return
+        sources, doubt = reached(output, since, self.known, job.fn)
+        own = {key: n for n in numbers if (key := (id(piece[n]), 0)) in sources}
+        outside = {key: tensor for key, tensor in sources.items() if key not in own}
+        if self.cotangent is None:
+            self._decide(output, piece, own, outside)
+        self.outside |= outside
+        if self.keep == "recompute":
+            for number in own.values():
+                self.inputs.setdefault(number, self.leaves[number])
+            self.shared |= outside
+            return
+        targets = [sources[key] for key in own] + list(outside.values())
+        with surroundings(job.autocast, backward=True), undisturbed(outside.values()):
+            seed = job.seed(output, self.cotangent, start)
+            gradients = torch.autograd.grad(output, targets, seed, retain_graph=doubt, allow_unused=True)
+        for number, gradient in zip(own.values(), gradients, strict=False):
+            axis = job.axes[number]
+            where = None if axis is None else (axis, start, length)
+            self._add(self.inputs, number, gradient, self.leaves[number], where)
+        for key, gradient in zip(outside, gradients[len(own) :], strict=True):
+            self._add(self.shared, key, gradient, outside[key])
+
+    def _decide(
+        self, output: Tensor, piece: list[Any], own: dict[Key, int], outside: dict[Key, Tensor]
+    ) -> None:
+        """Decide what to keep; refuse gradients that cannot be scaled and, under ``check``, mixed samples."""
+        job = self.job
+        whole = [piece[n] for n in own.values() if n not in job.rows] if job.rows else []
+        shared = [*whole, *outside.values()] if job.rows else []
+        if self.budget is not None:
+            targets = [self.leaves[n] for n in own.values()] + list(outside.values())
+            self.keep = choose_keep(byte_count(self.budget), self.leaves, targets, bool(shared))
+            self.budget = None
+        if shared and self.keep != "recompute":
+            names = {id(tensor): name for name, tensor in tensors_of(job.fn)}
+            tensor = shared[0]
+            raise PackpropError(
+                ASKED,
+                f"{names.get(id(tensor)) or 'a tensor'} of shape {list(tensor.shape)}, which all "
+                f"samples share in {job.where}",
+                "with one value per sample, what arrives for each of them would have to scale "
+                "its own share of this tensor's gradient, and only the sum over samples is kept",
+                "give weights=, if they are known by now; or keep='recompute'; or return the sum",
+            )
+        if job.rows and job.choices["check"]:
+            probe(output, {n: piece[n] for n in own.values() if n in job.rows}, job.where)
+
+    def _add(
+        self,
+        store: dict[Any, Tensor],
+        key: Any,
+        gradient: Tensor | None,
+        like: Tensor,
+        where: tuple[int, int, int] | None = None,
+    ) -> None:
+        """Put a piece's gradient in its place (axis, start, length), or on top of the others."""
+        if gradient is None:
+            return
+        if len(self.job.spans) == 1:
+            store[key] = gradient
+        elif gradient.layout is not torch.strided:
+            store[key] = store[key] + gradient if key in store else gradient
+        elif where is None:
+            if key not in store:
+                store[key] = torch.zeros_like(like, dtype=accumulation_dtype(like.dtype))
+            store[key].add_(gradient)
+        else:
+            if key not in store:
+                store[key] = to_keep(torch.zeros_like(like), self.keep)
+            store[key].narrow(*where).copy_(gradient, non_blocking=True)
+
+    def _compare(self, leaves: list[Any], before: dict[torch.device, Tensor]) -> None:
+        """Refuse a function whose value for its first two pieces together is not that of the two joined."""
+        job = self.job
+        after = random_states(devices_of(leaves))
+        if any(not torch.equal(state, after[device]) for device, state in before.items()):
+            text = f"check=True: {job.where} draws random numbers, so its pieces were not compared"
+            warnings.warn(text, PackpropWarning, stacklevel=6)
+            return
+        (_, first), (middle, second) = job.spans[:2]
+        both = [
+            leaf if axis is None else leaf.narrow(axis, 0, middle + second)
+            for leaf, axis in zip(leaves, job.axes, strict=True)
+        ]
+        with torch.no_grad():
+            together = job.evaluate(both, first + second)
+        apart = job.join(self.values[:2])
+        tolerance = torch.finfo(apart.dtype).eps ** 0.5
+        if apart.shape != together.shape or not torch.allclose(
+            apart, together, tolerance, tolerance, equal_nan=True
+        ):
+            raise bad(
+                f"chunks={job.choices['chunks']} with {job.where}",
+                f"its first two pieces give {apart.tolist()} apart, {together.tolist()} together",
+                "reduction='mean', if it averages; or let it sum, and divide the value; or chunks "
+                "along an axis whose entries do not meet",
+            )
+
+
+def probe(output: Tensor, rows: dict[int, Tensor], where: str) -> None:
+    """Refuse a function in which the value of a sample depends on another sample's input.
+
+    Two samples differ in some binary digit of their numbers. For each digit, one seed selects the
+    values of samples that have it set, one the others: any dependence between two samples shows as a
+    gradient in the row of a sample that was not selected.
+    """
+    index = torch.arange(len(output), device=output.device)
+    for digit in range((len(output) - 1).bit_length()):
+        ones = index >> digit & 1 == 1
+        for selected in (ones, ~ones):
+            gradients = torch.autograd.grad(
+                output, list(rows.values()), selected.to(output), retain_graph=True, allow_unused=True
+            )
+            for number, gradient in zip(rows, gradients, strict=True):
+                if gradient is None:
+                    continue
+                leak = gradient[~selected].nan_to_num(0).ne(0).reshape(len(gradient[~selected]), -1).any(1)
+                if leak.any():
+                    sample = index[~selected][leak][0].item()
+                    raise bad(
+                        where,
+                        f"values of other samples depend on sample {sample} of input {number}, "
+                        "so a factor per sample cannot scale its gradient",
+                        "return the sum over samples, or keep='recompute'",
+                    )

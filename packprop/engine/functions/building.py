@@ -1,0 +1,149 @@
+"""Parts of rules: the selection of samples, and the two common kinds of entries."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from packprop.engine.algebra.order import fold_swapped, fold_to
+from packprop.engine.algebra.structures import Dense, Outer, Structure, filled_up
+from packprop.engine.functions.entry import Cotangents, Entry, Fans, Samples, Scratch, StructureOf
+from packprop.engine.functions.node_calls import NodeCall
+from packprop.engine.tensors.layout import Layout
+from packprop.engine.tensors.precision import accumulation_dtype
+
+
+def select_samples(tensor: Tensor, samples: Samples, skip: int = 0) -> Tensor:
+    """Return some samples of a tensor, along axis ``skip``, in at least single precision."""
+    if isinstance(samples, Tensor):
+        tensor = tensor.index_select(skip, samples.to(tensor.device))
+    elif samples != slice(None):
+        tensor = tensor[(slice(None),) * skip + (samples,)]
+    return tensor.to(accumulation_dtype(tensor.dtype))
+
+
+def rowwise(build: Callable[..., Structure], *inputs: Callable[[], Tensor]) -> StructureOf:
+    """Return ``structure_of`` for inputs with the samples on the same axis as the output.
+
+    ``build`` takes the cotangent ``[v, n, ...]`` and the inputs ``[n, ...]`` of the chosen samples.
+    """
+
+    def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
+        layout, cotangent = layouts[0], cotangents[0]
+        if cotangent is not None:
+            cotangent = select_samples(layout.to_front(cotangent, 1), samples, 1)
+        chosen = (select_samples(layout.to_front(saved()), samples) for saved in inputs)
+        structure = build(cotangent, *chosen)
+        return structure if layout.rows is None else filled_up(structure)
+
+    return structure_of
+
+
+def affine(call: NodeCall, x: Callable[[], Tensor], *, transposed: bool = False, factor: float = 1.0) -> Entry:
+    """Return the entry of a weight ``[o, i]`` that is applied to the last axis of an input ``[..., i]``.
+
+    Args:
+        call: The node, and the place of the weight.
+        x: Returns the input.
+        transposed: Whether the node takes the weight as ``[i, o]``.
+        factor: A number that multiplies the input.
+    """
+    operand = call.operand
+    shape = operand.tensor.shape
+    fold = (fold_swapped if transposed != operand.is_transposed else fold_to)(shape)
+    fan_in = operand.shape[0 if transposed else -1]
+    fan_out = math.prod(shape) // fan_in
+
+    def build(cotangent: Tensor | None, x: Tensor) -> Structure:
+        if cotangent is not None:
+            cotangent = cotangent.reshape(*cotangent.shape[:2], -1, 1, fan_out)
+        x = x if factor == 1.0 else x * factor  # not the cotangent, which a pass may leave out
+        return Outer(x.reshape(x.shape[0], -1, 1, fan_in), cotangent, fold)
+
+    last = len(call.shape) - 1
+    return Entry(
+        operand.tensor,
+        "Outer",
+        rowwise(build, x),
+        admits=lambda axis: axis != last,
+        scratch=Scratch(inputs_only=fan_in),
+        fans=Fans(1, fan_in, fan_out),
+        linear=True,
+    )
+
+
+def scaled(
+    call: NodeCall,
+    factor: Callable[[], Tensor] | float = 1.0,
+    *,
+    aligned: Sequence[int] | None = None,
+    linear: bool = False,
+) -> Entry:
+    """Return the entry of a parameter that scales entries of the output: ``y = parameter * factor + ...``.
+
+    Args:
+        call: The node, and the place of the parameter.
+        factor: Returns the factor, broadcast against the output; or a number.
+        aligned: The parameter's shape among the output's axes, if it is not aligned on the right.
+        linear: Whether ``factor`` is known not to depend on the parameter; numbers never do.
+    """
+    parameter = call.operand.tensor
+    broadcast_shape = tuple(aligned or call.aligned)
+
+    def structure_of(
+        cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples, power: int = 1
+    ) -> Structure:
+        layout, cotangent = layouts[0], cotangents[0]
+        if cotangent is None:
+            return Dense(None)
+        product = select_samples(layout.to_front(cotangent, 1), samples, 1)
+        if callable(factor):
+            shape = torch.Size(cotangent.shape[1:])
+            product = product * select_samples(layout.to_front(factor().expand(shape)), samples) ** power
+        elif factor != 1.0:
+            product = product * factor**power
+        rows = sum_over_broadcast(product, layout, broadcast_shape, samples)
+        return Dense(rows.reshape(*rows.shape[:2], *parameter.shape))
+
+    linear = linear or not callable(factor)
+    return Entry(
+        parameter,
+        "Scale",
+        structure_of,
+        linear=linear,
+        constant=not callable(factor),
+        squares=functools.partial(structure_of, power=2) if linear else None,
+    )
+
+
+def sum_over_broadcast(
+    product: Tensor, layout: Layout, broadcast_shape: tuple[int, ...], samples: Samples
+) -> Tensor:
+    """Sum ``[v, n, (k), *rest]`` over the axes that a parameter is broadcast over, except the samples.
+
+    ``k`` are the positions that share the samples' axis; ``broadcast_shape`` is the parameter's shape among the
+    output's axes.
+    """
+    rest, along_samples = broadcast_shape, 1  # the parameter's extent along the samples' axes
+    if layout.axis is not None:
+        along_samples = math.prod(broadcast_shape[layout.axis : layout.behind])
+        before, behind = broadcast_shape[: layout.axis], broadcast_shape[layout.behind :]
+        rest = before + behind
+        if layout.folded:  # parts keep the place of the sample axis
+            rest = (*before, 1 if along_samples == 1 else layout.parts, *behind)
+    summed = [2 + axis for axis, size in enumerate(rest) if size == 1 and product.shape[2 + axis] != 1]
+    rows = product.sum(summed, keepdim=True) if summed else product.clone()  # never a view of the cotangent
+    if along_samples == 1:
+        return rows
+    # each sample has its own entries of the parameter: its row is zero elsewhere
+    index = torch.arange(layout.samples, device=rows.device)
+    chosen = index[samples.to(rows.device) if isinstance(samples, Tensor) else samples]
+    full = rows.new_zeros(rows.shape[0], len(chosen), layout.samples, *rows.shape[2:])
+    full[:, torch.arange(len(chosen), device=rows.device), chosen] = rows
+    back = layout.from_front(full, 2)
+    shared = [2 + axis for axis in layout.axes if layout.joined and broadcast_shape[axis] == 1]
+    return back.sum(shared, keepdim=True) if shared else back

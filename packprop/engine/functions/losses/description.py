@@ -1,0 +1,261 @@
+"""Descriptions of loss functions: interacting entries, weights, divisor, and the root of the Hessian.
+
+They refer to the canonical form of a loss's input, ``[n, t, c]``: samples, positions whose terms are
+independent given the input, and the entries of one position (classes, or 1). A loss over N samples with T
+positions of C entries has ``T * C`` columns: one for each position and entry, for all samples at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.engine.functions.losses.links import Link
+from packprop.engine.tensors.layout import Layout, layout_of_rows
+from packprop.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Root:
+    """The square root of the Hessian of a loss's terms.
+
+    Args:
+        columns: Number of columns of one position.
+        position: ``(t, start, stop) -> [k, n, c]``, some columns at position ``t``.
+        draw: ``(draws, generator) -> [m, n, t, c]``, gradients of the loss for drawn targets. The expectation
+            of their outer products is the Hessian. They are not divided by ``sqrt(draws)``.
+        entrywise: A root with one column for each entry, if this one has fewer.
+    """
+
+    columns: int
+    position: Callable[[int, int, int], Tensor]
+    draw: Callable[[int, torch.Generator | None], Tensor]
+    entrywise: Root | None = None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The description of one call of a loss function.
+
+    Args:
+        class_axis: Axis of the input whose entries interact; ``None`` if every entry has its own term.
+        weight: Factors on the terms before reduction, of the input's shape without ``class_axis``; a number if
+            all are equal. A weight of the input's full shape is summed along ``class_axis``.
+        divisor: The divisor of the sum of terms: 1 for ``sum`` and ``none``, ``None`` if unknown.
+        root: Maps the canonical input ``[n, t, c]`` and the scale of each term ``[n, t]`` to the root; ``None``
+            to compute the root from second derivatives of the loss.
+        refusal: The reason why the loss has no useful curvature, and what to use instead. With a link, it
+            applies if the link has not made the input.
+        sample_axis: The axis of the input that holds the samples and nothing else; ``None`` for the leading
+            axis, which may also hold positions.
+        one_sample: Whether the input has no axis of samples.
+        link: The function that must have made the input: the root is that in the input of this function. If it
+            takes rows, ``class_axis`` may be ``None``, and packprop finds the axis on the graph.
+    """
+
+    class_axis: int | None
+    weight: Tensor | float
+    divisor: Tensor | float | None
+    root: Callable[[Tensor, Tensor], Root] | None
+    refusal: tuple[str, str] | None = None
+    sample_axis: int | None = None
+    one_sample: bool = False
+    link: Link | None = None
+
+
+Rule = Callable[..., Loss]
+"""Maps the arguments of a loss function to the description of this call."""
+
+
+LOSSES: dict[Callable[..., Any], Rule] = {}
+"""Rules by loss function."""
+
+
+INPUT_NAMES: dict[Callable[..., Any], str] = {}
+"""Names of the first arguments of loss functions, if they are not ``input``."""
+
+
+NODES: dict[str, Callable[[Sequence[int]], Loss]] = {}
+"""Rules for losses that were not recorded, by the name of their node; a rule takes the shape of the input."""
+
+
+def of_node(name: str) -> Callable[[Sequence[int]], Loss] | None:
+    """Return the rule for the loss of a node, if its samples are not on the usual axis."""
+    return NODES.get(name.rstrip("0123456789"))
+
+
+def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> Callable[[Rule], Rule]:
+    """Register a rule for the curvature of a loss function.
+
+    The decorated rule has the signature of the loss function and returns a ``Loss``. With ``root=None``
+    packprop computes the Hessian of each sample by double backward and factorises it. This is right for any
+    twice differentiable convex loss, but slow for many outputs.
+
+    Args:
+        functions: The loss functions, or classes of loss modules without parameters, whose ``forward`` has the
+            signature. packprop sees calls of an extended module; those of a function it sees inside
+            ``record()``, if PyTorch hands them on. ``torch.overrides.wrap_torch_function`` does that for yours.
+        input_name: Name of their first argument, which takes the model's output.
+
+    Raises:
+        BadInput: If one of them is neither, or a function whose calls PyTorch does not hand on.
+    """
+    for each in functions or (None,):
+        _require_seen(each)
+
+    def register(rule: Rule) -> Rule:
+        LOSSES.update(dict.fromkeys(functions, rule))
+        if input_name != "input":
+            INPUT_NAMES.update(dict.fromkeys(functions, input_name))
+        return rule
+
+    return register
+
+
+def _require_seen(function: Any) -> None:
+    """Raise if no call of a loss would ever be seen."""
+    if isinstance(function, type) and issubclass(function, torch.nn.Module):
+        return
+    if isinstance(function, torch.nn.Module) or not callable(function) or isinstance(function, type):
+        raise BadInput(
+            "register_loss(...) was called.",
+            "no function" if function is None else f"argument of type {type(function).__name__}",
+            "a rule belongs to a loss function, or to a class of loss modules",
+            "decorate the rule with @packprop.register_loss(MyLoss), where MyLoss is the class of a module "
+            "without parameters that takes the model's output and the targets",
+        )
+    names = function.__code__.co_names if isinstance(function, FunctionType) else ("handle_torch_function",)
+    if "handle_torch_function" not in names:
+        raise BadInput(
+            "register_loss(...) was called.",
+            f"function {function.__name__}",
+            "PyTorch does not hand its calls on, so that packprop sees those of the functions inside alone",
+            "put it into the forward of a module without parameters, register the class of that, and extend "
+            "the module that you call: @packprop.register_loss(MyLoss), loss = packprop.extend(MyLoss()); or "
+            "decorate the function with @torch.overrides.wrap_torch_function(lambda input, target: (input, "
+            "target)), and call it inside `with packprop.record():`",
+        )
+
+
+def canonical(tensor: Tensor, layout: Layout, class_axis: int | None, skip: int = 0) -> Tensor:
+    """Return the canonical form ``[*skipped, n, t, c]`` of a loss's input, or of columns ``[*skipped, *f]``."""
+    inner, rest = without_classes(layout, tensor.shape[skip:], class_axis)
+    classes = 1
+    if class_axis is not None:
+        classes = tensor.shape[class_axis + skip]
+        tensor = tensor.movedim(class_axis + skip, -1).reshape(*tensor.shape[:skip], *rest, classes)
+    front = inner.to_front(tensor, skip)
+    return front.reshape(*front.shape[: skip + 1], -1, classes)
+
+
+def from_canonical(tensor: Tensor, shape: torch.Size, layout: Layout, class_axis: int | None) -> Tensor:
+    """Invert ``canonical`` for columns ``[v, n, t, c] -> [v, *f]``."""
+    inner, rest = without_classes(layout, shape, class_axis)
+    classes = () if class_axis is None else (shape[class_axis],)
+    front = tensor.reshape(tensor.shape[0], *inner.front_shape(rest), *classes)
+    back = inner.from_front(front, 1)
+    return back if class_axis is None else back.movedim(-1, class_axis + 1).reshape(-1, *shape)
+
+
+def without_classes(layout: Layout, shape: torch.Size, class_axis: int | None) -> tuple[Layout, torch.Size]:
+    """Return layout and shape of a tensor without its axis of classes.
+
+    The single row of classes of a loss that takes one row becomes a row of one entry.
+    """
+    if class_axis is None:
+        return layout, shape
+    if layout.axis == class_axis and layout.rows is not None:
+        return layout_of_rows(0, layout.rows.sample_of[:1], layout.samples), torch.Size([1])
+    if layout.axis is not None and layout.axis > class_axis:
+        layout = layout._replace(axis=layout.axis - 1)
+    return layout, torch.Size([*shape[:class_axis], *shape[class_axis + 1 :]])
+
+
+def weight_of_terms(loss: Loss, factor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the factors on the terms of a loss whose output is multiplied by ``factor``, without classes."""
+    weight = loss.weight * factor
+    if loss.class_axis is None or weight.dim() < len(shape):
+        return weight
+    return weight.sum(loss.class_axis)
+
+
+def input_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the argument with the model's output: the first one, by place or by name."""
+    return args[0] if args else kwargs.get(INPUT_NAMES.get(function, "input"))
+
+
+def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loss:
+    """Describe one call of a loss; a function without a rule counts as differentiable, and no more."""
+    rule = LOSSES.get(function) or LOSSES.get(getattr(function, "module_class", function))
+    if rule is None:
+        return Loss(None, 1.0, None, None)
+    loss = rule(*args, **kwargs)
+    if not isinstance(loss, Loss):
+        raise BadInput(
+            "A quantity beyond the gradient was asked for.",
+            f"the rule {getattr(rule, '__name__', rule)} that is registered for {function.__name__}",
+            f"it returned {type(loss).__name__}, where the description of a loss was expected",
+            "return packprop.functions.Loss(class_axis, weight, divisor, root), with what the sum of terms is "
+            "divided by as divisor, and root=None if nothing faster is known than second derivatives",
+        )
+    return loss
+
+
+def divisors(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    layout: Layout,
+    groups: Sequence[Sequence[int]],
+) -> list[Tensor | float] | None:
+    """Return the divisor of one call of a loss, and those of calls for each group of samples.
+
+    Return ``None`` if they are not known.
+
+    Args:
+        function: The loss function.
+        args: Its arguments, by place; for the input, the shape is enough.
+        kwargs: Its arguments, by name.
+        layout: The place of samples in its input.
+        groups: Indices of samples.
+    """
+    whole = describe(function, args, kwargs)
+    if whole.divisor is None:
+        return None
+    if not isinstance(whole.divisor, Tensor) and whole.divisor == 1:  # a sum, or terms without a reduction
+        return [1.0] * (1 + len(groups))
+    if layout.axis is None or layout.axis == whole.class_axis or layout.joined:
+        return None
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    given = list(bound.arguments.items())
+    shape = given[0][1].shape
+    inner, rest = without_classes(layout, shape, whole.class_axis)
+    found: list[Tensor | float] = [whole.divisor]
+    owners = layout.sample_of(torch.device("cpu"))
+    for group in groups:
+        chosen, places = dict(given), torch.isin(owners, torch.tensor(list(group))).nonzero().flatten()
+        for place, (name, value) in enumerate(given):
+            if not isinstance(value, Tensor) or (name == "weight" and whole.class_axis is not None):
+                continue
+            own = places.to(value.device)
+            if place == 0:  # only its shape matters, and its values may be freed
+                sizes = [*shape[: layout.axis], len(own), *shape[layout.behind :]]
+                chosen[name] = value.new_empty(()).expand(sizes)
+            elif value.shape == shape:
+                chosen[name] = value.index_select(layout.axis, own)
+            elif place == 1 and value.shape == rest:  # targets that are classes
+                assert inner.axis is not None
+                chosen[name] = value.index_select(inner.axis, own)
+            elif value.shape != shape[layout.behind :][-1:]:  # samples may be broadcast against it
+                return None
+        divisor = describe(function, (), chosen).divisor
+        if divisor is None:
+            return None
+        found.append(divisor)
+    return found

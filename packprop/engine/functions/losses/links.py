@@ -1,0 +1,54 @@
+"""Functions that belong to the loss after them, such as ``log_softmax`` before ``nll_loss``.
+
+# NOTE [Links]
+Some losses take probabilities, rates, or logarithms of them. They are linear in these, like ``nll_loss`` and
+``kl_div``, or their curvature in these is unrelated to their curvature in the model's output. In the input of
+the ``log_softmax``, ``sigmoid`` or ``exp`` before them, they are ``cross_entropy``,
+``binary_cross_entropy_with_logits`` and ``poisson_nll_loss`` of logarithms. packprop takes the curvature in
+this input, so it does not depend on where you say that the model ends and the loss begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from packprop.engine.functions.nodes import names_of_nodes
+from packprop.engine.functions.operands import REARRANGING
+
+CARRYING = (REARRANGING - names_of_nodes("Cat Stack Tril Triu Neg")) | names_of_nodes(
+    "Index IndexSelect MaskedSelect HandedOn"
+)
+"""Nodes with one input, whose entries are those of the result; they may come after a link."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A function that must have made the input of a loss; packprop takes the curvature in its input.
+
+    Args:
+        chains: Names of the nodes that it may leave, from its output to its input.
+        undone: Maps its output to its input, up to differences that do not change the loss.
+        of_rows: Whether it combines the entries along one axis.
+    """
+
+    chains: tuple[tuple[str, ...], ...]
+    undone: Callable[[Tensor], Tensor]
+    of_rows: bool = False
+
+
+def _log_odds(probabilities: Tensor) -> Tensor:
+    limits = torch.finfo(probabilities.dtype)
+    return probabilities.clamp(limits.tiny, 1 - limits.eps / 2).logit()
+
+
+def _logarithm(rates: Tensor) -> Tensor:
+    return rates.clamp(min=torch.finfo(rates.dtype).tiny).log()
+
+
+LOG_SOFTMAX = Link((("LogSoftmax",), ("Log", "Softmax")), lambda log_probabilities: log_probabilities, True)
+SIGMOID = Link((("Sigmoid",),), _log_odds)
+EXPONENTIAL = Link((("Exp",),), _logarithm)

@@ -1,0 +1,177 @@
+"""Square roots of the Hessians of losses, and Monte Carlo draws from the same distributions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from packprop.engine.algebra.decompositions import eigh
+from packprop.engine.functions.losses.description import Root
+from packprop.engine.tensors.dry import has_fault
+from packprop.engine.tensors.precision import accumulation_dtype
+from packprop.errors import PackpropError
+
+MANY_CLASSES = 256
+"""From more classes than this, packprop draws one in two steps."""
+
+
+def softmax_root(logits: Tensor, scale: Tensor) -> Root:
+    """Return the root of ``scale * (diag(p) - p p^T)``, which has rank ``c - 1``.
+
+    Draws are ``sqrt(scale) (p - e_y)``, and entrywise columns are ``sqrt(scale p_k) (e_k - p)``. These columns
+    are linearly dependent: weighted by ``sqrt(p)`` they sum to zero. A reflection that maps ``sqrt(p)`` to the
+    last class z (Householder 1958) leaves the columns
+    ``sqrt(scale p_k) (e_k - (p + sqrt(p_z) e_z) / (1 + sqrt(p_z)))`` of the other classes.
+    """
+    strength = scale.sqrt()
+    classes = logits.shape[-1]
+
+    @cache
+    def log_p() -> Tensor:
+        return logits.log_softmax(-1)
+
+    def entrywise(t: int, start: int, stop: int) -> Tensor:
+        log_p_t = log_p()[:, t]
+        unit = torch.eye(classes, dtype=log_p_t.dtype, device=log_p_t.device)[start:stop]
+        root = (0.5 * log_p_t[:, start:stop]).exp()  # stays differentiable where p underflows
+        return (unit[:, None] - log_p_t.exp()) * root.T[..., None] * strength[:, t, None]
+
+    def draw(draws: int, generator: torch.Generator | None) -> Tensor:
+        p = logits.softmax(-1)
+        index = drawn_classes(p.detach().reshape(-1, classes), draws, generator)
+        index = index.T.reshape(draws, *p.shape[:-1], 1)
+        less = p.new_full((), -1.0).expand(index.shape)
+        if p.requires_grad or strength.requires_grad:
+            return p.expand(draws, *p.shape).scatter_add(-1, index, less) * strength[..., None]
+        columns = p[None] if draws == 1 else p.repeat(draws, *[1] * p.dim())
+        # in place: the columns are as large as the logits, and memory may not hold more
+        return columns.scatter_add_(-1, index, less).mul_(strength[..., None])
+
+    def reflected(t: int, start: int, stop: int) -> Tensor:
+        log_p_t = log_p()[:, t].to(accumulation_dtype(logits.dtype))
+        p, root = log_p_t.exp(), (0.5 * log_p_t).exp()
+        factor, last = root[:, start:stop] * strength[:, t, None], root[:, -1:]
+        complement, divisor = (1 - p)[:, start:stop], 1 + last
+        large = p > 0.5  # at most one class, for which 1 - p would cancel
+        others = torch.where(large, 0.0, p).sum(-1, keepdim=True)
+        complement = torch.where(large[:, start:stop], others, complement)
+        off_diagonal = torch.cat([p[:, :-1] / divisor, last], -1).neg()
+        columns = factor.T.contiguous()[..., None] * off_diagonal
+        columns.diagonal(start, 0, 2).copy_(factor * (complement + last) / divisor)
+        return columns.to(logits.dtype)
+
+    every_class = Root(classes, entrywise, draw)
+    return every_class if classes == 1 else Root(classes - 1, reflected, draw, every_class)
+
+
+def drawn_classes(p: Tensor, draws: int, generator: torch.Generator | None) -> Tensor:
+    """Draw classes with the probabilities in each row ``[k, c]``: ``[k, m]``.
+
+    A draw takes a random number for each class. For many classes, packprop first draws a block of classes, and
+    then a class in the block.
+    """
+    classes = p.shape[-1]
+    if classes <= MANY_CLASSES:
+        return _drawn(p, draws, generator)
+    width = math.isqrt(classes)
+    whole = classes // width * width
+    blocks = [p[:, :whole].unflatten(-1, (-1, width))]
+    if whole < classes:  # rows that are not finite could draw an empty block
+        blocks.append(p[:, None, whole:])
+    sums = torch.cat([each.sum(-1, dtype=accumulation_dtype(p.dtype)) for each in blocks], -1)
+    block = _drawn(sums, draws, generator)
+    places = block[..., None] * width + torch.arange(width, device=p.device)
+    inside = p.gather(-1, places.clamp(max=classes - 1).flatten(1)).view_as(places)
+    inside = inside.where(places < classes, 0.0).flatten(0, 1)
+    drawn = block * width + _drawn(inside, 1, generator).view_as(block)
+    return drawn.clamp_(max=classes - 1)  # rows that are not finite may draw an empty place
+
+
+def _drawn(p: Tensor, draws: int, generator: torch.Generator | None) -> Tensor:
+    """Draw classes ``[k, m]`` from rows ``[k, c]`` that are proportional to their probabilities."""
+    finite = p.isfinite().all(-1, keepdim=True)  # if not, the column is NaN for any target
+    return torch.multinomial(
+        torch.where(finite, p, 1.0 / p.shape[-1]), draws, replacement=True, generator=generator
+    )
+
+
+def gaussian_root(outputs: Tensor, scale: Tensor) -> Root:
+    """Return the root of ``2 * scale`` for each entry; draws are from ``Normal(f, sqrt(1/2))``."""
+    strength = (2 * scale).sqrt()
+
+    def draw(draws: int, generator: torch.Generator | None) -> Tensor:
+        noise = torch.randn(
+            draws, *outputs.shape, dtype=outputs.dtype, device=outputs.device, generator=generator
+        )
+        return noise * strength[..., None]
+
+    return Root(1, _entrywise(strength), draw)
+
+
+def bernoulli_root(logits: Tensor, scale: Tensor) -> Root:
+    """Return the root of ``scale * q (1 - q)`` for each entry, with ``q`` the sigmoid.
+
+    Draws are ``sqrt(scale) (q - y)``.
+    """
+    q = logits.sigmoid()
+    strength = scale.sqrt()
+    deviation = (0.5 * (F.logsigmoid(logits) + F.logsigmoid(-logits))).exp()
+
+    def draw(draws: int, generator: torch.Generator | None) -> Tensor:
+        uniform = torch.rand(draws, *q.shape, dtype=q.dtype, device=q.device, generator=generator)
+        return (q - (uniform < q.detach()).to(q.dtype)) * strength[..., None]
+
+    return Root(1, _entrywise(deviation.squeeze(-1) * strength), draw)
+
+
+def poisson_root(logarithms: Tensor, scale: Tensor) -> Root:
+    """Return the root of ``scale * rate`` for each entry, given log-rates.
+
+    Draws are ``sqrt(scale) (rate - y)``.
+    """
+    strength = scale.sqrt()
+
+    def draw(draws: int, generator: torch.Generator | None) -> Tensor:
+        rate = logarithms.exp()
+        mean = torch.where(rate.isfinite(), rate, 0.0).detach()  # else the column is not finite either
+        counts = torch.poisson(mean.expand(draws, *mean.shape).contiguous(), generator)
+        return (rate - counts) * strength[..., None]
+
+    return Root(1, _entrywise((0.5 * logarithms).exp().squeeze(-1) * strength), draw)
+
+
+def matrix_root(hessian: Tensor) -> Root:
+    """Return the root of any positive semi-definite Hessian ``[n, c, c]``.
+
+    Draws are sums of the columns with random signs.
+    """
+    values, vectors = eigh(hessian)
+    largest = values.abs().amax().clamp(min=torch.finfo(values.dtype).tiny)
+    tolerance = largest * hessian.shape[-1] * torch.finfo(values.dtype).eps * 10
+    if has_fault((values < -tolerance).any()):
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            "the loss function",
+            f"its Hessian with respect to the model's output is not positive semi-definite (an eigenvalue "
+            f"is {values.min().item():.3g})",
+            "use a loss that is convex in the model's output, or ask for Hessian quantities",
+        )
+    columns = (vectors * values.where(values > tolerance, 0).sqrt().unsqueeze(-2)).movedim(-1, 0)  # [k, n, c]
+
+    def draw(draws: int, generator: torch.Generator | None) -> Tensor:
+        shape = (draws, hessian.shape[0], columns.shape[0])
+        coin = torch.rand(shape, dtype=columns.dtype, device=columns.device, generator=generator)
+        signs = torch.where(coin < 0.5, -1.0, 1.0).to(columns.dtype)
+        return torch.einsum("mnk,knc->mnc", signs, columns).unsqueeze(2)
+
+    return Root(columns.shape[0], lambda t, start, stop: columns[start:stop], draw)
+
+
+def _entrywise(strength: Tensor) -> Callable[[int, int, int], Tensor]:
+    """Return columns for entries that are positions of their own, with one column each."""
+    return lambda t, start, stop: strength[None, :, t, None]

@@ -1,0 +1,292 @@
+"""A node of the autograd graph that a parameter enters: its inputs, and calls of the node by itself.
+
+# NOTE [Nodes as functions]
+A node is the derivative of one function, and holds the saved tensors that it needs. You can call it by itself
+on cotangents. It then returns the gradients of its own inputs, independently of the rest of the graph. This
+keeps the uses of a parameter apart if it is used twice, or again further up. The node returns the gradients of
+its formula, before autograd sums them over the axes along which a parameter was broadcast, so packprop can take
+the part of one sample before the sum. During a pass that is restricted to some leaves, a node computes only
+gradients of inputs that lead to these leaves. A sweep that calls nodes must therefore also go to their
+parameters.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+
+from packprop.engine.functions.nodes import RESHAPES, made_by, name_of_node, saved_option
+from packprop.engine.functions.saved import saved_again, saved_tensor
+from packprop.engine.tensors.dry import is_dry_run
+from packprop.engine.tensors.traced import is_traced
+
+MANY = 1024
+"""The largest number of nodes to remember."""
+
+
+_VECTORISED: dict[Any, bool] = {}
+"""Says, by name of a node and shapes of cotangents, whether a vectorised call of the node is right.
+
+PyTorch's batching rules of some functions are wrong, so packprop compares the first vectorised call of each
+node with a single call.
+"""
+
+
+Form = Literal["entries", "shape", "shape or transpose"]
+"""The requirement of a rule on a leaf: the entries of the node's input, its shape, or its shape transposed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """A tensor that was computed from parameters alone, given by its edge."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def grad_fn(self) -> Node:
+        """The node that made it."""
+        return self.edge.node
+
+    def numel(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+    def dim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A parameter as an input of a node.
+
+    Args:
+        tensor: The leaf, if only its shape or its type changed on the way to the node; else the tensor that was
+            computed from leaves.
+        shape: Its shape as an input of the node.
+        is_transposed: Whether the node takes the transpose of the leaf.
+    """
+
+    tensor: Any
+    shape: torch.Size
+    is_transposed: bool = False
+
+
+def operand_at(node: Node, place: int, form: Form = "entries") -> Operand:
+    """Return a node's input at one of its places, traced back to the leaf if only its form changed."""
+    above, number = node.next_functions[place]
+    assert above is not None
+    made = made_by(above)[number]
+    edge, shape, transposed = GradientEdge(above, number), torch.Size(made.shape), False
+    while (leaf := getattr(above, "variable", None)) is None:
+        name = name_of_node(above)
+        before = above.next_functions[0][0] if above.next_functions else None
+        turns = form == "shape or transpose" and is_transpose(above) and not transposed
+        if before is None or not (turns or name in RESHAPES or name == "ToCopy"):
+            break
+        if turns and torch.Size(made_by(above)[0].shape) != shape:
+            break
+        transposed, above = transposed or turns, before
+    wanted = shape[::-1] if transposed else shape
+    is_same = leaf is not None and leaf.dtype.is_complex == made.dtype.is_complex
+    if leaf is None or not is_same or (form != "entries" and torch.Size(leaf.shape) != wanted):
+        return Operand(Computed(edge, shape, made.dtype, made.device), shape)
+    return Operand(leaf, shape, transposed)
+
+
+def is_transpose(node: Node) -> bool:
+    """Tell whether a node transposes a matrix."""
+    name = name_of_node(node)
+    return name == "T" or (name == "Transpose" and len(made_by(node)[0].shape) == 2)
+
+
+def has_complex_numbers(node: Node) -> bool:
+    """Tell whether a node has complex inputs or outputs."""
+    if any(each.dtype.is_complex for each in made_by(node)):
+        return True
+    above = ((each, number) for each, number in node.next_functions if each is not None)
+    return any(made_by(each)[number].dtype.is_complex for each, number in above)
+
+
+@dataclass(frozen=True, eq=False)
+class NodeCall:
+    """A node, and one place where a parameter enters it.
+
+    Args:
+        node: The node.
+        place: The place of the parameter among its ``next_functions``, the tensor arguments of the function in
+            their order.
+        operand: The parameter, as an input of the node.
+        shapes: Shapes of its outputs.
+        holds: Whether to read the node's saved tensors now, because the node may be freed before they are
+            needed.
+    """
+
+    node: Any
+    place: int
+    operand: Operand
+    shapes: Sequence[torch.Size]
+    holds: bool
+
+    @property
+    def name(self) -> str:
+        """The name of the node, without the suffix of all nodes."""
+        return name_of_node(self.node)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the first output."""
+        return self.shapes[0]
+
+    @property
+    def aligned(self) -> tuple[int, ...]:
+        """The parameter's shape among the axes of the first output, aligned on the right."""
+        own = self.operand.shape
+        return (1,) * (len(self.shape) - len(own)) + tuple(own)
+
+    @property
+    def edge(self) -> GradientEdge:
+        """The edge of the parameter."""
+        return GradientEdge(*self.node.next_functions[self.place])
+
+    def saved(self, name: str | int) -> Callable[[], Tensor]:
+        """Return a function that returns a tensor saved by the node.
+
+        ``name``: the name in PyTorch's list of derivatives; for a ``torch.autograd.Function`` of your own the
+        index in its ``ctx.saved_tensors``.
+        """
+        if not self.holds:
+            return lambda: saved_tensor(self.node, name)
+        tensor: Tensor = saved_tensor(self.node, name)
+        return lambda: tensor
+
+    def option(self, name: str) -> Any:
+        """Return a number or a list that the node saved."""
+        return saved_option(self.node, name)
+
+    def has_option(self, name: str) -> bool:
+        """Tell whether the node has an option of this name: nodes of one family may differ."""
+        return hasattr(self.node, f"_saved_{name}")
+
+    @property
+    def is_sparse(self) -> bool:
+        """Tell whether torch's own gradient of a table is a sparse tensor, which no ``vmap`` makes dense."""
+        return self.has_option("sparse") and bool(self.option("sparse"))
+
+    def attribute(self, name: str) -> Any:
+        """Return a value that a ``torch.autograd.Function`` of your own has kept on its ``ctx``."""
+        return getattr(self.node, name)
+
+    def shape_at(self, place: int) -> torch.Size | None:
+        """Return the shape of the node's input at a place; ``None`` if it needs no gradient."""
+        above, number = self.node.next_functions[place]
+        return None if above is None else torch.Size(made_by(above)[number].shape)
+
+    def products(self, columns: Sequence[Tensor | None]) -> Tensor:
+        """Return gradients of the parameter from columns ``[v, *y]``, before autograd sums broadcast axes."""
+        given = [number for number, each in enumerate(columns) if each is not None]
+        there = [each for each in columns if each is not None]
+        count = len(there[0])
+
+        def pull(*each: Tensor) -> Tensor:
+            return self._product(dict(zip(given, each, strict=True)), len(columns))
+
+        def one_by_one() -> Tensor:
+            return torch.stack([pull(*(each[k] for each in there)) for k in range(count)])
+
+        key = (self.node.name(), self.place, *(tuple(each.shape[1:]) for each in there))
+        if count == 1 or self.is_sparse or _VECTORISED.get(key, True) is False:
+            return one_by_one()
+        try:
+            with warnings.catch_warnings():  # for functions that vmap calls once for each column
+                warnings.filterwarnings("ignore", "There is a performance drop")
+                made: Tensor = torch.vmap(pull)(*there)
+            if key in _VECTORISED or is_dry_run() or is_traced():
+                return made
+            if len(_VECTORISED) >= MANY:
+                _VECTORISED.clear()
+            _VECTORISED[key] = _is_sum(made, pull(*(each.sum(0) for each in there)))
+            if _VECTORISED[key]:
+                return made
+        except RuntimeError:
+            pass
+        return one_by_one()
+
+    def _product(self, cotangents: dict[int, Tensor], outputs: int) -> Tensor:
+        """Return the gradient of the parameter from one cotangent at each of some outputs."""
+        node, place = self.node, self.place
+        given: list[Tensor | None] = [cotangents.get(number) for number in range(outputs)]
+        first = next(iter(cotangents.values()))
+        run: Callable[..., Any] = node
+        if isinstance(
+            node, BackwardCFunction
+        ):  # it runs the user's code, which takes zeros for missing cotangents
+            run, place = node.apply, _place_of_gradient(node, place)
+            given = [first.new_zeros(s) if c is None else c for c, s in zip(given, self.shapes, strict=False)]
+        with saved_again(node):
+            out = run(*given)
+        product = out[place] if isinstance(out, tuple) else out
+        if product is None and not isinstance(node, BackwardCFunction):  # this pass does not go there
+            with saved_again(node):
+                out = in_a_pass_of_its_own(lambda: node(*given))
+            product = out[place] if isinstance(out, tuple) else out
+        if product is None:  # it does not depend on the parameter
+            return first.new_zeros(self.operand.shape)
+        strided: Tensor = product.to_dense() if product.is_sparse else product
+        return strided
+
+
+class _Inside(torch.autograd.Function):
+    """Calls a function in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, trigger: Tensor, run: Callable[[], Any], made: list[Any]) -> Tensor:
+        ctx.run, ctx.made = run, made
+        return trigger.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        ctx.made.append(ctx.run())
+        return None, None, None
+
+
+def in_a_pass_of_its_own(run: Callable[[], Any]) -> Any:
+    """Call a function inside an unrestricted backward pass, even if a restricted pass runs already."""
+    made: list[Any] = []
+    differentiable = torch.is_grad_enabled()
+    with torch.enable_grad():
+        trigger: Tensor = _Inside.apply(torch.zeros((), requires_grad=True), run, made)  # type: ignore[no-untyped-call]  # torch's own
+    torch.autograd.backward(trigger, create_graph=differentiable)
+    return made[0]
+
+
+def _place_of_gradient(node: Any, place: int) -> int:
+    """Return the position of a tensor's gradient among the values that a user's own function returns.
+
+    The function returns one value for each argument, but only tensors have places on the graph.
+    """
+    needs: tuple[bool, ...] = node.needs_input_grad
+    before = sum(above is not None for above, _ in node.next_functions[:place])
+    wanted = [number for number, need in enumerate(needs) if need]
+    return wanted[before] if before < len(wanted) else place
+
+
+def _is_sum(columns: Tensor, whole: Tensor) -> bool:
+    """Tell whether gradients of columns add up to that of their sum, as for any linear function."""
+    if not whole.numel() or columns.shape[1:] != whole.shape:
+        return columns.shape[1:] == whole.shape
+    total, wide = columns.sum(0), columns.abs().amax() * len(columns)
+    tolerance = torch.finfo(whole.dtype).eps ** 0.5
+    difference = (total - whole).abs().amax()
+    return not bool(difference > tolerance * wide) and bool(difference.isfinite() | ~wide.isfinite())

@@ -1,0 +1,50 @@
+"""Entries of the parameters of one node: by its rule, or by calling the node for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.autograd.graph import Node
+
+from packprop.engine.functions import rules
+from packprop.engine.functions.entry import Entry
+from packprop.engine.functions.node_calls import Computed, NodeCall, has_complex_numbers, operand_at
+from packprop.engine.functions.nodes import LINEAR, name_of_node
+from packprop.engine.functions.rearranging import of_leaf
+from packprop.engine.functions.registry import checked, rule_for
+from packprop.engine.functions.rules.lookup import of_table
+from packprop.engine.functions.samplewise import anywhere, samplewise
+
+__all__ = ["entries_of_node", "rules"]
+
+
+def entries_of_node(
+    node: Node, places: Iterable[int], shapes: Sequence[torch.Size], holds: bool
+) -> list[Entry]:
+    """Return one entry for each place of a node where a parameter enters it.
+
+    Args:
+        node: The node.
+        places: The places of parameters among its ``next_functions``.
+        shapes: Shapes of its outputs.
+        holds: Whether to read its saved tensors now.
+    """
+    rule = rule_for(node)
+    if rule is not None and has_complex_numbers(node):  # rules hold for real numbers
+        rule = None
+    entries = []
+    for place in places:
+        form = "entries" if rule is None else rule.form
+        call = NodeCall(node, place, operand_at(node, place, form), shapes, holds)
+        entry = None
+        if rule is not None and call.operand.tensor.numel():
+            entry = checked(call, rule)
+        if entry is None:
+            entry = samplewise(call, linear=name_of_node(node) in LINEAR)
+        else:
+            entry = anywhere(call, entry)
+        if isinstance(entry.parameter, Computed):
+            entry = of_table(call, entry)
+        entries.append(of_leaf(call, entry) if isinstance(entry.parameter, Computed) else entry)
+    return entries

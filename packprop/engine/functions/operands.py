@@ -1,0 +1,149 @@
+"""Tables of nodes with operands in which they are not differentiated.
+
+Such operands leave no edge on the graph, but may hold samples. Names are those of ``functions/nodes.py``. A
+node in no table may have any operands.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from packprop.engine.functions.entry import plain_options
+from packprop.engine.functions.nodes import (
+    ELEMENTWISE,
+    LINEAR,
+    PIECEWISE,
+    PRODUCTS,
+    kind_of,
+    name_of_node,
+    names_of_nodes,
+)
+
+SUMS = names_of_nodes("Add Sub Rsub Stack Cat")
+"""Sums of the inputs, or their concatenation."""
+
+
+ALIKE = names_of_nodes(
+    "Stack MseLoss SmoothL1Loss HuberLoss KlDiv BinaryCrossEntropy BinaryCrossEntropyWithLogits"
+)
+"""Functions whose operands have the same shape, to which an earlier node expands them."""
+
+
+HIDING = names_of_nodes("Where MaskedFill Lerp NativeDropout")
+"""Functions with an operand that the graph does not show: a condition, a mask, a weight."""
+
+
+ENTRY_BY_ENTRY = (
+    ALIKE
+    | HIDING
+    | names_of_nodes(
+        """
+    Add Sub Rsub Mul Div Pow Maximum Minimum Fmax Fmin Addcmul Addcdiv Clamp ClampMin ClampMax Fmod Remainder
+    Atan2 Hypot Copysign Xlogy SpecialXlog1Py Logaddexp Logaddexp2
+    """
+    )
+)
+"""Functions that broadcast their operands against each other, and combine them entry by entry."""
+
+
+EXPANDING = names_of_nodes("Expand Repeat")
+"""Functions that repeat entries along an axis, such as that of the samples."""
+
+
+WITH_SUMMAND = names_of_nodes("Addmm Addbmm Baddbmm Addmv Addr")
+"""Products with a summand that they do not save."""
+
+
+BY_DATA = names_of_nodes(
+    "Index IndexSelect Gather Take TakeAlongDim MaskedSelect Embedding EmbeddingBag IndexAdd Scatter ScatterAdd"
+)
+"""Functions that select rows by indices or masks."""
+
+
+INDEXED = BY_DATA | names_of_nodes("SelectScatter SliceScatter")
+"""Functions with indices as operands, or numbers in place of them."""
+
+
+VECTORS = names_of_nodes("Mv Dot")
+"""Products that sum over the axis of a vector, so that it is not in the shape of the result."""
+
+
+WHOLE = (
+    ELEMENTWISE
+    | LINEAR
+    | PIECEWISE
+    | PRODUCTS
+    | ENTRY_BY_ENTRY
+    | names_of_nodes(
+        """
+    Softmax LogSoftmax Logsumexp LinalgVectorNorm Norm LinalgSvd LinalgEigh LinalgDet LinalgSlogdet LinalgQr
+    LinalgCholeskyEx LinalgInvEx LinalgSolveEx Std Var StdMean VarMean Prod Cumprod Logcumsumexp SpecialEntr
+    SpecialNdtri Digamma Cdist Pdist Sgn Renorm WeightNormInterface ViewAsReal ViewAsComplex Real Imag Conj
+    Angle
+    """
+    )
+) - INDEXED
+"""Functions with an edge for each operand, except operands of ``HIDING`` functions."""
+
+
+REARRANGING = names_of_nodes(
+    """
+    View UnsafeView ReshapeAlias Permute Transpose T Expand Repeat Slice Select Cat Stack Unbind Split
+    SplitWithSizes Squeeze Unsqueeze Clone ToCopy Alias Flip Roll Diagonal Tril Triu Neg
+    """
+)
+"""Functions whose result has entries of operands, with either sign, or constants."""
+
+
+EXPONENTS = frozenset({"_saved_exponent", "_saved_ord", "_saved_p"})
+"""Numbers that decide whether a function is linear."""
+
+
+def is_linear(node: Node, dependent: Sequence[int]) -> bool:
+    """Tell whether a node is linear in some of its inputs, together and everywhere."""
+    return kind_of(node, dependent) == "linear" and name_of_node(node) not in PIECEWISE
+
+
+def has_kinks(node: Node) -> bool:
+    """Tell whether a node is piecewise linear, like the deviation of two numbers, which is their distance."""
+    name = name_of_node(node)
+    if name in ("LinalgVectorNorm", "Norm"):
+        return any(isinstance(option, float) and math.isinf(option) for option in options_of(node))
+    return name in PIECEWISE or name in ("Std", "StdMean")
+
+
+def options_of(node: Node) -> Sequence[Any]:
+    """Return a node's saved axes, places and exponents; no factors, which many loops change slowly."""
+    return [plain_options(getattr(node, name), name in EXPONENTS) for name in _options_of_type(type(node))]
+
+
+@functools.lru_cache(maxsize=1024)
+def _options_of_type(kind: type) -> tuple[str, ...]:
+    """Return private names of a type's saved values that are not tensors; tensors also have a raw form."""
+    names = {name for name in dir(kind) if name.startswith("_saved_")}
+    return tuple(sorted(name for name in names if f"_raw{name}" not in dir(kind)))
+
+
+def saved_constants(node: Node) -> Iterator[Tensor]:
+    """Return the saved tensors of a node that do not require a gradient."""
+    return (tensor for tensor in saved_tensors(node) if not tensor.requires_grad)
+
+
+def saved_tensors(node: Node) -> Iterator[Tensor]:
+    """Yield the saved tensors of a node.
+
+    Autograd shows them under names of its own, one for each operand; see PyTorch's notes on autograd.
+    """
+    for name in dir(node):
+        if not name.startswith("_saved_"):
+            continue
+        value = getattr(node, name)
+        for tensor in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(tensor, Tensor):
+                yield tensor

@@ -1,0 +1,135 @@
+"""The table of rules, by node: PyTorch's own nodes by name, and users' functions by their class."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from packprop.engine.functions.entry import Entry
+from packprop.engine.functions.node_calls import Form, NodeCall
+from packprop.engine.functions.nodes import function_of, short_name
+from packprop.errors import BadInput
+
+NodeRule = Callable[[NodeCall], Entry | None]
+"""Maps a node and the place of a parameter to its entry; ``None`` to call the node for each sample."""
+
+
+class Rule(NamedTuple):
+    """A rule, and its requirement on a leaf.
+
+    Args:
+        entry_of: The rule.
+        form: The requirement on a leaf that only changed its form on the way to the node.
+        is_own: Whether a user registered it.
+    """
+
+    entry_of: NodeRule
+    form: Form = "entries"
+    is_own: bool = False
+
+
+RULES: dict[Any, Rule] = {}
+"""Rules by the name of one of PyTorch's own nodes, or by the class of a user's function."""
+
+
+def rule_of(*names: str, form: Form = "entries") -> Callable[[NodeRule], NodeRule]:
+    """Register a rule of the library for nodes with these names."""
+
+    def register(rule: NodeRule) -> NodeRule:
+        RULES.update(dict.fromkeys(names, Rule(rule, form)))
+        return rule
+
+    return register
+
+
+def register_use(
+    *functions: type[torch.autograd.Function] | str,
+) -> Callable[[NodeRule], NodeRule]:
+    """Register a rule for parameters of a ``torch.autograd.Function`` of your own.
+
+    packprop calls the decorated rule as ``rule(call)`` with a ``NodeCall``: the function's node on the graph,
+    and one parameter among its arguments. The rule returns the parameter's entry, made with ``affine``,
+    ``scaled`` or ``Entry`` itself, or ``None`` to have packprop call the function's backward for each sample.
+    Functions that consist of functions of torch need no rule.
+
+    Args:
+        functions: Classes of functions; or names of nodes, from ``tensor.grad_fn.name()``, for functions of
+            libraries in another language.
+
+    Raises:
+        BadInput: If an argument is neither.
+    """
+    for each in functions or (None,):
+        is_function = isinstance(each, type) and issubclass(each, torch.autograd.Function)
+        if not is_function and not (isinstance(each, str) and each):
+            raise BadInput(
+                "register_use(...) was called.",
+                "no function" if each is None else f"argument {each!r}",
+                "a rule belongs to a class derived from torch.autograd.Function, or to a node of the graph by "
+                "its name; functions made of functions of torch need none",
+                "decorate the rule with @packprop.register_use(MyFunction), or with "
+                "@packprop.register_use(output.grad_fn.name())",
+            )
+
+    def register(rule: NodeRule) -> NodeRule:
+        for each in functions:
+            RULES[short_name(each) if isinstance(each, str) else each] = Rule(rule, "shape", is_own=True)
+        return rule
+
+    return register
+
+
+def rule_for(node: Node) -> Rule | None:
+    """Return the rule for a node; ``None`` if there is none."""
+    if _current.ignored:
+        return None
+    if isinstance(node, BackwardCFunction):
+        by_class = RULES.get(function_of(node))
+        return by_class if by_class is not None else RULES.get(node.name())
+    return RULES.get(short_name(node.name()))
+
+
+def checked(call: NodeCall, rule: Rule) -> Entry | None:
+    """Return the entry that a rule makes.
+
+    Raises:
+        BadInput: If a user's rule returns something else.
+    """
+    entry = rule.entry_of(call)
+    if not rule.is_own or entry is None:
+        return entry
+    name = getattr(rule.entry_of, "__name__", repr(rule.entry_of))
+    if not isinstance(entry, Entry) or entry.parameter is not call.operand.tensor:
+        made = "an entry of another tensor" if isinstance(entry, Entry) else f"{type(entry).__name__}"
+        raise BadInput(
+            "A quantity beyond the gradient was asked for.",
+            f"the rule {name} that is registered for {call.node.name()}",
+            f"it returned {made}, where the entry of one parameter or None was expected",
+            "return affine(call, ...), scaled(call, ...) or Entry(call.operand.tensor, ...); None leaves the "
+            "parameter to PyTorch's own derivative of each sample",
+        )
+    return entry
+
+
+class _Current(threading.local):
+    ignored: bool = False
+
+
+_current = _Current()
+"""The state of this thread, which may ignore rules."""
+
+
+@contextlib.contextmanager
+def without_rules() -> Iterator[None]:
+    """Ignore all rules inside the context, in this thread: packprop calls each node for each sample."""
+    before, _current.ignored = _current.ignored, True
+    try:
+        yield
+    finally:
+        _current.ignored = before

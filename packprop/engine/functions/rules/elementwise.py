@@ -1,0 +1,52 @@
+"""Functions that combine a parameter with data entry by entry."""
+
+from __future__ import annotations
+
+from packprop.engine.functions.building import scaled
+from packprop.engine.functions.entry import Entry
+from packprop.engine.functions.node_calls import NodeCall
+from packprop.engine.functions.nodes import names_of_nodes
+from packprop.engine.functions.operands import ENTRY_BY_ENTRY
+from packprop.engine.functions.registry import rule_of
+from packprop.engine.functions.samplewise import broadcast
+
+
+@rule_of("Expand", "Alias")
+def _expand(call: NodeCall) -> Entry:
+    return scaled(call)
+
+
+@rule_of("Add", "Sub")
+def _sum(call: NodeCall) -> Entry:
+    sign = -1.0 if call.name == "Sub" else 1.0
+    return scaled(call, sign * float(call.option("alpha")) if call.place else 1.0)
+
+
+@rule_of("Rsub")
+def _difference(call: NodeCall) -> Entry:
+    """Return the entry of an operand of ``other - alpha * self``."""
+    return scaled(call, 1.0 if call.place else -float(call.option("alpha")))
+
+
+@rule_of("Mul")
+def _product(call: NodeCall) -> Entry:
+    return scaled(call, call.saved("self" if call.place else "other"), linear=True)
+
+
+@rule_of("Div")
+def _quotient(call: NodeCall) -> Entry:
+    if call.place:
+        return broadcast(call)
+    other = call.saved("other")
+    return scaled(call, lambda: other().reciprocal(), linear=True)
+
+
+@rule_of("PreluKernel")
+def _prelu(call: NodeCall) -> Entry | None:
+    x = call.saved("self")
+    return scaled(call, lambda: x().clamp(max=0), linear=True) if call.place else None
+
+
+@rule_of(*(ENTRY_BY_ENTRY - names_of_nodes("Add Sub Rsub Mul Div Stack NativeDropout")))
+def _entry_by_entry(call: NodeCall) -> Entry:
+    return broadcast(call)

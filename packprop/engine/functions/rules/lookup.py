@@ -1,0 +1,100 @@
+"""Functions that look up rows of a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from packprop.engine.algebra.structures import Lookup, Structure
+from packprop.engine.functions.building import rowwise
+from packprop.engine.functions.entry import Cotangents, Entry, Samples, Scratch, StructureOf
+from packprop.engine.functions.node_calls import Computed, NodeCall, operand_at
+from packprop.engine.functions.nodes import RESHAPES, made_by, name_of_node
+from packprop.engine.functions.registry import rule_of
+from packprop.engine.functions.samplewise import samplewise
+from packprop.engine.tensors.layout import Layout
+from packprop.engine.tensors.precision import accumulation_dtype
+
+SCALED_BY_COUNTS = (
+    "scale_grad_by_freq divides by counts over the whole batch: rows of single samples depend on the others",
+    "drop scale_grad_by_freq",
+)
+"""The reason why a table has no per-sample gradients, and what to do instead."""
+
+
+@rule_of("Embedding", form="shape")
+def _embedding(call: NodeCall) -> Entry:
+    if call.option("scale_grad_by_freq"):
+        return _called(call)
+    last = len(call.shape) - 1
+    return Entry(
+        call.operand.tensor,
+        "Lookup",
+        rowwise(_build(call), call.saved("indices")),
+        admits=lambda axis: axis != last,
+        scratch=Scratch(math.prod(call.operand.shape)),
+        linear=True,
+        sparse=call.is_sparse,
+    )
+
+
+def _build(call: NodeCall) -> Callable[[Tensor | None, Tensor], Structure]:
+    """Return what makes the structure of a table from cotangents ``[v, n, *s, o]`` and indices ``[n, *s]``."""
+    entries, width = call.operand.shape
+    padding, dtype = call.option("padding_idx"), accumulation_dtype(call.operand.tensor.dtype)
+
+    def build(cotangent: Tensor | None, index: Tensor) -> Structure:
+        index = index.reshape(index.shape[0], -1)
+        if cotangent is not None:
+            cotangent = cotangent.reshape(*cotangent.shape[:2], -1, width)
+            if padding >= 0:
+                cotangent = cotangent * (index != padding)[None, :, :, None]
+        return Lookup(index, cotangent, entries, dtype)
+
+    return build
+
+
+def of_table(call: NodeCall, entry: Entry) -> Entry:
+    """Return the entry of a table of which a node takes rows that all samples share; else ``entry``.
+
+    Positions are looked up so, once for all samples. Each sample then looks up the same rows.
+    """
+    node = call.node.next_functions[call.place][0]
+    while node is not None and name_of_node(node) in RESHAPES | {"ToCopy"}:
+        node = node.next_functions[0][0]
+    if entry.structure != "Scale" or node is None or name_of_node(node) != "Embedding":
+        return entry
+    table = NodeCall(node, 0, operand_at(node, 0, "shape"), [torch.Size(made_by(node)[0].shape)], call.holds)
+    if isinstance(table.operand.tensor, Computed) or table.option("scale_grad_by_freq"):
+        return entry
+    build, indices = _build(table), table.saved("indices")
+
+    def of_rows(structure_of: StructureOf) -> StructureOf:
+        def of_shared(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
+            rows, index = structure_of(cotangents, layouts, samples).rows, indices()
+            chosen = samples if isinstance(samples, Tensor) else range(layouts[0].samples)[samples]
+            return build(rows, index.expand(len(chosen), *index.shape))
+
+        return of_shared
+
+    return entry.but(
+        parameter=table.operand.tensor,
+        structure="Lookup",
+        structure_of=of_rows(entry.structure_of),
+        scratch=Scratch(math.prod(table.operand.shape)),
+        squares=None if entry.squares is None else of_rows(entry.squares),
+        constant=False,
+    )
+
+
+@rule_of("EmbeddingBag", form="shape")
+def _embedding_bag(call: NodeCall) -> Entry | None:
+    return None if call.place else _called(call)
+
+
+def _called(call: NodeCall) -> Entry:
+    refusal = SCALED_BY_COUNTS if call.option("scale_grad_by_freq") else None
+    return samplewise(call, linear=True, refusal=refusal, sparse=call.is_sparse)

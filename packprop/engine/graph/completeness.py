@@ -1,0 +1,256 @@
+"""Checks that a pass can give quantities of single samples: every use is known, and can be differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from packprop.engine.graph.graph import EAGER, Graph
+from packprop.engine.graph.search import nodes_above
+from packprop.engine.recording.marks import EXTENDED
+from packprop.engine.recording.reentrant import is_reentrant, refused
+from packprop.engine.recording.unrecorded import is_compiled_region, refused_compiled
+from packprop.engine.tensors.hooks import Hooks
+from packprop.engine.tensors.precision import is_for_storage
+from packprop.engine.tensors.sharding import (
+    is_distributed,
+    is_fully_sharded_before,
+    is_sharded_outside,
+    sharded_units,
+    shards_by_whole,
+)
+from packprop.errors import FreedGraph, PackpropError
+
+UNKNOWN_LOSS = (
+    "nothing says where the loss begins: neither a loss function of torch whose node tells it, nor an extended "
+    "loss, nor the output of an extended model lies between it and the parameters"
+)
+"""The reason in messages if packprop finds no use of a parameter."""
+
+
+MARK_THE_LOSS = (
+    "call a loss function of torch; or extend the model (`packprop.extend(model)` before its forward pass, "
+    "outside of vmap); or call your own loss as an extended module, or inside `with packprop.record():`"
+)
+"""The remedy in messages if packprop does not know where the loss begins."""
+
+
+def require_alive(graph: Graph) -> None:
+    """Raise if an earlier pass has freed the graph."""
+    if any(loss.call.released for loss in graph.losses):
+        raise freed("the first pass freed the graph, and what the loss was given")
+
+
+def require_loss_inputs(graph: Graph) -> None:
+    """Raise if an earlier pass that was refused has dropped the inputs of the losses."""
+    if any(loss.call.without_input for loss in graph.losses):
+        raise freed("the first pass, which was refused, freed what the loss was given")
+
+
+def freed(why: str) -> FreedGraph:
+    """Return the error for a graph that an earlier pass has freed."""
+    return FreedGraph(
+        "A second backward pass through one graph was asked for.",
+        "the loss that backward() was called on",
+        why,
+        "pass retain_graph=True to the first backward()",
+    )
+
+
+def require_derivatives(graph: Graph, cut: Sequence[Node]) -> None:
+    """Raise if PyTorch has no gradients of single samples for a leaf, or only zeros.
+
+    Args:
+        graph: The graph, with its uses.
+        cut: Nodes of functions without a derivative.
+    """
+    asked = "A quantity beyond the gradient was asked for."
+    leaves = graph.leaves()
+    for leaf in leaves:
+        if is_for_storage(leaf.dtype):
+            raise PackpropError(
+                asked,
+                f"parameter {graph.name(leaf)!r}, of {leaf.dtype}",
+                "its gradients are rounded to eight bits, in which PyTorch neither adds nor multiplies numbers",
+                "train it in float32, bfloat16 or float16, and convert it in the forward pass; or set "
+                "requires_grad=False on it",
+            )
+    above = {id(getattr(node, "variable", None)) for node in nodes_above(cut)} if cut else set()
+    lost = next((leaf for leaf in leaves if id(leaf) in above), None)
+    if lost is not None:
+        raise PackpropError(
+            asked,
+            f"parameter {graph.name(lost)!r}, below a function that is quantised or has no kernel for autograd",
+            "PyTorch has no derivative for the function, and goes on as if it were zero, with a warning",
+            "run that layer in floating point, or set requires_grad=False on the parameters below it",
+        )
+
+
+def require_data(graph: Graph) -> None:
+    """Raise for parameters without data (on the meta device), and for nested tensors."""
+    asked = "A quantity beyond the gradient was asked for."
+    leaf = next((leaf for leaf in graph.leaves() if leaf.is_meta), None)
+    if leaf is not None:
+        raise PackpropError(
+            asked,
+            f"parameter {graph.name(leaf)!r}, on the meta device",
+            "tensors there have no data, and it is data that show where the samples are",
+            "move the model and the batch to a device with to_empty(device=...), and load the weights; what a "
+            "step takes is found without data by packprop.plan",
+        )
+    made_nested = [
+        use
+        for use in graph.uses
+        for shape in use.recorded.shapes
+        if any(isinstance(n, torch.SymInt) for n in shape)
+    ]
+    if made_nested:
+        raise nested(graph.label(made_nested[-1]))
+
+
+def nested(where: str) -> PackpropError:
+    """Return the error for a nested tensor, whose rows differ in length."""
+    return PackpropError(
+        "A quantity beyond the gradient was asked for.",
+        where,
+        "it made a nested tensor, whose rows differ in length: no axis of it holds the samples",
+        "pad the rows to one length (to_padded_tensor), and take what was padded out of the loss: a mask, "
+        "or ignore_index",
+    )
+
+
+def require_separable(graph: Graph) -> None:
+    """Raise if packprop knows that a layer mixes the samples."""
+    if graph.mixers:
+        raise PackpropError(
+            "A quantity of single samples was asked for.",
+            f"layer {graph.mixers[0]}",
+            "batch normalisation in training mode mixes the samples: no sample has a gradient of its own",
+            "call .eval() on the layer, or use GroupNorm, LayerNorm or InstanceNorm",
+        )
+
+
+def is_owned(leaf: Tensor) -> bool:
+    """Tell whether a leaf belongs to an extended module."""
+    return any(leaf is parameter for module in EXTENDED for parameter in module.parameters())
+
+
+def find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequence[Tensor] | None) -> None:
+    """Note parameters of extended modules, or of uses, that the pass also reaches outside of all uses."""
+    if not consumed:  # the usual case needs no list of the parameters of all modules
+        return
+    modules = {id(module): module for module in [*graph.modules, *EXTENDED]}
+    owned = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+    owned |= {id(leaf) for leaf in graph.leaves()} | shards_by_whole(modules.values()).keys()
+    owned |= {id(leaf) for leaf, node in consumed if is_compiled_region(node)}  # whoever owns it
+    data = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
+    chosen = owned if wanted is None else {id(leaf) for leaf in wanted}
+    graph.missing = [
+        (leaf, node)
+        for leaf, node in consumed
+        if id(leaf) in owned and id(leaf) in chosen and id(leaf) not in data
+    ]
+
+
+def reached_without_loss(graph: Graph, starts: list[Node], neighbours: dict[Node, list[Node]]) -> set[Node]:
+    """Return the nodes that a path from the roots reaches without passing a recorded loss."""
+    losses = {loss.node for loss in graph.losses}
+    stack = [node for node in starts if node not in losses]
+    seen = set(stack)
+    while stack:
+        for upstream in neighbours.get(stack.pop(), ()):
+            if upstream not in seen and upstream not in losses:
+                seen.add(upstream)
+                stack.append(upstream)
+    return seen
+
+
+def require_unsharded(modules: Iterable[nn.Module], hooks: Hooks) -> None:
+    """Raise if parameters are sharded between processes: extensions for modules see shards alone."""
+    modules = list(modules)
+    if sharded_units(modules) or is_fully_sharded_before(modules) or is_sharded_outside([], hooks.owners()):
+        raise PackpropError(
+            "An extension for modules was asked for.",
+            "parameters that FSDP2 or FSDP1 has sharded between processes",
+            "a function is given them put together for the moment; the module holds shards",
+            "use an extension of packprop, DistributedDataParallel, or one process",
+        )
+
+
+def require_known_shards(graph: Graph, unshards: bool) -> None:
+    """Raise if parameters are sharded between processes in a way that packprop cannot follow.
+
+    ``unshards`` says whether the caller puts sharded parameters together for its sweeps.
+    """
+    asked = "A quantity beyond the gradient was asked for."
+    parts = [leaf for leaf in [*graph.leaves(), *(leaf for leaf, _ in graph.missing)] if is_distributed(leaf)]
+    if parts:
+        raise PackpropError(
+            asked,
+            f"parameter {graph.name(parts[0])!r}, a DTensor that is used as it is",
+            "parallelize_module, or distribute_tensor, has split the function that uses it between processes, "
+            "each of which has a part of every sample's gradient",
+            "use DistributedDataParallel or fully_shard, which give functions whole parameters, or one process",
+        )
+    if graph.units and not unshards:
+        raise PackpropError(
+            asked,
+            "parameters that fully_shard (FSDP2) has sharded between processes",
+            "they are put together for packprop's sweeps inside `with packprop.backpack(...)` alone",
+            "use `with packprop.backpack(..., ranks='all')` around backward(); or DistributedDataParallel, or "
+            "one process",
+        )
+    unknown = is_sharded_outside(graph.modules, graph.hooks.owners())
+    if is_fully_sharded_before(graph.modules) or unknown:
+        raise PackpropError(
+            asked,
+            "parameters that FullyShardedDataParallel (FSDP1) has sharded between processes, or fully_shard "
+            "(FSDP2) around the module that was extended",
+            "a function is given them put together for the moment, as parts of one flat tensor, or by a module "
+            "that packprop does not know: no value could be attached to what the model holds",
+            "use fully_shard (FSDP2) or DistributedDataParallel, and extend the outermost module",
+        )
+
+
+def require_differentiable(graph: Graph) -> None:
+    """Raise if the pass goes through a function that PyTorch cannot differentiate twice."""
+    if graph.checkpoints:
+        raise refused(
+            "PyTorch does not differentiate reentrant checkpoints twice, as create_graph=True asks for"
+        )
+
+
+def require_complete(graph: Graph) -> None:
+    """Raise unless packprop knows every use of every wanted parameter."""
+    if not graph.missing:
+        return
+    order = {id(p): place for module in EXTENDED for place, p in enumerate(module.parameters())}
+    leaf, consumer = min(graph.missing, key=lambda pair: order.get(id(pair[0]), len(order)))
+    name, node = graph.name(leaf), consumer.name()
+    if node == EAGER:
+        why = "eager_backward() has already summed this parameter's gradient over the samples"
+        instead = "leave the branch outside eager_backward(), or set requires_grad=False on the parameter"
+    elif is_reentrant(consumer):
+        raise refused("a parameter is one of its arguments, where reentrant checkpointing cuts the graph")
+    elif is_compiled_region(consumer):
+        raise refused_compiled(f"parameter {name!r}")
+    elif node == "AccumulateGrad":
+        why, instead = "the loss is the parameter itself", "leave it out of this loss"
+    elif not graph.uses:
+        why = f"no use of it is known: {UNKNOWN_LOSS}; or this is a penalty whose constants may hold samples"
+        instead = f"{MARK_THE_LOSS}. Call backward() of a penalty outside of `with backpack(...)`"
+    else:
+        why = (
+            f"{node} consumes it where no loss tells whose samples it meets, in a term that is not simply "
+            "added to the loss, or whose constants may hold samples"
+        )
+        instead = (
+            "keep a parameter that weighs losses in a module that is not extended, with extended losses "
+            "inside; add penalties to the loss, with their constants in buffers of an extended module; let a "
+            "loss function of torch, or an extended loss without parameters, make each other term; or set "
+            "requires_grad=False on the parameter, which changes no value of the others"
+        )
+    raise PackpropError("A quantity beyond the gradient was asked for.", f"parameter {name!r}", why, instead)

@@ -1,0 +1,380 @@
+"""Values that describe the graph of one backward pass: its uses, losses and checkpoints."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+
+from packprop.engine.functions.entry import Entry
+from packprop.engine.functions.losses import Loss
+from packprop.engine.graph.links import Entrance, entrance_of
+from packprop.engine.graph.site import Site
+from packprop.engine.recording.marks import EXTENDED, ForwardCall, RecordedLoss, Use
+from packprop.engine.tensors.hooks import Hooks
+from packprop.engine.tensors.layout import Layout
+from packprop.engine.tensors.names import named_parameters
+from packprop.engine.tensors.sharding import ShardedUnit, named_wholes, sharded_units
+from packprop.errors import PackpropError
+
+WHOLE = Layout(None, 1)
+"""The layout of a tensor that holds one sample."""
+
+
+EAGER = "EagerBackward"
+"""The name of the node that ``eager_backward`` leaves on the graph."""
+
+
+@dataclass(eq=False)
+class ReachedUse:
+    """A use that the backward pass will reach.
+
+    Args:
+        recorded: The use as it was read off the graph.
+        nodes: The outputs that the pass reaches: index of the output -> its node, and its number among the
+            outputs of that node.
+        sites: The leaves that enter it.
+        is_end: Whether a sweep may end here, because no other use lies upstream.
+        layouts: The layouts of its outputs; set when packprop locates the samples.
+        checkpoint: The reentrant checkpoint that contains it; such a use has no nodes.
+        through: Reentrant checkpoints without uses that a sweep to it may come through.
+        prepare: Puts its parameters together, if they are sharded between processes.
+        reordered: Whether its inputs come from a function that takes rows as data say.
+        undecided: Takes the use and the number of samples, if they meet behind it. Notes this, and returns
+            whether the use is made of parameters alone. ``None`` if data enter for certain.
+        suspect: Whether it takes tensors in which samples meet. If they are separate here, it has mixed them.
+        recomputed: Whether a checkpoint recomputes the tensors that its node saved.
+        waits: Whether a visit reads the tensors that its node saved at once: a checkpoint recomputes them, or a
+            leaf waits for other uses, and the node may be freed by then.
+        read: Makes the entries again, with the tensors that the node saved, if the use was read off the graph.
+    """
+
+    recorded: Use
+    nodes: dict[int, tuple[Node, int]] = field(default_factory=dict)
+    sites: list[Site] = field(default_factory=list)
+    is_end: bool = False
+    layouts: list[Layout] = field(default_factory=list)
+    checkpoint: ReentrantCheckpoint | None = None
+    through: Sequence[ReentrantCheckpoint] = ()
+    prepare: Callable[[], None] | None = None
+    reordered: bool = False
+    undecided: Callable[[ReachedUse, int], bool] | None = None
+    suspect: bool = False
+    recomputed: bool = False
+    waits: bool = True
+    read: Callable[[], list[Entry]] | None = None
+
+    @property
+    def anchors(self) -> list[Node]:
+        """The nodes that stand for it in the graph: its own, or the node of its checkpoint."""
+        own = [node for node, _ in self.nodes.values()]
+        return own if self.checkpoint is None else [self.checkpoint.node]
+
+    def is_ready(self) -> bool:
+        """Tell whether the inputs are at hand."""
+        return self.recorded.source is None or self.recorded.source.ready() is not None
+
+    def entries(self) -> list[Entry]:
+        """Return the entries with their inputs."""
+        source = self.recorded.source
+        if source is not None:
+            return source.fetch()
+        return self.recorded.entries if self.read is None else self.read()
+
+    def take(self) -> list[Site]:
+        """Return the sites with their inputs; keep no reference to inputs that were recomputed."""
+        source, entries = self.recorded.source, self.recorded.entries
+        if source is not None:
+            with_inputs = source.fetch()
+            source.taken()
+            return [site.renewed(entries, with_inputs) for site in self.sites]
+        if self.read is None or not self.waits:
+            return self.sites
+        held = {id(entry): own for entry, own in zip(entries, self.read(), strict=True)}
+        return [Site(held[id(site.entry)], site.leaf) for site in self.sites]
+
+
+@dataclass(eq=False)
+class ReentrantCheckpoint:
+    """A reentrant checkpoint that the pass goes through; see NOTE [Reentrant checkpoints].
+
+    Args:
+        node: The checkpoint's node.
+        walk: Takes tensors inside the checkpoint, and returns the graph that leads to them.
+        uses: The uses in it that lead to the roots.
+        reached: The numbers of its outputs that lead to the roots.
+    """
+
+    node: Any
+    walk: Callable[[Sequence[Tensor]], Graph]
+    uses: list[ReachedUse] = field(default_factory=list)
+    reached: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class ReachedLoss:
+    """A recorded loss that the backward pass will reach.
+
+    Args:
+        call: The recorded call.
+        node: The node of its value.
+        output: The number of its value among the node's outputs.
+        layout: The layout of its input; set when packprop locates the samples.
+        is_open: Whether a path from the roots leads to its input without passing a recorded loss.
+    """
+
+    call: RecordedLoss
+    node: Node
+    output: int
+    layout: Layout = WHOLE
+    is_open: bool = False
+
+    @property
+    def value(self) -> GradientEdge:
+        """The edge of its value."""
+        return GradientEdge(self.node, self.output)
+
+    @functools.cached_property
+    def entrance(self) -> Entrance:
+        """Its rule, and the edge where columns of its curvature are fed in."""
+        return entrance_of(self.call)
+
+
+@dataclass(frozen=True)
+class OpenPlace:
+    """A place where a path from the roots that passes no recorded loss meets the model; see NOTE [Open paths].
+
+    Args:
+        edge: The edge of the tensor there.
+        shape: Its shape.
+        loss: The rule of the loss that takes it; ``None`` if the loss is unknown.
+        value: The edge of that loss's value.
+        is_open: Whether a path leads there without passing any loss.
+    """
+
+    edge: GradientEdge
+    shape: torch.Size
+    loss: Loss | None = None
+    value: GradientEdge | None = None
+    is_open: bool = True
+
+
+@dataclass
+class Graph:
+    """Uses and losses between the roots of a backward pass and its leaves.
+
+    Args:
+        roots: Tensors that the backward pass starts from.
+        gradients: The gradient of each root; ``None`` for ones.
+        uses: The uses, nearest to the roots first.
+        losses: The recorded losses.
+        outputs: Outputs of outermost calls, with their shapes.
+        open: Places where paths from the roots that pass no recorded loss meet the model, if there is a loss
+            elsewhere, or one that its node tells.
+        without_loss: Labels of uses that some path from the roots reaches without passing a recorded loss.
+        reorderings: Edges of tensors whose rows may be in another order, with their shapes and these axes.
+        hides_order: Whether data that packprop does not read decide somewhere which rows meet.
+        mixers: Names of layers that mix samples.
+        missing: Parameters that the pass reaches outside of all uses, each with the node that takes it.
+        terms: Edges of terms that no sample enters, where they are added to the rest of the loss.
+        in_terms: The leaves that enter such a term, by identity.
+        checkpoints: Reentrant checkpoints that the pass goes through.
+        hooks: The user's hooks on nodes and tensors of the pass, known after the walk.
+        kept: Whether another pass through the same graph may follow.
+        structure: A number that is equal for passes of equal structure.
+        signature: A number that is equal for passes of equal structure and shapes.
+        samples: The number of samples; set when packprop locates them.
+        source_layouts: The layouts of the inputs of the losses, or of the model's outputs without losses; set
+            when packprop locates the samples.
+        asked: The request, for errors about samples.
+        reading: The reading of the graph, if parameters enter it.
+        again: Walks once more, when packprop knows more about undecided uses.
+    """
+
+    roots: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]
+    uses: list[ReachedUse] = field(default_factory=list)
+    losses: list[ReachedLoss] = field(default_factory=list)
+    outputs: list[tuple[GradientEdge, ForwardCall, torch.Size]] = field(default_factory=list)
+    reorderings: list[tuple[GradientEdge, torch.Size, frozenset[int]]] = field(default_factory=list)
+    hides_order: bool = False
+    open: list[OpenPlace] = field(default_factory=list)
+    without_loss: list[str] = field(default_factory=list)
+    mixers: list[str] = field(default_factory=list)
+    missing: list[tuple[Tensor, Node]] = field(default_factory=list)
+    terms: list[GradientEdge] = field(default_factory=list)
+    in_terms: dict[int, Tensor] = field(default_factory=dict)
+    checkpoints: list[ReentrantCheckpoint] = field(default_factory=list)
+    hooks: Hooks = field(default_factory=Hooks)
+    kept: bool = True
+    structure: int = 0
+    signature: int = 0
+    samples: int = 0
+    source_layouts: list[Layout] = field(default_factory=list)
+    asked: str = "Quantities of single samples were asked for."
+    reading: Any = None
+    again: Callable[[], Graph] | None = None
+
+    @property
+    def documents(self) -> Tensor | None:
+        """The document of each position of the losses, in the order of their calls; ``None`` if undeclared."""
+        calls = sorted((loss.call for loss in self.losses), key=lambda call: call.number)
+        declared = [call.documents.flatten().cpu() for call in calls if call.documents is not None]
+        return torch.cat(declared) if declared else None
+
+    @property
+    def forwards(self) -> list[ForwardCall]:
+        """The calls of extended models that the pass goes through."""
+        forwards = [forward for _, forward, _ in self.outputs]
+        return list({id(forward): forward for forward in forwards}.values())
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The extended modules that were called."""
+        modules = (forward.module() for forward in self.forwards)
+        return list({id(module): module for module in modules if module is not None}.values())
+
+    def leaves(self) -> list[Tensor]:
+        """Return every trainable leaf that enters a use, once."""
+        return list({id(site.leaf): site.leaf for use in self.uses for site in use.sites}.values())
+
+    def owners(self) -> list[tuple[nn.Module, set[int]]]:
+        """Return the modules that own leaves directly, each with the identities of these leaves."""
+        leaves = {id(leaf) for leaf in self.leaves()}
+        whole = {id(shard): key for key, shard in self.shards.items()}
+        modules = {id(child): child for module in self.modules for child in module.modules()}.values()
+        pairs = [
+            (module, leaves & {whole.get(id(p), id(p)) for p in module.parameters(recurse=False)})
+            for module in modules
+        ]
+        return [(module, owned) for module, owned in pairs if owned]
+
+    @functools.cached_property
+    def units(self) -> list[ShardedUnit]:
+        """Parameters of the modules that are sharded between processes."""
+        return sharded_units(self.modules)
+
+    @functools.cached_property
+    def shards(self) -> dict[int, nn.Parameter]:
+        """The shard that the module holds of each leaf put together from shards, by identity of the leaf."""
+        return {id(whole): shard for unit in self.units for whole, shard in unit.pairs}
+
+    def home(self, leaf: Tensor) -> Tensor:
+        """Return the tensor that gets the values of a leaf: the leaf, or the shard that the module holds."""
+        return self.shards.get(id(leaf), leaf)
+
+    def root_gradients(self) -> list[Tensor]:
+        """Return the gradient of each root: the given one, or ones."""
+        pairs = zip(self.roots, self.gradients, strict=True)
+        return [torch.ones_like(root) if given is None else given for root, given in pairs]
+
+    @property
+    def holds_inputs(self) -> bool:
+        """Tell whether every use holds its inputs, so that packprop recomputes none."""
+        return not any(use.recomputed or use.recorded.source is not None for use in self.uses)
+
+    @property
+    def calls_nodes(self) -> bool:
+        """Tell whether building structures calls nodes or pulls back through them, and so needs the graph."""
+        return any(
+            not site.direct or site.entry.calls_node(use.layouts) is not None
+            for use in self.uses
+            for site in use.sites
+        )
+
+    @property
+    def ties_computed_parameters(self) -> bool:
+        """Tell whether a leaf enters several uses, one of them through a tensor computed from parameters.
+
+        packprop handles such a leaf when the pass reaches the last of its uses. By then the user's own pass has
+        freed part of the graph between leaf and tensor.
+        """
+        sites: dict[int, list[bool]] = {}
+        for use in self.uses:
+            for site in use.sites:
+                needs_graph = not site.direct or site.entry.calls_node(use.layouts) is not None
+                sites.setdefault(id(site.leaf), []).append(needs_graph)
+        return any(len(own) > 1 and any(own) for own in sites.values())
+
+    @property
+    def shards_computed_parameters(self) -> bool:
+        """Tell whether a leaf that is sharded between processes enters a use through a tensor computed from it.
+
+        The nodes in between may be gone when the user's own pass reaches the use.
+        """
+        return any(not site.direct and id(site.leaf) in self.shards for use in self.uses for site in use.sites)
+
+    def name(self, leaf: Tensor) -> str:
+        """Return the parameter's name in the module that was called."""
+        for module in [*self.modules, *EXTENDED]:
+            for name, parameter in (*named_parameters(module), *named_wholes(module)):
+                if parameter is leaf:
+                    return name
+        return f"a tensor of shape {list(leaf.shape)}"
+
+    def distinct_names(self, asked: str) -> dict[int, str]:
+        """Return the names of all leaves, by identity.
+
+        Raises:
+            PackpropError: With the request ``asked``, if two leaves have the same name.
+        """
+        known = {
+            id(parameter): name
+            for module in reversed(self.modules)
+            for name, parameter in named_parameters(module)
+        }
+        names = {id(leaf): known.get(id(leaf)) or self.name(leaf) for leaf in self.leaves()}
+        for name, count in Counter(names.values()).items():
+            if count > 1:
+                raise PackpropError(
+                    f"{asked}() was asked for.",
+                    f"parameters {name!r}, of which there are several",
+                    "what belongs to a parameter is chosen by its name",
+                    "extend the model that holds them all, and call it instead of its parts",
+                )
+        return names
+
+    def label(self, use: ReachedUse) -> str:
+        """Return the words for a use in messages: its function and its parameters."""
+        names = ", ".join(repr(self.name(site.leaf)) for site in use.sites)
+        return f"{use.recorded.name} of {names}"
+
+    def hold(self, keep: bool) -> None:
+        """Keep the inputs of losses while this pass runs, even if autograd frees the graph.
+
+        Args:
+            keep: Whether the graph is retained after the pass.
+        """
+        self.kept = keep
+        for loss in self.losses:
+            loss.call.held = True
+
+    def release_losses(self) -> None:
+        """Let the last pass free the inputs of losses along with its nodes: they may be the largest tensors."""
+        if not self.kept:
+            for loss in self.losses:
+                loss.call.held = False
+
+    def drop_loss_inputs(self) -> None:
+        """Drop the inputs of the losses, which may be the largest tensors: curvature alone needs them."""
+        for loss in self.losses:
+            loss.call.drop_input()
+
+    def drop_checkpoint_uses(self) -> None:
+        """Drop the uses of reentrant checkpoints after the last pass: they refer back to their checkpoint."""
+        for checkpoint in self.checkpoints:
+            checkpoint.uses = []
+
+    def release(self, keep: bool) -> None:
+        """End the pass: drop the uses of checkpoints, and the inputs of losses unless the graph is retained."""
+        self.drop_checkpoint_uses()
+        for loss in self.losses:
+            loss.call.held = False
+            if not keep:
+                loss.call.args, loss.call.kwargs, loss.call.released = (), {}, True

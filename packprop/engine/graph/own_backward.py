@@ -1,0 +1,94 @@
+"""A check that vectors can be pulled back through the user's own backward functions, which may be anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+
+from packprop.engine.functions.nodes import is_identity, made_by
+from packprop.engine.graph.graph import EAGER
+from packprop.engine.graph.search import nodes_above
+from packprop.engine.recording.reentrant import NAME
+from packprop.engine.recording.unrecorded import is_compiled_region
+from packprop.engine.tensors.dry import is_dry_run
+from packprop.engine.tensors.traced import is_traced
+from packprop.errors import PackpropError
+
+FACTORS = (1.0, 2.0**10, 2.0**-10)
+"""Factors that scale the vectors of the check: bounds and thresholds show at some of them."""
+
+
+def require_linear_backward(asked: str, starts: Iterable[Node | None]) -> None:
+    """Refuse the user's own functions if their backward function is not linear in the gradient that it gets.
+
+    A backward pass is linear. So packprop can pull rows of samples, columns of curvature and other vectors back
+    through it in place of the gradient. A backward function that clips, normalises or rounds is no derivative.
+
+    Args:
+        asked: The request, for the message.
+        starts: The nodes where the graph begins.
+
+    Raises:
+        PackpropError: With the name of the function.
+    """
+    if is_dry_run() or is_traced():
+        return
+    for node in nodes_above(starts):
+        if _is_own(node) and not _is_linear(node):
+            raise PackpropError(
+                asked,
+                f"the backward function of {node.name().removesuffix('Backward')} (torch.autograd.Function)",
+                "it is not linear in the gradient that it is given (it clips, normalises, rounds or draws), "
+                "so no vector but the gradient itself can be pulled back through it",
+                "clip or normalise gradients after backward(), in a hook or in .grad; or make the backward "
+                "function multiply by what does not depend on the gradient",
+            )
+
+
+def starts_of(outputs: Sequence[Tensor | GradientEdge]) -> list[Node | None]:
+    """Return the nodes that made some tensors, or that edges belong to."""
+    return [output.grad_fn if isinstance(output, Tensor) else output.node for output in outputs]
+
+
+def _is_own(node: Node) -> bool:
+    if not isinstance(node, BackwardCFunction) or node.name() in (NAME, EAGER):
+        return False
+    return not is_identity(node) and not is_compiled_region(node)
+
+
+def _is_linear(node: Any) -> bool:
+    """Tell whether a node's backward function is linear; true where it cannot be tried."""
+    made = made_by(node)
+    if not made or any(each.dtype.is_complex or not each.dtype.is_floating_point for each in made):
+        return True
+    generator = torch.Generator().manual_seed(len(made))
+    shapes = [tuple(each.shape) for each in made]
+    first, second = (
+        [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes] for _ in range(2)
+    )
+
+    def run(fed: Sequence[Tensor]) -> list[Tensor]:
+        given = [each.to(like.device, like.dtype) for each, like in zip(fed, made, strict=True)]
+        products = node.apply(*given)
+        products = products if isinstance(products, tuple) else (products,)
+        return [each.to(torch.float64) for each in products if isinstance(each, Tensor)]
+
+    tolerance = max(torch.finfo(each.dtype).eps for each in made) ** 0.5
+    try:
+        with torch.no_grad():
+            one, other = run(first), run(second)
+            for factor in FACTORS:
+                both = run([factor * (a + b) for a, b in zip(first, second, strict=True)])
+                for a, b, ab in zip(one, other, both, strict=True):
+                    wanted = factor * (a + b)
+                    bound = tolerance * factor * (a.abs().amax() + b.abs().amax()) if a.numel() else 0.0
+                    if a.numel() and bool(((ab - wanted).abs() > bound).any()):
+                        return False
+    except Exception:  # saved tensors are freed or recomputed by a checkpoint, or it needs other arguments
+        return True
+    return True

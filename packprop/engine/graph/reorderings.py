@@ -1,0 +1,111 @@
+"""Nodes that take rows in an order that data decide on, and the axes of these rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from packprop.engine.functions.entry import plain_options
+from packprop.engine.functions.nodes import made_by, name_of_node, names_of_nodes, saved_option
+from packprop.engine.functions.operands import BY_DATA, EXPANDING
+from packprop.engine.tensors.dry import is_dry_run
+
+ALONG_AXIS = names_of_nodes(
+    "IndexSelect Gather TakeAlongDim IndexAdd IndexCopy Scatter ScatterAdd ScatterReduce Sort Topk"
+)
+"""Functions that take rows along the axis that they saved as ``dim``."""
+
+
+BY_ROWS = BY_DATA | names_of_nodes(
+    """
+    IndexPut IndexPutImpl IndexCopy IndexFill IndexReduce Put MaskedScatter ScatterReduce SegmentReduce
+    RepeatInterleave MaxUnpool2D MaxUnpool3D Sort Topk SparseAddmm SparseMm SparseSampledAddmm
+    SparseMmReduceImpl PackPaddedSequence
+    """
+)
+"""Functions that take rows as data say: by indices, masks, or the places of sparse entries."""
+
+
+PRODUCTS = {
+    "Mm": ("_saved_self", "_saved_mat2"),
+    "Addmm": ("_saved_mat1", "_saved_mat2"),
+    "Mv": ("_saved_self",),
+}
+"""Products of matrices -> the operands that their nodes have saved; a constant one may be sparse."""
+
+
+def axes_reordered(node: Any) -> frozenset[int] | None:
+    """Return the axes of a node's output along which rows may be in any order; ``None`` if all axes may be."""
+    name = name_of_node(node)
+    if name in PRODUCTS:
+        constants = any(above is None for above, _ in node.next_functions)
+        sparse = constants and any(_is_sparse(getattr(node, each, None)) for each in PRODUCTS[name])
+        return None if sparse else frozenset()
+    if isinstance(node, BackwardCFunction):
+        return None if any(map(_may_be_indices, _kept_by(node))) else frozenset()
+    if name not in BY_ROWS:
+        return frozenset()
+    above = node.next_functions[0][0] if node.next_functions else None
+    if above is not None and name_of_node(above) in EXPANDING and _is_larger(above):
+        return None  # each place may take any of the rows
+    if name == "Index":
+        return _axes_of_index(node)
+    if name in ALONG_AXIS and hasattr(node, "_saved_dim"):
+        axes = len(made_by(node)[0].shape)
+        return frozenset({saved_option(node, "dim") % axes} if axes else ())
+    return None
+
+
+def _is_larger(node: Any) -> bool:
+    """Tell whether a node repeats entries."""
+    above, number = node.next_functions[0]
+    before = None if above is None else made_by(above)[number].shape
+    return before is None or tuple(before) != tuple(made_by(node)[0].shape)
+
+
+def own_options(node: Node) -> Any:
+    """Return the integers and strings that a user's own function has kept."""
+    if not isinstance(node, BackwardCFunction):
+        return None
+    return tuple((key, plain_options(value)) for key, value in sorted(vars(node).items()))
+
+
+def _axes_of_index(node: Any) -> frozenset[int] | None:
+    """Return the axes that lists of indices have made, in place of the indexed axes; ``None`` if unknown."""
+    try:
+        indices = node._saved_indices
+    except RuntimeError:  # freed; the pass raises an error later
+        return None
+    places = [place for place, index in enumerate(indices) if index is not None]
+    if not places or places[-1] - places[0] != len(places) - 1:
+        return None
+    new = max(indices[place].dim() for place in places)
+    first = indices[places[0]]
+    above, number = node.next_functions[0]
+    if new == 1 and above is not None and not is_dry_run():
+        extent = made_by(above)[number].shape[places[0]]
+        if len(first) == extent and torch.equal(first, torch.arange(extent, device=first.device)):
+            return frozenset()  # one entry of each row, in their order
+    return frozenset(range(places[0], places[0] + new))
+
+
+def _kept_by(node: Any) -> list[Any]:
+    try:
+        return [*vars(node).values(), *node.saved_tensors]
+    except RuntimeError:  # freed; the pass raises an error later
+        return []
+
+
+def _may_be_indices(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_may_be_indices(each) for each in value)
+    whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    return whole or _is_sparse(value)
+
+
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is not torch.strided

@@ -1,0 +1,133 @@
+"""The place where one trainable leaf enters one use."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from packprop.engine.algebra.structures import Dense, Outer, Structure, rows, with_squares
+from packprop.engine.functions.entry import Entry, Samples
+from packprop.engine.functions.node_calls import Computed
+from packprop.engine.functions.nodes import RESHAPES, name_of_node
+from packprop.engine.graph.pull import pull_columns
+from packprop.engine.recording.reentrant import differs
+from packprop.engine.tensors.layout import Layout
+from packprop.engine.tensors.precision import accumulation_dtype
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where a trainable leaf enters a use, directly or through tensors made of parameters alone."""
+
+    entry: Entry
+    leaf: Tensor
+
+    def renewed(self, entries: Sequence[Entry], remade: Sequence[Entry]) -> Site:
+        """Return the same site with an entry that was made again.
+
+        Args:
+            entries: All entries of the use, as recorded.
+            remade: The same entries, made again in the same order.
+
+        Raises:
+            PackpropError: If the new entry has another parameter.
+        """
+        place = next(number for number, entry in enumerate(entries) if entry is self.entry)
+        parameter = remade[place].parameter if place < len(remade) else None
+        if parameter is None:
+            same = False
+        elif not self.direct:
+            same = isinstance(parameter, Computed) or not parameter.is_leaf
+        else:  # a function that makes its own leaf makes a new one each time
+            same = _is_whole(parameter, self.leaf) or _is_made_alike(parameter, self.leaf)
+        if not same:
+            raise differs("a function", "it consumed other parameters")
+        return Site(remade[place], self.leaf)
+
+    @functools.cached_property
+    def direct(self) -> bool:
+        """Tell whether the function takes the leaf itself, or a view of all of it."""
+        return _is_whole(self.entry.parameter, self.leaf)
+
+    @property
+    def has_squares(self) -> bool:
+        """Tell whether ``squares`` are known."""
+        entry = self.entry
+        known = entry.squares is not None or entry.structure in ("Outer", "Lookup")
+        return self.direct and entry.linear and known
+
+    def squares(
+        self, cotangents: Sequence[Tensor | None], where: Sequence[Layout], samples: Samples
+    ) -> Structure | None:
+        """Return ``structure_of`` with the factors of the leaf squared; ``None`` if these are not known."""
+        if not self.has_squares:
+            return None
+        if self.entry.squares is not None:
+            return self.entry.squares(cotangents, where, samples)
+        return with_squares(self.entry.structure_of(cotangents, where, samples))
+
+    def structure_of(
+        self,
+        cotangents: Sequence[Tensor | None],
+        where: Sequence[Layout],
+        samples: Samples,
+        held: int | None = None,
+    ) -> Structure:
+        """Return the structure of the leaf: that of its entry, pulled back if the site is not direct.
+
+        ``held`` is the number of bytes of one sample that an algorithm may hold if another one holds less.
+        """
+        structure = self.entry.structure_of(cotangents, where, samples)
+        if held is not None and isinstance(structure, Outer):
+            structure = replace(structure, held=held)
+        if self.direct:
+            return structure
+        if structure.rows is None:
+            return Dense(None)
+        return Dense(_pull_back(self.entry.parameter, self.leaf, rows(structure)))
+
+
+def _is_whole(parameter: Tensor | Computed, leaf: Tensor) -> bool:
+    """Tell whether a parameter is a leaf, or was reshaped from it and has the same entries at the same places.
+
+    A head can take the shape of the classes for its loss, and then the shape of the layer again. The
+    gradients of both are then the same, so packprop pulls none back.
+    """
+    if parameter is leaf:
+        return True
+    if isinstance(parameter, Computed):
+        return False
+    node = parameter.grad_fn
+    if node is None or parameter.shape != leaf.shape or parameter.dtype != leaf.dtype:
+        return False
+    while name_of_node(node) in RESHAPES:
+        above = node.next_functions[0][0]
+        if above is None:
+            return False
+        node = above
+    return getattr(node, "variable", None) is leaf
+
+
+def _is_made_alike(tensor: Tensor, other: Tensor) -> bool:
+    """Tell whether two leaves can replace each other: they look alike, and neither is an ``nn.Parameter``."""
+    if isinstance(tensor, nn.Parameter) or isinstance(other, nn.Parameter):
+        return False
+    return tensor.is_leaf and tensor.shape == other.shape and tensor.dtype == other.dtype
+
+
+def _pull_back(parameter: Tensor | Computed, leaf: Tensor, gradients: Tensor) -> Tensor:
+    """Map gradients of a computed parameter ``[v, n, *d]`` to gradients of a leaf ``[v, n, *p]``.
+
+    PyTorch itself differentiates functions of parameters alone, because no sample enters them.
+    """
+    flat = gradients.flatten(0, 1).to(parameter.dtype)
+    output = parameter.edge if isinstance(parameter, Computed) else parameter
+    (product,) = pull_columns([output], [leaf], [flat], create_graph=torch.is_grad_enabled())
+    if product is None:
+        product = leaf.new_zeros(len(flat), *leaf.shape)
+    at_leaf: Tensor = product.unflatten(0, gradients.shape[:2])
+    return at_leaf.to(accumulation_dtype(at_leaf.dtype))

@@ -1,0 +1,275 @@
+"""Terms of a loss that no sample enters: penalties on parameters, priors, entropies.
+
+# NOTE [Terms without samples]
+A term that depends on no sample belongs to no sample: per-sample quantities and the GGN are those of the rest
+of the loss. So a parameter that the pass reaches outside of all uses is missing only if it may meet samples
+there. It meets none if all of this holds; otherwise it stays missing:
+
+* No data chose a part of it.
+* The functions between it and the rest of the loss have no operands that the graph hides. The graph does not
+  tell constants from samples. packprop accepts constants that are numbers, or buffers and parameters of
+  extended modules, or that bring no axis of their own: samples come on an axis that no parameter has. A
+  constant that shares memory with an input of a model is data.
+* It is added to the rest of the loss, both are scalars or lie behind a recorded loss, and all later functions
+  are linear in the sum. A product with the loss, or a root of the sum, is no sum of two terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from packprop.engine.functions.nodes import PRODUCTS, made_by, name_of_node
+from packprop.engine.functions.operands import (
+    ALIKE,
+    ENTRY_BY_ENTRY,
+    EXPANDING,
+    HIDING,
+    INDEXED,
+    SUMS,
+    VECTORS,
+    WHOLE,
+    WITH_SUMMAND,
+    is_linear,
+    saved_constants,
+)
+from packprop.engine.graph.completeness import nested
+from packprop.engine.graph.graph import Graph
+from packprop.engine.graph.search import nodes_above
+from packprop.engine.graph.traversal import depth_first, upstream_of
+from packprop.engine.recording.marks import EXTENDED
+from packprop.engine.recording.reentrant import is_reentrant
+from packprop.engine.tensors.dry import is_dry_run
+from packprop.engine.tensors.sharding import named_wholes
+from packprop.engine.tensors.state import storage_of
+
+
+def settle_terms(graph: Graph, starts: Sequence[Node]) -> None:
+    """Find terms that no sample enters, and the parameters that they take; see NOTE [Terms without samples].
+
+    Args:
+        graph: The graph. Parameters and losses of such terms leave its ``missing`` and ``losses``; the terms
+            enter its ``terms``.
+        starts: The nodes of the roots.
+    """
+    found = _Terms(graph)
+    found.look(starts)
+    graph.missing = [pair for pair in graph.missing if not found.is_free_of_samples(pair[1])]
+    graph.losses = [loss for loss in graph.losses if loss.node not in found.free]
+    graph.terms = found.edges(graph)
+    above = nodes_above(edge.node for edge in graph.terms)
+    leaves = [leaf for node in above if (leaf := getattr(node, "variable", None)) is not None]
+    graph.in_terms = {id(leaf): leaf for leaf in leaves}
+
+
+def meets_samples_unseen(graph: Graph) -> bool:
+    """Tell whether parameters may meet samples in a graph that holds no use of them."""
+    found = _Terms(graph)
+    found.look([root.grad_fn for root in graph.roots if root.grad_fn is not None])
+    return found.has_suspects
+
+
+class _Terms:
+    """The nodes of a graph, sorted by what they depend on: samples, or parameters alone.
+
+    Args:
+        graph: The graph, with its uses and losses.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._use_at = {node: use for use in graph.uses for node in use.anchors}
+        self._losses = {loss.node for loss in graph.losses}
+        self._data_leaves = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
+        modules = {id(module): module for module in [*graph.modules, *EXTENDED]}.values()
+        own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        own += [*graph.leaves(), *(whole for module in modules for _, whole in named_wholes(module))]
+        self._owned = {id(tensor) for tensor in own}
+        if is_dry_run():  # tensors have no addresses, and packprop reads no constants
+            own = []
+        self._data_storages: set[int] = {place for forward in graph.forwards for place in forward.storages}
+        if not is_dry_run():
+            self._data_storages -= {storage_of(tensor) for tensor in own}
+        self._known = {_place_of(tensor) for tensor in own}
+        self._data: set[Node] = set()
+        self._after_loss: set[Node] = set()
+        self._parametric: set[Node] = set()
+        self._bad: set[Node] = set()
+        self._wide: set[Node] = set()
+        self._joins: list[tuple[Node, list[Node]]] = []
+        self._joins_above: dict[Node, int] = {}
+        self._spoilt = 0
+        self._suspects: list[Node] = []
+        self._strange = False
+        """``True`` if some leaf is neither an input of a recorded call nor known to be a parameter."""
+        self.free: set[Node] = set()
+        """Nodes that are computed from parameters alone, and enter the rest of the loss by sums alone."""
+
+    def look(self, starts: Sequence[Node]) -> None:
+        """Sort the nodes of the graph, each after all nodes that it was computed from."""
+        for node, done in depth_first(starts, self._upstream, {}):
+            if done:
+                self._sort(node)
+        self._suspects += [
+            above
+            for place, (_, terms) in enumerate(self._joins)
+            if self._spoilt >> place & 1
+            for above in terms
+        ]
+        dirty = set(self._bad)
+        for suspect in [*self._suspects, *self._bad]:
+            dirty.update(nodes_above([suspect]))
+        self.free = self._parametric - dirty
+
+    def is_free_of_samples(self, node: Node) -> bool:
+        """Tell whether a node takes a leaf as part of a term that no sample enters."""
+        if node in self.free:
+            return True
+        return any(
+            node is join and not self._spoilt >> place & 1 and all(each in self.free for each in terms)
+            for place, (join, terms) in enumerate(self._joins)
+        )
+
+    @property
+    def has_suspects(self) -> bool:
+        """Tell whether parameters enter more than sample-free terms, or an unknown leaf may enter a loss."""
+        return not self._parametric <= self.free or bool(self._strange and self._losses)
+
+    def edges(self, graph: Graph) -> list[GradientEdge]:
+        """Return the edges where terms join the rest of the loss, and the roots that are such terms."""
+        roots = [get_gradient_edge(root) for root in graph.roots if root.requires_grad]
+        found = {(edge.node, edge.output_nr): edge for edge in roots if edge.node in self.free}
+        for join, _ in self._joins:
+            for above, output in join.next_functions:
+                if above is not None and above in self.free:
+                    found[above, output] = GradientEdge(above, output)
+        return list(found.values())
+
+    def _upstream(self, node: Node) -> list[Node]:
+        use = self._use_at.get(node)
+        if use is None or use.checkpoint is not None:
+            return upstream_of(node)
+        return [edge.node for edge in use.recorded.edges]
+
+    def _sort(self, node: Node) -> None:
+        """Sort one node, after everything upstream of it."""
+        use = self._use_at.get(node)
+        leaf = getattr(node, "variable", None)
+        if use is not None or is_reentrant(node):
+            self._data.add(node)
+            for above in self._upstream(node):
+                self._spoilt |= self._joins_above.get(above, 0)
+        elif leaf is not None:
+            if id(leaf) in self._data_leaves:
+                self._data.add(node)
+            elif isinstance(leaf, nn.Parameter) or id(leaf) in self._owned:
+                self._parametric.add(node)
+            else:
+                self._strange = True
+        else:
+            self._sort_function(node)
+
+    def _sort_function(self, node: Node) -> None:
+        above = {place: each for place, (each, _) in enumerate(node.next_functions) if each is not None}
+        data = {place: each for place, each in above.items() if each in self._data}
+        terms = {place: each for place, each in above.items() if each in self._parametric}
+        if not data:
+            if terms:
+                self._sort_term(node, list(terms))
+            return
+        self._data.add(node)
+        if any(each in self._after_loss or each in self._losses for each in data.values()):
+            self._after_loss.add(node)
+        joins = 0
+        for each in data.values():
+            joins |= self._joins_above.get(each, 0)
+        if joins and not is_linear(node, [*data, *terms]):
+            self._spoilt |= joins
+        if terms:
+            if self._is_sum(node, list(data)):
+                joins |= 1 << len(self._joins)
+                self._joins.append((node, list(terms.values())))
+            else:
+                self._suspects += terms.values()
+        if joins:
+            self._joins_above[node] = joins
+
+    def _is_sum(self, node: Node, data: Sequence[int]) -> bool:
+        """Tell whether a node adds a term to values of samples, such that no sample has a share in the term."""
+        if name_of_node(node) not in SUMS:
+            return False
+        scalars = all(not _shape_at(node, place) for place in data)
+        return scalars or node in self._after_loss
+
+    def _sort_term(self, node: Node, terms: Sequence[int]) -> None:
+        """Sort a function of parameters, and perhaps of constants."""
+        self._parametric.add(node)
+        name, shape = name_of_node(node), _shape_of(node)
+        above = [upstream for upstream, _ in node.next_functions]
+        if any(above[place] in self._bad for place in terms) or not self._meets_no_samples(node, name, terms):
+            self._bad.add(node)
+        of_this_shape = [place for place in terms if _shape_at(node, place) == shape] or terms
+        wide = name in EXPANDING or all(above[place] in self._wide for place in of_this_shape)
+        if wide and shape.numel() > 1:
+            self._wide.add(node)
+
+    def _meets_no_samples(self, node: Node, name: str, terms: Sequence[int]) -> bool:
+        above = [upstream for upstream, _ in node.next_functions]
+        all_seen = len(terms) == len(above)
+        if all_seen and name in WHOLE and name not in HIDING:
+            return True
+        constants = _constants_of(node)
+        if constants is None or any(storage_of(tensor) in self._data_storages for tensor in constants):
+            return False
+        if name in ENTRY_BY_ENTRY:
+            operands = [place for place in terms if above[place] not in self._wide]
+            return any(name in ALIKE or _shape_at(node, place) == _shape_of(node) for place in operands)
+        unknown = [tensor for tensor in constants if _place_of(tensor) not in self._known]
+        if name in VECTORS:
+            return all(tensor.dim() < 2 for tensor in unknown)
+        if name in INDEXED:
+            return all(_is_mask(tensor, _shape_at(node, terms[0])) for tensor in unknown)
+        if name in PRODUCTS:
+            return not unknown and (name not in WITH_SUMMAND or 0 in terms)
+        return False
+
+
+def _shape_of(node: Node) -> torch.Size:
+    """Return the shape of a node's first output."""
+    try:
+        return torch.Size(made_by(node)[0].shape)
+    except RuntimeError as error:  # PyTorch's message is about its internals
+        raise nested(f"{node.name()}, which the backward pass goes through") from error
+
+
+def _shape_at(node: Node, place: int) -> torch.Size:
+    """Return the shape of a node's operand at one place."""
+    above, output = node.next_functions[place]
+    assert above is not None
+    leaf = getattr(above, "variable", None)
+    return torch.Size(made_by(above)[output].shape) if leaf is None else leaf.shape
+
+
+def _constants_of(node: Node) -> list[Tensor] | None:
+    """Return the constants that a node saved, none in a dry run; ``None`` if they are gone."""
+    if is_dry_run():
+        return []
+    try:
+        return list(saved_constants(node))
+    except RuntimeError:  # an earlier pass has freed them
+        return None
+
+
+def _is_mask(tensor: Tensor, shape: torch.Size) -> bool:
+    """Tell whether an index is a mask of the tensor that it selects from, and brings no axis of its own."""
+    return tensor.dtype == torch.bool and tensor.shape == shape[: tensor.dim()]
+
+
+def _place_of(tensor: Tensor) -> tuple[int, int] | None:
+    """Return the address and number of a tensor's entries; ``None`` for tensors without an address."""
+    try:
+        return tensor.data_ptr(), tensor.numel()
+    except (RuntimeError, NotImplementedError):
+        return None

@@ -1,0 +1,376 @@
+"""The walk through the graph of a backward pass, from its roots, which finds its uses and losses."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from packprop.engine.functions.losses.read import loss_of_node
+from packprop.engine.functions.nodes import NORMALISATIONS, WITHOUT_DERIVATIVE, made_by, name_of_node
+from packprop.engine.functions.operands import options_of
+from packprop.engine.functions.saved import keeps_elsewhere
+from packprop.engine.graph.checkpoint_uses import uses_inside
+from packprop.engine.graph.completeness import (
+    find_missing,
+    freed,
+    is_owned,
+    reached_without_loss,
+    require_alive,
+    require_derivatives,
+    require_known_shards,
+)
+from packprop.engine.graph.graph import Graph, ReachedLoss, ReachedUse, ReentrantCheckpoint
+from packprop.engine.graph.hooks import has_older_hooks, hooks_on, is_of_interest
+from packprop.engine.graph.open_paths import find_open_places
+from packprop.engine.graph.reading import Reading
+from packprop.engine.graph.reorderings import axes_reordered, own_options
+from packprop.engine.graph.search import leaves_of, nodes_above
+from packprop.engine.graph.site import Site
+from packprop.engine.graph.terms import settle_terms
+from packprop.engine.graph.traversal import depth_first, upstream_of
+from packprop.engine.recording.marks import EXTENDED, LOSS, OUTPUT, RecordedLoss, marks_of
+from packprop.engine.recording.reentrant import is_reentrant, refused
+from packprop.engine.tensors.state import version
+from packprop.errors import PackpropError
+
+SAME_AS = {"ReshapeAliasBackward0": "ViewBackward0"}
+"""Nodes that have another name while a pass is traced."""
+
+
+@dataclass
+class _Trail:
+    """The notes that the walk takes on its way.
+
+    Args:
+        neighbours: The upstream neighbours of each node; for a use, those that lead to data.
+        order: Nodes, each after all that lie upstream of it.
+        names: Names of nodes.
+        places: The number of each node, in the order in which they were met.
+        options: Options of nodes.
+        consumed: Leaves, each with a node that takes it.
+        of_interest: Nodes that may have hooks.
+        cut: Nodes of functions without a derivative.
+        reentrant: Reentrant checkpoints by their nodes.
+    """
+
+    neighbours: dict[Node, list[Node]] = field(default_factory=dict)
+    order: list[Node] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    places: dict[Node, int] = field(default_factory=dict)
+    options: list[Any] = field(default_factory=list)
+    consumed: list[tuple[Tensor, Node]] = field(default_factory=list)
+    of_interest: list[Node] = field(default_factory=list)
+    cut: list[Node] = field(default_factory=list)
+    reentrant: dict[Node, ReentrantCheckpoint] = field(default_factory=dict)
+
+    @functools.cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """The node, by number, and the output that each input of each node comes from; known after the walk."""
+        return tuple(
+            (-1 if above is None else self.places.get(above, -1), output)
+            for node in self.places
+            for above, output in node.next_functions
+        )
+
+    def structure(self) -> int:
+        """Return a number that is equal for graphs of the same nodes, edges and shapes."""
+        own = self.names[: len(self.places)]  # without those of uses inside of checkpoints
+        return hash((tuple(own), self.edges, self._shapes()))
+
+    def _shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of first outputs; empty for tensors without one."""
+        found = []
+        for node in self.places:
+            try:
+                found.append(tuple(made_by(node)[0].shape) if node.next_functions else ())
+            except RuntimeError:  # of nested tensors
+                found.append(())
+        return tuple(found)
+
+
+def walk(
+    roots: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    wanted: Sequence[Tensor] | None,
+    *,
+    unshards: bool = False,
+    inside: bool = False,
+) -> Graph:
+    """Return the graph of a backward pass from ``roots``, with its uses and losses.
+
+    Args:
+        roots: The tensors that it starts from.
+        gradients: The gradient of each root; ``None`` for ones.
+        wanted: Leaves to restrict to; ``None`` for all.
+        unshards: Whether the caller puts sharded parameters together for its sweeps.
+        inside: Whether the roots are outputs of a reentrant checkpoint.
+
+    Raises:
+        PackpropError: If a parameter has no gradients of samples, or an earlier pass has freed the graph.
+    """
+    graph = Graph(roots, gradients)
+    starts = [root.grad_fn for root in roots if root.grad_fn is not None]
+    trail = _follow(graph, starts, wanted)
+    require_alive(graph)
+    _read_losses(graph, trail)
+    _drop_inner_outputs(graph)
+    _read_uses(graph, trail, wanted, starts if inside else None)
+    _look_inside(graph, trail)
+    _note_order(graph, trail)
+    require_derivatives(graph, trail.cut)
+    find_missing(graph, trail.consumed, wanted)
+    if graph.missing or (trail.consumed and graph.losses):
+        settle_terms(graph, starts)
+    find_open_places(graph, starts, trail.neighbours)
+    without_loss = reached_without_loss(graph, starts, trail.neighbours)
+    graph.without_loss = [
+        graph.label(use) for use in graph.uses if any(node in without_loss for node in use.anchors)
+    ]
+    _mark_ends(graph, trail)
+    empty = [checkpoint for checkpoint in graph.checkpoints if not checkpoint.uses]
+    times = Counter(id(site.leaf) for use in graph.uses for site in use.sites)
+    for use in graph.uses:
+        use.through = empty
+        tied = any(times[id(site.leaf)] > 1 for site in use.sites)
+        use.recomputed = any(keeps_elsewhere(node) for node, _ in use.nodes.values())
+        use.waits = tied or use.recomputed
+    tensors = [*roots, *(loss.call.input for loss in graph.losses), *graph.leaves()]
+    of_interest = trail.order if has_older_hooks(graph.modules) else trail.of_interest
+    graph.hooks = hooks_on(of_interest, tensors)
+    require_known_shards(graph, unshards)
+    graph.again = lambda: walk(roots, gradients, wanted, unshards=unshards, inside=inside)
+    graph.structure, graph.signature = _structure(graph, trail.names), _signature(graph, trail)
+    return graph
+
+
+def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -> _Trail:
+    """Visit each node once; note marked losses and outputs, checkpoints, and layers that mix samples."""
+    trail = _Trail()
+    for node, done in depth_first(starts, upstream_of, trail.neighbours):
+        if done:
+            trail.order.append(node)
+            continue
+        name, marks = node.name(), marks_of(node)
+        trail.places[node] = len(trail.names)
+        trail.names.append(SAME_AS.get(name, name))
+        trail.options += options_of(node)
+        if marks or is_of_interest(name, marks):
+            _note_marks(graph, trail, node, name, marks)
+        if is_reentrant(node):
+            checkpoint = ReentrantCheckpoint(
+                node, lambda roots: walk(roots, [None] * len(roots), wanted, unshards=True, inside=True)
+            )
+            graph.checkpoints.append(checkpoint)
+            trail.reentrant[node] = checkpoint
+        if name_of_node(node) in NORMALISATIONS and _takes_statistics(node):
+            graph.mixers.append(_layer_of(graph, node))
+        if name == WITHOUT_DERIVATIVE:
+            trail.cut.append(node)
+        for upstream in trail.neighbours[node]:
+            leaf = getattr(upstream, "variable", None)
+            if leaf is not None:
+                trail.consumed.append((leaf, node))
+    return trail
+
+
+def _note_marks(graph: Graph, trail: _Trail, node: Node, name: str, marks: dict[str, Any]) -> None:
+    if is_of_interest(name, marks):
+        trail.of_interest.append(node)
+    if LOSS in marks:
+        call, output = marks[LOSS]
+        graph.losses.append(ReachedLoss(call, node, output))
+    if OUTPUT in marks:
+        forward, output, shape = marks[OUTPUT]
+        graph.outputs.append((GradientEdge(node, output), forward, shape))
+
+
+def _note_order(graph: Graph, trail: _Trail) -> None:
+    """Note where data decide on the order of rows, except for rows of parameters such as tables."""
+    parameters = set() if graph.reading is None else graph.reading.made_of_parameters
+    reordered: set[Node] = set()
+    losses = {loss.node for loss in graph.losses}
+    for node in trail.order:
+        above = node.next_functions[0][0] if node.next_functions else None
+        is_leaf = hasattr(node, "variable")
+        if is_leaf or above in parameters or node in losses or node in trail.reentrant:
+            axes: frozenset[int] | None = frozenset()
+        else:
+            axes = axes_reordered(node)
+        if axes is None:
+            graph.hides_order = True
+        elif axes:
+            graph.reorderings.append((GradientEdge(node, 0), made_by(node)[0].shape, axes))
+        trail.options += [axes, own_options(node)]
+        if axes is None or axes or any(each in reordered for each in trail.neighbours[node]):
+            reordered.add(node)
+    for use in graph.uses:
+        use.reordered = any(node in reordered for node in use.anchors)
+
+
+def _read_losses(graph: Graph, trail: _Trail) -> None:
+    """Find the losses without marks, from their nodes."""
+    inside: set[Node] = set()
+    for loss in graph.losses:
+        inside.update(nodes_above([loss.node], loss.call.edge.node))
+    try:
+        for node in trail.places:
+            read = None if node in inside else loss_of_node(node)
+            if read is not None:
+                given = read.args[0]
+                call = RecordedLoss(*read, given.shape, version(given))
+                graph.losses.append(ReachedLoss(call, node, 0))
+    except RuntimeError as error:
+        raise freed("the first pass freed the graph, and what the loss was given") from error
+
+
+def _drop_inner_outputs(graph: Graph) -> None:
+    """Drop outputs of models that are parts of other called models."""
+    modules = graph.modules
+    if len(modules) > 1:
+        parts = {id(child) for module in modules for child in module.modules() if child is not module}
+        graph.outputs = [each for each in graph.outputs if id(each[1].module()) not in parts]
+
+
+def _read_uses(graph: Graph, trail: _Trail, wanted: Sequence[Tensor] | None, ends: list[Node] | None) -> None:
+    """Read the uses off the graph; see NOTE [Uses in the graph].
+
+    ``ends`` are the nodes that samples reach; ``None`` for those of losses and outputs of models.
+    """
+    inside = ends is not None
+    leaves = _parameters(graph, trail, inside)
+    if not leaves:
+        return
+    if ends is None:
+        ends = [loss.call.edge.node for loss in graph.losses]
+        ends += [edge.node for edge, forward, _ in graph.outputs if forward.has_parameters]
+    after: set[Node] = set()
+    losses = {loss.node for loss in graph.losses}
+    for node in trail.order:
+        if any(above in losses or above in after for above in trail.neighbours[node]):
+            after.add(node)
+    graph.reading = reading = Reading(graph, trail.order, trail.places, leaves, trail.structure)
+    reading.sort(set(nodes_above(ends)), after | losses)
+    if inside and any(start in reading.made_of_parameters for start in ends):
+        raise refused("a tensor made of parameters alone leaves it, and what becomes of it is out of sight")
+    settled = reading.settled
+    trail.consumed = [(leaf, node) for leaf, node in trail.consumed if node not in settled]
+    for node in trail.order:
+        if node not in settled and node not in reading.made_of_parameters:
+            for above in trail.neighbours[node]:
+                if above in settled and above in reading.made_of_parameters:
+                    trail.consumed += [(leaf, node) for leaf in leaves_of(above)]
+    chosen = None if wanted is None else {id(leaf) for leaf in wanted}
+    for node in reversed(trail.order):
+        use = reading.uses.get(node)
+        if use is not None:
+            graph.uses.append(use)
+            trail.neighbours[node] = [edge.node for edge in use.recorded.edges]
+            _find_sites(graph, use, chosen, trail)
+
+
+def _parameters(graph: Graph, trail: _Trail, inside: bool) -> dict[int, Tensor]:
+    """Return the leaves that count as parameters, by identity.
+
+    Other tensors that require gradients are data, unless they replace all parameters, as in
+    ``torch.func.functional_call``.
+    """
+    leaves = {id(leaf): leaf for leaf, _ in trail.consumed}
+    own = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, nn.Parameter) or is_owned(leaf)}
+    if own or inside:
+        return own
+    given = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
+    return {key: leaf for key, leaf in leaves.items() if key not in given}
+
+
+def _takes_statistics(node: Any) -> bool:
+    """Tell whether a batch normalisation took its statistics from several rows of its input."""
+    return bool(getattr(node, "_saved_training", False)) and made_by(node)[0].shape[0] > 1
+
+
+def _layer_of(graph: Graph, node: Node) -> str:
+    """Return the words for a layer in messages, from the parameters that enter its node."""
+    leaves = {
+        id(leaf) for above, _ in node.next_functions[1:] if above is not None for leaf in leaves_of(above)
+    }
+    for module in [*graph.modules, *EXTENDED]:
+        for path, child in module.named_modules():
+            if any(id(parameter) in leaves for parameter in child.parameters(recurse=False)):
+                return f"{path!r} ({type(child).__name__})" if path else type(child).__name__
+    return "batch_norm"
+
+
+def _look_inside(graph: Graph, trail: _Trail) -> None:
+    """Find the uses in reentrant checkpoints, and sort them in among the others."""
+    if not graph.checkpoints:
+        return
+    reached: dict[Node, set[int]] = {checkpoint.node: set() for checkpoint in graph.checkpoints}
+    edges = [get_gradient_edge(root) for root in graph.roots if root.grad_fn is not None]
+    for node in trail.order:
+        edges += [GradientEdge(above, output) for above, output in node.next_functions if above is not None]
+    for node, output, *_ in edges:
+        if node in reached:
+            reached[node].add(output)
+    place = {node: number for number, node in enumerate(reversed(trail.order))}
+    for node in sorted(trail.reentrant, key=lambda node: place[node]):
+        checkpoint = trail.reentrant[node]
+        inside = uses_inside(checkpoint, reached[node])
+        trail.names += [use.recorded.name for use in inside]
+        graph.uses += inside
+        for use in inside:
+            _find_sites(graph, use, None, trail)
+    numbers = {id(use): number for number, use in enumerate(graph.uses)}
+    graph.uses.sort(key=lambda use: (min(place.get(each, 0) for each in use.anchors), numbers[id(use)]))
+
+
+def _mark_ends(graph: Graph, trail: _Trail) -> None:
+    """Mark the uses without a use upstream, except those in checkpoints, which have no nodes."""
+    use_upstream: dict[Node, bool] = {}
+    anchors = {node for use in graph.uses for node in use.anchors}
+    for node in trail.order:
+        use_upstream[node] = any(
+            use_upstream.get(above, False) or above in anchors for above in trail.neighbours[node]
+        )
+    for use in graph.uses:
+        use.is_end = use.checkpoint is None and not any(use_upstream[node] for node in use.anchors)
+
+
+def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None, trail: _Trail) -> None:
+    """Trace the parameters of a use to the leaves that they are computed from."""
+    for entry in use.recorded.entries:
+        parameter = entry.parameter
+        own = (
+            [parameter] if isinstance(parameter, Tensor) and parameter.is_leaf else leaves_of(parameter.grad_fn)
+        )
+        use.sites += [Site(entry, leaf) for leaf in own if chosen is None or id(leaf) in chosen]
+    for site in use.sites:
+        if site.entry.refusal is not None:
+            raise PackpropError(
+                "A quantity beyond the gradient was asked for.",
+                f"parameter {graph.name(site.leaf)!r} in {use.recorded.name}",
+                *site.entry.refusal,
+            )
+
+
+def _structure(graph: Graph, names: list[str]) -> int:
+    """Return a number that is equal for passes of equal structure."""
+    functions = tuple((loss.call.function, loss.call.documents is None) for loss in graph.losses)
+    return hash((tuple(names), tuple(use.recorded.name for use in graph.uses), functions))
+
+
+def _signature(graph: Graph, trail: _Trail) -> int:
+    """Return a number that is equal for passes of equal structure, shapes and options."""
+    uses = tuple((use.recorded.name, tuple(use.recorded.shapes)) for use in graph.uses)
+    losses = tuple(
+        (loss.call.function, loss.call.shape, loss.call.declared, loss.call.documents is None)
+        for loss in graph.losses
+    )
+    declared = tuple(forward.declared for forward in graph.forwards)
+    open_paths = tuple(place.shape for place in graph.open), tuple(loss.is_open for loss in graph.losses)
+    named = tuple(trail.names), tuple(trail.options), trail.edges
+    return hash((named, uses, losses, declared, open_paths, bool(graph.without_loss)))

@@ -1,0 +1,189 @@
+"""Plans of the memory of a step, as values that print."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from packprop.engine.graph.graph import Graph
+from packprop.engine.memory.bytes import byte_text
+from packprop.engine.memory.line import Line
+from packprop.engine.memory.mesh import Mesh
+from packprop.engine.passes.chunks import ChunkSizes
+from packprop.engine.tensors.plain_text import plain_text
+from packprop.errors import BadInput, PackpropWarning
+from packprop.types import Extension
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+ASKED = "A plan was asked for."
+
+RESULTS_BEFORE = "results of the batches before"
+"""The kind of tensors that is there all the time in a pass over a batch of a data set."""
+
+
+class BudgetTooSmall(BadInput):
+    """Raised if a budget is less than any choice of chunks takes; ``floor`` is the least, in bytes."""
+
+    floor: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The memory of a step, and its chunks; prints as two tables.
+
+    Args:
+        peak: Most bytes of tensor storage alive at once, in forward and backward pass.
+        memory: The budget in bytes; ``None`` if there is none.
+        device: The type of device of the plan.
+        chunk_sizes: The sizes of the chunks.
+        lines: One for each parameter.
+        parts: The bytes of each kind of tensor at the peak, the largest first.
+        items: The largest single tensors at the peak: (description, bytes).
+        samples: Samples in the batch.
+        results: Bytes of all results.
+        extensions: Names of the extensions.
+        freed: Says that it counts on an extension hook that takes values away.
+        accumulated: Says that it counts gradients of an earlier pass, which are there when a step begins.
+        shapes: Uses and the shapes of their outputs. A pass with this plan has the same.
+        leaves: Shapes and precisions of parameters; likewise.
+        options: Names and values of the extensions' options; likewise.
+        mesh: The mesh that shards the model, if there is one: then the plan is that of one device.
+    """
+
+    peak: int
+    memory: int | None
+    device: str
+    chunk_sizes: ChunkSizes
+    lines: tuple[Line, ...]
+    parts: dict[str, int]
+    items: tuple[tuple[str, int], ...]
+    samples: int
+    results: int
+    extensions: tuple[str, ...]
+    freed: bool
+    accumulated: bool
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = field(repr=False)
+    leaves: tuple[tuple[tuple[int, ...], torch.dtype], ...] = field(repr=False)
+    options: tuple[tuple[tuple[str, str], ...], ...] = field(repr=False)
+    mesh: Mesh | None = None
+
+    def beside(self, kind: str, size: int) -> Plan:
+        """Return the same plan, with something that is there all the time."""
+        return replace(self, peak=self.peak + size, parts={**self.parts, kind: size}) if size else self
+
+    def require_fit(self, graph: Graph, extensions: Sequence[Extension], hooked: bool = False) -> None:
+        """Refuse a pass that does not fit the plan; ``hooked`` if an extension hook is there.
+
+        Warns of gradients of an earlier pass that the plan did not count.
+
+        Raises:
+            BadInput: With the first difference.
+        """
+        shapes = use_shapes(graph)
+        names = tuple(extension.name for extension in extensions)
+        device = next((leaf.device.type for leaf in graph.leaves()), self.device)
+        difference = None
+        if self.freed and not hooked:
+            difference = "no extension hook; planned was one that takes values away"
+        elif names != self.extensions:
+            difference = f"extensions {', '.join(names)}; planned were {', '.join(self.extensions)}"
+        elif device != self.device:
+            difference = f"parameters on {device}; planned was {self.device}"
+        elif len(shapes) != len(self.shapes):
+            difference = f"{len(shapes)} uses of parameters; planned were {len(self.shapes)}"
+        else:
+            for (use, shape), (planned_use, planned_shape) in zip(shapes, self.shapes, strict=True):
+                if (use, shape) != (planned_use, planned_shape):
+                    difference = f"{use} {list(shape)}; planned was {planned_use} {list(planned_shape)}"
+                    break
+        if difference is None:
+            difference = self._other_options(extensions) or self._other_leaves(graph)
+        if difference is not None:
+            raise BadInput(
+                "A backward pass with a plan was started.",
+                difference,
+                "the plan was made for another model, batch or device: its peak says nothing of this one",
+                "make a plan for this one, or give the budget itself: backpack(..., memory='600MiB')",
+            )
+
+        if not self.accumulated and gradients_are_there(graph.leaves()):
+            warnings.warn(
+                "Gradients of an earlier pass are there, and the plan counts on none: the peak may be higher "
+                "by their size. Call zero_grad() before the step, or make the plan with accumulated=True.",
+                PackpropWarning,
+                stacklevel=2,
+            )
+
+    def _other_options(self, extensions: Sequence[Extension]) -> str | None:
+        for extension, planned in zip(extensions, map(dict, self.options), strict=True):
+            if not is_dataclass(extension):
+                continue  # its attributes need not be options: it may keep what it has seen
+            for name, value in options_of(extension):
+                if planned.get(name, value) != value:
+                    return f"{extension.name} with {name} {value}; planned was {planned[name]}"
+        return None
+
+    def _other_leaves(self, graph: Graph) -> str | None:
+        for leaf, (shape, dtype) in zip(graph.leaves(), self.leaves, strict=False):
+            if (tuple(leaf.shape), leaf.dtype) != (shape, dtype):
+                what = f"parameter {graph.name(leaf)!r} {[*leaf.shape]} {leaf.dtype}"
+                return f"{what}; planned was {[*shape]} {dtype}"
+        return None
+
+    def __str__(self) -> str:
+        return plain_text(self._table(), self._sum(), width=112)
+
+    def _table(self) -> Table:
+        from rich.table import Table
+
+        table = Table("parameter", "use", "structure", "algorithm", "chunks of samples", "a chunk", box=None)
+        for line in self.lines:
+            chunks = f"{line.chunks} of {line.samples}" if line.chunks > 1 else f"1 of {line.count}"
+            cells = (line.parameter, line.use, line.structure, line.algorithm, chunks, byte_text(line.bytes))
+            table.add_row(*cells)
+        return table
+
+    def _sum(self) -> Table:
+        from rich.table import Table
+
+        budget = "no budget" if self.memory is None else f"budget {byte_text(self.memory)}"
+        where = self.device if self.mesh is None else f"each of {self.mesh} {self.device} devices"
+        table = Table("", "", title=f"peak {byte_text(self.peak)} on {where}, {budget}", box=None)
+        for kind, size in self.parts.items():
+            table.add_row(kind, byte_text(size))
+        table.add_section()
+        table.add_row("largest at the peak", "")
+        for name, size in self.items:
+            table.add_row(f"  {name}", byte_text(size))
+        return table
+
+
+def use_shapes(graph: Graph) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return the uses and the shapes of their outputs."""
+    return tuple((use.recorded.name, tuple(shape)) for use in graph.uses for shape in use.recorded.shapes)
+
+
+def leaf_shapes(graph: Graph) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Return the shapes and precisions of the parameters."""
+    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in graph.leaves())
+
+
+def options_of(extension: Extension) -> tuple[tuple[str, str], ...]:
+    """Return options that change the memory: not a source of draws, and only the number of chosen samples."""
+    return tuple(
+        (name, f"of {len(option)}" if name == "subsampling" and option is not None else repr(option))
+        for name, option in vars(extension).items()
+        if not isinstance(option, torch.Generator)
+    )
+
+
+def gradients_are_there(leaves: Iterable[Tensor]) -> bool:
+    """Tell whether a pass adds to gradients of an earlier one."""
+    return any(leaf.grad is not None for leaf in leaves)

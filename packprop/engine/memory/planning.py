@@ -1,0 +1,260 @@
+"""Plans: for a step, for a batch of a data set, for a pass after its forward part."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from packprop.engine.algebra.algorithms import CHOICES, forced_algorithm
+from packprop.engine.graph.graph import Graph
+from packprop.engine.memory.bytes import keep_freed_pages
+from packprop.engine.memory.dry_run import DryRun
+from packprop.engine.memory.mesh import mesh_of, require_not_sharded_yet
+from packprop.engine.memory.plan import (
+    ASKED,
+    RESULTS_BEFORE,
+    Plan,
+    gradients_are_there,
+    leaf_shapes,
+    options_of,
+)
+from packprop.engine.memory.search import budget_of, choose_plan
+from packprop.engine.memory.step import Forward, PlannedStep, copy_without_data
+from packprop.engine.passes.chunks import ChunkSizes, default_chunk_sizes
+from packprop.engine.recording.marks import LOSS, marks_of
+from packprop.engine.recording.recorder import mark_loss
+from packprop.engine.recording.switch import extend, record
+from packprop.engine.tensors.calling import LABELS, LossFunction, inputs_and_targets, outputs_and_loss
+from packprop.engine.tensors.dry import TensorSpec
+from packprop.engine.tensors.nesting import map_tensors, tensors_in
+from packprop.errors import BadInput
+from packprop.types import Extension, Extensions, check_extensions
+
+
+def plan(
+    model: nn.Module,
+    loss: LossFunction | None,
+    batch: Any,
+    extensions: Extensions,
+    *more: Extension,
+    memory: int | str | None = None,
+    device: torch.device | str | None = None,
+    gradients: bool = True,
+    freed: bool = False,
+    accumulated: bool = False,
+    mesh_shape: int | Sequence[int] | None = None,
+    units: Iterable[type[nn.Module]] | None = None,
+) -> Plan:
+    """Plan the memory of one step with extensions, and the chunks that keep it inside a budget.
+
+    ``plan`` allocates nothing and changes nothing in the model: it copies the model without its data. The model
+    may itself have none (``with torch.device("meta"):``), and ``device`` may be one that you do not have.
+
+    Args:
+        model: Any module.
+        loss: Loss module or function, called as ``loss(outputs, targets)``; ``None`` if the model computes the
+            loss, as for ``compute``.
+        batch: Inputs (a tensor, a tuple or a mapping of arguments) and targets, or a batch in another form that
+            ``compute`` takes; its data do not matter.
+        extensions: An instance from ``packprop.extensions``, or a list of them.
+        more: More of them, if you give them one by one.
+        memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), with
+            parameters, activations and results; ``None`` shows the memory of the default.
+        device: The device of the step; by default that of the parameters.
+        gradients: Computes ``.grad`` along, as ``backward()`` does; ``compute`` does not.
+        freed: Says that an extension hook takes the values of each parameter away as soon as they are there.
+        accumulated: Says that ``.grad`` of an earlier pass is there when a step begins: you add up gradients
+            over several passes, or zero them by ``zero_grad(set_to_none=False)``.
+        mesh_shape: The devices that ``fully_shard`` shards the model over, as for ``init_device_mesh``: shards,
+            or copies and shards. The plan is then that of one device, for its own batch; NOTE [Planned shards]
+            says what it counts. It needs no process group.
+        units: Classes of the modules that ``fully_shard`` is called on, beside the model itself; by default the
+            entries of every ``nn.ModuleList``.
+
+    Raises:
+        BadInput: For a class in place of an extension; if the budget is no number of bytes, or less than any
+            choice of chunks takes; for a model that ``fully_shard`` was called on already.
+        PackpropError: If the forward pass decides by data.
+    """
+    chosen = check_extensions(ASKED, extensions, *more)
+    budget, mesh = budget_of(memory), mesh_of(ASKED, mesh_shape, units)
+    require_not_sharded_yet(ASKED, model)
+    parameter = next(model.parameters(), None)
+    own_device = parameter.device if parameter is not None else torch.device("cpu")
+    target_device = torch.device(device) if device is not None else own_device
+    forward = _forward_of(model, loss, batch)
+    step = PlannedStep(model, forward, chosen, target_device, gradients, freed, accumulated, mesh)
+    return choose_plan(step, budget)
+
+
+def _forward_of(model: nn.Module, loss: LossFunction | None, batch: Any) -> Forward:
+    """Make the forward pass of a step, from a copy of the model to the loss.
+
+    Raises:
+        BadInput: For a batch in which the targets cannot be told from the inputs.
+    """
+    split = inputs_and_targets(batch, whole=loss is None)
+    if split is None:
+        raise BadInput(
+            ASKED,
+            f"batch of type {type(batch).__name__}",
+            "it is neither a pair (inputs, targets) nor a mapping with labels",
+            f"give such a batch: (inputs, targets), or a mapping with the targets as {LABELS!r}",
+        )
+    inputs, targets = split
+
+    def forward(copied: nn.Module, fake: Callable[[Any], Any]) -> Tensor:
+        given = fake(map_tensors(TensorSpec.of, inputs))
+        target = fake(map_tensors(TensorSpec.of, targets))
+        extend(copied)
+        copied_loss = copy_without_data(loss, fake) if isinstance(loss, nn.Module) else loss
+        with record():
+            return outputs_and_loss(ASKED, copied, copied_loss, given, target)[1]
+
+    return forward
+
+
+def chunk_sizes_over_data(
+    model: nn.Module,
+    loss: LossFunction | None,
+    batch: tuple[Any, Any],
+    extensions: Sequence[Extension],
+    memory: int | str | None,
+    device: torch.device | str,
+) -> ChunkSizes:
+    """Choose the chunk sizes for a batch whose results merge into those of the batches before."""
+    budget = budget_of(memory)
+    if budget is None:
+        keep_freed_pages()
+        return default_chunk_sizes(torch.device(device))
+    require_not_sharded_yet(ASKED, model)
+    step = _step_over_data(model, loss, batch, extensions, device)
+    return choose_plan(step, budget, _beside_results_before).chunk_sizes
+
+
+def plan_over_data(
+    model: nn.Module,
+    loss: LossFunction | None,
+    batch: tuple[Any, Any],
+    extensions: Sequence[Extension],
+    chunk_sizes: ChunkSizes,
+    memory: int | str | None,
+    device: torch.device | str,
+) -> Plan:
+    """Plan the pass over such a batch, with known chunk sizes.
+
+    Under a budget its peak holds the results of the batches before, which are there all the time.
+
+    Raises:
+        PackpropError: If the forward pass decides on data.
+    """
+    budget = budget_of(memory)
+    found = DryRun(_step_over_data(model, loss, batch, extensions, device), chunk_sizes).run(budget)
+    return found if budget is None else _beside_results_before(found)
+
+
+def _step_over_data(
+    model: nn.Module,
+    loss: LossFunction | None,
+    batch: tuple[Any, Any],
+    extensions: Sequence[Extension],
+    device: torch.device | str,
+) -> PlannedStep:
+    forward = _forward_of(model, loss, batch[0] if loss is None else batch)
+    accumulated = gradients_are_there(model.parameters())
+    place = torch.device(device)
+    return PlannedStep(model, forward, tuple(extensions), place, gradients=False, accumulated=accumulated)
+
+
+def _beside_results_before(plan: Plan) -> Plan:
+    return plan.beside(RESULTS_BEFORE, plan.results)
+
+
+def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None) -> Plan:
+    """Plan a pass after its forward part: run the model once more, without data.
+
+    Raises:
+        BadInput: If the pass is not one call of one model followed by one loss, or no choice of chunks fits.
+    """
+    calls = [forward for forward in graph.forwards if forward.has_parameters]
+    model = calls[0].module() if len(calls) == 1 else None
+    alone = len(graph.losses) == len(graph.roots) == 1
+    if model is None or not alone:
+        raise BadInput(
+            "backpack(memory=...) was entered.",
+            f"a backward pass through {len(calls)} calls of models and {len(graph.losses)} recorded losses",
+            "a budget alone suffices for one call of one model followed by one loss",
+            "make a plan of the step, packprop.plan(...), and give that as memory",
+        )
+    args, kwargs = calls[0].args, calls[0].kwargs
+    call = graph.losses[0].call
+    loss_args, loss_kwargs = map_tensors(TensorSpec.of, (call.args, call.kwargs))
+
+    model_outputs = {edge.node for edge, forward, _ in graph.outputs if forward.has_parameters}
+    returns_loss = graph.roots[0].grad_fn in model_outputs
+
+    def forward(copied: nn.Module, fake: Callable[[Any], Any]) -> Tensor:
+        given, named = fake(args), fake(kwargs)
+        others = fake(loss_args[1:])
+        options = fake({name: value for name, value in loss_kwargs.items() if name != "input"})
+        with record():
+            outputs = list(tensors_in(copied(*given, **named)))
+            if returns_loss:
+                return next(t for t in outputs if t.shape == graph.roots[0].shape and t.requires_grad)
+            output = next(t for t in outputs if t.numel() == call.shape.numel()).reshape(call.shape)
+            given = (output, *others) if loss_args else ()
+            named = options if loss_args else {**options, "input": output}
+            value = call.function(*given, **named)
+        if value.grad_fn is not None and LOSS not in marks_of(value.grad_fn):  # your own losses run unrecorded
+            mark_loss(call.function, given, named, value, call.declared)
+        total: Tensor = value.sum()
+        return total
+
+    between = 0
+    if not returns_loss:
+        tensors = _tensors_between(call.edge.node, model_outputs)
+        between = tensors * call.input.numel() * call.input.element_size()
+    leaves = graph.leaves()
+    step = PlannedStep(
+        model,
+        forward,
+        tuple(extensions),
+        leaves[0].device,
+        gradients=True,
+        accumulated=gradients_are_there(leaves),
+    )
+    return choose_plan(step, budget, lambda plan: plan.beside("between model and loss", between))
+
+
+def _tensors_between(start: Node, ends: set[Node]) -> int:
+    """Return how many tensors may lie between the model's output and the loss's input, there and back.
+
+    Each counts as large as the loss's input.
+    """
+    stack, seen = [start], set()
+    while stack:
+        node = stack.pop()
+        if node not in ends and node not in seen:
+            seen.add(node)
+            stack += [upstream for upstream, _ in node.next_functions if upstream is not None]
+    return 2 * len(seen)
+
+
+def chunk_sizes_of_pass(graph: Graph, extensions: Sequence[Extension], budget: int) -> ChunkSizes:
+    """Return the chunk sizes of ``plan_again``, found once for passes of equal structure and shapes."""
+    known = _CHOSEN.setdefault(graph.modules[0], {})
+    asked = tuple((type(extension), options_of(extension)) for extension in extensions)
+    forced = tuple(map(forced_algorithm, CHOICES))
+    key = (graph.signature, leaf_shapes(graph), asked, budget, forced, gradients_are_there(graph.leaves()))
+    if key not in known:
+        known[key] = plan_again(graph, extensions, budget).chunk_sizes
+    return known[key]
+
+
+_CHOSEN: weakref.WeakKeyDictionary[nn.Module, dict[Any, ChunkSizes]] = weakref.WeakKeyDictionary()
+"""Chunk sizes that were found for passes of a model."""

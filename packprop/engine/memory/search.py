@@ -1,0 +1,184 @@
+"""The search for the chunk sizes that a budget allows: the fastest of those that fit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from packprop.engine.memory.bytes import byte_count, byte_text
+from packprop.engine.memory.dry_run import DryRun
+from packprop.engine.memory.plan import RESULTS_BEFORE, BudgetTooSmall, Plan
+from packprop.engine.memory.step import PlannedStep
+from packprop.engine.passes.chunks import ChunkSizes, default_chunk_sizes
+from packprop.errors import BadInput
+
+
+def choices(device: torch.device, freed: bool = False) -> list[ChunkSizes]:
+    """The choices that the search tries until the peak fits: the fastest, which has the largest peak, first.
+
+    Fewer samples at once cost more calls. Fewer columns at once cost more sweeps, which is dearer if the graph
+    is small enough for vectorised sweeps: the search cuts down columns late. Algorithms that hold less cost
+    multiplications. Forming the results of a few parameters at a time costs all sweeps again; it helps only if
+    these results are ``freed``.
+    """
+    scratch, cotangents, *_ = default_chunk_sizes(device)
+    divisors = (1, 1), (1, 4), (1, 16), (4, 16), (4, 64), (16, 64)
+    sizes = [ChunkSizes(scratch // samples, cotangents // columns) for samples, columns in divisors]
+    sizes += [ChunkSizes(scratch // 16, 0), ChunkSizes(scratch // 16, 0, held=0), ChunkSizes(0, 0, held=0)]
+    return sizes + [ChunkSizes(0, 0, 0, count) for count in (8, 1)] * freed
+
+
+HELD = tuple(2**power for power in range(30, 9, -1))
+"""Bytes of a sample: at each step the uses that hold most change to algorithms that hold less."""
+
+
+def looser(chunk_sizes: ChunkSizes, loosest: ChunkSizes, name: str) -> list[ChunkSizes]:
+    """Return ``chunk_sizes`` with other values of one field: as in ``loosest``, then less, down to its own."""
+    most, least = getattr(loosest, name), getattr(chunk_sizes, name)
+    if most == least:
+        return [chunk_sizes]
+    between = HELD if most is None else tuple(most // 2**power for power in range(1, 19))
+    values = (most, *(value for value in between if value > least), least)
+    return [chunk_sizes._replace(**{name: value}) for value in values]
+
+
+def budget_of(memory: int | str | None) -> int | None:
+    """Return the bytes of a budget.
+
+    Raises:
+        BadInput: If it is no positive number of bytes.
+    """
+    if memory is None:
+        return None
+    budget = byte_count(memory) if isinstance(memory, (int, str)) else None
+    if not budget:
+        raise BadInput(
+            "A budget of memory was given.",
+            f"memory={memory!r}",
+            "it is no positive number of bytes",
+            "give a number, a text such as '600MiB' or '2GiB', or a Plan",
+        )
+    return budget
+
+
+def choose_plan(
+    step: PlannedStep, budget: int | None, whole: Callable[[Plan], Plan] = lambda plan: plan
+) -> Plan:
+    """Find the first of the choices that fits, then for each kind of chunk as much as still fits.
+
+    If the smallest chunks do not fit, another choice may: see ``_least``. ``whole`` adds to a plan the memory
+    beside the
+    step: the budget is for both.
+
+    The choices make everything smaller, and often one thing alone sets the peak. Columns that take no memory
+    need not be swept one by one because of a large layer, nor need small layers take another algorithm with it.
+
+    Raises:
+        BadInput: If no choice fits.
+    """
+
+    @functools.cache
+    def tried(chunk_sizes: ChunkSizes) -> Plan:
+        return whole(DryRun(step, chunk_sizes).run(budget))
+
+    def first_fitting(candidates: Sequence[ChunkSizes]) -> ChunkSizes:
+        """Find the first that fits, by bisection; the last one is known to fit, whatever is between."""
+        assert budget is not None
+        low, high = -1, len(candidates) - 1
+        middle = 0  # mostly it is this one
+        while high - low > 1:
+            if tried(candidates[middle]).peak <= budget:
+                high = middle
+            else:
+                low = middle
+            middle = (low + high) // 2
+        return candidates[high]
+
+    candidates = choices(step.device, step.freed)
+    if budget is None or tried(candidates[0]).peak <= budget:
+        return tried(candidates[0])
+    if tried(candidates[-1]).peak <= budget:
+        best = first_fitting(candidates)
+    else:
+        best = _least(lambda chunk_sizes: tried(chunk_sizes).peak, candidates, budget)
+        if tried(best).peak > budget:
+            raise _impossible(tried(best), budget)
+    for name in ("cotangents", "held", "scratch"):  # restored first: the one whose loss costs most time
+        best = first_fitting(looser(best, candidates[0], name))
+    return tried(best)
+
+
+def _least(peak: Callable[[ChunkSizes], int], candidates: Sequence[ChunkSizes], enough: int) -> ChunkSizes:
+    """Find the choice of the smallest peak, or one whose peak is ``enough``.
+
+    That need not be the one of the smallest chunks: the sum of several chunks is there beside the value of the
+    next, and an algorithm that holds less of a large use may hold more of a small one. So the search tries each
+    field at its most, its least and in between, with the others at their best, until nothing falls.
+    """
+    first, last = candidates[0], candidates[-1]
+    best, before = min(last, first, key=peak), None
+    while before != best:
+        before = best
+        for name in ("held", "scratch", "cotangents"):
+            tightest = best._replace(**{name: getattr(last, name)})
+            best = min([best, *_worth_a_look(peak, looser(tightest, first, name))], key=peak)
+            if peak(best) <= enough:
+                return best
+        best = min([best, *(best._replace(parameters=each.parameters) for each in candidates)], key=peak)
+    return best
+
+
+def _worth_a_look(peak: Callable[[ChunkSizes], int], line: Sequence[ChunkSizes]) -> list[ChunkSizes]:
+    """Return choices of one line that include its smallest peak: its ends, and middles of stretches.
+
+    It does not search a stretch whose ends have equal peaks, or whose middle has a peak between theirs.
+    """
+    first, middle, last = line[0], line[len(line) // 2], line[-1]
+    ends = sorted([peak(first), peak(last)])
+    if len(line) < 3 or ends[0] == ends[1] or ends[0] < peak(middle) < ends[1]:
+        return [first, last]
+    half = len(line) // 2
+    return _worth_a_look(peak, line[: half + 1]) + _worth_a_look(peak, line[half:])
+
+
+INSTEAD = {
+    "BatchGrad": "BatchL2Grad or SumGradSquared",
+    "BatchDotGrad": "BatchL2Grad",
+    "BatchJacobian": "BatchJacobian(outputs=...) for some outputs",
+    "SqrtGGNExact": "SqrtGGNMC",
+    "SqrtGGNMC": "DiagGGNMC",
+    "DiagGGNExact": "DiagGGNMC",
+    "BatchDiagGGNExact": "DiagGGNExact",
+    "BatchDiagGGNMC": "DiagGGNMC",
+    "DiagHessian": "DiagHessianMC",
+    "BatchDiagHessian": "DiagHessian",
+    "EKFAC": "KFAC",
+    "KFAC": "DiagGGNMC",
+    "KFLR": "DiagGGNExact",
+    "KFRA": "DiagGGNMC",
+    "HBP": "DiagGGNMC",
+}
+"""Extensions that take less memory."""
+
+
+def _impossible(floor: Plan, budget: int) -> BudgetTooSmall:
+    largest = ", ".join(f"{kind} {byte_text(size)}" for kind, size in list(floor.parts.items())[:3])
+    fixed = sum(floor.parts.get(kind, 0) for kind in ("parameters", "buffers", "gradients", RESULTS_BEFORE))
+    fitting = int((budget - fixed) / (floor.peak - fixed) * floor.samples) if floor.peak > fixed else 0
+    advice = []
+    if 0 < fitting < floor.samples:
+        advice.append(f"a batch of {fitting} samples instead of {floor.samples}")
+    if any(name.startswith(("Batch", "Sqrt")) for name in floor.extensions):
+        advice.append("an extension hook that reduces and deletes each parameter's value")
+    advice += [f"{INSTEAD[name]} in place of {name}" for name in floor.extensions if name in INSTEAD]
+    advice.append("requires_grad=False on parameters that do not matter, or checkpointing")
+    error = BudgetTooSmall(
+        "A budget of memory was given.",
+        f"memory={byte_text(budget)} on {floor.device}",
+        f"with the chunks that take least the step still takes {byte_text(floor.peak)}: {largest}",
+        "; or ".join(advice),
+    )
+    error.floor = floor.peak
+    return error

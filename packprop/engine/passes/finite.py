@@ -1,0 +1,48 @@
+"""A check for finite cotangents at leaves, which waits for the device only once, at the end of a pass."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from packprop.engine.graph.graph import Graph
+from packprop.engine.tensors.finite import all_finite, extremes
+from packprop.errors import PackpropWarning
+
+
+class FiniteCheck:
+    """Keeps the smallest and largest entries of the tensors of each leaf: NaN and infinity show in them."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, list[Tensor]] = {}
+        self.cause = ""
+        """The text of the warning, if packprop knows which function's derivative is not finite."""
+
+    def note(self, leaf: Tensor, tensors: Iterable[Tensor | None]) -> None:
+        """Remember the extreme entries of some tensors."""
+        seen = self._seen.setdefault(id(leaf), [])
+        for tensor in tensors:
+            if tensor is not None:
+                seen += extremes(tensor)
+        if len(seen) > 32:  # two are enough, because they keep NaN
+            seen[:] = torch.stack(seen).aminmax()
+
+    def first(self, graph: Graph) -> Tensor | None:
+        """Return the first leaf with an entry that is not finite; wait for each device."""
+        if all_finite([extreme for own in self._seen.values() for extreme in own]):
+            return None
+        return next((leaf for leaf in graph.leaves() if not all_finite(self._seen.get(id(leaf), []))), None)
+
+    def warn(self, graph: Graph) -> None:
+        """Warn of the first leaf with an entry that is not finite."""
+        leaf = None if self.cause else self.first(graph)
+        if leaf is not None:
+            self.cause = (
+                f"The cotangent at parameter {graph.name(leaf)!r} holds NaN or infinite values; so do the "
+                "quantities computed from it."
+            )
+        if self.cause:
+            warnings.warn(self.cause, PackpropWarning, stacklevel=2)

@@ -1,0 +1,53 @@
+"""The reduction of a loss and its number of terms, from which packprop combines losses of several batches."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal
+
+from torch import Tensor
+
+from packprop.engine.functions.losses.description import describe
+from packprop.engine.recording.marks import RecordedLoss
+
+
+def reduction_and_divisor(call: RecordedLoss) -> tuple[str, Tensor | float] | None:
+    """Return ``"mean"`` or ``"sum"``, and the divisor of the sum of terms; ``None`` if it is not known."""
+    divisor = describe(call.function, call.args, call.kwargs).divisor
+    given = _arguments(call)
+    reduction = given.get("reduction", "mean")
+    # without the argument, a divisor of 1 may come from a sum or from a mean over one term
+    known = divisor is not None and ("reduction" in given or divisor != 1)
+    if known and _deprecated(given) == [None, None] and reduction in ("mean", "sum"):
+        assert divisor is not None
+        return reduction, divisor
+    return None
+
+
+def reduction_of(call: RecordedLoss) -> Literal["mean", "sum"] | None:
+    """Return whether a loss is a mean or a sum over its samples; ``None`` for neither, or if it is not known.
+
+    A mean over samples of sums is a mean, and so is a mean whose divisor is not known.
+    """
+    given = _arguments(call)
+    averages, reduces = _deprecated(given)
+    if reduces is False:
+        return None
+    if averages is not None or reduces is not None:  # in torch they override reduction
+        return "sum" if averages is False else "mean"
+    if "reduction" in given:
+        known: dict[str, Literal["mean", "sum"]] = {"mean": "mean", "batchmean": "mean", "sum": "sum"}
+        return known.get(given["reduction"])
+    return None if reduction_and_divisor(call) is None else "mean"
+
+
+def _arguments(call: RecordedLoss) -> dict[str, Any]:
+    given = inspect.signature(call.function).bind(*call.args, **call.kwargs)
+    given.apply_defaults()
+    of_module = getattr(call.function, "reduction", None)  # of a loss module of one's own
+    return given.arguments if of_module is None else {"reduction": of_module, **given.arguments}
+
+
+def _deprecated(given: dict[str, Any]) -> list[bool | None]:
+    """Return ``size_average`` and ``reduce``, which torch still takes."""
+    return [given.get("size_average"), given.get("reduce")]

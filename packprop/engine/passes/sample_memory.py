@@ -1,0 +1,105 @@
+"""Temporary memory that the statistics of one leaf take for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from packprop.engine.algebra.choices import Extents, convolved_by_groups
+from packprop.engine.algebra.factors import LARGEST_FACTOR
+from packprop.engine.algebra.formation import MATRICES, OF_ROWS, forms_no_rows
+from packprop.engine.algebra.one_by_one import goes_one_by_one
+from packprop.engine.algebra.statistics import Statistic, per_sample_grad
+from packprop.engine.graph.site import Site
+from packprop.engine.passes.contributions import Contribution, JoinedSite, extents_of
+
+
+def column_count(cotangents: Sequence[Tensor | None]) -> int:
+    """Return the number of columns in the cotangents at a use; 0 where statistics need only the inputs."""
+    return next((cotangent.shape[0] for cotangent in cotangents if cotangent is not None), 0)
+
+
+class SampleMemory(NamedTuple):
+    """The properties of a leaf and its statistics that decide on the temporary memory for a sample.
+
+    Args:
+        leaf: The parameter.
+        statistics: Its statistics.
+        forms_no_rows: Whether no statistic forms per-sample gradients if the weight has one position.
+        of_rows: Whether all statistics are functions of per-sample gradients of the joint structure.
+        may_go_one_by_one: Whether samples may be taken one at a time.
+    """
+
+    leaf: Tensor
+    statistics: Sequence[Statistic]
+    forms_no_rows: bool
+    of_rows: bool
+    may_go_one_by_one: bool
+
+    @classmethod
+    def of(
+        cls,
+        leaf: Tensor,
+        contributions: Sequence[Contribution],
+        statistics: Sequence[Statistic],
+        joint: bool,
+        create_graph: bool,
+    ) -> SampleMemory:
+        """Make the record for all contributions to a leaf.
+
+        ``joint``: whether the statistics are those of the joint structure.
+        """
+        groups = max((site.entry.fans.groups if site.entry.fans else 1) for _, site, _ in contributions)
+        return cls(
+            leaf,
+            statistics,
+            all(forms_no_rows(statistic, groups, leaf) for statistic in statistics),
+            joint and all(statistic in OF_ROWS for statistic in statistics),
+            len(contributions) == 1 and not create_graph,
+        )
+
+    def entries(self, contribution: Contribution, samples: int, held: int | None) -> int:
+        """Count the entries of temporary tensors that one contribution takes for each of ``samples``."""
+        use, site, cotangents = contribution
+        columns = column_count(cotangents)
+        places = zip(use.layouts, use.recorded.shapes, strict=True)
+        outputs = sum(layout.front_shape(shape)[1:].numel() for layout, shape in places)
+        extents = extents_of(use, site, samples, held)
+        if isinstance(site, JoinedSite) and extents is not None:
+            outputs = extents.positions * extents.groups * extents.fan_out
+        if extents is not None and outputs % (extents.groups * extents.fan_out):
+            extents = None
+        scratch = site.entry.scratch.per_column
+        if self.of_rows and columns == 1 and extents is not None:
+            if self.may_go_one_by_one and goes_one_by_one(self.statistics, extents):
+                return self._one_by_one(site, extents)
+            if convolved_by_groups(extents):
+                scratch = site.entry.scratch.without_unfolding
+        largest = max(scratch, self.leaf.numel(), outputs)
+        if not columns:
+            return site.entry.scratch.inputs_only or largest
+        if self.forms_no_rows and extents is not None and extents.positions == 1:
+            return extents.groups * (extents.fan_in + 2 * extents.fan_out * columns)
+        return largest * columns
+
+    def matrix_entries(self, contributions: Sequence[Contribution]) -> int:
+        """Count the entries of the matrix that chunks of samples add up to; 0 for other statistics."""
+        if not all(getattr(each, "func", each) in MATRICES for each in self.statistics):
+            return 0
+        ((_, site, cotangents), *more) = contributions
+        if more or not site.direct:
+            return 0
+        fans, tables = site.entry.fans, site.entry.structure == "Lookup"
+        if column_count(cotangents):
+            side = fans.groups * fans.fan_out if fans else self.leaf.shape[-1] if tables else self.leaf.numel()
+        else:
+            side = fans.fan_in if fans else self.leaf.shape[0] if tables else 0
+        return side**2 if side <= LARGEST_FACTOR else 0
+
+    def _one_by_one(self, site: Site, extents: Extents) -> int:
+        fans = site.entry.fans
+        assert fans is not None  # as extents are known
+        unfolded = extents._replace(channels=fans.channels).unfolded  # of all images of a sample
+        return unfolded + (self.leaf.numel() if per_sample_grad in self.statistics else 0)

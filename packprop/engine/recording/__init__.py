@@ -1,0 +1,32 @@
+"""The forward pass: marks at losses and at the outputs of models, hooks, reentrant checkpoints."""
+
+from packprop.engine.recording import switch
+from packprop.engine.recording.marks import (
+    AXIS,
+    EXTENDED,
+    ForwardCall,
+    RecordedLoss,
+    Use,
+    graph_is_kept,
+    marks_of,
+)
+from packprop.engine.recording.switch import disable, extend, extended, is_recording_disabled, record
+from packprop.engine.recording.unchanged import SameForEachPass, unchanged
+
+__all__ = [
+    "AXIS",
+    "EXTENDED",
+    "ForwardCall",
+    "RecordedLoss",
+    "SameForEachPass",
+    "Use",
+    "disable",
+    "extend",
+    "extended",
+    "graph_is_kept",
+    "is_recording_disabled",
+    "marks_of",
+    "record",
+    "switch",
+    "unchanged",
+]

@@ -1,0 +1,123 @@
+"""Calls of modules that ask whether a torch-function mode is in force, during which none of packprop's is.
+
+# NOTE [Stepping aside]
+Attention modules compute otherwise where nothing is differentiated and no torch-function mode is in force: an
+encoder then leaves padded positions out, and returns zeros there. Recording is such a mode, so it would change
+what a frozen encoder computes. There is nothing to record in such a call. So packprop takes its modes off for
+as long as it lasts; if the inputs depend on the samples, so do the outputs, of the modules inside, too. Where
+there is another mode, PyTorch takes the slow path without packprop, too, and the modes stay.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.overrides import TorchFunctionMode
+
+from packprop.engine.recording.unrecorded import is_traced_over
+from packprop.engine.tensors.nesting import tensors_in
+
+CHOOSERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+"""Modules of PyTorch that compute otherwise under a torch-function mode."""
+
+
+TRACER = "torch.fx.experimental.proxy_tensor"
+"""The Python module of PyTorch with the mode that is in force while packprop traces a pass."""
+
+
+class OwnMode(TorchFunctionMode):
+    """A torch-function mode of packprop's, which can be taken off for a while."""
+
+
+@dataclass
+class Absence:
+    """A call of a module during which the modes are off.
+
+    Args:
+        module: The module.
+        owner: The Python frame of the call.
+        modes: The modes that were taken off, the outermost first.
+        depth: How many calls of the module are running, one inside the other.
+    """
+
+    module: nn.Module
+    owner: FrameType
+    modes: list[OwnMode]
+    depth: int = 1
+
+
+class _Current(threading.local):
+    absence: Absence | None = None
+
+
+current = _Current()
+"""The call in this thread during which the modes are off."""
+
+
+def step_aside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Take the modes off, in a hook before a call of a module that would compute otherwise beside them."""
+    # torch.jit.script compiles hooks, and cannot compile this one: call packprop.restore(model) before
+    if is_compiling() or is_traced_over():
+        return
+    end_stale_absence()
+    if (absence := current.absence) is not None:
+        absence.depth += module is absence.module
+    elif _chooses_freely(module, (args, kwargs)):
+        current.absence = Absence(module, sys._getframe(1), _modes_in_force())
+        for mode in reversed(current.absence.modes):
+            TorchFunctionMode.__exit__(mode, None, None, None)
+
+
+def step_back(module: nn.Module, args: Any, output: Any) -> None:
+    """Put the modes back, in a hook after the call that they were taken off for."""
+    if (absence := current.absence) is not None and module is absence.module:
+        absence.depth -= 1
+        if not absence.depth:
+            _put_back(absence)
+
+
+def end_stale_absence() -> None:
+    """Put the modes back if the call that they are off for was interrupted: its closing hook did not run."""
+    if (absence := current.absence) is not None and not is_running(absence.owner):
+        _put_back(absence)
+
+
+def _put_back(absence: Absence) -> None:
+    current.absence = None
+    for mode in absence.modes:
+        TorchFunctionMode.__enter__(mode)
+
+
+def is_running(owner: FrameType) -> bool:
+    """Tell whether a Python frame is among those that are running in this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not owner:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _modes_in_force() -> list[Any]:
+    """The torch-function modes of this thread, the outermost first.
+
+    Asks a private function: nothing public tells whose modes are in force.
+    """
+    return list(torch.overrides._get_current_function_mode_stack())
+
+
+def _chooses_freely(module: nn.Module, inputs: Any) -> bool:
+    """Tell whether the values of a module would depend on packprop's modes, and on no other one.
+
+    The mode of ``make_fx`` is none: it only keeps notes.
+    """
+    tensors: Iterator[Tensor] = tensors_in((list(module.parameters()), inputs))
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
+    return all(isinstance(mode, OwnMode) or type(mode).__module__ == TRACER for mode in _modes_in_force())

@@ -1,0 +1,238 @@
+"""Marks that recording leaves on the nodes of the autograd graph, where a backward pass finds them.
+
+# NOTE [Hooks on tensors]
+Autograd keeps the hooks of a tensor on the node that made it, where nothing shows them, also when nobody holds
+the tensor any more. packprop differentiates a graph more often than its user asked for, and must keep these
+hooks quiet (NOTE [Quiet hooks]). So once a module was extended, ``Tensor.register_hook`` leaves the dictionary
+of the hooks in the ``metadata`` of that node, and ``retain_grad`` leaves a reference to its tensor. Both do
+what they did before.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+from torch.utils.hooks import RemovableHandle
+
+from packprop.engine.functions.entry import Entry
+from packprop.engine.functions.losses.description import input_of
+from packprop.engine.tensors.dry import TensorSpec, is_dry_run
+from packprop.engine.tensors.hooks import dictionary_of
+from packprop.engine.tensors.nesting import map_tensors, tensors_in
+from packprop.engine.tensors.state import storage_of
+
+LOSS, OUTPUT, HOOKS, RETAINS = (f"packprop.{mark}" for mark in ("loss", "output", "hooks", "retains"))
+"""Keys of the marks in the ``metadata`` of a node."""
+
+
+HANDLES, AXIS = "_packprop_handles", "_packprop_sample_axis"
+"""Attributes of an extended module: the handles of its hooks; the declared axis of samples, if there is one."""
+
+
+EXTENDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules that ``extend`` was called on, and their copies: a pass must not miss any parameter of these."""
+
+
+class Handles(list[RemovableHandle]):
+    """The handles of the hooks on an extended module; copied with it, they note the copy as extended."""
+
+    def __init__(self, module: nn.Module | None, handles: Iterable[RemovableHandle]) -> None:
+        super().__init__(handles)
+        self._module = None if module is None else weakref.ref(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copied_handles, (None if self._module is None else self._module(), [*self])
+
+
+def _copied_handles(module: nn.Module | None, handles: list[RemovableHandle]) -> Handles:
+    if module is not None:
+        EXTENDED.add(module)
+    return Handles(module, handles)
+
+
+@dataclass
+class ForwardCall:
+    """A call of an extended model.
+
+    Args:
+        module: The module that was called, or nothing.
+        declared: The axis of what the loss takes that was declared to hold the samples, if one was.
+        args: What went in, tensors without their data.
+        kwargs: What went in by name.
+        leaves: Inputs that are leaves and require gradients: they are data, not parameters.
+        storages: Where the memory of the inputs begins.
+    """
+
+    module: Callable[[], nn.Module | None]
+    declared: int | None = None
+    args: Any = ()
+    kwargs: Any = field(default_factory=dict)
+    leaves: list[weakref.ref[Tensor]] = field(default_factory=list)
+    storages: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        given = list(tensors_in((self.args, self.kwargs)))
+        if any(tensor.is_nested and tensor.layout == torch.strided for tensor in given):  # these have no shape
+            self.args, self.kwargs = (), {}
+            return
+        if not is_dry_run():
+            self.storages = [place for tensor in given if (place := storage_of(tensor))]
+        self.leaves = [weakref.ref(tensor) for tensor in given if tensor.requires_grad and tensor.is_leaf]
+        self.args, self.kwargs = map_tensors(TensorSpec.of, (self.args, self.kwargs))
+
+    @property
+    def has_parameters(self) -> bool:
+        """Tell whether the module that was called has parameters; assumed of one that is gone."""
+        module = self.module()
+        return module is None or next(module.parameters(), None) is not None
+
+
+@dataclass(eq=False)
+class Use:
+    """A node in which parameters meet samples, as it was read off the graph.
+
+    Args:
+        name: Name of the function.
+        entries: How each parameter enters it.
+        edges: Where its other inputs came from.
+        shapes: Shapes of its outputs.
+        forward: A call of an extended module that it stands for, for extensions that look at modules.
+        source: Where its inputs are found, if they are not on the node.
+    """
+
+    name: str
+    entries: list[Entry]
+    edges: list[GradientEdge]
+    shapes: list[torch.Size]
+    forward: ForwardCall | None = None
+    source: InputSource | None = None
+
+
+class InputSource(Protocol):
+    """The place of a use's inputs if its node is in no graph."""
+
+    def ready(self) -> list[Entry] | None:
+        """Entries with their inputs, if these are at hand."""
+
+    def fetch(self) -> list[Entry]:
+        """Entries with their inputs, even if these must be computed again."""
+
+    def taken(self) -> None:
+        """The caller has taken the entries: do not keep them any longer."""
+
+
+@dataclass(eq=False)
+class RecordedLoss:
+    """One call of a loss function, left on the node that it made.
+
+    Args:
+        edge: Where its input came from.
+        shape: Shape of its input.
+        version: Version of its input when it was called.
+        held: Whether the arguments are kept although a backward pass frees the graph.
+        released: Whether the arguments were dropped.
+        without_input: Whether numbers that are not there took the place of the input, to save its memory.
+        number: Larger than that of any loss that was called before.
+        declared: The axis of its input that was declared to hold the samples, if one was.
+        documents: The document of each position of its input, if that was declared.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    edge: GradientEdge
+    shape: torch.Size
+    version: int
+    held: bool = False
+    released: bool = False
+    without_input: bool = False
+    number: int = field(default_factory=itertools.count().__next__)
+    declared: int | None = None
+    documents: Tensor | None = None
+
+    @property
+    def input(self) -> Tensor:
+        """The model's output that the loss was given."""
+        tensor = input_of(self.function, self.args, self.kwargs)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def drop_input(self) -> None:
+        """Put NaN of the input's shape, of which one is in memory, in the place of the input."""
+        given = self.input
+        stand_in = given.new_full((), torch.nan).expand(given.shape)
+        self.args = tuple(stand_in if value is given else value for value in self.args)
+        self.kwargs = {name: stand_in if value is given else value for name, value in self.kwargs.items()}
+        self.without_input = True
+
+    def release(self, _: Any = None) -> None:
+        """Drop the arguments when a backward pass frees the graph that they belong to."""
+        if not self.held and not graph_is_kept():
+            self.args, self.kwargs, self.released = (), {}, True
+
+
+def marks_of(node: Node) -> dict[str, Any]:
+    """The dictionary of marks of a node (torch types this property as a method)."""
+    return cast(dict[str, Any], node.metadata)
+
+
+def watch_hooks() -> None:
+    """Note hooks on tensors from now on; see NOTE [Hooks on tensors]."""
+    if Tensor.register_hook is not _noted:
+        Tensor.register_hook = _noted  # type: ignore[method-assign]  # there is no other way to see it
+        Tensor.retain_grad = _retained  # type: ignore[assignment,method-assign]  # nor this
+
+
+_register_hook, _retain_grad = Tensor.register_hook, Tensor.retain_grad
+
+
+@functools.wraps(_register_hook)
+def _noted(tensor: Tensor, hook: Any) -> Any:
+    handle = _register_hook(tensor, hook)  # type: ignore[no-untyped-call]  # torch's own
+    hooks = dictionary_of(tensor)
+    if tensor.grad_fn is not None and hooks is not None:
+        noted = marks_of(tensor.grad_fn).setdefault(HOOKS, [])
+        if not any(hooks is known for known in noted):
+            noted.append(hooks)
+    return handle
+
+
+@functools.wraps(_retain_grad)
+def _retained(tensor: Tensor) -> None:
+    _retain_grad(tensor)
+    if tensor.grad_fn is not None:
+        marks_of(tensor.grad_fn).setdefault(RETAINS, []).append(weakref.ref(tensor))
+
+
+def nodes_above(nodes: Iterable[Node | None], end: Node | None = None) -> Iterator[Node]:
+    """Some nodes and everything that they were computed from, each once; not what lies behind ``end`` alone."""
+    stack = [node for node in dict.fromkeys(nodes) if node is not None]
+    seen = {*stack, end}
+    while stack:
+        node = stack.pop()
+        yield node
+        for above, _ in node.next_functions:
+            if above is not None and above not in seen:
+                seen.add(above)
+                stack.append(above)
+
+
+def graph_is_kept() -> bool:
+    """Tell whether the running backward pass retains the graph.
+
+    The engine's own answer is private, and is asked for here alone. No public function says whether what a node
+    saved will be freed, and holding inputs longer than autograd does would double the memory of a loop that
+    still holds its last loss.
+    """
+    return bool(_keep_graph())
+
+
+_keep_graph = torch._C._autograd._get_current_graph_task_keep_graph

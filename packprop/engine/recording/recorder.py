@@ -1,0 +1,140 @@
+"""Marks at losses: the node that a loss made gets what autograd does not keep of its function."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from types import FrameType, MethodWrapperType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.compiler import is_compiling
+
+from packprop.engine.functions.composites import COMPOSITES, body_of, has_parts
+from packprop.engine.functions.losses.description import LOSSES, input_of
+from packprop.engine.recording.aside import OwnMode, end_stale_absence
+from packprop.engine.recording.marks import LOSS, OUTPUT, ForwardCall, RecordedLoss, marks_of
+from packprop.engine.tensors.nesting import tensors_in
+from packprop.engine.tensors.state import version
+
+
+class _Current(threading.local):
+    recorder: LossRecorder | None = None
+    disabled: bool = False
+
+
+current = _Current()
+"""The recorder of this thread, and the switch that turns recording off in it."""
+
+
+class LossRecorder(OwnMode):
+    """Sees the loss functions that are called while it is in force.
+
+    Args:
+        owner: The Python frame of the call that ends it; ``None`` if something else does.
+        module: The loss module of that call.
+        sample_axis: The axis of what these losses take that holds the samples.
+        documents: The document of each position of what they take.
+    """
+
+    def __init__(
+        self,
+        owner: FrameType | None,
+        sample_axis: int | None = None,
+        documents: Tensor | None = None,
+        module: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.owner, self.sample_axis, self.documents, self.module = owner, sample_axis, documents, module
+        self.outer = current.recorder
+        if self.outer is not None:  # its declarations hold here, too
+            self.sample_axis = self.outer.sample_axis if sample_axis is None else sample_axis
+            self.documents = self.outer.documents if documents is None else documents
+        self.has_loss = False
+        """Says that a loss was recorded."""
+
+    def start(self) -> LossRecorder:
+        """Begin to see losses, in place of the recorder that did so before."""
+        current.recorder = self
+        self.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+        return self
+
+    def stop(self) -> None:
+        """See losses no longer; the recorder from before does so again."""
+        end_stale_absence()  # modes come off in the order in which they were put on
+        current.recorder = self.outer
+        if self.outer is not None:
+            self.outer.has_loss |= self.has_loss
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if type(func) is MethodWrapperType or is_compiling():
+            return func(*args, **kwargs)
+        if func in COMPOSITES and has_parts(kwargs) and not _has_other_classes(args, kwargs):
+            with self:
+                return body_of(func)(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func in LOSSES and current.recorder is self and not current.disabled:
+            self.note(func, args, kwargs, out)
+        return out
+
+    def note(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """Leave a loss on the node that it made, with what was declared."""
+        self.has_loss = True
+        mark_loss(function, args, kwargs, out, self.sample_axis, self.documents)
+
+
+def _has_other_classes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a tensor's class may take a call over."""
+    return any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors_in((args, kwargs)))
+
+
+def mark_loss(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out: Any,
+    declared: int | None = None,
+    documents: Tensor | None = None,
+) -> None:
+    """Leave a loss on the node that it made, if its input is part of a graph.
+
+    Args:
+        function: The loss function.
+        args: What it was given.
+        kwargs: What it was given by name.
+        out: What it returned.
+        declared: The axis of its input that holds the samples, if that was declared.
+        documents: The document of each position of its input, if that was declared.
+    """
+    given = input_of(function, args, kwargs)
+    if not isinstance(given, Tensor) or given.grad_fn is None:
+        return
+    if isinstance(out, Tensor) and out.grad_fn is not None:
+        edge, before = get_gradient_edge(given), version(given)
+        loss = RecordedLoss(
+            function, args, kwargs, edge, given.shape, before, declared=declared, documents=documents
+        )
+        marks_of(out.grad_fn)[LOSS] = (loss, out.output_nr)
+        out.grad_fn.register_prehook(loss.release)
+
+
+def mark_outputs(module: nn.Module, declared: int | None, args: Any, kwargs: Any, output: Any) -> None:
+    """Mark what the call of an extended model returned: not inside ``vmap``, where samples are anywhere."""
+    forward = None
+    for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+        node = tensor.grad_fn
+        if forward is None:
+            forward = ForwardCall(weakref.ref(module), declared, args, kwargs)
+        if node is not None and not (tensor.is_nested and tensor.layout == torch.strided):
+            marks_of(node)[OUTPUT] = (forward, tensor.output_nr, tensor.shape)

@@ -1,0 +1,316 @@
+"""Switching recording on and off: ``extend``, ``record``, ``disable``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from packprop.engine.recording import aside
+from packprop.engine.recording.marks import (
+    AXIS,
+    EXTENDED,
+    HANDLES,
+    LOSS,
+    Handles,
+    marks_of,
+    nodes_above,
+    watch_hooks,
+)
+from packprop.engine.recording.recorder import LossRecorder, current, mark_outputs
+from packprop.engine.recording.unrecorded import is_traced_over, note_compiled
+from packprop.errors import BadInput
+
+# What goes in comes out, and a type checker knows it for what it is.
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def extend(
+    module: Module,
+    use_converter: bool = False,
+    debug: bool = False,
+    sample_axis: int | None = None,
+) -> Module:
+    """Prepare a model or a loss for ``backpack``, in place; return it.
+
+    A model tells packprop the names of its parameters, the axis of the samples, and where its output ends. A
+    loss module keeps what it was given until the backward pass. The forward pass does not change: the module,
+    its parameters, its ``state_dict`` and its outputs stay what they are. You may call submodules alone.
+    A copy (``deepcopy``, pickle) is extended, too. Extending twice changes nothing; ``restore`` undoes it.
+
+    A model need not be extended where a loss function of torch or an extended loss shows where it ends. Its
+    parameters then have no names in errors, and the samples are rows along axis 0.
+
+    An encoder layer of PyTorch in evaluation mode does not take its one fused kernel where a module has hooks,
+    such as packprop's. Its outputs are then the same up to rounding.
+
+    Args:
+        module: Any module, as its author wrote it, or a loss module.
+        use_converter: Accepted for existing code; nothing needs to be converted.
+        debug: Accepted for existing code.
+        sample_axis: The axis of what the loss takes that holds the samples, 0 if you leave it out: 1 for a
+            model that returns ``[t, n, c]``. If you flatten positions in front of the loss, it is the axis of
+            the tensor that you flatten. The model's inputs play no part. The declaration belongs to calls of
+            this module, not of its children.
+
+    Raises:
+        BadInput: If ``module`` is not an instance of ``torch.nn.Module``, or ``sample_axis`` is no declaration;
+            for a second module.
+    """
+    if not isinstance(module, nn.Module):
+        what = module.__name__ if isinstance(module, type) else type(module).__name__
+        raise BadInput(
+            "extend(module) was called.",
+            f"argument of type {'class ' if isinstance(module, type) else ''}{what}",
+            "only instances of torch.nn.Module can be extended",
+            f"extend({what}()) to extend an instance; for a loss function use packprop.record()"
+            if isinstance(module, type)
+            else "pass a module; for a loss function, call it inside `with packprop.record():`",
+        )
+    for name, value in {"use_converter": use_converter, "debug": debug}.items():
+        if not isinstance(value, bool):
+            raise BadInput(
+                f"extend(module, ...) was called with {name}={type(value).__name__}(...).",
+                f"{name}, which comes after the module",
+                "it is True or False; one call extends one module",
+                "extend(model); extend(loss)",
+            )
+    if sample_axis is not None:
+        _check_sample_axis("extend(module, sample_axis=...) was called.", sample_axis)
+        module.__dict__[AXIS] = sample_axis
+    EXTENDED.add(module)
+    if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+        return module
+    if HANDLES not in module.__dict__:
+        if next(module.parameters(), None) is None:
+            begin = module.register_forward_pre_hook(_begin_loss)
+            end = module.register_forward_hook(_end_loss, with_kwargs=True, always_call=True)
+            module.__dict__[HANDLES] = Handles(module, [begin, end])
+        else:
+            handle = module.register_forward_hook(_mark_outputs, with_kwargs=True)
+            module.__dict__[HANDLES] = Handles(module, [handle])
+    for child in module.modules():
+        if isinstance(child, aside.CHOOSERS) and CHOOSING not in child.__dict__:
+            child.__dict__[CHOOSING] = [
+                child.register_forward_pre_hook(aside.step_aside, with_kwargs=True),
+                child.register_forward_hook(aside.step_back, always_call=True),
+            ]
+    watch_hooks()
+    return module
+
+
+CHOOSING = "_packprop_choosing"
+"""Attribute of an attention module: the handles of hooks that take packprop's modes off in its calls."""
+
+
+def restore(module: Module) -> Module:
+    """Undo ``extend`` on a module and its submodules; returns it."""
+    for child in module.modules():
+        EXTENDED.discard(child)
+        child.__dict__.pop(AXIS, None)
+        _remove_hooks(child, HANDLES, CHOOSING)
+    return module
+
+
+def _remove_hooks(module: nn.Module, *names: str) -> None:
+    """Remove those hooks whose handles a module keeps under some names."""
+    for name in names:
+        for handle in module.__dict__.pop(name, ()):
+            handle.remove()
+
+
+@contextlib.contextmanager
+def extended(model: nn.Module) -> Iterator[None]:
+    """Extend a model inside, and leave its modules as they were."""
+    added = [
+        (child, name) for child in model.modules() for name in (HANDLES, CHOOSING) if name not in vars(child)
+    ]
+    was_extended = model in EXTENDED
+    extend(model)
+    try:
+        yield
+    finally:
+        for child, name in added:
+            _remove_hooks(child, name)
+        if not was_extended:
+            EXTENDED.discard(model)
+
+
+def is_extended(module: nn.Module) -> bool:
+    """Tell whether ``extend`` was called on this module."""
+    return HANDLES in module.__dict__
+
+
+def _is_left_alone() -> bool:
+    """Tell whether nothing is marked: under ``disable``, without gradients, or while a compiler runs."""
+    if (compiles := is_compiling()) or is_traced_over():
+        if compiles:
+            note_compiled()
+        return True
+    return current.disabled or not torch.is_grad_enabled()
+
+
+def _mark_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    # torch.jit.script compiles hooks, and cannot compile this one: call packprop.restore(model) before
+    if not _is_left_alone():
+        mark_outputs(module, module.__dict__.get(AXIS), args, kwargs, output)
+
+
+def _begin_loss(module: nn.Module, args: tuple[Any, ...]) -> None:
+    # torch.jit.script compiles hooks, and cannot compile this one: call packprop.restore(loss) before
+    if _is_left_alone():
+        return
+    drop_stale_recording()
+    if current.recorder is None:
+        LossRecorder(sys._getframe(1), module.__dict__.get(AXIS), module=module).start()
+
+
+def _end_loss(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    recorder = current.recorder
+    if _is_left_alone() or recorder is None:
+        return
+    if recorder.module is module:  # not a loss inside of the one that began it
+        recorder.stop()
+    if output is not None:
+        _record_own_loss(recorder, module, args, kwargs, output)
+
+
+def _record_own_loss(recorder: LossRecorder, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    """Record a user's own loss: a module without parameters that turns a model's output into a scalar."""
+    if not isinstance(out, Tensor) or out.ndim > 0 or out.grad_fn is None:
+        return
+    if len(args) + len(kwargs) < 2:
+        return
+    loss_input = args[0] if args else kwargs.get("input")
+    if not isinstance(loss_input, Tensor) or loss_input.grad_fn is None or _has_loss(out, loss_input):
+        return
+    recorder.note(_UnrecordedLoss(module), args, kwargs, out)
+
+
+class _UnrecordedLoss:
+    """A loss module that can be evaluated again without being recorded; equal for every call of the module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.module_class = module, type(module)
+        self.reduction = getattr(module, "reduction", None)
+        self.__name__ = type(module).__name__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _UnrecordedLoss) and other.module is self.module
+
+    def __hash__(self) -> int:
+        return hash(self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with disable():
+            return self.module(*args, **kwargs)
+
+
+def _has_loss(out: Tensor, loss_input: Tensor) -> bool:
+    """Tell whether a recorded loss stands between a loss module's output and its input."""
+    assert out.grad_fn is not None
+    if out.grad_fn is loss_input.grad_fn:
+        return False
+    return any(LOSS in marks_of(node) for node in nodes_above([out.grad_fn], loss_input.grad_fn))
+
+
+def drop_stale_recording() -> None:
+    """End a recording whose call was interrupted, so that its closing hook did not run."""
+    aside.end_stale_absence()
+    recorder = current.recorder
+    if recorder is not None and recorder.owner is not None and not aside.is_running(recorder.owner):
+        recorder.stop()
+
+
+@contextlib.contextmanager
+def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | None = None) -> Iterator[None]:
+    """Mark the losses that are called inside as functions, and say where their samples are.
+
+    Args:
+        inputs: Accepted for existing code; nothing needs to be said of inputs.
+        sample_axis: As in ``extend``, for losses inside.
+        documents: The number of the document, or of any other group, of each position of what the losses inside
+            take, whole numbers from 0 on, ``[n, t]`` or ``[n * t]``. Groups are the samples, and there is a row
+            of results for each number: documents that are packed into rows, graphs of different sizes, pairs.
+            Each pass checks that they are kept apart.
+
+    Raises:
+        BadInput: If ``sample_axis`` or ``documents`` is no declaration; at the end, if ``documents`` were
+            declared and no loss was called inside.
+    """
+    drop_stale_recording()
+    if sample_axis is not None:
+        _check_sample_axis("record(sample_axis=...) was entered.", sample_axis)
+    if documents is not None:
+        _check_documents(documents)
+    recorder = LossRecorder(None, sample_axis, documents).start()
+    try:
+        yield
+        is_marked = torch.is_grad_enabled() and not current.disabled
+        if documents is not None and is_marked and not recorder.has_loss:
+            raise BadInput(
+                "record(documents=...) was left.",
+                f"documents of shape {list(documents.shape)}",
+                "no loss was called inside that packprop knows, so nothing says what these are the rows of",
+                "call a loss function of torch inside; or put the arithmetic into a module without parameters "
+                "that takes the model's output and the targets, and extend it: "
+                "loss = packprop.extend(MyLoss())",
+            )
+    finally:
+        recorder.stop()
+
+
+def _check_sample_axis(asked: str, declared: Any) -> None:
+    """Refuse a declaration that is no axis.
+
+    Raises:
+        BadInput: A ``ValueError``.
+    """
+    if type(declared) is not int:
+        raise BadInput(
+            asked,
+            f"sample_axis={declared!r}",
+            "it is no axis: a whole number is declared, and it is about what the loss takes, not about the "
+            "arguments of the model",
+            "give the axis of the loss's input that holds the samples (1 for [t, n, c]), or leave it out for 0",
+        )
+
+
+def _check_documents(declared: Any) -> None:
+    """Refuse a declaration that does not give each position a document.
+
+    Raises:
+        BadInput: A ``ValueError``.
+    """
+    what = type(declared).__name__
+    if isinstance(declared, Tensor):
+        whole = declared.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+        if whole and 1 <= declared.dim() <= 2 and declared.numel():
+            return
+        what = f"of shape {list(declared.shape)} and {declared.dtype}"
+    raise BadInput(
+        "record(documents=...) was entered.",
+        f"documents, {what}",
+        "it is no tensor of whole numbers [n, t] or [n * t]",
+        "give the number of the document at each position of the loss, from 0 on",
+    )
+
+
+@contextlib.contextmanager
+def disable() -> Iterator[None]:
+    """Mark no losses inside, and no outputs of models."""
+    before, current.disabled = current.disabled, True
+    try:
+        yield
+    finally:
+        current.disabled = before
+
+
+def is_recording_disabled() -> bool:
+    """Tell whether ``disable()`` is in force."""
+    return current.disabled

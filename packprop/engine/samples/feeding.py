@@ -1,0 +1,152 @@
+"""Numbers that are fed in at the model's outputs, and the sizes that come back at the uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from packprop.engine.functions.losses import Loss, describe
+from packprop.engine.functions.nodes import made_by
+from packprop.engine.graph.graph import Graph, ReachedUse
+from packprop.engine.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
+from packprop.engine.tensors.layout import Layout
+from packprop.engine.tensors.precision import accumulation_dtype
+
+UNMASKED = SweepOptions(needs_inputs=False, unmasked=True)
+
+
+Fitting = dict[ReachedUse, list[list[Layout]]]
+"""Ways in which each output of a use may hold the samples, the usual one first."""
+
+
+Place = tuple[ReachedUse, int, Layout]
+"""A use, one of its outputs by number, and a way in which that may hold samples."""
+
+
+Sizes = dict[Place, Tensor]
+"""The size of the rows of each sample ``[n]`` at a place."""
+
+
+def first_of(fitting: Fitting) -> list[list[Layout]]:
+    """For each use the usual layouts of its outputs."""
+    return [[layouts[0] for layouts in places] for places in fitting.values()]
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """An output of the model where samples can be fed in.
+
+    Args:
+        edge: Where it came from.
+        shape: Its shape.
+        dtype: Its type.
+        device: Its device.
+        loss: What is known of the loss that took it.
+        decides: Whether its extent says how many samples there may be.
+    """
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    loss: Loss
+    decides: bool
+
+    @classmethod
+    def at(cls, edge: GradientEdge, loss: Loss | None = None, decides: bool = True) -> ModelOutput:
+        """A tensor inside the graph, as it was made."""
+        made = made_by(edge.node)[edge.output_nr]
+        rule = loss or Loss(None, 1.0, None, None)
+        return cls(edge, torch.Size(made.shape), made.dtype, made.device, rule, decides)
+
+    def ones(self) -> Tensor:
+        """Ones in its shape, of which one is in memory."""
+        return torch.ones((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+
+def model_outputs(graph: Graph) -> list[ModelOutput]:
+    """The places where samples are fed in: the inputs of the losses, or without losses outputs of the model.
+
+    Those of recorded losses come first; then where paths without any meet the model, see NOTE [Open paths].
+    """
+    calls = [(loss.call, loss.call.edge) for loss in graph.losses]
+    outputs = [ModelOutput.at(edge, describe(call.function, call.args, call.kwargs)) for call, edge in calls]
+    outputs += [ModelOutput.at(place.edge, place.loss, place.loss is not None) for place in graph.open]
+    return outputs or [ModelOutput.at(edge) for edge, forward, _ in graph.outputs if forward.has_parameters]
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Places where samples are fed in, and the uses that sweeps go to from there.
+
+    Args:
+        outputs: The model's outputs.
+        layouts: The place of the samples in each.
+        uses: The uses.
+    """
+
+    outputs: Sequence[ModelOutput]
+    layouts: Sequence[Layout]
+    uses: Sequence[ReachedUse] = ()
+
+    @property
+    def edges(self) -> list[GradientEdge]:
+        """The edges that the outputs came from."""
+        return [output.edge for output in self.outputs]
+
+    def noise(self) -> list[Tensor]:
+        """Random numbers for each output, as it would hold them: the same ones in each call."""
+        generator = torch.Generator().manual_seed(len(self.outputs))
+        return [
+            torch.randn(each.shape, generator=generator).to(each.device, each.dtype) for each in self.outputs
+        ]
+
+    def ones(self, factors: Tensor) -> list[Tensor]:
+        """Ones for each output, those of each sample times a factor of its own ``[n]``."""
+        return self.by_sample([each.ones() for each in self.outputs], factors)
+
+    def by_sample(self, given: Sequence[Tensor], factors: Tensor) -> list[Tensor]:
+        """Numbers for each output, those of each sample times a factor of its own ``[n]``."""
+        made = [numbers.clone() for numbers in given]
+        self.scale(made, factors)
+        return made
+
+    def scale(self, given: Sequence[Tensor], factors: Tensor) -> None:
+        """Multiply in place the numbers of each sample by a factor of its own ``[n]``."""
+        for numbers, layout in zip(given, self.layouts, strict=True):
+            own = factors.to(numbers.device, numbers.dtype.to_real())
+            numbers.mul_(layout.broadcast(own, numbers.dim()))
+
+    def sizes(
+        self, seeds: Sequence[Tensor], fitting: Fitting, options: SweepOptions = ONE_COLUMN_WITHOUT_INPUTS
+    ) -> Sizes:
+        """Sweep the seeds and measure the rows of each sample ``[n]``, for each layout that may be."""
+        sizes: Sizes = {}
+
+        def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
+            for index, layouts in enumerate(fitting.get(use, ())):  # none for others in checkpoints on the way
+                cotangent = cotangents[index]
+                if cotangent is None:
+                    continue
+                for layout in layouts:
+                    sizes[use, index, layout] = sizes_of(layout.to_front(cotangent, 1)[0])
+
+        sweep(self.edges, seeds, self.uses, visit, options)
+        return sizes
+
+
+def sizes_of(rows: Tensor) -> Tensor:
+    """The size of the entries of each row ``[n, *]`` on the average ``[n]``, on the processor.
+
+    Zero where that is below the smallest normal number: what is left of them says nothing.
+    """
+    rows = rows.unsqueeze(-1)
+    rest, wide = tuple(range(1, rows.dim())), accumulation_dtype(rows.dtype)
+    sums = torch.linalg.vector_norm(rows, 1, rest, dtype=wide)  # copies nothing
+    average = sums / max(rows[:1].numel(), 1)
+    known: Tensor = average.where(~(average < torch.finfo(rows.dtype).tiny), 0)
+    return known.to("cpu", torch.float64)

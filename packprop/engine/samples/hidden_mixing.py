@@ -1,0 +1,218 @@
+"""Checks whether it is the values of a pass that keep the samples apart.
+
+# NOTE [Hidden mixing]
+A gate that is zero keeps samples apart that are mixed in the next step, when it is not. Numbers do not show
+that: ``0 * x`` is zero. But ``0 * nan`` is NaN. So NaN is fed in at the loss in the rows of some samples, and
+zeros in the others: what comes back as NaN depends on those samples for some values of all that multiplies it.
+Functions that drop entries by their values (a rectifier, ``where``) would hide NaN, too; for these sweeps they
+pass on every entry. If no row of another sample comes back as NaN, the samples are separate by what the
+functions are, and this is kept for passes of the same structure and shapes. Each sample is fed NaN in half of
+the sweeps, no two in the same ones, so that any sample is fed once without any other: k sweeps are enough for
+as many samples as there are ways to choose k / 2 of k (Sperner 1928), 4 sweeps for 6 samples, 7 for 32, 10 for
+128. At other shapes of a structure that was looked at, two random halves are enough. What is left are functions
+that take some entries and no others by their values, such as a maximum over an axis.
+
+If NaN comes back in another sample's row, values keep the samples apart, and every pass is fed random numbers.
+Where it is a trainable parameter that hides the mixing, the pass is refused: the parameter's own gradient for
+one sample is made of others. This is so if the numbers in other samples' rows, which are zero, have a
+derivative in it; where a function on the way has no second derivative, if other numbers come back while zeros
+of the parameter are changed. That costs several times the pass: it is done in the first one, again when a
+buffer or a frozen parameter has changed, and in the 2nd, 4th, 8th pass and so on, for what data alone hide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from packprop.engine.graph.graph import Graph, ReachedUse
+from packprop.engine.graph.sweep import (
+    ONE_COLUMN_WITHOUT_INPUTS,
+    SweepOptions,
+    checkpoints_of,
+    passing_nothing,
+    sweep,
+)
+from packprop.engine.samples.feeding import UNMASKED, Feed, Fitting
+from packprop.engine.tensors.state import version
+
+_DIFFERENTIABLE = SweepOptions(needs_inputs=False, create_graph=True)
+
+
+@dataclass
+class Look:
+    """The passes in which values keep the samples apart, and when the next is looked at for hidden mixing.
+
+    Args:
+        constants: Buffers and frozen parameters, as they were.
+        passes: How many passes there were since they changed: the 1st, 2nd, 4th and so on are looked at.
+    """
+
+    constants: list[tuple[int, int, int]]
+    passes: int = 1
+
+    def is_due(self, graph: Graph) -> bool:
+        """Tell whether the next pass has to be looked at; it counts as a pass."""
+        constants = constants_of(graph)
+        if constants != self.constants:
+            self.constants, self.passes = constants, 0
+        self.passes += 1
+        return self.passes.bit_count() == 1
+
+
+def constants_of(graph: Graph) -> list[tuple[int, int, int]]:
+    """Buffers and frozen parameters: their identities, versions and places in memory."""
+    tensors = [
+        tensor
+        for module in graph.modules
+        for tensor in (*module.buffers(), *module.parameters())
+        if not tensor.requires_grad
+    ]
+    return [
+        (id(tensor), version(tensor), tensor.data_ptr()) for tensor in tensors if tensor.layout is torch.strided
+    ]
+
+
+def parts(samples: int, every: bool) -> list[Tensor]:
+    """Some samples for each sweep ``[n]``.
+
+    Args:
+        samples: Number of samples.
+        every: Whether any sample shall be among them once without any other; else two random halves will do.
+    """
+    if not every:
+        half = torch.randperm(samples, generator=torch.Generator().manual_seed(samples)) < samples // 2
+        return [half, ~half]
+    sweeps = 2
+    while math.comb(sweeps, sweeps // 2) < samples:
+        sweeps += 1
+    fed = torch.zeros(sweeps, samples, dtype=torch.bool)
+    for sample, own in zip(range(samples), itertools.combinations(range(sweeps), sweeps // 2), strict=False):
+        fed[list(own), sample] = True
+    return list(fed)
+
+
+def dependence(feed: Feed, samples: int, fitting: Fitting, every: bool) -> tuple[Fitting, bool, bool]:
+    """Feed NaN in at some samples' rows, and see at which others' it comes back.
+
+    Args:
+        feed: Where NaN is fed in.
+        samples: Number of samples.
+        fitting: Layouts at the uses that keep the samples apart in this pass.
+        every: Whether any two samples are told apart.
+
+    Returns:
+        Layouts for the outputs of each use that keep the samples apart: for all values if there are any, else
+        for those of this pass; whether the values of this pass keep the samples apart at some use; and whether
+        they keep them apart for all values, as far as NaN came back at every use.
+    """
+    lasting = {use: [list(layouts) for layouts in places] for use, places in fitting.items()}
+    reached: set[ReachedUse] = set()
+    for fed in parts(samples, every):
+        seeds = feed.ones(torch.where(fed, torch.nan, 0.0))
+        try:
+            with torch.autograd.set_detect_anomaly(False):
+                sizes = feed.sizes(seeds, lasting, UNMASKED)
+        except Exception:  # a user's function that refuses NaN
+            return fitting, True, False
+        del seeds  # before the next ones are made: they are as large as what the losses were given
+        for (use, index, layout), rows in sizes.items():
+            if bool(rows[fed].isnan().any()):
+                reached.add(use)
+            if bool(rows[~fed].isnan().any()):
+                lasting[use][index].remove(layout)
+        if not all(all(places) for places in lasting.values()):
+            kept = {
+                use: [own or fitting[use][index] for index, own in enumerate(places)]
+                for use, places in lasting.items()
+            }
+            return kept, True, False
+    return lasting, False, len(reached) == len(feed.uses)
+
+
+def find_hidden(
+    graph: Graph, feed: Feed, samples: int, fitting: Fitting
+) -> tuple[ReachedUse, Tensor | None] | None:
+    """A use where samples are mixed although random numbers came back apart.
+
+    Returns:
+        The use, and the trainable leaf that hides the mixing, if one does; ``None`` if samples are not mixed
+        for any values of the leaves near to theirs.
+    """
+    generator = torch.Generator().manual_seed(samples)
+    noise = feed.noise()
+    tolerance = max(torch.finfo(output.dtype).eps for output in feed.outputs) ** 0.5
+    checkpoints = [*graph.checkpoints, *checkpoints_of(graph.uses)]
+
+    def leaks(fed: Tensor, options: SweepOptions) -> list[tuple[ReachedUse, Tensor]]:
+        """Rows of samples that were fed zeros: without a graph if they are not zero, else with theirs."""
+        found: list[tuple[ReachedUse, Tensor]] = []
+
+        def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
+            for layouts, cotangent in zip(fitting[use], cotangents, strict=True):
+                if cotangent is None:
+                    continue
+                rows = layouts[0].to_front(cotangent, 1)[0]
+                other = rows[~fed.to(rows.device)]
+                if bool(other.detach().abs().amax() > tolerance * rows.detach().abs().amax()):
+                    found.append((use, other.detach()))
+                elif other.requires_grad:
+                    found.append((use, other))
+
+        sweep(feed.edges, feed.by_sample(noise, fed), feed.uses, visit, options)
+        return found
+
+    def leaks_of(leaves: Sequence[Tensor], fed: Tensor) -> list[tuple[ReachedUse, Tensor]]:
+        with _zeros_changed(leaves, generator):
+            return leaks(fed, ONE_COLUMN_WITHOUT_INPUTS)
+
+    for fed in parts(samples, every=True):
+        try:
+            found = leaks(fed, _DIFFERENTIABLE)
+            with passing_nothing(checkpoints):
+                for use, leak in found:
+                    if not leak.requires_grad:
+                        return use, None
+                    leaf = _leaf_that_moves(leak, graph.leaves(), generator)
+                    if leaf is not None:
+                        return use, leaf
+        except (RuntimeError, NotImplementedError):  # it cannot be differentiated twice
+            found = leaks_of(graph.leaves(), fed)
+            if found:
+                hiding = (leaf for leaf in graph.leaves() if leaks_of([leaf], fed))
+                return found[0][0], next(hiding, None)
+    return None
+
+
+@contextlib.contextmanager
+def _zeros_changed(leaves: Sequence[Tensor], generator: torch.Generator) -> Iterator[None]:
+    """Inside, zeros of trainable leaves are random numbers, also in what functions saved of them."""
+    changed: list[tuple[Tensor, Tensor, Tensor]] = []
+    try:
+        for leaf in leaves:
+            data = leaf.data  # which has a version of its own: autograd counts changes of the leaf
+            zero = data == 0
+            before = data[zero]  # of either sign
+            if leaf.requires_grad and before.numel():
+                changed.append((data, zero, before))
+                data[zero] = torch.randn(before.shape, generator=generator).to(data.device, data.dtype)
+        yield
+    finally:
+        for data, zero, before in changed:
+            data[zero] = before
+
+
+def _leaf_that_moves(leak: Tensor, leaves: Sequence[Tensor], generator: torch.Generator) -> Tensor | None:
+    """The first leaf that numbers, which are zero, have a derivative in."""
+    weights = torch.randn(leak.shape, generator=generator).to(leak.device, leak.dtype)
+    slopes = torch.autograd.grad(leak, leaves, weights, retain_graph=True, allow_unused=True)
+    for leaf, slope in zip(leaves, slopes, strict=True):
+        if slope is not None and bool((slope.nan_to_num(0.0, 0.0, 0.0) != 0).any()):
+            return leaf
+    return None

@@ -1,0 +1,293 @@
+"""The place of the samples in every tensor of a pass: known from the graph, not guessed from shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils.weak import WeakIdKeyDictionary
+
+from packprop.engine.graph.completeness import (
+    MARK_THE_LOSS,
+    UNKNOWN_LOSS,
+    require_complete,
+    require_data,
+    require_separable,
+)
+from packprop.engine.graph.graph import WHOLE, Graph, ReachedUse
+from packprop.engine.graph.own_backward import require_linear_backward, starts_of
+from packprop.engine.samples.feeding import Feed, first_of, model_outputs
+from packprop.engine.samples.hidden_mixing import Look, constants_of, dependence, find_hidden
+from packprop.engine.samples.loss_mixing import require_separate_losses
+from packprop.engine.samples.loss_rows import declaration, locate_rows, require_samples
+from packprop.engine.samples.separation import admitted_layouts, layouts_at, separate
+from packprop.engine.tensors.dry import is_dry_run
+from packprop.engine.tensors.layout import Layout
+from packprop.engine.tensors.traced import is_traced, require_untraced
+from packprop.errors import PackpropError
+
+MANY = 256
+"""The number of kinds of passes that are remembered for a module."""
+
+
+@dataclass(frozen=True)
+class _SampleLocations:
+    """The places where the tensors of a pass hold the samples.
+
+    Args:
+        samples: Number of samples.
+        sources: Layouts where samples are fed in: where ``model_outputs`` says.
+        uses: Layouts at the outputs of each use.
+        is_lasting: Whether they hold for every later pass of the same structure.
+    """
+
+    samples: int
+    sources: list[Layout]
+    uses: list[list[Layout]]
+    is_lasting: bool
+
+
+@dataclass
+class _Memory:
+    """The findings of earlier passes.
+
+    Args:
+        locations: Where the samples are, by the signature of the pass, where this holds for all values.
+        examined: Signatures of passes that were looked at for mixing that values hide: there is none.
+        looks: By signature, when passes whose values keep the samples apart are looked at again.
+        structures: Structures that were looked at so, at some shapes, for any two samples.
+        separate_losses: Signatures of passes whose losses are sums over samples for all values.
+    """
+
+    locations: dict[int, _SampleLocations] = field(default_factory=dict)
+    examined: set[int] = field(default_factory=set)
+    looks: dict[int, Look] = field(default_factory=dict)
+    structures: set[int] = field(default_factory=set)
+    separate_losses: set[int] = field(default_factory=set)
+
+
+_KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The findings of passes, by the module that was called first; without a module, by the first leaf."""
+
+
+def _memory_of(graph: Graph) -> _Memory:
+    modules = graph.modules
+    key = modules[0] if modules else graph.leaves()[0]
+    memory = _KNOWN.get(key)
+    if memory is None:
+        memory = _KNOWN[key] = _Memory()
+    return cast(_Memory, memory)
+
+
+def check_graph(graph: Graph, of_samples: bool = True) -> None:
+    """Check all that must hold before any work: every use was recorded, and the samples are separate.
+
+    Args:
+        graph: Gets its samples located.
+        of_samples: Whether quantities of single samples are asked for; else the batch is taken as a whole.
+    """
+    if not graph.uses:
+        require_complete(graph)
+        raise PackpropError(
+            "A backward pass with extensions was started.",
+            "the tensor that backward() was called on",
+            f"no use of a parameter is known: {UNKNOWN_LOSS}",
+            MARK_THE_LOSS,
+        )
+    if of_samples:
+        require_separable(graph)
+    require_complete(graph)
+    if not (is_dry_run() or is_traced()):
+        require_data(graph)
+    if graph.leaves() and of_samples:
+        locate_samples(graph)
+    elif not of_samples:
+        graph.samples = 1
+        for use in graph.uses:
+            use.layouts = [WHOLE] * len(use.recorded.shapes)
+
+
+class Reread(Exception):
+    """Sweeps have shown that something that was read off the graph is made of parameters alone."""
+
+
+def locate_samples(graph: Graph) -> None:
+    """Find the number of samples and the layout of every use and loss.
+
+    Raises:
+        PackpropError: If the samples are mixed, or no number of samples fits both inputs and loss.
+    """
+    memory = _memory_of(graph)
+    reordered = graph.documents is not None
+    locations = None if reordered else memory.locations.get(graph.signature)
+    if locations is None:
+        try:
+            if is_dry_run():
+                locations = _usual_locations(graph)
+            else:
+                require_untraced("where the samples are")
+                with graph.hooks.quiet():
+                    locations = _find_locations(graph, memory)
+        except Reread:
+            assert graph.again is not None
+            asked = graph.asked
+            graph.__dict__.update(vars(graph.again()))
+            graph.asked = asked
+            return check_graph(graph)
+    graph.samples = locations.samples
+    graph.source_layouts = locations.sources
+    for loss, layout in zip(graph.losses, locations.sources, strict=False):  # inputs of losses come first
+        loss.layout = layout
+    for use, layouts in zip(graph.uses, locations.uses, strict=True):
+        use.layouts = layouts
+    if locations.is_lasting and graph.signature not in memory.locations and not is_order_of_data(graph):
+        if len(memory.locations) == MANY:
+            memory.locations.clear()
+        memory.locations[graph.signature] = locations
+
+
+def is_order_of_data(graph: Graph) -> bool:
+    """Tell whether data may decide on the order of the samples: then they are located anew in each pass."""
+    if graph.hides_order or graph.documents is not None:
+        return True
+    if not graph.reorderings or graph.samples == 1:
+        return False
+    with graph.hooks.quiet():
+        layouts = layouts_at(graph, [(edge, shape) for edge, shape, _ in graph.reorderings])
+    if isinstance(layouts, int):
+        return True
+    return any(layout.axis in axes for layout, (_, _, axes) in zip(layouts, graph.reorderings, strict=True))
+
+
+def require_terms(graph: Graph) -> None:
+    """Refuse losses that are no sum of one term for each sample; the graph's samples have been located.
+
+    Raises:
+        PackpropError: If a loss mixes samples.
+    """
+    memory = _memory_of(graph)
+    if graph.samples == 1 or is_dry_run() or graph.signature in memory.separate_losses:
+        return
+    require_untraced("whether the loss is a sum of one term for each sample")
+    with graph.hooks.quiet():
+        lasting = require_separate_losses(graph, model_outputs(graph), graph.source_layouts)
+    if lasting and graph.signature in memory.locations:  # data may decide on the order of losses, too
+        memory.separate_losses.add(graph.signature)
+
+
+def copy_sample_locations(copy: nn.Module, original: nn.Module) -> None:
+    """Take over for the copy of a module what passes through the original have shown."""
+    memory = _KNOWN.get(original)
+    if memory is not None:
+        _KNOWN[copy] = deepcopy(memory)
+
+
+def _usual_locations(graph: Graph) -> _SampleLocations:
+    """Samples where they usually are: without data there is nothing to feed in."""
+    outputs = model_outputs(graph)
+    require_samples(graph, outputs)
+    samples, (chosen, *_) = locate_rows(graph, outputs)
+    uses = []
+    for use in graph.uses:
+        layouts = [admitted_layouts(use, index, samples) for index in range(len(use.recorded.shapes))]
+        if not all(layouts):
+            if _are_reclassified([use], samples):
+                raise Reread
+            raise _mixed(graph, use)
+        uses.append([layout[0] for layout in layouts])
+    if samples > 1:  # for the memory of one of the sweeps that a real pass makes
+        seeds = [torch.empty(output.shape, dtype=output.dtype, device=output.device) for output in outputs]
+        Feed(outputs, chosen, graph.uses).sizes(seeds, {})
+    return _SampleLocations(samples, chosen, uses, False)
+
+
+def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
+    """Find layouts that keep the samples apart, and whether they do so for all values."""
+    outputs = model_outputs(graph)
+    require_samples(graph, outputs)
+    graph.samples, choices = locate_rows(graph, outputs)
+    samples = graph.samples
+    mixing: list[ReachedUse] = []
+    for chosen in choices:
+        feed = Feed(outputs, chosen, graph.uses)
+        fitting, unfit = separate(graph, feed, samples)
+        if not unfit:
+            break
+        mixing += unfit
+    if unfit and _are_reclassified(mixing, samples):
+        raise Reread
+    suspect = next((use for use in graph.uses if use.suspect), None)
+    if samples > 1 and suspect is not None and not unfit:
+        raise _mixed(graph, suspect)
+    in_order = not unfit and all(layout.rows is None for own in first_of(fitting) for layout in own)
+    own = any(isinstance(node, BackwardCFunction) for use in graph.uses for node in use.anchors)
+    if samples == 1 or not in_order or own:
+        require_linear_backward(graph.asked, starts_of(graph.roots))
+    if unfit:
+        raise _mixed(graph, mixing[0])
+    if samples == 1:
+        return _SampleLocations(1, chosen, first_of(fitting), True)
+    look = memory.looks.get(graph.signature)
+    if graph.signature in memory.examined or not (look is None or look.is_due(graph)):
+        return _SampleLocations(samples, chosen, first_of(fitting), False)
+    fitting, on_values, for_all = dependence(feed, samples, fitting, graph.structure not in memory.structures)
+    if on_values:
+        hidden = find_hidden(graph, feed, samples, fitting)
+        if hidden is not None:
+            if _are_reclassified([hidden[0]], samples):
+                raise Reread
+            memory.looks.pop(graph.signature, None)  # it is refused in the next pass, too
+            raise _mixed(graph, *hidden)
+        if look is None:
+            memory.looks[graph.signature] = Look(constants_of(graph))
+    else:
+        memory.examined.add(graph.signature)
+        memory.structures.add(graph.structure)
+    return _SampleLocations(samples, chosen, first_of(fitting), for_all and in_order)
+
+
+def _are_reclassified(uses: Sequence[ReachedUse], samples: int) -> bool:
+    """Tell whether some undecided uses, behind which samples meet, are made of parameters alone."""
+    found = [use.undecided(use, samples) for use in uses if use.undecided is not None]
+    return any(found)
+
+
+def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> PackpropError:
+    """The samples are mixed below a use; ``hiding``: the leaf whose present values hide it."""
+    place = graph.uses.index(mixing)
+    after = f" and {graph.label(graph.uses[place - 1])}" if place else " and the loss"
+    where = f"between {graph.label(mixing)}{after}"
+    if hiding is not None:
+        name = graph.name(hiding)
+        return PackpropError(
+            graph.asked,
+            where,
+            f"the samples are mixed there, and only the present values of {name!r} hide it: the loss of one "
+            f"sample depends on the inputs of others as soon as {name!r} changes",
+            "keep the samples independent of each other, or set requires_grad=False on that parameter",
+        )
+    if graph.documents is not None:
+        return PackpropError(
+            graph.asked,
+            where,
+            "documents meet there: the loss of one depends on the inputs of another one, as with a mask that "
+            "does not keep them apart, or in a layer that runs over all positions of a row; or no axes of the "
+            f"output, of shape {list(mixing.recorded.shapes[0])}, hold them",
+            "keep documents apart (a block-diagonal mask), or leave record(documents=...) out: a row is a "
+            "sample then",
+        )
+    return PackpropError(
+        graph.asked,
+        where,
+        f"the samples are mixed there: the loss of one of {graph.samples} depends on the inputs of others, or "
+        f"no axis of the output, of shape {list(mixing.recorded.shapes[0])}, holds them. Sample n is row n of "
+        f"what the loss takes{declaration(graph)}",
+        "keep the samples apart (no statistics over the batch); declare their axis if the loss takes another "
+        "one first, extend(model, sample_axis=1); if several rows of the loss are of one sample, flatten them "
+        "in front of it from a tensor [n, t, c]; or set requires_grad=False on the parameters upstream",
+    )

@@ -1,0 +1,248 @@
+"""The sample that each row of a loss's input belongs to.
+
+# NOTE [Rows of a loss]
+Sample n is row n of what a loss takes, along axis 0 or the declared ``sample_axis``, as ``vmap`` has it. A loss
+over ``[n t, c]`` takes rows that were flattened: the graph holds the reshape, and the tensor in front of it has
+the samples on that axis. So packprop follows the rows upstream, through functions that keep the leading axis,
+to the nearest reshape that merged axes into it. It reads nothing else from the graph, with one exception:
+several losses that take parts of one tensor (a head in chunks, a loop over rows) take the rows of that tensor.
+
+The model's inputs say nothing here. Whether the rows stay apart on their way through the model is checked
+afterwards, see NOTE [Separation].
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch.autograd.graph import Node
+
+from packprop.engine.graph.graph import WHOLE, Graph
+from packprop.engine.samples.documents import layouts_of_documents
+from packprop.engine.samples.feeding import ModelOutput
+from packprop.engine.samples.tracing import Rows, followed
+from packprop.engine.tensors.dry import is_dry_run
+from packprop.engine.tensors.layout import Layout, layout_of_rows, possible_layouts
+from packprop.errors import PackpropError
+
+
+def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
+    """Raise if there is nowhere to feed samples in."""
+    if not outputs:
+        raise PackpropError(
+            graph.asked,
+            "the tensor that backward() was called on",
+            "neither a recorded loss nor the output of an extended module lies between it and the parameters",
+            "let a loss function of torch make it, as an extended module or as a function inside "
+            "`with packprop.record():`; or extend a module of your own that takes the model's output",
+        )
+    for output in outputs:
+        axis = output.loss.sample_axis or 0
+        if not output.shape or output.loss.one_sample or output.shape[axis]:
+            continue
+        raise PackpropError(
+            graph.asked,
+            f"the model's output, of shape {list(output.shape)}",
+            "the batch is empty",
+            "leave the pass out (`if len(x):`), or ask without probes, plans and other ranks",
+        )
+    if not (graph.losses or graph.open or all(output.shape for output in outputs)):
+        raise PackpropError(
+            graph.asked,
+            "the model's output, one number",
+            "no loss function that packprop has a rule for made it, so that no axis of it holds the samples",
+            "let the model return what the number is computed from, and compute the loss outside of it; or "
+            "let it call a loss function of torch; or a module without parameters that takes what the number "
+            "is computed from and the targets, after packprop.extend(module)",
+        )
+
+
+def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list[list[Layout]]]:
+    """The number of samples, and where the outputs of the model hold them; see NOTE [Rows of a loss].
+
+    Returns:
+        The number, and choices of one layout for each output. There are several where no loss is known to take
+        a tensor: the sweeps tell which is right, and the first is where a loss would take the samples.
+
+    Raises:
+        PackpropError: If losses disagree, or the declared axis is not there.
+    """
+    if graph.documents is not None:
+        layouts = layouts_of_documents(graph, outputs)
+        return layouts[0].samples, [layouts]
+    axis = declared_axis(graph)
+    found = _taken_in_turn([_rows_of(output) if output.decides else None for output in outputs], axis)
+    layouts_found = [
+        _layout(graph, output, rows, axis) if output.decides else None
+        for output, rows in zip(outputs, found, strict=True)
+    ]
+    numbers = {layout.samples for layout in layouts_found if layout is not None}
+    if len(numbers) > 1:
+        raise _disagreement(graph, outputs, layouts_found)
+    samples = numbers.pop() if numbers else 1
+    each = [
+        _anywhere(graph, output, samples, axis) if layout is None else [layout]
+        for output, layout in zip(outputs, layouts_found, strict=True)
+    ]
+    choices = range(max(map(len, each)))
+    return samples, [[layouts[min(choice, len(layouts) - 1)] for layouts in each] for choice in choices]
+
+
+def declared_axis(graph: Graph) -> int | None:
+    """The ``sample_axis`` that was declared for the models of a pass.
+
+    Raises:
+        PackpropError: If several were.
+    """
+    declared = [forward.declared for forward in graph.forwards] + [loss.call.declared for loss in graph.losses]
+    said = sorted({each for each in declared if each is not None})
+    if len(said) > 1:
+        raise PackpropError(
+            graph.asked,
+            f"models with sample_axis={said[0]} and sample_axis={said[1]}",
+            "one loss takes what both made, and has one axis of samples",
+            "declare the same axis for all of them: that of what the loss takes",
+        )
+    return said[0] if said else None
+
+
+def declaration(graph: Graph) -> str:
+    """The declaration as messages say it behind what it is about; empty if there is none."""
+    said = declared_axis(graph)
+    return "" if said is None else f", along sample_axis={said}"
+
+
+def _rows_of(output: ModelOutput) -> Rows | None:
+    """The place of the rows of a model's output; ``None`` where the loss knows its axis of samples."""
+    if output.loss.sample_axis is not None:
+        return None
+    return followed(output.edge, output.shape, is_row=output.loss.one_sample or not output.shape)
+
+
+def _taken_in_turn(found: Sequence[Rows | None], declared: int | None) -> list[Rows | None]:
+    """The rows of several losses, where parts that they take of one tensor are as if merged.
+
+    Axes in front that all take the same entry of, as a loop over rows of ``out[-1]`` does, are no axes of rows,
+    unless the axis that is declared to hold the samples is counted from there.
+    """
+    taken: dict[tuple[Node, int], set[tuple[int, ...]]] = defaultdict(set)
+    for rows in found:
+        if rows is not None and rows.whole is not None and rows.places is not None:
+            taken[rows.whole].add(tuple(rows.places))
+    each: list[Rows | None] = []
+    for rows in found:
+        parts = set() if rows is None or rows.whole is None else taken[rows.whole]
+        if rows is not None and len(parts) > 1 and not rows.merged:
+            while not declared and len(rows.lead) > 1 and rows.lead[0] > 1:
+                inner = math.prod(rows.lead[1:])
+                if len({place // inner for places in parts for place in places}) > 1:
+                    break
+                parts = {tuple(place % inner for place in places) for places in parts}
+                rows = rows._replace(lead=rows.lead[1:], places=[place % inner for place in rows.places or ()])
+            rows = rows._replace(merged=True)
+        each.append(rows)
+    return each
+
+
+def _layout(graph: Graph, output: ModelOutput, rows: Rows | None, declared: int | None) -> Layout:
+    """The place of the samples in an output of the model."""
+    shape, known = output.shape, output.loss.sample_axis
+    if rows is None:  # the loss knows its axis
+        return _along(known or 0, shape[known or 0])
+    if not rows.merged:
+        if output.loss.one_sample or not shape:
+            return WHOLE
+        axis = declared or 0
+        axis = axis + len(shape) if axis < 0 else axis
+        if not 0 <= axis < len(shape) or axis == output.loss.class_axis:
+            raise _absent(graph, output, declared)
+        return _along(axis, shape[axis])
+    if not shape:
+        raise _numbers(graph)
+    axis = declared or 0
+    axis = axis + len(rows.lead) + len(shape) - 1 if axis < 0 else axis
+    if not 0 <= axis < len(rows.lead):
+        raise _absent(graph, output, declared)
+    samples = rows.lead[axis]
+    if samples == 1:
+        return WHOLE
+    if rows.places is None and axis in (0, len(rows.lead) - 1):
+        parts = math.prod(rows.lead) // samples if samples else 1
+        return Layout(0, samples, parts, major=axis == 0 or parts == 1)
+    owners = rows.owners(axis)
+    parts = len(owners) // samples if samples else 1
+    if owners == [n for n in range(samples) for _ in range(parts)]:
+        return Layout(0, samples, parts)
+    if owners == [*range(samples)] * parts:
+        return Layout(0, samples, parts, major=False)
+    if is_dry_run():
+        raise PackpropError(
+            "A plan was asked for.",
+            "losses that take chunks of the samples in turn",
+            "a plan is made without data, and only data tell which rows of a chunk belong to which sample",
+            "let each chunk hold some positions of all samples (hidden.split(size, dim=1)), or leave the plan "
+            "and memory=... out",
+        )
+    owners = owners * shape[0] if output.loss.one_sample else owners
+    return layout_of_rows(0, torch.tensor(owners), samples)
+
+
+def _along(axis: int, samples: int) -> Layout:
+    return WHOLE if samples == 1 else Layout(axis, samples)
+
+
+def _anywhere(graph: Graph, output: ModelOutput, samples: int, declared: int | None) -> list[Layout]:
+    """The places where a tensor that no loss takes may hold the samples: first of all where a loss would."""
+    layouts = possible_layouts(output.shape, samples)
+    try:
+        usual = _layout(graph, output, _rows_of(output), declared)
+    except PackpropError:
+        usual = None
+    if usual is not None and usual.samples == samples:
+        layouts.insert(0, usual)
+    if not layouts:
+        raise PackpropError(
+            graph.asked,
+            f"a tensor of shape {list(output.shape)} that a term of the loss is made of",
+            f"no axis of it holds the {samples} samples of the loss",
+            "take the term in a pass of its own",
+        )
+    return layouts
+
+
+def _absent(graph: Graph, output: ModelOutput, declared: int | None) -> PackpropError:
+    is_classes = declared is not None and declared % max(1, len(output.shape)) == output.loss.class_axis
+    return PackpropError(
+        graph.asked,
+        f"what a loss takes, of shape {list(output.shape)}",
+        f"sample_axis={declared or 0} says which axis of it holds the samples, "
+        + ("which is that of the classes" if is_classes else "and it has no such axis"),
+        "leave sample_axis out where the loss takes the samples first, whatever the model's inputs have first; "
+        "or declare the axis of what the loss takes",
+    )
+
+
+def _numbers(graph: Graph) -> PackpropError:
+    return PackpropError(
+        graph.asked,
+        "several losses, each of a single number",
+        "numbers have no axis that holds the samples",
+        "give each loss a row: F.mse_loss(out[n : n + 1], y[n : n + 1]), or one loss all rows",
+    )
+
+
+def _disagreement(
+    graph: Graph, outputs: Sequence[ModelOutput], layouts: Sequence[Layout | None]
+) -> PackpropError:
+    pairs = [(output, layout) for output, layout in zip(outputs, layouts, strict=True) if layout is not None]
+    said = ", ".join(f"{layout.samples} in {list(output.shape)}" for output, layout in pairs)
+    return PackpropError(
+        graph.asked,
+        f"{len(pairs)} losses, or outputs of the model",
+        f"they take different numbers of samples: {said}. Sample n is row n of what each loss takes",
+        "flatten positions in front of the loss, logits.flatten(0, 1), so that the graph shows whose they are; "
+        "declare the axis of what the losses take (sample_axis=...); or take each loss in a pass of its own",
+    )

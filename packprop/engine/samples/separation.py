@@ -1,0 +1,216 @@
+"""Layouts that keep the samples apart: tried on the graph with random numbers.
+
+# NOTE [Separation]
+A sample has a quantity of its own at a use if the cotangent in its rows comes from its own part of the loss
+alone. A backward pass is linear, so this can be checked: random numbers are fed in at the loss, those of sample
+n multiplied by ``2^k`` with a power k of its own, and in a second sweep by ``2^-k``. If the samples are
+separate, the rows of each sample come back multiplied by just that, exactly so in floating point. What leaks
+from one sample into another comes back with the wrong power, and is amplified in one of the two sweeps. The
+powers fit the smallest range on the way: that of float16, wherever autocast has put it. An
+output's shape can hold N samples in several ways; the first one that passes is taken. If none passes, the
+samples are mixed between the use and the loss. The check costs two sweeps. It holds for the values of this
+pass; whether it holds for all, so that its result may be kept, is told by NOTE [Hidden mixing].
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from packprop.engine.functions.nodes import ENTRYWISE, made_by, name_of_node
+from packprop.engine.graph.graph import WHOLE, Graph, ReachedUse
+from packprop.engine.graph.search import nodes_above
+from packprop.engine.recording.marks import Use
+from packprop.engine.samples.feeding import Feed, Fitting, ModelOutput, Sizes, first_of, model_outputs
+from packprop.engine.samples.rows import RowSearch, differ, levels
+from packprop.engine.tensors.dry import is_dry_run
+from packprop.engine.tensors.layout import Layout, layout_of_rows, possible_layouts
+from packprop.engine.tensors.traced import decided
+
+
+def separate(graph: Graph, feed: Feed, samples: int) -> tuple[Fitting, list[ReachedUse]]:
+    """Find layouts of all uses that keep the samples apart; see NOTE [Separation].
+
+    Args:
+        graph: What the pass goes through.
+        feed: Where samples are fed in.
+        samples: Number of samples.
+
+    Returns:
+        For the outputs of each use all layouts that keep the samples apart; and the uses that none fits, those
+        nearest to the loss first.
+    """
+    if samples == 1:
+        return {use: [[WHOLE]] * len(use.recorded.shapes) for use in graph.uses}, []
+    fitting = {
+        use: [admitted_layouts(use, index, samples) for index in range(len(use.recorded.shapes))]
+        for use in graph.uses
+    }
+    dtypes = _dtypes_on_the_way(feed.outputs)
+    largest = min(torch.finfo(dtype).max for dtype in dtypes)
+    powers = random_powers(samples, largest)
+    noise = feed.noise()  # as large as what the losses were given: there is one of it at any time
+
+    def scaled_by(exponents: Tensor) -> Sizes:
+        feed.scale(noise, torch.exp2(exponents))
+        sizes = feed.sizes(noise, fitting)
+        feed.scale(noise, torch.exp2(-exponents))
+        return {place: rows * torch.exp2(-exponents) for place, rows in sizes.items()}
+
+    first, second = scaled_by(powers), scaled_by(-powers)
+    tolerance = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
+    dtypes |= {leaf.dtype for leaf in graph.leaves()}
+    smallest = max(torch.finfo(dtype).tiny for dtype in dtypes)
+    for (use, index, layout), up in first.items():
+        down = second.get((use, index, layout), up)
+        known = up.isfinite() & down.isfinite()
+        if differ(up[known], down[known], powers[known], tolerance, smallest):
+            fitting[use][index].remove(layout)
+    unfit = [use for use, layouts in fitting.items() if not all(layouts)]
+    if unfit or any(use.reordered for use in graph.uses):
+        search = RowSearch(feed, noise, samples, levels(samples, largest), tolerance, graph.documents)
+        _add_layouts_of_rows(fitting, unfit, search)
+    return fitting, [use for use, layouts in fitting.items() if not all(layouts)]
+
+
+def _dtypes_on_the_way(outputs: Sequence[ModelOutput]) -> set[torch.dtype]:
+    """The types of the outputs; and float16, if anything behind them has it: its range is the smallest."""
+    behind = {
+        made.dtype for node in nodes_above([each.edge.node for each in outputs]) for made in made_by(node)
+    }
+    return {output.dtype for output in outputs} | (behind & {torch.float16})
+
+
+def _add_layouts_of_rows(fitting: Fitting, unfit: Sequence[ReachedUse], search: RowSearch) -> None:
+    """Add layouts of rows in any order behind those that fit, where rows were reordered.
+
+    A function may take some rows of some samples, in order, as in a loop over samples: no axis holds them all,
+    and it is ``unfit``. Samples that are documents, of which each position of the losses has one, are in any
+    order everywhere.
+    """
+    places: Fitting = {}
+    for use, outputs in fitting.items():
+        if use.reordered or use in unfit:
+            shapes = use.recorded.shapes
+            each = [
+                _by_row(shape, search.documents) if not own or own[0].folded else []
+                for shape, own in zip(shapes, outputs, strict=True)
+            ]
+            places[use] = [
+                [layout for layout in own if _is_admitted(use, index, layout)] for index, own in enumerate(each)
+            ]
+    for use, index, layout in search.layouts(places):
+        assert layout.rows is not None
+        own = layout.rows.sample_of
+        places_of = (plain.sample_of(own.device) for plain in fitting[use][index] if plain.axis == layout.axis)
+        if not any(torch.equal(own, each) for each in places_of):  # else it is among them already
+            fitting[use][index].append(layout)
+
+
+def _by_row(shape: torch.Size, documents: Tensor | None) -> list[Layout]:
+    """Layouts with a sample for each row: along each axis, and along runs of axes as long as ``documents``."""
+    layouts = [Layout(axis, extent) for axis, extent in enumerate(shape)]
+    if documents is None:
+        return layouts
+    runs = itertools.combinations(range(len(shape) + 1), 2)
+    extents = [(start, tuple(shape[start:stop])) for start, stop in runs if stop - start > 1]
+    every = torch.arange(len(documents))
+    return layouts + [
+        layout_of_rows(start, every, len(documents), joined)
+        for start, joined in extents
+        if math.prod(joined) == len(documents) and 1 not in joined
+    ]
+
+
+def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) -> list[Layout] | int:
+    """The places where tensors between the losses and the uses hold the samples.
+
+    Some are known already: inputs of losses, outputs of uses, and outputs of entrywise functions of these.
+    The others are found by the same check as for uses.
+
+    Args:
+        graph: With its samples located.
+        places: Where the tensors came from, and their shapes.
+
+    Returns:
+        A layout for each; or the index of the first tensor for which no layout fits.
+    """
+    known: dict[tuple[Node | None, int], tuple[torch.Size, Layout]] = {
+        key: (use.recorded.shapes[index], use.layouts[index])
+        for use in graph.uses
+        for index, key in use.nodes.items()
+    }
+    for loss in graph.losses:
+        known[loss.call.edge.node, loss.call.edge.output_nr] = loss.call.shape, loss.layout
+
+    def known_layout(edge: GradientEdge, shape: torch.Size) -> Layout | None:
+        key: tuple[Node | None, int] = edge.node, edge.output_nr
+        if key not in known and name_of_node(edge.node) in ENTRYWISE:
+            inputs = [above for above in edge.node.next_functions if above[0] is not None]
+            key = inputs[0] if len(inputs) == 1 else key
+        there = known.get(key)
+        return there[1] if there is not None and there[0] == shape else None
+
+    layouts = [known_layout(edge, shape) for edge, shape in places]
+    stand_ins = {
+        place: ReachedUse(
+            Use("", [], [], [shape]),
+            {0: (edge.node, edge.output_nr)},
+            is_end=True,
+            through=graph.checkpoints,
+        )
+        for place, (edge, shape) in enumerate(places)
+        if layouts[place] is None
+    }
+    if is_dry_run():  # nothing can be tried without data: samples are where they usually are
+        for place in stand_ins:
+            usual = possible_layouts(places[place][1], graph.samples)
+            if not usual:
+                return place
+            layouts[place] = usual[0]
+    elif stand_ins:
+        unknown = replace(graph, uses=list(stand_ins.values()))
+        asked = f"where tensors of shapes {[tuple(places[place][1]) for place in stand_ins]} hold the samples"
+        found = decided(asked, lambda: _found_layouts(unknown, graph))
+        if isinstance(found, int):
+            return [*stand_ins][found]
+        for place, (layout,) in zip(stand_ins, found, strict=True):
+            layouts[place] = layout
+    return [layout for layout in layouts if layout is not None]
+
+
+def _found_layouts(unknown: Graph, graph: Graph) -> list[list[Layout]] | int:
+    """The places of a graph's samples in uses of another one, or the number of the first that mixes them."""
+    fitting, unfit = separate(
+        unknown, Feed(model_outputs(graph), graph.source_layouts, unknown.uses), graph.samples
+    )
+    return first_of(fitting) if not unfit else unknown.uses.index(unfit[0])
+
+
+def admitted_layouts(use: ReachedUse, index: int, samples: int) -> list[Layout]:
+    """The ways in which an output of a use can hold the samples, as far as shape and entries say."""
+    layouts = possible_layouts(use.recorded.shapes[index], samples)
+    return [layout for layout in layouts if _is_admitted(use, index, layout)]
+
+
+def _is_admitted(use: ReachedUse, index: int, layout: Layout) -> bool:
+    """Tell whether the entries of a use allow the samples to be there in one of its outputs."""
+    if layout.axis is None:
+        return True
+    axes = [site.entry.sample_axes for site in use.sites]
+    return all(known is None or (known[index],) == (*layout.axes,) for known in axes) and all(
+        site.entry.admits(axis) for site in use.sites for axis in layout.axes
+    )
+
+
+def random_powers(samples: int, largest: float) -> Tensor:
+    """Exponents of two, as different as the range of the precision allows, in random order."""
+    spread = levels(samples, largest)
+    spread = spread[torch.arange(samples) % len(spread)]
+    return spread[torch.randperm(samples, generator=torch.Generator().manual_seed(samples))]

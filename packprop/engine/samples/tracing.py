@@ -1,0 +1,232 @@
+"""Follow rows of a tensor upstream, to where they run along axes of their own; see NOTE [Rows of a loss]."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from packprop.engine.functions.nodes import (
+    ENTRYWISE,
+    NORMALISATIONS,
+    RESHAPES,
+    made_by,
+    name_of_node,
+    names_of_nodes,
+    saved_option,
+)
+from packprop.engine.tensors.dry import is_dry_run
+
+SAME = ENTRYWISE | names_of_nodes(
+    "Add Sub Rsub Mul Div ToCopy LogSoftmax Softmax NativeDropout NativeLayerNorm MaskedFill Where"
+)
+"""Functions whose output has the rows of an input of the same shape."""
+
+
+ROWS_OF_MATRICES = {"Mm": 0, "Addmm": 1}
+"""Products of matrices, with the place of the factor whose rows their output has."""
+
+
+PICKS = names_of_nodes("Select Unbind")
+"""Functions that take one entry along an axis."""
+
+
+PARTS = names_of_nodes("Slice Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Index IndexSelect")
+"""Functions that take some entries along an axis."""
+
+
+class Rows(NamedTuple):
+    """The place that the rows of a loss's input come from.
+
+    Args:
+        lead: Extents of the axes that the rows run along, in the tensor that they were followed to.
+        places: The place of each row among these, flattened ``[k]``; ``None`` for all of them in order.
+        merged: Whether a reshape merged the axes.
+        whole: The tensor that parts were taken of, by node and number; ``None`` if none were.
+    """
+
+    lead: tuple[int, ...]
+    places: Sequence[int] | None = None
+    merged: bool = False
+    whole: tuple[Node, int] | None = None
+
+    def owners(self, axis: int) -> list[int]:
+        """The index of each row along one of the axes: whole numbers, which hold data in a dry run, too."""
+        places = range(math.prod(self.lead)) if self.places is None else self.places
+        inner, extent = math.prod(self.lead[axis + 1 :]), self.lead[axis]
+        return [place // inner % extent for place in places]
+
+
+ONE_ROW = Rows(())
+"""The row of a tensor that has no axis of rows, as ``f[n]`` has none."""
+
+
+def followed(edge: GradientEdge, shape: torch.Size, is_row: bool) -> Rows:
+    """The place that the rows along the leading axis of a tensor come from, as far as the graph shows it.
+
+    Args:
+        edge: Where the tensor came from.
+        shape: Its shape.
+        is_row: Whether it is a row itself, without an axis of rows.
+    """
+    rows, given = ONE_ROW if is_row else Rows((shape[0],)), shape
+    while True:
+        name = name_of_node(edge.node)
+        above = _input_with_rows(edge.node, name, shape)
+        if above is None:
+            return rows
+        before, further = _shape_of(above), rows if name not in RESHAPES else None
+        if name in RESHAPES and not _is_folded_norm(above, shape):
+            further = _reshaped(rows, before, shape, name in ("Squeeze", "Unsqueeze"), given)
+        elif name in PARTS | PICKS:
+            further = _part(rows, edge, above, before, shape)
+        if further is None:
+            return rows
+        rows, edge, shape = further, above, before
+
+
+def _input_with_rows(node: Node, name: str, shape: torch.Size) -> GradientEdge | None:
+    """The input of a node whose rows its output has; ``None`` where that is not known."""
+    inputs = [None if above is None else GradientEdge(above, number) for above, number in node.next_functions]
+    if name in SAME:
+        return next((each for each in inputs if each is not None and _shape_of(each) == shape), None)
+    if name in ROWS_OF_MATRICES:
+        factor = inputs[ROWS_OF_MATRICES[name]]
+        return factor if len(shape) == 2 else None
+    return inputs[0] if name in RESHAPES | PARTS | PICKS else None
+
+
+def _reshaped(
+    rows: Rows, before: torch.Size, shape: torch.Size, keeps_axes: bool, given: torch.Size
+) -> Rows | None:
+    """The rows in front of a reshape; ``None`` where the leading axes are not whole there.
+
+    Args:
+        rows: Those behind it.
+        before: The shape in front of it.
+        shape: The shape behind it.
+        keeps_axes: Whether it merges nothing: an axis of one is added, or taken away.
+        given: The shape of the tensor that was followed: axes that it has itself were not merged in it.
+    """
+    if rows == Rows((1,)) and shape == (1, *before):
+        return ONE_ROW
+    if rows == ONE_ROW:
+        return rows if before == shape else Rows((1,)) if before == (1, *shape) else None
+    count = _axes_of(rows, shape)
+    if keeps_axes:
+        axes = _leading(before, math.prod(shape[:count]))
+        return None if axes is None or axes > count else rows
+    same = len(before) - (len(shape) - count)
+    if same > 0 and before[same:] == shape[count:]:
+        axes = same
+    else:
+        axes = _leading(before, math.prod(shape[:count]))
+    if axes is None:
+        return _cut(rows, before, shape)
+    is_in_given = len(before) == len(given) and before[:axes] == given[:axes]
+    if len(rows.lead) > 1 or axes < 2 or axes <= count or is_in_given:
+        return rows
+    return rows._replace(lead=tuple(before[:axes]), merged=True)
+
+
+def _is_folded_norm(above: GradientEdge, shape: torch.Size) -> bool:
+    """Tell whether it is an instance norm, of which PyTorch makes one of ``[1, n c, t]``, that is unfolded."""
+    before = _shape_of(above)
+    return name_of_node(above.node) in NORMALISATIONS and before[0] == 1 and len(before) == len(shape)
+
+
+def _cut(rows: Rows, before: torch.Size, shape: torch.Size) -> Rows | None:
+    """The rows in front of a reshape that cut those of a matrix, ``[n, t c]`` to ``[n t, c]``."""
+    if rows.merged or len(before) != 2 or not before[0] or shape[0] % before[0] or shape[0] <= before[0]:
+        return None
+    return rows._replace(lead=(before[0], shape[0] // before[0]), merged=True)
+
+
+def _part(
+    rows: Rows, edge: GradientEdge, above: GradientEdge, before: torch.Size, shape: torch.Size
+) -> Rows | None:
+    """The rows in the tensor that some entries along an axis were taken of, or one entry."""
+    name, whole = name_of_node(edge.node), (above.node, above.output_nr)
+    if name == "Index":
+        return _chosen(rows, saved_option(edge.node, "indices"), above, before)
+    axis = int(saved_option(edge.node, "dim")) % max(1, len(before))
+    count, is_taken = _axes_of(rows, shape), rows.whole == (edge.node, edge.output_nr)
+    if axis >= count and not (name in PICKS and rows == ONE_ROW and axis == 0):
+        return rows
+    if name == "IndexSelect":
+        return _chosen(rows, [saved_option(edge.node, "index")], above, before) if axis == 0 else None
+    if len(rows.lead) != count or math.prod(before[:count]) == 0:
+        return None
+    taken = _entries(edge, before[axis])
+    behind = rows.lead[axis:]
+    if name in PICKS:  # of what rows were taken of already: they run along the axis that it takes away, too
+        if rows != ONE_ROW and (rows.merged or not is_taken):
+            return None
+    elif len(taken) != rows.lead[axis]:
+        return None
+    else:
+        behind = behind[1:]
+    lead = (*rows.lead[:axis], before[axis], *behind)
+    outer, inner = math.prod(lead[:axis]), math.prod(behind)
+    places = [(o * before[axis] + t) * inner + i for o in range(outer) for t in taken for i in range(inner)]
+    places = places if rows.places is None else [places[place] for place in rows.places]
+    return rows._replace(lead=lead, places=places, whole=whole)
+
+
+def _chosen(
+    rows: Rows, indices: Sequence[Tensor | None], above: GradientEdge, before: torch.Size
+) -> Rows | None:
+    """The rows in the tensor that an index or a mask of its leading axes took them of."""
+    if rows == ONE_ROW:  # entries of the row
+        return rows
+    if indices[0] is None or any(each is not None for each in indices[1:]) or rows.merged or is_dry_run():
+        return None
+    index = indices[0].cpu()
+    if index.dtype == torch.bool:
+        lead, places = tuple(before[: index.dim()]), index.flatten().nonzero().flatten()
+    elif index.dim() == 1:
+        lead, places = tuple(before[:1]), index.remainder(before[0])
+    else:
+        return None
+    own: list[int] = places.tolist()
+    own = own if rows.places is None else [own[place] for place in rows.places]
+    return Rows(lead, own, len(lead) > 1, (above.node, above.output_nr))
+
+
+def _entries(edge: GradientEdge, extent: int) -> Sequence[int]:
+    """The entries along an axis of some extent that a node took."""
+    node, number = edge.node, edge.output_nr
+    name = name_of_node(node)
+    if name in PICKS:
+        return [number if name == "Unbind" else int(saved_option(node, "index")) % extent]
+    if name == "Slice":
+        return range(extent)[slice(*(saved_option(node, each) for each in ("start", "end", "step")))]
+    if name.endswith("WithSizes"):
+        sizes = [int(size) for size in saved_option(node, "split_sizes")]
+    else:
+        sizes = [int(saved_option(node, "split_size"))] * (number + 1)
+    start = sum(sizes[:number])
+    return range(extent)[start : start + sizes[number]]
+
+
+def _axes_of(rows: Rows, shape: torch.Size) -> int:
+    """The number of leading axes of a tensor that the rows run along."""
+    own = len(rows.lead)
+    if tuple(shape[:own]) == rows.lead:
+        return own
+    axes = _leading(shape, math.prod(rows.lead))
+    return 1 if axes is None else axes
+
+
+def _leading(shape: torch.Size, entries: int) -> int | None:
+    """The fewest leading axes with so many entries in all."""
+    sizes = (axes for axes in range(1, len(shape) + 1) if math.prod(shape[:axes]) == entries)
+    return next(sizes, None)
+
+
+def _shape_of(edge: GradientEdge) -> torch.Size:
+    return torch.Size(made_by(edge.node)[edge.output_nr].shape)

@@ -1,0 +1,34 @@
+"""The device of a tensor: its type, and its free memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from packprop.engine.tensors.dry import dry_run_device
+
+
+def device_kind(tensor: Tensor) -> str:
+    """Return the type of a tensor's device; in a dry run, that of the device the run stands in for."""
+    return dry_run_device() or tensor.device.type
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the free bytes on an accelerator, PyTorch's caches included; ``None`` if they are not known."""
+    if device.type in ("cpu", "meta"):
+        return None
+    module = torch.get_device_module(device)
+    if not module.is_available() or not hasattr(module, "mem_get_info"):
+        return None
+    cached: int = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0]) + cached
+
+
+def allocated_bytes(device: torch.device) -> int | None:
+    """Return the bytes of tensors on an accelerator now; ``None`` if nothing counts them there."""
+    if device.type in ("cpu", "meta"):
+        return None
+    module = torch.get_device_module(device)
+    if not module.is_available() or not hasattr(module, "memory_allocated"):
+        return None
+    return int(module.memory_allocated(device))

@@ -1,0 +1,103 @@
+"""Tensors without data: their descriptions, and dry runs, which are passes over such tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Set
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from packprop.engine.tensors.traced import note_fault
+
+
+class _DryRun(NamedTuple):
+    """The arguments of ``dry_run``."""
+
+    device: str
+    of_batch: Set[int]
+
+
+_DRY_RUN: ContextVar[_DryRun | None] = ContextVar("packprop_dry_run", default=None)
+
+
+class TensorSpec(NamedTuple):
+    """A tensor without its data."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """The description of a tensor."""
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def make(self, device: torch.device) -> Tensor:
+        """A tensor that fits the description; its data mean nothing."""
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        return made.requires_grad_(self.requires_grad)
+
+
+@contextlib.contextmanager
+def dry_run(device: str = "cpu", of_batch: Set[int] = frozenset()) -> Iterator[None]:
+    """Inside, tensors have no data, and are treated as if on ``device``. Checks of data find no fault.
+
+    Args:
+        device: The type of device that the run stands in for.
+        of_batch: Storages that the batch decides on, by ``storage_key``, while they are alive.
+    """
+    token = _DRY_RUN.set(_DryRun(device, of_batch))
+    try:
+        yield
+    finally:
+        _DRY_RUN.reset(token)
+
+
+def dry_run_device() -> str | None:
+    """The type of device that the dry run stands in for; ``None`` outside of a dry run."""
+    run = _DRY_RUN.get()
+    return None if run is None else run.device
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that tells storages apart while they are alive."""
+    return id(tensor.untyped_storage())  # the wrapper of a storage lives as long as the storage
+
+
+def is_of_batch(tensor: Tensor) -> bool:
+    """Tell whether the batch of a dry run decides on a tensor without data."""
+    run = _DRY_RUN.get()
+    return run is not None and storage_key(tensor) in run.of_batch
+
+
+def is_dry_run() -> bool:
+    """Tell whether this is a dry run, in which tensors have no data."""
+    return dry_run_device() is not None
+
+
+def has_fault(condition: Tensor) -> bool:
+    """Tell whether a condition of one entry, which is true for faulty data, holds; never in a dry run.
+
+    It does not hold in a traced pass either: the pass notes it, and checks it after each replay.
+    """
+    return not is_dry_run() and not note_fault(condition) and bool(condition)
+
+
+def chunk_starts(count: int, step: int) -> list[int]:
+    """Return where chunks begin. Without data a few stand for all; see ``stands_for_all``."""
+    starts = [*range(0, count, step)]
+    return [start for start in starts if not is_dry_run() or stands_for_all(start, step, count)]
+
+
+def stands_for_all(start: int, step: int, count: int) -> bool:
+    """Tell whether a dry run runs the chunk that begins here: the first, the last, and one between the two.
+
+    The first meets no results and the others do. The second is like the last, unless that is a smaller one.
+    """
+    last = (count - 1) // step * step
+    return start in (0, last) or (start == step and count % step != 0)

@@ -1,0 +1,198 @@
+"""The user's hooks on a part of the autograd graph: they run in the user's own pass, and in no other.
+
+# NOTE [Quiet hooks]
+packprop differentiates a graph more often than its user does: to find samples, once for each column, twice for
+a Hessian. Hooks on tensors and modules belong to the user's pass alone. While packprop differentiates, each
+hook has a stand-in that does nothing, in the dictionary in which autograd looks up the hook. So a hook that is
+removed meanwhile is gone, and the order stays. ``retain_grad`` cannot be switched off: packprop drops the
+``.grad`` that it leaves before the next one is added to it, and puts back the user's own one in the end. A node
+that does something else besides only hands its gradients on in the meantime.
+
+``Tensor._backward_hooks`` is the dictionary of a tensor. It is private, and only this file uses it: the public
+API lets only the owner of a hook take it off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from packprop.engine.tensors.state import version
+from packprop.engine.tensors.traced import not_traceable
+from packprop.errors import PackpropError
+
+HookDictionary = MutableMapping[int, Any]
+"""Hooks by number, as autograd keeps them."""
+
+
+NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def dictionary_of(tensor: Tensor) -> HookDictionary | None:
+    """The hooks on a tensor; nothing if it never had one."""
+    hooks: HookDictionary | None = tensor._backward_hooks
+    return hooks
+
+
+def is_hooked(tensor: Tensor) -> bool:
+    """Tell whether user code runs when a gradient arrives at a tensor."""
+    return bool(tensor._backward_hooks) or tensor.retains_grad
+
+
+def has_late_hooks(tensor: Tensor) -> bool:
+    """Tell whether user code runs when the gradient of a tensor has been accumulated.
+
+    ``Tensor._post_accumulate_grad_hooks`` is private, and only this file uses it: nothing public tells whether
+    there are any.
+    """
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
+def dictionary_of_node(node: Any) -> HookDictionary:
+    """Return the hooks that run after a node: a handle of a hook knows which dictionary it is in."""
+    handle = node.register_hook(_stand_in)
+    hooks: HookDictionary = handle.hooks_dict_ref()
+    handle.remove()
+    return hooks
+
+
+def undisturbed(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Make tensors differentiable with respect to, without running the hooks on them."""
+    hooked = [tensor for tensor in tensors if is_hooked(tensor)]
+    return Hooks(hooked).quiet() if hooked else NOTHING
+
+
+class Hooks:
+    """The user's hooks on a part of the graph; see NOTE [Quiet hooks].
+
+    Args:
+        tensors: Tensors that have hooks, or retain their gradient.
+        dictionaries: Further hooks, as autograd keeps them.
+        doers: Nodes that hand gradients on and do something else besides, each with what hands them on.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[Tensor] = (),
+        dictionaries: Iterable[HookDictionary] = (),
+        doers: Iterable[tuple[Any, Callable[..., Any]]] = (),
+    ) -> None:
+        chosen = list({id(tensor): tensor for tensor in tensors}.values())
+        inside = [*dictionaries, *_dictionaries(tensor for tensor in chosen if not tensor.is_leaf)]
+        everywhere = [*inside, *_dictionaries(tensor for tensor in chosen if tensor.is_leaf)]
+        self._dictionaries = list({id(hooks): hooks for hooks in everywhere}.values())
+        self._retaining = [tensor for tensor in chosen if tensor.retains_grad]
+        self._doers = list(doers)
+        self.are_inside = bool(inside or self._retaining or self._doers)
+        """Tell whether there are any hooks besides those on leaves, including nodes that do something else."""
+        self._any = bool(self._dictionaries or self._retaining or self._doers)
+        self._quieted: contextlib.ExitStack | None = None
+
+    def require_none(self) -> None:
+        """Refuse hooks if a pass is traced.
+
+        Raises:
+            NotTraceable: If there are any.
+        """
+        if self._any:
+            raise not_traceable(
+                "a hook on a tensor, a parameter or a module that is called in the backward pass",
+                "a replay calls no Python function, so the hook would not be called again",
+            )
+
+    def owners(self) -> list[Any]:
+        """Return the objects that the hooks are methods of; for functions, the functions."""
+        return [owner_of(hook) for hooks in self._dictionaries for hook in hooks.values()]
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """Silence every hook inside."""
+        return self._switched(True) if self._any and self._quieted is None else NOTHING
+
+    def heard(self) -> AbstractContextManager[None]:
+        """Let every hook run again inside ``quiet``."""
+        return NOTHING if self._quieted is None else self._switched(False)
+
+    def refusing_changes(self, error: Callable[[], PackpropError]) -> AbstractContextManager[None]:
+        """Make a hook that changes a gradient raise an error inside."""
+        return self._replaced(lambda hook: partial(_unchanging, hook, error)) if self._any else NOTHING
+
+    @contextlib.contextmanager
+    def _switched(self, quiet: bool) -> Iterator[None]:
+        self._switch(quiet)
+        try:
+            yield
+        finally:
+            self._switch(not quiet)
+
+    def _switch(self, quiet: bool) -> None:
+        if not quiet:
+            stack, self._quieted = self._quieted, None
+            if stack is not None:
+                stack.close()
+            return
+        with contextlib.ExitStack() as stack:
+            for tensor in self._retaining:
+                stack.callback(setattr, tensor, "grad", tensor.grad)
+            stack.enter_context(self._replaced(lambda _: _stand_in))
+            for tensor in self._retaining:
+                stack.callback(tensor.register_hook(partial(_drop_gradient, tensor)).remove)
+            for node, hand_on in self._doers:
+                node.apply = hand_on  # the engine calls it: replaced for this node alone
+                stack.callback(node.__dict__.pop, "apply", None)
+            self._quieted = stack.pop_all()
+
+    @contextlib.contextmanager
+    def _replaced(self, replacement: Callable[[Any], Any]) -> Iterator[None]:
+        """Give each hook another function in its place inside."""
+        own = [dict(hooks) for hooks in self._dictionaries]
+        for hooks in self._dictionaries:
+            for number, hook in hooks.items():
+                hooks[number] = replacement(hook)
+        try:
+            yield
+        finally:
+            for hooks, before in zip(self._dictionaries, own, strict=True):
+                for number in hooks.keys() & before.keys():
+                    hooks[number] = before[number]
+
+
+def _dictionaries(tensors: Iterable[Tensor]) -> list[HookDictionary]:
+    return [hooks for tensor in tensors if (hooks := dictionary_of(tensor))]
+
+
+def owner_of(hook: Any) -> Any:
+    """Return the object that a hook is a method of, else the hook."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    owner = getattr(hook, "__self__", None)
+    return hook if owner is None else owner
+
+
+def _stand_in(*_: Any) -> None:
+    """Return the function that stands in a hook's place."""
+
+
+def _drop_gradient(tensor: Tensor, _: Any) -> None:
+    tensor.grad = None
+
+
+def _unchanging(hook: Callable[..., Any], error: Callable[[], PackpropError], *given: Any) -> Any:
+    """Call a hook, and refuse its result if that is another gradient."""
+    before = _listed(given[0])
+    versions = [version(gradient) for gradient in before]
+    returned = hook(*given)
+    after = before if returned is None else _listed(returned)
+    same = len(after) == len(before) and all(new is old for new, old in zip(after, before, strict=False))
+    if not same or versions != [version(gradient) for gradient in before]:
+        raise error()
+    return returned
+
+
+def _listed(gradients: Any) -> list[Any]:
+    """The tensors among the gradients of a tensor or a node."""
+    return [each for each in (gradients if isinstance(gradients, tuple) else [gradients]) if each is not None]

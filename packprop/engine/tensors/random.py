@@ -1,0 +1,59 @@
+"""The states of the random generators: reading them, setting them, drawing from them for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from packprop.engine.tensors.traced import is_traced, not_traceable
+
+RandomStates = dict[torch.device, Tensor]
+"""One state for each device; the CPU is always among them."""
+
+
+def random_states(devices: Iterable[torch.device] | None = None) -> RandomStates:
+    """Return the states of the generators of the CPU and of ``devices``; by default, all used CUDA devices."""
+    states = {torch.device("cpu"): torch.get_rng_state()}
+    for device in _cuda_devices() if devices is None else devices:
+        if device.type not in ("cpu", "meta"):
+            states[device] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def set_random_states(states: RandomStates) -> None:
+    """Restore the states that ``random_states`` returned."""
+    for device, state in states.items():
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def random_numbers_from(states: RandomStates) -> Iterator[None]:
+    """Draw random numbers from ``states`` inside; afterwards it is as if nothing had been drawn.
+
+    Raises:
+        NotTraceable: In a traced pass, whose replays draw other numbers.
+    """
+    if is_traced():
+        raise not_traceable(
+            "a function that draws random numbers, and has no rule",
+            "it is evaluated again with the numbers that it drew, which a graph cannot draw twice",
+        )
+    before = random_states(states)
+    try:
+        set_random_states(states)
+        yield
+    finally:
+        set_random_states(before)
+
+
+def _cuda_devices() -> list[torch.device]:
+    """Return every CUDA device, once CUDA is initialised."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return []

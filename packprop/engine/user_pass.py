@@ -1,0 +1,313 @@
+"""One backward pass of the user, and what packprop computes along with it.
+
+# NOTE [Three ways of a pass]
+``backward()`` runs along with packprop's last sweep, which takes the cotangents from it: this is the usual way.
+``backward(inputs=...)`` does not go through every node that a sweep needs: packprop sweeps first, on its own,
+and the pass follows. A pass that has nothing to compute runs by itself; with several processes it still tells
+the others so. Probes, clipping, budgets and merging between processes are settled before, and do not change
+the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.engine.curvature.columns import Columns
+from packprop.engine.distributed.joint import JointPass
+from packprop.engine.distributed.ranks import AllRanks
+from packprop.engine.distributed.sharded import require_sharded, swept
+from packprop.engine.graph.completeness import (
+    MARK_THE_LOSS,
+    UNKNOWN_LOSS,
+    require_complete,
+    require_differentiable,
+)
+from packprop.engine.graph.graph import Graph
+from packprop.engine.graph.terms import meets_samples_unseen
+from packprop.engine.graph.walk import walk
+from packprop.engine.memory.plan import Plan
+from packprop.engine.passes.backward_pass import BackwardPass
+from packprop.engine.passes.chunks import ChunkSizes
+from packprop.engine.passes.clipping import Clipping, settled
+from packprop.engine.passes.gradient import changed_gradient
+from packprop.engine.passes.nothing import samples_of_nothing, saved_nothing
+from packprop.engine.passes.probes import ASKED, by_groups, nothing_recorded
+from packprop.engine.passes.request import Request, settle_loss_inputs
+from packprop.engine.passes.saving import Hook, ResultSaver
+from packprop.engine.samples.locating import check_graph
+from packprop.engine.tensors.hooks import NOTHING
+from packprop.engine.tensors.traced import is_traced
+from packprop.errors import PackpropWarning
+from packprop.types import Extension, Seed
+
+NOT_RECORDED = (
+    "A backward pass inside `with backpack(...)` met no use of a parameter: nothing but gradients was "
+    f"computed, because {UNKNOWN_LOSS}. Instead: {MARK_THE_LOSS}."
+)
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """The options of a context, the same for each backward pass in it.
+
+    Args:
+        context: The name of the function that made the context, for messages.
+        extensions: The quantities to compute.
+        hook: The user's extension hook.
+        memory: The bytes that a step may take, or a plan; ``None`` for no limit.
+        debug: Whether to print what the pass goes through.
+        loss_scale: The factor on the loss that you mean; ``None`` for 1.
+        ranks: The processes whose samples enter the values; ``None`` for this process.
+        probes: Indices or a mask of the samples that do not count; ``None`` for no probes.
+        clipping: The way to clip gradients of samples; ``None`` for no clipping.
+    """
+
+    context: str
+    extensions: Sequence[Extension]
+    hook: Hook | None = None
+    memory: int | Plan | None = None
+    debug: bool = False
+    loss_scale: float | Tensor | None = None
+    ranks: AllRanks | None = None
+    probes: Sequence[int] | Tensor | None = None
+    clipping: Clipping | None = None
+
+    @property
+    def are_any(self) -> bool:
+        """Tell whether a pass is more than a plain one."""
+        return bool(self.extensions) or self.clips_or_probes
+
+    @property
+    def clips_or_probes(self) -> bool:
+        """Tell whether ``.grad`` is made of gradients of samples."""
+        return self.clipping is not None or self.probes is not None
+
+    @property
+    def is_limited(self) -> bool:
+        """Tell whether a step has a budget."""
+        return self.memory is not None and not (isinstance(self.memory, Plan) and self.memory.memory is None)
+
+
+def run_pass(
+    options: PassOptions,
+    call: BackwardCall,
+    backward: Callable[[], None],
+    joint: JointPass | None,
+    drawn: dict[Seed, list[Columns]],
+    chunk_sizes: Callable[[Graph], ChunkSizes],
+) -> None:
+    """Run one backward pass, and save the values of the extensions; see NOTE [Three ways of a pass].
+
+    Args:
+        options: What to compute.
+        call: The arguments of ``backward``.
+        backward: Runs the user's own pass.
+        joint: This process's part in a pass of all processes; ``None`` for values of this one.
+        drawn: Columns that were drawn for this pass already, by seed.
+        chunk_sizes: Returns the sizes of chunks for a graph, or refuses a budget.
+    """
+    graph = walk(call.roots, call.gradients, call.leaves, unshards=True)
+    planned = options.memory is not None
+    require_sharded(graph, options.extensions, options.ranks, create_graph=call.create_graph, planned=planned)
+    if not graph.uses:
+        require_complete(graph)
+        if options.clips_or_probes:
+            raise nothing_recorded(MARK_THE_LOSS, ASKED if options.clipping is None else options.clipping.asked)
+        if meets_samples_unseen(graph):
+            warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=7)
+    one = _Pass(options, call, backward, joint, graph, ResultSaver(graph, options.hook, options.loss_scale))
+    if not graph.uses or (joint is not None and samples_of_nothing(graph) == 0):
+        return one.run_alone()
+    if is_traced():
+        graph.hooks.require_none()
+    names = ", ".join(extension.name for extension in options.extensions) or options.context
+    graph.asked = f"{names}: quantities that are made of those of single samples were asked for."
+    settle_loss_inputs(graph, options.extensions, kept=call.keeps_graph or call.create_graph)
+    if one.saves_nothing():
+        return backward()
+    one.run(one.settled(drawn, chunk_sizes))
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One backward pass: the options, what the user called, and the graph that it goes through."""
+
+    options: PassOptions
+    call: BackwardCall
+    backward: Callable[[], None]
+    joint: JointPass | None
+    graph: Graph
+    saver: ResultSaver
+
+    @property
+    def _is_plain(self) -> bool:
+        """Tell whether ``backward()`` was called without options, and is not traced."""
+        return not (self.call.create_graph or self.call.leaves is not None or is_traced())
+
+    @property
+    def _is_of_samples(self) -> bool:
+        """Tell whether values are made of those of single samples."""
+        return self.options.clips_or_probes or not all(each.of_batch for each in self.options.extensions)
+
+    def saves_nothing(self) -> bool:
+        """Save the values of a pass in which no sample has an entry; tell whether it is one."""
+        options, graph = self.options, self.graph
+        # products of whole batches keep the curvature of penalties
+        alone = options.probes is None and self.joint is None and (self._is_of_samples or not graph.terms)
+        how = options.clipping, self.call.create_graph, self._is_plain
+        return alone and saved_nothing(graph, options.extensions, self.saver, *how)
+
+    def settled(self, drawn: dict[Seed, list[Columns]], chunk_sizes: Callable[[Graph], ChunkSizes]) -> Request:
+        """Locate the samples, refuse what cannot be computed, and return what the pass is asked for."""
+        options, graph, joint = self.options, self.graph, self.joint
+        with self._swept():
+            check_graph(graph, self._is_of_samples or (joint is not None and joint.finds_samples))
+        if self.call.create_graph:
+            require_differentiable(graph)
+        extensions, groups = by_groups(graph, options.probes, options.extensions, self._is_plain)
+        clip = None
+        if options.clipping is not None:
+            clip = settled(options.clipping, graph, self._is_plain, groups)
+        sizes = chunk_sizes(graph)
+        request = Request(graph, extensions, sizes, self.call.create_graph, drawn, groups=groups, clip=clip)
+        if joint is not None:
+            joint.agree(graph, request)
+        return request
+
+    def run(self, request: Request) -> None:
+        """Run the pass, and save its values."""
+        graph, saver, joint = self.graph, self.saver, self.joint
+        reuse = not (self.options.is_limited or is_traced())
+        backward_pass = BackwardPass(
+            request,
+            saver.save if joint is None else joint.keep,
+            begin=lambda: saver.take_off(request.extensions, reuse=reuse),
+        )
+        if self.options.debug:
+            print(f"packprop: {graph.samples} samples, {len(graph.uses)} uses")
+            for use in graph.uses:
+                print(f"  {graph.label(use)}: {use.layouts[0]}")
+        graph.hold(self.call.keeps_graph)
+        keep = True
+        try:
+            if self.call.leaves is None:
+                self._run_along(backward_pass)
+            else:
+                self._run_after(backward_pass)
+            if joint is not None:
+                joint.hand_over(saver)
+            saver.warn_of_large()
+            keep = self.call.keeps_graph
+        finally:
+            graph.release(keep)
+
+    def run_alone(self) -> None:
+        """Run the user's pass, in which there is nothing to compute; other processes may have some."""
+        if self.joint is None:
+            return self.backward()
+        with self._swept():
+            pass  # the others may sweep
+        self.joint.agree(self.graph, None, self.saver)
+        with self._swept():
+            pass
+        self.joint.before_backward()
+        self.backward()
+        return self.joint.hand_over(self.saver)
+
+    def _run_along(self, backward_pass: BackwardPass) -> None:
+        """Run the user's pass along with the last sweep."""
+        with contextlib.ExitStack() as own_sweeps:
+            own_sweeps.enter_context(self._swept())
+
+            def users_pass(leaves: Sequence[Tensor] | None) -> None:
+                own_sweeps.close()
+                if self.joint is not None:
+                    self.joint.before_backward()
+                self.backward() if leaves is None else self.call.run_restricted(leaves)
+
+            backward_pass.run(users_pass)
+
+    def _run_after(self, backward_pass: BackwardPass) -> None:
+        """Run the user's pass, which goes to some inputs alone, after all sweeps."""
+        with self._swept():
+            backward_pass.run(None)
+        kinds = {row.seed.kind for each in self.options.extensions for row in each.rows}
+        if self.joint is not None:
+            self.joint.before_backward()
+        hooks = self.graph.hooks
+        with hooks.refusing_changes(changed_gradient) if "gradient" in kinds else NOTHING:
+            self.backward()
+
+    def _swept(self) -> contextlib.AbstractContextManager[object]:
+        """Let sweeps go through sharded parameters inside."""
+        return swept(self.graph, self.options.extensions, self.options.ranks)
+
+
+class BackwardCall:
+    """The arguments of one call of ``backward``."""
+
+    def __init__(
+        self, roots: Any, gradients: Any, retain_graph: bool | None, create_graph: bool, inputs: Any
+    ) -> None:
+        self.roots = _listed(roots)
+        self.gradients = _listed(gradients) if gradients is not None else [None] * len(self.roots)
+        self.create_graph = create_graph
+        self.keeps_graph = create_graph if retain_graph is None else retain_graph
+        chosen = None if inputs is None else _listed(inputs)
+        self.leaves = None if chosen is None else [t for t in chosen if isinstance(t, Tensor) and t.is_leaf]
+
+    @classmethod
+    def of_tensor(
+        cls,
+        root: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> BackwardCall:
+        """Return the call of ``Tensor.backward`` with these arguments."""
+        return cls(root, gradient, retain_graph, create_graph, inputs)
+
+    @classmethod
+    def of_function(
+        cls,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> BackwardCall:
+        """Return the call of ``torch.autograd.backward`` with these arguments."""
+        gradients = grad_variables if grad_tensors is None else grad_tensors
+        return cls(tensors, gradients, retain_graph, create_graph, inputs)
+
+    @property
+    def is_refused_by_torch(self) -> bool:
+        """Tell whether torch refuses this call; its own message is then the best one."""
+        return not all(root.requires_grad for root in self.roots) or any(
+            root.numel() != 1 and given is None for root, given in zip(self.roots, self.gradients, strict=True)
+        )
+
+    def run_restricted(self, leaves: Sequence[Tensor]) -> None:
+        """Run the pass for some leaves only."""
+        gradients = self.gradients if any(given is not None for given in self.gradients) else None
+        torch.autograd.backward(self.roots, gradients, self.keeps_graph, inputs=leaves)
+
+
+def retaining(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of ``backward`` with ``retain_graph=True``, the third one in both spellings."""
+    if len(args) > 2:
+        return (*args[:2], True, *args[3:]), kwargs
+    return args, {**kwargs, "retain_graph": True}
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if isinstance(value, Tensor) or not isinstance(value, Sequence) else list(value)

@@ -1,1 +1,0 @@
-"""The forward pass: marks at losses and at the outputs of models, hooks, reentrant checkpoints."""

@@ -1,5 +1,0 @@
-"""Two profiles of one model, side by side."""
-
-from packprop.reports.compare.comparison import Comparison, compare
-
-__all__ = ["Comparison", "compare"]

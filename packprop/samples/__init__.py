@@ -1,1 +1,0 @@
-"""The place of the samples of a pass, and checks that they stay apart."""

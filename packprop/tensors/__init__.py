@@ -1,1 +1,0 @@
-"""Facts about tensors that need no computation: their samples, precision, device, state."""

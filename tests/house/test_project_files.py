@@ -42,7 +42,7 @@ def test_a_citation_names_this_version() -> None:
 
 def test_each_release_has_a_page() -> None:
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    for release in re.findall(r"^## (\d+\.\d+)\b", changes, re.MULTILINE):
+    for release in ["unreleased", *re.findall(r"^## (\d+\.\d+)\b", changes, re.MULTILINE)]:
         assert f"docs/changes/{release}.md" in changes
         assert (ROOT / "docs" / "changes" / f"{release}.md").exists()
 

@@ -25,7 +25,9 @@ from packprop import (
     examples,
     extend,
     extensions,
+    functions,
     kronecker,
+    memory,
     monitor,
     operators,
     products,
@@ -172,9 +174,13 @@ def of_ones_own(x: Tensor) -> Result:
     assert all(map(callable, [register_use, testing.check_use, testing.check_extension]))
     assert all(map(callable, [distributed.merge_over_ranks, compat.install]))
     report = testing.check_model(nn.Linear(4, 1), F.mse_loss, x, torch.randn(len(x), 1))
-    ranks = distributed.AllRanks()
+    ranks = packprop.AllRanks()
+    assert ranks == distributed.AllRanks()
+    with packprop.LiveBytes() as live:
+        made = functions.Loss(None, 1.0, 1, None)
+    assert_type(packprop.byte_text(live.peak) + memory.byte_text(live.peak), str)
     assert_type(examples.load_digits(), tuple[Tensor, Tensor])
-    return {"checked": assert_type(report, testing.Report), "ranks": ranks, "own": Largest()}
+    return {"checked": assert_type(report, testing.Report), "ranks": ranks, "own": Largest(), "made": made}
 
 
 def mistakes(model: nn.Module) -> str:

@@ -26,7 +26,7 @@ OWN = str(Path(__file__).resolve().parents[2])
 TORCH = (str(Path(torch.__file__).parent), *(str(Path(each).parent) for each in torch.__path__))
 """Folders of code that is not the user's."""
 
-HANDING_ON = tuple(f"{OWN}/{name}.py" for name in ("context", "recording/recorder"))
+HANDING_ON = tuple(f"{OWN}/{name}.py" for name in ("engine/context", "engine/recording/recorder"))
 """Files of modes, which call what the user calls."""
 
 

@@ -49,8 +49,6 @@ class ColumnSweeps:
             last: Whether the results of these leaves are complete afterwards.
             diagonals: Takes the squares of columns at uses that need only these squares.
         """
-        at_outputs = {use for use in uses if diagonals is not None and diagonals.are_sufficient(use)}
-        collected = [use for use in uses if use not in at_outputs]
         total = sum(group.tokens for group in groups)
         before = 0
         for group in groups:
@@ -59,29 +57,29 @@ class ColumnSweeps:
                 extent = Extent(before + start // each, before - (-stop // each), total)
                 final = last and group is groups[-1] and stop == group.count
                 with doing("columns", stop - start):
-                    self._run_chunk(group, start, stop, extent, tasks, uses, collected, final, diagonals)
+                    self._run_chunk(group, range(start, stop), extent, tasks, uses, final, diagonals)
             before += group.tokens
 
     def _run_chunk(
         self,
         group: Columns,
-        start: int,
-        stop: int,
+        chunk: range,
         extent: Extent,
         tasks: list[Task],
         uses: Sequence[ReachedUse],
-        collected: Sequence[ReachedUse],
         last: bool,
         diagonals: OutputDiagonals | None,
     ) -> None:
         """Sweep some columns of a group; their results are the ``extent`` of all."""
+        start, stop = chunk.start, chunk.stop
         seeds = group.chunk(start, stop)
         weights = None if group.weights is None else group.weights[start:stop]
         build = joint_structure if weights is None else weighted_squares(weights)
         if group.counted is not None:
             build = by_token(group.counted[start // group.per_token : -(-stop // group.per_token)])
+        at_outputs = {use for use in uses if diagonals is not None and diagonals.are_sufficient(use)}
+        collected = [use for use in uses if use not in at_outputs]
         collector = Collector(self.results, collected, tasks, last=last, columns=extent, build=build)
-        at_outputs = set(uses) - set(collected)
 
         def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
             if use not in at_outputs or diagonals is None or weights is None:

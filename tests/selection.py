@@ -7,6 +7,7 @@ tests that run processes or compilers for long.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,11 +37,27 @@ def often(predicate: Callable[..., bool]) -> pytest.MarkDecorator:
     return pytest.mark.often.with_args(predicate)
 
 
+def one_in(number: int) -> pytest.MarkDecorator:
+    """Mark a test thorough for all but about one in so many of its parameters, the first among them.
+
+    Which ones depends on their names alone, as if they were drawn: of crossed parameters each value remains.
+    """
+    return pytest.mark.one_in.with_args(number)
+
+
+_FIRST: dict[Any, str] = {}
+
+
 def mark_thorough(item: pytest.Item) -> None:
-    """Apply ``often`` to a test that was collected."""
+    """Apply ``often`` and ``one_in`` to a test that was collected."""
     for mark in item.iter_markers("often"):
         if not mark.args[0](**item.callspec.params):  # type: ignore[attr-defined]  # it has parameters
             item.add_marker(thorough)
+    if item.get_closest_marker("thorough") is None:
+        for mark in item.iter_markers("one_in"):
+            first = _FIRST.setdefault(item.function, item.nodeid)  # type: ignore[attr-defined]  # it is a function
+            if item.nodeid != first and zlib.crc32(item.nodeid.encode()) % mark.args[0]:
+                item.add_marker(thorough)
 
 
 each_structure = often(lambda case, **_: case.name in STRUCTURES)

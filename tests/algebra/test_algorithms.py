@@ -15,8 +15,10 @@ from packprop.engine.passes.chunks import ChunkSizes
 from packprop.engine.tensors.nesting import tensors_in
 from packprop.errors import BadInput
 from tests.memory.steps import data, network, step
+from tests.selection import one_in
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "names",
     [
@@ -75,6 +77,7 @@ def test_convolutions_by_groups_are_those_by_patches(name: str) -> None:
         torch.testing.assert_close(mine, other)
 
 
+@one_in(2)
 @pytest.mark.parametrize("approximation", ["mixed", "expand", "reduce"])
 @pytest.mark.parametrize("channels", [8, 64])
 @pytest.mark.parametrize("stride", [1, 2])

@@ -14,6 +14,7 @@ from packprop.compat.own import ModuleExtension
 from packprop.errors import PackpropError
 from tests.compat.module_extensions import Gate, run
 from tests.compat.programs import installed, mlp, near, vectors
+from tests.selection import one_in
 
 FIRST = ("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "BatchDotGrad")
 SECOND = (
@@ -88,6 +89,7 @@ SUBSETS: list[Any] = [
 ]
 
 
+@one_in(3)
 @installed
 @pytest.mark.parametrize("chosen", SUBSETS, ids=str)
 @pytest.mark.parametrize("name", ["BatchGrad", "Variance", "SqrtGGNExact", "KFLR"])

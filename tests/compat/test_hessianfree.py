@@ -21,6 +21,7 @@ from packprop.compat.hessianfree import (
     transposed_jacobian_vector_product,
 )
 from packprop.errors import BadInput, PackpropError
+from tests.selection import one_in
 
 
 def near(found: Tensor, expected: Tensor) -> None:
@@ -65,6 +66,7 @@ def rows(outputs: Tensor, inputs: list[Tensor], **options: bool) -> Tensor:
     return torch.stack(found)
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("given", [False, True])
 def test_hessian(name: str, given: bool) -> None:

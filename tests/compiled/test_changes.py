@@ -18,7 +18,7 @@ from packprop import extensions
 from packprop.errors import PackpropWarning
 from tests.compiled.steps import batch, check_call, compiled, network, quietly, replays, settle
 from tests.references.running import assert_near
-from tests.selection import often, thorough
+from tests.selection import often, one_in, thorough
 
 LOSS = nn.CrossEntropyLoss()
 ASKED = (extensions.BatchGrad(), extensions.DiagGGNExact())
@@ -52,6 +52,7 @@ def stepped(model: nn.Module) -> None:
     torch.optim.Adam(model.parameters(), 0.1).step()
 
 
+@one_in(3)
 @often(lambda change: change in (halved, replaced, with_gradients))
 @pytest.mark.parametrize("change", [halved, loaded, replaced, swapped, with_gradients, stepped])
 def test_values_may_change(change: Callable[[nn.Module], None]) -> None:
@@ -82,6 +83,7 @@ def in_single(model: nn.Module) -> None:
     model.float()
 
 
+@one_in(5)
 @pytest.mark.parametrize("change", [frozen, other_layer, other_slope, in_single])
 def test_what_a_pass_does_may_change(change: Callable[[nn.Module], None]) -> None:
     model = network()
@@ -109,6 +111,7 @@ def test_gradients_accumulate() -> None:
     assert model[0].weight.grad is not model[0].weight.batch_l2
 
 
+@thorough
 def test_the_last_batch_is_smaller() -> None:
     model = network()
     step = compiled(model, *ASKED)
@@ -208,6 +211,7 @@ def test_a_hook_may_take_results_away() -> None:
     assert replays(step) == 2
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "kind", ["on a parameter", "behind accumulation", "on a module", "in the forward pass"]
 )
@@ -294,6 +298,7 @@ def test_objects_of_modules_are_looked_into() -> None:
     assert replays(step) == 0
 
 
+@thorough
 def test_class_weights_and_dropout_inside_attention() -> None:
     attention = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.2, batch_first=True)
     model = nn.Sequential(nn.Linear(3, 4), attention, nn.Flatten(), nn.Linear(8, 3)).double()

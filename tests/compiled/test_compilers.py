@@ -20,6 +20,7 @@ LOSS = nn.CrossEntropyLoss()
 ASKED = (extensions.BatchL2Grad(), extensions.DiagGGNExact())
 
 
+@thorough
 @often(lambda backend: backend != "inductor")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_graph_does_what_a_pass_does(backend: str) -> None:
@@ -42,6 +43,7 @@ def test_draws_are_those_of_a_pass() -> None:
     assert replays(step) == 1
 
 
+@thorough
 def test_a_compiler_that_fails() -> None:
     def failing(graph: Any, inputs: Any) -> Any:
         raise OSError("no compiler on this machine")
@@ -55,6 +57,7 @@ def test_a_compiler_that_fails() -> None:
     assert replays(step) == 2
 
 
+@thorough
 def test_a_compiler_that_is_wrong() -> None:
     def wrong(graph: Any, inputs: Any) -> Any:
         return lambda *given: [out + 1 if out.is_floating_point() else out for out in graph(*given)]

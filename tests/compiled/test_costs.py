@@ -15,6 +15,7 @@ from packprop.applications.compiled.costs import peak_of, seconds_in_turns
 from packprop.applications.compiled.step import CompiledStep
 from packprop.errors import PackpropWarning
 from tests.compiled.steps import EAGER_CALLS, batch, check_call, compiled, network, replays, settle
+from tests.selection import thorough
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -79,6 +80,7 @@ def test_passes_that_are_faster_after_long_compiling_are_told(monkeypatch: pytes
     assert "eager: a replay takes" in str(step)
 
 
+@thorough
 def test_calls_of_another_kind_that_are_compiled_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "seconds_in_turns", lambda runs, tensors: [1.0, 1.0])
     monkeypatch.setattr(replayer, "WORTH", 1)

@@ -20,6 +20,7 @@ from packprop import extensions
 from packprop.applications.compiled import replayer
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from tests.compiled.steps import batch, check_call, compiled, network, quietly, replays, settle
+from tests.selection import one_in
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -160,6 +161,7 @@ class Rechecked(nn.Module):
         return checkpoint(self.body, x, use_reentrant=False)
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("layer", "words"),
     [

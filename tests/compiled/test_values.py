@@ -13,7 +13,7 @@ from packprop import extensions
 from tests.cases import BY_NAME, Case
 from tests.compiled.steps import batch, check_call, compiled, left_on, network, quietly, replays, settle
 from tests.references.running import ExactEKFAC, assert_near, rows_for
-from tests.selection import often
+from tests.selection import often, one_in, thorough
 
 EXTENSIONS = [
     extensions.BatchGrad(),
@@ -56,6 +56,7 @@ CASES = [
 ]
 
 
+@one_in(5)
 @often(lambda extension: type(extension) in FEW)
 @pytest.mark.parametrize("extension", EXTENSIONS, ids=lambda extension: extension.name)
 def test_each_extension(extension: Any) -> None:
@@ -81,6 +82,7 @@ class Whole(nn.Module):
         return self.case.whole(self.model, self.loss, inputs, targets)
 
 
+@thorough
 @often(lambda name: name in ("conv2d", "tied-transpose"))
 @pytest.mark.parametrize("name", CASES)
 def test_each_kind_of_model(name: str) -> None:

@@ -15,6 +15,7 @@ from packprop.errors import BadInput, PackpropError
 from tests.cases import BY_NAME, ONE_OF_EACH, Case
 from tests.curvature.dense import NUMERATORS
 from tests.references.running import assert_near, backward, results
+from tests.selection import one_in
 
 LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
     "dense": lambda: [nn.Linear(4, 5), nn.Sigmoid(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)],
@@ -81,6 +82,7 @@ NO_CHAIN = (
 )
 
 
+@one_in(3)
 @pytest.mark.parametrize("jacobians", [False, True], ids=["products averaged", "Jacobians averaged"])
 @pytest.mark.parametrize("curvature", ["ggn", "hessian", "pch-abs", "pch-clip"])
 @pytest.mark.parametrize("name", LAYERS)
@@ -112,6 +114,7 @@ AVERAGED = [
 ]
 
 
+@one_in(3)
 @pytest.mark.covers("KFRA", "HBP")
 @pytest.mark.parametrize("case", AVERAGED, ids=lambda case: case.name)
 def test_one_sample_leaves_nothing_to_average(case: Case) -> None:
@@ -128,6 +131,7 @@ def test_one_sample_leaves_nothing_to_average(case: Case) -> None:
                 assert_near(factor, expected, f"{attribute} of {name}")
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("name", "where"),
     [

@@ -17,6 +17,7 @@ from tests.curvature.dense import check, symmetric
 from tests.references.refusals import check as check_error
 from tests.references.refusals import refused
 from tests.references.running import assert_near
+from tests.selection import thorough
 
 
 def ready() -> tuple[Any, Tensor, Tensor]:
@@ -53,6 +54,7 @@ def test_products_with_blocks() -> None:
         check(found[name][1], dense_ggn(model, x, y, p), p.shape, name)
 
 
+@thorough
 def test_estimated_diagonals() -> None:
     """One draw is `u * (H u)` with the Hessian of the batch."""
     model, x, y = ready()

@@ -17,9 +17,10 @@ from tests.cases import BY_NAME, Case
 from tests.curvature.dense import CHAINS, NOT_ELEMENTWISE, TWICE, block, check, products_for
 from tests.references.oracle import Oracle
 from tests.references.running import backward, results
-from tests.selection import often
+from tests.selection import often, one_in
 
 
+@one_in(5)
 @pytest.mark.covers(by=products_for)
 @pytest.mark.parametrize("case", TWICE, ids=lambda case: case.name)
 def test_blocks_of_hessian_and_ggn(case: Case) -> None:
@@ -87,6 +88,7 @@ def sign_parts(case: Case, modify: str) -> dict[str, Tensor]:
     return blocks
 
 
+@one_in(3)
 @often(lambda case, modify: modify == "clip" or case.name.endswith("deep"))
 @pytest.mark.covers("PCHMP")
 @pytest.mark.parametrize("modify", ["clip", "abs"])
@@ -99,6 +101,7 @@ def test_blocks_of_the_positive_curvature_hessian(case: Case, modify: Any) -> No
         check(results(problem, "positive")[key], dense, problem.parameters[key].shape, key)
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", NOT_ELEMENTWISE)
 def test_positive_curvature_needs_elementwise_nonlinearities(name: str) -> None:
     problem = BY_NAME[name].problem(3)

@@ -15,7 +15,7 @@ from packprop import extensions, operators, products
 from packprop.compat import hessianfree
 from packprop.errors import PackpropError
 from tests.cases.models.wrapping import Apply
-from tests.selection import often
+from tests.selection import often, one_in
 
 FEATURES = 6
 
@@ -99,6 +99,7 @@ CHAINS = [
 ]
 
 
+@one_in(5)
 @often(lambda first, second, name: first == second)
 @pytest.mark.parametrize(("first", "second", "name"), CHAINS, ids=str)
 def test_chains_against_elementary_operations(
@@ -122,6 +123,7 @@ def test_chains_against_elementary_operations(
             torch.testing.assert_close(found, wanted, rtol=1e-7, atol=scale)
 
 
+@one_in(3)
 @pytest.mark.parametrize("last", ["absolute", "norm", "normalised"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_products_with_kinks_behind_a_normalisation(kind: tuple[str, int], last: str) -> None:

@@ -19,7 +19,7 @@ from packprop.errors import PackpropError
 from tests.cases import BY_NAME, CASES, Case
 from tests.references.oracle import Oracle
 from tests.references.running import assert_all_near, assert_near, backward, results
-from tests.selection import STRUCTURES, often, paired
+from tests.selection import STRUCTURES, often, one_in, paired
 
 # What PyTorch itself has no second derivatives of.
 NOT_TWICE = {
@@ -41,6 +41,7 @@ EVERY = paired(
 )
 
 
+@one_in(6)
 @pytest.mark.covers("DiagHessian", "BatchDiagHessian")
 @often(lambda case, size, reduction: size == case.sizes[-1] and case.name in STRUCTURES)
 @pytest.mark.parametrize(("case", "size", "reduction"), EVERY)
@@ -62,6 +63,7 @@ def test_what_cannot_be_differentiated_twice_is_named(name: str) -> None:
         backward(problem, extensions.DiagHessian())
 
 
+@one_in(2)
 @pytest.mark.covers("DiagHessian", "BatchDiagHessian")
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.name.startswith("embedding-bag")])
 def test_what_pytorch_refuses_but_the_way_does_not_need(name: str) -> None:
@@ -88,6 +90,7 @@ SMOKE = [case for case in CASES if "smoke" in case.tags]
 AFFINE = [BY_NAME[name] for name in ("linear-deep", "conv2d-deep", "layernorm-shared", "siamese", "embedding")]
 
 
+@one_in(6)
 @pytest.mark.parametrize("case", [*SMOKE, *AFFINE], ids=lambda case: case.name)
 @pytest.mark.parametrize("way", ["output", "parameter"])
 def test_all_ways_lead_to_the_same(case: Case, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +120,7 @@ def test_all_ways_lead_to_the_same(case: Case, way: str, monkeypatch: pytest.Mon
         assert went == {"parameter"}
 
 
+@one_in(3)
 @pytest.mark.parametrize("case", SMOKE, ids=lambda case: case.name)
 def test_alone_and_for_some_samples(case: Case) -> None:
     together, alone, some = (case.problem(3, case.reductions[0]) for _ in range(3))
@@ -175,6 +179,7 @@ def deep(kind: str) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers, *head).double(), torch.randn(3, 1, 5, 5).double()
 
 
+@one_in(2)
 @pytest.mark.parametrize("at_once", [1, 2, 5, None])
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
 def test_columns_of_elementwise_functions_in_chunks(
@@ -203,6 +208,7 @@ def test_columns_of_elementwise_functions_in_chunks(
         assert_near(parameter.diag_h_batch.sum(0), parameter.diag_h, key)
 
 
+@one_in(3)
 @pytest.mark.parametrize("asked", [extensions.DiagHessian, extensions.KFRA, extensions.KFLR])
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
 def test_planned_without_data(kind: str, asked: Any) -> None:

@@ -14,6 +14,7 @@ from packprop.errors import PackpropError
 from tests.cases import BY_NAME
 from tests.references.oracle import Oracle
 from tests.references.running import assert_near, backward, results
+from tests.selection import one_in
 
 
 class Sigmoid(torch.autograd.Function):
@@ -47,6 +48,7 @@ def test_names_of_ones_own_functions_mean_nothing() -> None:
     assert_near(linear.weight.diag_h, dense.diagonal().view(2, 3), "diag_h")
 
 
+@one_in(2)
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.parametrize("pool", [nn.Identity, lambda: nn.MaxPool2d(2), lambda: nn.AvgPool2d(2)])
 @pytest.mark.parametrize("bend", [nn.Sigmoid, nn.ELU, nn.ReLU])
@@ -86,6 +88,7 @@ def test_create_graph_with_activations_and_pooling(bend: Any, pool: Any) -> None
         p.grad = None
 
 
+@one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["linear-deep", "layernorm-shared", "tied-transpose", "conv2d-deep"])
 def test_precisions(name: str, dtype: torch.dtype) -> None:

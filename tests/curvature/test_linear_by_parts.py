@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import packprop
 from packprop import extensions, operators, products
 from packprop.compat import hessianfree
+from tests.selection import one_in
 
 
 class Applied(nn.Module):
@@ -58,6 +59,7 @@ BENDS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
 }
 
 
+@one_in(3)
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpoint"])
 @pytest.mark.parametrize("name", BENDS)
 def test_every_second_derivative(name: str, checkpointed: bool) -> None:

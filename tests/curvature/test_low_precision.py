@@ -12,6 +12,7 @@ from packprop import extensions
 from tests.references.low_precision import NEAR, SIZE, observed, problem
 from tests.references.oracle import Problem
 from tests.references.running import as_tensors, assert_all_near, assert_near, generator, results
+from tests.selection import one_in
 
 
 class Coupled(nn.Module):
@@ -41,6 +42,7 @@ def under_loss(name: str, dtype: torch.dtype, held: torch.dtype, mixed: bool) ->
     return observed(found, make(), targets, asked, held, mixed)
 
 
+@one_in(2)
 @pytest.mark.parametrize("mixed", [False, True], ids=["parameters", "autocast"])
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", NEAR, ids=str)

@@ -21,6 +21,7 @@ from packprop.engine.curvature.operators import Operator
 from packprop.errors import BadInput, PackpropError
 from tests.cases.models.sharing import two_modules_one_weight
 from tests.references.running import assert_near
+from tests.selection import one_in
 
 N = 5
 DTYPES = [torch.float64, torch.float32]
@@ -85,6 +86,7 @@ def each_setting(function: Any) -> Any:
     return function
 
 
+@one_in(3)
 @each_setting
 def test_products_are_those_of_the_dense_matrix(name: str, dtype: torch.dtype, subset: bool) -> None:
     setting = Setting(name, dtype, subset)
@@ -125,6 +127,7 @@ def test_conjugate_gradients_solve_a_newton_step(name: str, dtype: torch.dtype, 
     assert_near(torch.tensor(step), expected, "step", 10 * TOLERANCE[dtype])
 
 
+@one_in(2)
 @each_setting
 def test_lanczos_finds_the_largest_eigenvalues(name: str, dtype: torch.dtype, subset: bool) -> None:
     setting = Setting(name, dtype, subset)

@@ -13,6 +13,7 @@ from packprop import extensions
 from packprop.errors import PackpropError
 from tests.cases import BY_NAME
 from tests.references.running import assert_near, backward
+from tests.selection import one_in, thorough
 
 
 def test_products_outlive_the_pass_and_others() -> None:
@@ -122,6 +123,7 @@ def stepping_models() -> list[Any]:
     return [pytest.param(value, id=key) for key, value in layers.items()]
 
 
+@one_in(2)
 @pytest.mark.parametrize("layers", stepping_models()[:3])
 @pytest.mark.parametrize("make", [extensions.HMP, extensions.GGNMP])
 def test_each_parameter_is_stepped_after_its_product(make: Any, layers: list[nn.Module]) -> None:
@@ -145,6 +147,7 @@ def test_each_parameter_is_stepped_after_its_product(make: Any, layers: list[nn.
         getattr(parameters[0], field)(vectors[0])
 
 
+@thorough
 @pytest.mark.parametrize("make", [extensions.HMP, extensions.GGNMP])
 def test_every_parameter_that_is_read_is_noticed(make: Any) -> None:
     """A product either is what it was, or is refused: after any change of any one parameter."""

@@ -14,6 +14,7 @@ from packprop import operators
 from packprop.engine.curvature.operators import Operator
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from tests.references.running import assert_near
+from tests.selection import one_in
 
 SIZE = 60
 
@@ -88,6 +89,7 @@ def test_a_space_that_is_exhausted() -> None:
     assert_near((density.points * density.weights).sum(1), torch.ones(2).double(), "mean", 1e-9)
 
 
+@one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("count", [None, 1, 7])
 def test_solutions(count: int | None, dtype: torch.dtype) -> None:

@@ -14,6 +14,7 @@ import packprop
 from packprop import extensions
 from tests.curvature.dense import check
 from tests.references.running import assert_near
+from tests.selection import one_in
 
 TERMS: dict[str, Callable[[Any], Tensor]] = {
     "squares": lambda m: sum((p**2).sum() for p in m.parameters()),
@@ -52,6 +53,7 @@ def ready(kind: str) -> tuple[Any, Tensor, Tensor]:
     return packprop.extend(MODELS[kind]().double()), torch.randn(5, 3).double(), torch.randint(3, (5,))
 
 
+@one_in(5)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("term", TERMS.values(), ids=TERMS.keys())
 def test_diagonals_of_the_whole_loss_and_of_samples(term: Callable[[Any], Tensor], kind: str) -> None:

@@ -20,7 +20,7 @@ from tests.cases.models.functions import Cube
 from tests.cases.models.wrapping import Apply
 from tests.curvature.dense import TWICE, symmetric
 from tests.references.running import assert_near, backward, forward
-from tests.selection import thorough
+from tests.selection import one_in, thorough
 
 
 def flat(tensors: Any) -> Tensor:
@@ -126,6 +126,7 @@ def test_many_signs_come_near_the_diagonal() -> None:
     assert bool((error > 0).any())
 
 
+@one_in(5)
 @pytest.mark.covers("DiagHessianMC")
 @pytest.mark.parametrize("case", [c for c in TWICE if c.name != "weight-norm"], ids=lambda case: case.name)
 def test_sign_columns_are_what_they_say(case: Case) -> None:

@@ -38,6 +38,7 @@ def test_a_whole_data_set_inside_a_budget() -> None:
         )
 
 
+@thorough
 def test_a_larger_batch_of_a_data_set_is_planned_anew(monkeypatch: Any) -> None:
     """A smaller batch, as the last of a data set often is, keeps the plan."""
     model, loss = nn.Sequential(nn.Linear(6, 200), nn.Sigmoid(), nn.Linear(200, 4)), nn.CrossEntropyLoss()
@@ -61,6 +62,7 @@ def test_a_larger_batch_of_a_data_set_is_planned_anew(monkeypatch: Any) -> None:
         torch.testing.assert_close(found[asked][name], value)
 
 
+@thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_side_by_side_are_merged_before_they_are_rounded(dtype: torch.dtype) -> None:
     """Those of the batches so far take four bytes an entry, until they are handed over."""

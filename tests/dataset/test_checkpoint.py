@@ -295,6 +295,7 @@ def test_every_is_a_time_or_a_number(tmp_path: Path) -> None:
         compute(model, nn.CrossEntropyLoss(), data, extensions.Variance(), checkpoint=folder, every=good)
 
 
+@thorough
 def test_the_budget_chooses_the_same_chunks(tmp_path: Path) -> None:
     """Chunks decide how sums are rounded, and which batch came first decides chunks."""
     torch.manual_seed(0)

@@ -12,9 +12,10 @@ from tests.cases import Case
 from tests.dataset.small import EXACT, SIZE, SPLIT_CASES, compute, part, small
 from tests.references.oracle import Oracle
 from tests.references.running import as_tensors, assert_all_near, assert_near
-from tests.selection import STRUCTURES, often, thorough
+from tests.selection import STRUCTURES, often, one_in, thorough
 
 
+@one_in(5)
 @often(lambda case, reduction: reduction == "mean" or case.name in STRUCTURES)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda case: case.name)
@@ -65,6 +66,7 @@ def test_a_factor_on_the_loss_scales_everything() -> None:
         assert_all_near(thrice[savefield], scaled, savefield)
 
 
+@one_in(2)
 @pytest.mark.parametrize("loss", [nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_losses_without_a_rule_for_curvature(loss: type[nn.Module], reduction: str) -> None:

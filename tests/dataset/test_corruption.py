@@ -22,8 +22,10 @@ from packprop.engine.tensors.nesting import tensors_in
 from packprop.store.schema import Unfit
 from tests.dataset import corruption
 from tests.dataset.corruption import Bomb, checkpoint_made, checkpoint_used, result_made
+from tests.selection import one_in, thorough
 
 
+@thorough
 def test_damaged_files_are_refused_or_harmless() -> None:
     counts = corruption.trials(40, 40, 1)
     assert sum(counts.values()) == 80
@@ -118,6 +120,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
+@one_in(3)
 @pytest.mark.parametrize("change", CHANGES)
 def test_checkpoints_that_were_made_up(tmp_path: Path, change: str) -> None:
     checkpoint_made(tmp_path)
@@ -156,6 +159,7 @@ NOTES: list[dict[str, str]] = [
 ]
 
 
+@one_in(2)
 @pytest.mark.parametrize("notes", NOTES, ids=lambda notes: f"{next(iter(notes.items()))!s:.40}")
 def test_results_that_were_made_up(tmp_path: Path, notes: dict[str, str]) -> None:
     """Without a checksum, as they were written before, and with notes that make no sense."""

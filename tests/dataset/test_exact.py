@@ -18,7 +18,7 @@ from packprop.engine.algebra.monoid import Moments
 from packprop.types import Extension
 from tests.dataset.small import EXACT, SIZE, compute, small
 from tests.references.running import assert_all_near
-from tests.selection import often
+from tests.selection import often, one_in, thorough
 
 
 def test_empty_batches_count_for_nothing() -> None:
@@ -36,6 +36,7 @@ def test_empty_batches_count_for_nothing() -> None:
         compute(model, nn.CrossEntropyLoss(), [empty, empty], *asked)
 
 
+@one_in(2)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("kind", ["classes", "mse", "bce"])
 def test_weights_of_samples(kind: str, reduction: str) -> None:
@@ -84,6 +85,7 @@ def merged(extension: Extension, batches: Any) -> MergedResults:
     return results
 
 
+@thorough
 @often(lambda offset: offset == 1e4)
 @pytest.mark.parametrize("offset", [0.0, 1e2, 1e4])
 def test_millions_of_samples_lose_no_digits(offset: float) -> None:

@@ -25,7 +25,7 @@ from packprop.types import GRADIENT, Extension, Row
 from tests.dataset.kills import same
 from tests.dataset.small import compute, small
 from tests.dataset.test_checkpoint import breaking, run, split
-from tests.selection import often
+from tests.selection import often, one_in, thorough
 
 
 def begun(folder: Path, after: int = 3, **options: Any) -> None:
@@ -86,6 +86,7 @@ OTHERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize("change", OTHERS)
 def test_a_checkpoint_of_something_else_is_refused(change: str, tmp_path: Path) -> None:
     begun(tmp_path)
@@ -199,6 +200,7 @@ def damaged(folder: Path, name: str, how: str) -> None:
         path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
 
 
+@one_in(3)
 @often(lambda name, how: how == "one bit")
 @pytest.mark.parametrize("how", ["removed", "truncated", "empty", "one bit"])
 @pytest.mark.parametrize("name", ["checkpoint", "state", "rows"])
@@ -225,6 +227,7 @@ def test_where_nothing_can_be_read_nothing_is_begun(tmp_path: Path) -> None:
     assert "remove the folder" in error.value.instead
 
 
+@thorough
 def test_a_kill_between_the_files_and_their_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every step of writing: what was written before is there, and the next run goes on."""
     steps = 0

@@ -18,6 +18,7 @@ from packprop.applications.dataset.result import Result
 from packprop.engine.recording.switch import is_extended
 from tests.dataset.small import EXACT, SIZE, compute, small
 from tests.references.running import assert_all_near, assert_near
+from tests.selection import one_in
 
 
 class Pairs(Dataset[tuple[Tensor, Tensor]]):
@@ -46,6 +47,7 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_data_gives_the_same(form: str) -> None:
     model, (x, y) = small()

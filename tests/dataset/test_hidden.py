@@ -24,6 +24,7 @@ from packprop.applications.dataset.result import Result
 from tests.dataset.kills import same
 from tests.dataset.test_checkpoint import SAMPLES, SIZE, samples
 from tests.dataset.test_forms import Pairs
+from tests.selection import one_in
 
 INSTALLED = """
 import random
@@ -175,6 +176,7 @@ def ended_and_gone_on(make: Callable[[], Any], folder: Path, **options: Any) -> 
         yield run(make(), checkpoint=folder / str(number), every=every, **options)
 
 
+@one_in(5)
 @pytest.mark.filterwarnings("ignore:packprop cannot tell")
 @pytest.mark.parametrize("form", DATA)
 def test_data_draw_on(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +187,7 @@ def test_data_draw_on(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert same(found, alone)
 
 
+@one_in(5)
 @pytest.mark.parametrize("kind", ["torch", "numpy", "Python"])
 @pytest.mark.parametrize("place", ["model", "loss"])
 def test_models_and_losses_draw_on(
@@ -250,6 +253,7 @@ class WithoutLength(IterableDataset[Any]):
         yield from zip(*samples(), strict=True)
 
 
+@one_in(5)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_data_without_a_length(compiled: bool, workers: int) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from packprop import BadInput, PackpropWarning
 from packprop.applications.dataset.code import version_of
-from tests.selection import often, thorough
+from tests.selection import often, one_in, thorough
 
 PROGRAM = '''
 import enum
@@ -304,6 +304,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder
 
 
+@one_in(3)
 @pytest.mark.parametrize(("old", "new", "said", "form", "which"), CHANGES)
 def test_a_changed_program_is_refused(
     old: str, new: str, said: str, form: str, which: str, begun: Any, tmp_path: Path

@@ -17,6 +17,7 @@ from packprop import BadInput, PackpropError, Store, StoreWriter
 from packprop.extensions import BatchL2Grad, Variance
 from tests.dataset.small import SIZE, compute, part, small
 from tests.references.running import assert_near
+from tests.selection import one_in
 
 WEIGHT = torch.tensor([1.0, 3.0, 0.5]).double()
 
@@ -44,6 +45,7 @@ CASES: dict[str, tuple[bool | None, Callable[..., Tensor]]] = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_a_loop(tmp_path: Path, case: str, reduction: str) -> None:

@@ -17,6 +17,7 @@ import packprop
 from packprop import BadInput, extensions
 from tests.dataset.small import EXACT, compute, small
 from tests.references.running import assert_all_near
+from tests.selection import one_in
 
 
 class Output(OrderedDict[str, Any]):
@@ -94,6 +95,7 @@ def expected_of(body: nn.Module, x: Tensor, y: Tensor) -> Any:
     return {savefield: {f"body.{name}": v for name, v in found[savefield].items()} for savefield in found}
 
 
+@one_in(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("returned", RETURNED)
 def test_losses_of_the_model(form: str, returned: Callable[[Tensor | None, Tensor], Any]) -> None:

@@ -18,12 +18,14 @@ from packprop.engine.memory import LiveBytes
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from tests.dataset.matrices import PROBLEMS, classes, convolution, dense, problem
 from tests.references.running import assert_near
+from tests.selection import one_in, thorough
 
 
 def whole(operator: operators.Operator) -> Tensor:
     return operator @ torch.eye(operator.shape[0], dtype=operator.dtype)
 
 
+@one_in(5)
 @pytest.mark.parametrize("matrix", ["ggn", "hessian"])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_products_are_those_of_the_dense_matrix(name: str, matrix: Any) -> None:
@@ -38,6 +40,7 @@ def test_products_are_those_of_the_dense_matrix(name: str, matrix: Any) -> None:
     assert not any(packprop.engine.recording.switch.is_extended(module) for module in model.modules())
 
 
+@thorough
 @pytest.mark.parametrize("name", ["weights", "experts"])
 def test_functions_of_products(name: str) -> None:
     """Traces, eigenvalues, densities and damped solutions; tests/curvature has more of them."""

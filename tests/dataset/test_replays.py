@@ -62,6 +62,7 @@ def both(model: nn.Module, loss: Any, *asked: Any, size: int = 4, last: int = 1,
     return found
 
 
+@thorough
 def test_values_are_those_of_passes() -> None:
     own, other = both(network(), nn.CrossEntropyLoss(), *ASKED)
     assert other.replays is None
@@ -133,6 +134,7 @@ def test_few_batches_are_not_traced() -> None:
     assert found.replays is None
 
 
+@thorough
 def test_nothing_is_traced_under_a_budget_or_with_a_checkpoint(tmp_path: Path) -> None:
     asked = [extensions.BatchL2Grad()]
     for options in ({"memory": "1GiB"}, {"checkpoint": tmp_path / "kept"}):
@@ -142,6 +144,7 @@ def test_nothing_is_traced_under_a_budget_or_with_a_checkpoint(tmp_path: Path) -
         assert found.replays is None
 
 
+@thorough
 def test_what_cannot_be_traced_is_no_matter() -> None:
     class Deciding(nn.Module):
         def __init__(self) -> None:

@@ -20,9 +20,10 @@ from tests.cases import Case
 from tests.dataset.small import SIZE, SPLIT_CASES, compute, part
 from tests.dataset.test_forms import Pairs
 from tests.references.running import assert_near, backward, results
-from tests.selection import often
+from tests.selection import often, one_in
 
 
+@one_in(5)
 @often(lambda case, fisher: fisher == "exact")
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda case: case.name)
@@ -64,6 +65,7 @@ class FreshBatchDiagGGNMC(extensions.BatchDiagGGNMC):
         return replace(super().seed, fresh=True)
 
 
+@one_in(2)
 @pytest.mark.parametrize("own", [True, False], ids=["own generator", "global generator"])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_both_readings_draw_the_same(loader: str, own: bool) -> None:

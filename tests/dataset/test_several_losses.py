@@ -16,6 +16,7 @@ from packprop.engine.functions import Loss
 from packprop.engine.functions.losses.description import LOSSES
 from tests.dataset.small import EXACT, SIZE, compute
 from tests.references.running import assert_all_near
+from tests.selection import one_in
 
 CUTS = [3, 1, SIZE - 4]
 
@@ -83,6 +84,7 @@ def joined(data: list[Any]) -> list[Any]:
     return [(torch.cat(x), tuple(map(torch.cat, zip(*targets, strict=True))))]
 
 
+@one_in(2)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_tasks_with_weights(reduction: str, compiled: bool) -> None:

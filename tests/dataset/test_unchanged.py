@@ -12,6 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 import packprop
 from packprop.engine.tensors.state import version
 from packprop.extensions import Variance
+from tests.selection import one_in
 
 
 class Counts(nn.Module):
@@ -60,6 +61,7 @@ def assert_same_state(model: nn.Module, before: dict[str, tuple[int, Tensor]]) -
         assert torch.equal(after[name][1], value), name
 
 
+@one_in(3)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("compiled", [False, True], ids=["passes", "graphs"])
 def test_each_batch_meets_the_same_model(kind: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from packprop.engine.eager import eager_backward
 from tests.eager.branches import KEEPS, WEIGHT, D, N, assert_same, gradients, kept, network, per_sample
+from tests.selection import one_in
 
 
 class Witness(torch.autograd.Function):
@@ -44,6 +45,7 @@ def storages() -> int:
     return sum(1 for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter))
 
 
+@one_in(2)
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("chunks", [None, 3])

@@ -15,13 +15,14 @@ from packprop.testing import check_extension
 from packprop.types import Extension
 from tests.references.running import generator
 from tests.references.tensors import R
-from tests.selection import often
+from tests.selection import often, one_in
 
 # Values that are functions cannot be merged as numbers; they are tested in tests/curvature. Recursions are
 # refused on most of the small problems.
 FUNCTIONS, CHAINS = {"GGNMP", "HMP", "PCHMP"}, {"HBP", "KFRA"}
 
 
+@one_in(5)
 @often(lambda name: not name.endswith("MC") and name not in ("BatchDiagHessian", "SumGradSquared"))
 @pytest.mark.parametrize("name", sorted(set(extensions.__all__) - {"Extension", "Row"} - FUNCTIONS - CHAINS))
 def test_laws_of_the_catalogue(name: str) -> None:
@@ -44,6 +45,7 @@ def test_laws_of_recursions(name: str) -> None:
     assert check_extension(getattr(extensions, name)(), on=on).error < 1e-12
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("extension", "reference"),
     [

@@ -18,6 +18,7 @@ from tests.cases import BY_NAME
 from tests.references.eigenvalues import step
 from tests.references.oracle import Oracle
 from tests.references.running import assert_near, backward, basis_of, check_eigen, results
+from tests.selection import one_in, thorough
 
 STRUCTURES = [
     *("linear-deep", "linear-3d-square", "matmul-x-w", "matmul-w-xt-square", "einsum-heads", "tied-transpose"),
@@ -27,6 +28,7 @@ STRUCTURES = [
 APPROXIMATIONS = ["mixed", "expand", "reduce"]
 
 
+@one_in(3)
 @pytest.mark.parametrize("approximation", APPROXIMATIONS)
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_every_approximation_chooses_the_eigenvectors(name: str, approximation: Any) -> None:
@@ -79,6 +81,7 @@ def test_many_draws_come_near_the_exact_eigenvalues() -> None:
         assert_near(kronecker.dense(found), expected, name, 0.05)
 
 
+@thorough
 def test_eigenvalues_are_unbiased_given_the_eigenvectors() -> None:
     """Over many draws, they are off by what the exact block has in the same basis by nothing but chance.
 

@@ -15,6 +15,7 @@ from packprop.errors import BadInput, PackpropError
 from tests.cases import BY_NAME
 from tests.references.oracle import Oracle
 from tests.references.running import assert_near, backward, forward, results
+from tests.selection import one_in
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,7 @@ def positions_of(
     return Positions()
 
 
+@one_in(5)
 @pytest.mark.parametrize("padding", [None, 1])
 @pytest.mark.parametrize("approximation", ["mixed", "expand", "reduce"])
 @pytest.mark.parametrize("name", SHARED)

@@ -21,9 +21,10 @@ from tests.references.running import (
     results,
     rows_for,
 )
-from tests.selection import STRUCTURES, often
+from tests.selection import STRUCTURES, often, one_in
 
 
+@one_in(2)
 @each_case
 def test_first_order_follows_from_the_rows(case: Case) -> None:
     problem = case.problem(SIZE, case.reductions[0])
@@ -40,6 +41,7 @@ def test_first_order_follows_from_the_rows(case: Case) -> None:
         assert (parameter.variance >= 0).all()
 
 
+@one_in(3)
 @each_case
 def test_second_order_follows_from_the_root(case: Case) -> None:
     problem = case.problem(SIZE, case.reductions[0])
@@ -52,6 +54,7 @@ def test_second_order_follows_from_the_root(case: Case) -> None:
         assert_near(parameter.diag_ggn_mc, drawn.sum((0, 1)), name)
 
 
+@one_in(5)
 @pytest.mark.parametrize(
     "case", [c for c in LAW_CASES if c.reductions == ("mean", "sum")], ids=lambda case: case.name
 )
@@ -73,6 +76,7 @@ def test_mean_and_sum_differ_by_the_divisor(case: Case) -> None:
         assert_all_near(results(total, attribute), scaled, attribute)
 
 
+@one_in(5)
 @often(lambda case, row, kept: kept == [3, 1] and case.name in STRUCTURES)
 @pytest.mark.parametrize("kept", [[0], [3, 1], [2, 0, 3, 1], [-1, 0]], ids=str)
 @pytest.mark.parametrize("row", [r for r in ROWS if r.subsampling], ids=lambda row: row.name)
@@ -89,6 +93,7 @@ def test_subsampling_takes_rows_in_list_order(case: Case, row: Row, kept: list[i
     assert_all_near(results(part, row.attribute), expected, row.attribute)
 
 
+@one_in(3)
 @each_case
 def test_order_of_samples_does_not_matter(case: Case) -> None:
     """The same samples in another order give the same rows in that order."""

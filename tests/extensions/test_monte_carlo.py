@@ -13,6 +13,7 @@ from packprop import extensions
 from tests.cases import BY_NAME
 from tests.references.oracle import Oracle
 from tests.references.running import ROWS, Row, as_tensors, assert_near, backward, generator, results
+from tests.selection import one_in
 
 SAMPLED = [row for row in ROWS if row.sampled]
 each_row = pytest.mark.parametrize("row", SAMPLED, ids=lambda row: row.name)
@@ -27,6 +28,7 @@ def tensors(row: Row, name: str, seed: int | None, **options: Any) -> list[Tenso
     return [t for v in results(problem, row.attribute).values() for t in as_tensors(v)]
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", ["linear-deep", "mse-vector", "bce-vector", "own-coupled"])
 @each_row
 def test_a_generator_makes_draws_repeatable(row: Row, name: str) -> None:
@@ -36,6 +38,7 @@ def test_a_generator_makes_draws_repeatable(row: Row, name: str) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", ["linear-deep", "mse-vector", "bce-vector", "own-coupled"])
 @each_row
 def test_the_global_random_state_is_left_alone(row: Row, name: str) -> None:
@@ -65,6 +68,7 @@ def test_the_number_of_draws() -> None:
             assert root.shape == (draws, 3, *problem.parameters[name].shape)
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", [*LOSSES, "linear-deep", "language-model", "own-convex"])
 def test_many_draws_come_near_the_exact_diagonal(name: str) -> None:
     """The sampler itself, by statistics: 20000 draws within 5 standard errors of the exact value.

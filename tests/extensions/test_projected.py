@@ -18,7 +18,7 @@ from tests.cases import CASES, Case
 from tests.references.oracle import Problem
 from tests.references.projections import matrix
 from tests.references.running import assert_all_near, assert_near, backward, results
-from tests.selection import each_structure, often
+from tests.selection import each_structure, often, one_in, thorough
 
 KINDS = ("rademacher", "gaussian", "kronecker")
 PLAIN = [case for case in CASES if not case.refuses]
@@ -35,6 +35,7 @@ def expected_of(problem: Problem, kind: str, dimension: int, seed: int = 0) -> d
     return found
 
 
+@one_in(5)
 @each_structure
 @pytest.mark.covers("Projected")
 @pytest.mark.parametrize("case", PLAIN, ids=lambda case: case.name)
@@ -70,6 +71,7 @@ class Words(nn.Module):
         return out.mT
 
 
+@one_in(5)
 @often(lambda kind, dimension, words, block: dimension == 7 or (words, block) == (300, 20))
 @pytest.mark.parametrize("dimension", [1, 7, 64, 130])
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,6 +128,7 @@ def test_low_precision_has_the_same_matrices(kind: Any, dtype: torch.dtype) -> N
         assert_near(parameter.grad_batch_projected, expected.float(), name, 4 * torch.finfo(dtype).eps)
 
 
+@one_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_inner_products_are_kept_in_expectation(kind: Any) -> None:
     """Over 400 seeds, the mean lies within five standard errors; so does its spread of what is documented."""
@@ -189,6 +192,7 @@ def test_results_can_be_differentiated() -> None:
         assert_near(one, other, "second derivatives")
 
 
+@thorough
 def test_a_plan_knows_what_it_takes() -> None:
     model = nn.Sequential(nn.Linear(40, 50), nn.Tanh(), nn.Linear(50, 3))
     batch = torch.randn(8, 40), torch.randint(3, (8,))

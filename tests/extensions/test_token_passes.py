@@ -30,9 +30,10 @@ from tests.references.tokens import (
     run,
     terms_of,
 )
-from tests.selection import often
+from tests.selection import often, thorough
 
 
+@thorough
 @often(lambda kind: kind is extensions.BatchGrad)
 @pytest.mark.parametrize("kind", [extensions.BatchGrad, extensions.BatchDiagGGNExact])
 def test_any_number_of_columns_at_once_and_any_budget(kind: Any) -> None:

@@ -36,8 +36,10 @@ from tests.references.tokens import (
     run,
     weighted,
 )
+from tests.selection import one_in, thorough
 
 
+@one_in(3)
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_against_loops_over_tokens(loss: Loss, tied: bool) -> None:
@@ -81,6 +83,7 @@ def ggn_of(loss: Loss, model: nn.Module, batch: Any) -> Named:
     return values
 
 
+@one_in(2)
 @pytest.mark.parametrize("loss", [flattened, weighted, in_pieces, regression])
 def test_curvature_against_loops_over_tokens(loss: Loss) -> None:
     model, batch = prepared(tied=True)
@@ -92,6 +95,7 @@ def test_curvature_against_loops_over_tokens(loss: Loss) -> None:
             assert_near(parameter.diag_ggn_exact_batch_token.sum(1), parameter.diag_ggn_exact_batch, name)
 
 
+@thorough
 def test_sampled_curvature_comes_near() -> None:
     model, batch = prepared()
     generator = torch.Generator().manual_seed(0)
@@ -103,6 +107,7 @@ def test_sampled_curvature_comes_near() -> None:
     assert (value - expected).norm() < 0.1 * expected.norm()
 
 
+@one_in(5)
 @pytest.mark.parametrize(
     "extension",
     [

@@ -17,6 +17,7 @@ from packprop.errors import PackpropError
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import double
 from tests.references.running import assert_near
+from tests.selection import one_in
 
 
 def barlow_twins(z: Tensor, other: Tensor) -> Tensor:
@@ -49,6 +50,7 @@ class Own(nn.Module):
         return self.function(z, y)
 
 
+@one_in(2)
 @pytest.mark.parametrize("how", ["extended", "plain", "recorded"])
 @pytest.mark.parametrize("asked", [extensions.BatchGrad, extensions.Variance, extensions.BatchL2Grad])
 @pytest.mark.parametrize("function", MIXING_LOSSES)
@@ -94,6 +96,7 @@ def test_a_loss_of_ones_own_is_accepted_and_looked_at_once(
     assert len(located._KNOWN[model].locations) == 1
 
 
+@one_in(2)
 @pytest.mark.parametrize("how", ["extended", "recorded", "plain", "in-the-model", "torch"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("batch_first", [True, False])

@@ -17,6 +17,7 @@ from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.registry import RULES
 from packprop.testing import check_use
 from tests.references.tensors import R, p
+from tests.selection import one_in
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +57,7 @@ def of_both(x: Tensor, weight: Tensor) -> Tensor:
     return first + second
 
 
+@one_in(3)
 @pytest.mark.parametrize("function", [of_first, of_second, of_both])
 def test_arguments_that_are_no_tensors(function: Callable[..., Tensor]) -> None:
     """Places on the graph count tensors alone; what a backward returns counts all arguments."""

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import packprop
 from packprop import extensions
+from tests.selection import one_in
 
 ASKED = (extensions.BatchGrad, extensions.DiagGGNExact, extensions.KFLR)
 STEPS, SIZE = 3, 4
@@ -79,6 +80,7 @@ def networks(kind: str, is_cell: bool) -> tuple[nn.Module, nn.Module, list[nn.Pa
     return packprop.extend(model), packprop.extend(ByHand(layer, kind)), list(layer.parameters())
 
 
+@one_in(2)
 @pytest.mark.parametrize("is_cell", [False, True], ids=["layer", "cell"])
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
 def test_factors_are_those_of_the_affine_maps(kind: str, is_cell: bool) -> None:
@@ -119,6 +121,7 @@ def calls_of_a_pass(model: nn.Module, samples: int, steps: int = STEPS) -> int:
     return counted.calls
 
 
+@one_in(3)
 @pytest.mark.parametrize("is_cell", [False, True], ids=["layer", "cell"])
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
 def test_work_is_shared_by_all_samples(kind: str, is_cell: bool) -> None:
@@ -129,6 +132,7 @@ def test_work_is_shared_by_all_samples(kind: str, is_cell: bool) -> None:
     assert calls_of_a_pass(model, 2, 2 * STEPS) <= 2 * few
 
 
+@one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("both", [False, True], ids=["one-direction", "both"])
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])

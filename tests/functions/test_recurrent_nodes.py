@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 
 import packprop
 from packprop import extensions
+from tests.selection import one_in
 
 SAMPLES, STEPS, SIZE = 5, 3, 4
 ASKED = (
@@ -122,6 +123,7 @@ def values_of(model: nn.Module, x: Tensor, fused: bool) -> dict[str, Any]:
     }
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_values_are_those_of_the_plain_functions(name: str) -> None:
     """Rows, norms, diagonals and factors agree with those of an LSTM that is many nodes."""
@@ -133,6 +135,7 @@ def test_values_are_those_of_the_plain_functions(name: str) -> None:
         )
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_values_are_differentiable(name: str) -> None:
     """A penalty on norms has the gradient that it has for an LSTM that is many nodes."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from tests.selection import often
+from tests.selection import often, one_in
 
 OPTIONS: list[tuple[type[nn.Module], dict[str, Any]]] = [
     (nn.LSTM, {"proj_size": 2}),
@@ -36,6 +36,7 @@ class Taken(nn.Module):
         return torch.cat([found[letter].flatten(1) for letter in self.taken], 1)
 
 
+@one_in(3)
 @often(lambda kind, options, steps, taken: steps == 3)
 @pytest.mark.parametrize("taken", ["o", "h", "c", "oh", "hc", "ohc"])
 @pytest.mark.parametrize("steps", [1, 3])

@@ -11,6 +11,7 @@ import packprop
 from tests.cases.models.wrapping import Raw
 from tests.references.refusals import check, each_row, refused
 from tests.references.running import Row, as_tensors, assert_near
+from tests.selection import one_in
 
 
 def embedded(layer: nn.Module, *more: Tensor) -> tuple[nn.Module, Tensor]:
@@ -22,6 +23,7 @@ def embedded(layer: nn.Module, *more: Tensor) -> tuple[nn.Module, Tensor]:
     return model, packprop.extend(nn.MSELoss())(out, torch.zeros_like(out))
 
 
+@one_in(2)
 @each_row
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag], ids=lambda kind: kind.__name__)
 def test_rows_are_rescaled_before_they_are_used(row: Row, kind: type[nn.Module]) -> None:

@@ -14,7 +14,7 @@ from packprop.engine.functions.nodes import name_of_node
 from packprop.engine.functions.registry import RULES
 from packprop.testing import check_use
 from tests.references.tensors import R, p
-from tests.selection import often
+from tests.selection import often, one_in
 
 Make = Callable[[int], Any]
 
@@ -123,6 +123,7 @@ FALLBACKS: list[tuple[Callable[..., Any], Make]] = [
 ]
 
 
+@one_in(6)
 @pytest.mark.parametrize(("function", "make"), EXAMPLES, ids=lambda value: value.__name__)
 def test_rules_of_nodes(function: Callable[..., Any], make: Make) -> None:
     assert check_use(function, make).error < 1e-12
@@ -131,12 +132,14 @@ def test_rules_of_nodes(function: Callable[..., Any], make: Make) -> None:
 SLOW = (torch.lstm, torch.gru, torch.rnn_tanh)  # `make test` has one function and the cells of this kind
 
 
+@one_in(5)
 @often(lambda function, make: function not in SLOW)
 @pytest.mark.parametrize(("function", "make"), RECURRENT, ids=lambda value: value.__name__)
 def test_recurrent_functions(function: Callable[..., Any], make: Make) -> None:
     assert check_use(function, make, allow_fallback=True).error < 1e-12
 
 
+@one_in(3)
 @pytest.mark.parametrize(("function", "make"), FALLBACKS, ids=lambda value: value.__name__)
 def test_the_fallback(function: Callable[..., Any], make: Make) -> None:
     report = check_use(function, make, allow_fallback=True)

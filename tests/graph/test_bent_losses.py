@@ -13,6 +13,7 @@ import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
 from tests.references.running import assert_near
+from tests.selection import one_in
 
 
 def mean(f: Tensor, y: Tensor) -> Tensor:
@@ -79,6 +80,7 @@ def pass_of(loss: Loss, *asked: extensions.Extension) -> tuple[nn.Module, Tensor
     return model, x, y
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "asked",
     [
@@ -117,6 +119,7 @@ def test_rows_are_those_of_each_sample_s_share(loss: Loss) -> None:
         assert_near(parameter.grad_batch, torch.stack(own_rows), "rows")
 
 
+@one_in(2)
 @pytest.mark.parametrize(("loss", "node"), BENT)
 def test_the_hessian_of_the_whole_loss_needs_no_terms(loss: Loss, node: str) -> None:
     model, x, y = pass_of(loss, extensions.DiagHessian())

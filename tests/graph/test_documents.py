@@ -14,6 +14,7 @@ import packprop
 from packprop import extensions
 from packprop.errors import BadInput, PackpropError
 from tests.references.running import assert_near
+from tests.selection import one_in
 
 WIDTH, WORDS, LONGEST, IGNORED = 6, 7, 4, -100
 LENGTHS = [3, 1, 4, 2, 2, 4]
@@ -121,6 +122,7 @@ ASKED = (
 ONE_ROW, ROWS = [[0, 1, 2, 3, 4, 5]], [[4, 3, 5], [0, 1, 2]]  # documents need not be in order
 
 
+@one_in(3)
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
 @pytest.mark.parametrize(
     ("rows", "loss"),

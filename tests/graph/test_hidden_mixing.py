@@ -18,6 +18,7 @@ from packprop.engine.samples.hidden_mixing import parts
 from packprop.errors import PackpropError
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import GatedMean, check, double
+from tests.selection import one_in
 
 
 class Gated(nn.Module):
@@ -59,6 +60,7 @@ HIDEABLE = [
 ]
 
 
+@one_in(3)
 @pytest.mark.parametrize("size", [2, 3, 5, 9])
 @pytest.mark.parametrize("mix", HIDEABLE)
 def test_a_gate_in_a_buffer_that_opens_later(mix: Callable[[Tensor], Tensor], size: int) -> None:
@@ -73,6 +75,7 @@ def test_a_gate_in_a_buffer_that_opens_later(mix: Callable[[Tensor], Tensor], si
             check(model, x)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "hide",
     [

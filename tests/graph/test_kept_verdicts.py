@@ -14,6 +14,7 @@ from packprop import extensions
 from packprop.errors import PackpropError
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import double
+from tests.selection import one_in
 
 
 def loss_of(f: Tensor, y: Tensor) -> Tensor:
@@ -46,6 +47,7 @@ def assigned(h: Tensor, place: int) -> Tensor:
     return out
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", BETWEEN)
 def test_options_of_functions(name: str) -> None:
     """Functions of the same names and shapes along the samples' axis, in their order and out of it."""

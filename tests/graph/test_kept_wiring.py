@@ -14,6 +14,7 @@ import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
 from tests.references.running import assert_near, right_or_refused, rows_of_terms
+from tests.selection import one_in
 
 Change = Callable[[Tensor, bool], Tensor]
 """From activations ``[3, 3, 4]``, and whether samples meet, to others."""
@@ -89,6 +90,7 @@ class Changing(nn.Module):
         return self.head(self.change(torch.tanh(self.first(x)), self.meet)).sum(1)
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", WIRED | HIDDEN)
 def test_a_pass_that_mixes_after_one_that_does_not(name: str) -> None:
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from tests.selection import one_in
 
 
 class Loop(nn.Module):
@@ -75,6 +76,7 @@ HANDED_ON: dict[str, Any] = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize("declared", [False, True])
 @pytest.mark.parametrize("name", HANDED_ON)
 def test_functions_that_may_hand_their_argument_on(name: str, declared: bool) -> None:

@@ -19,6 +19,7 @@ from packprop import extensions
 from packprop.errors import PackpropError
 from tests.cases.models.wrapping import Apply
 from tests.references.running import assert_near
+from tests.selection import one_in
 from tests.versions import needs_hooks
 
 N, T, D, C = 3, 4, 5, 2
@@ -212,6 +213,7 @@ def gradients_of(model: nn.Module, x: Tensor, loss: Callable[[Any], Tensor], **o
     return [parameter.grad_batch for parameter in model.parameters() if parameter.grad is not None]
 
 
+@one_in(2)
 @pytest.mark.parametrize("way", ROWS_IN_TURN)
 def test_losses_of_single_rows_in_a_loop(way: str) -> None:
     """They take the samples of the tensor that the rows are of, however each is taken."""

@@ -17,7 +17,7 @@ from packprop import PackpropError, extensions
 from packprop.engine.algebra.kronecker import Eigen
 from packprop.engine.tensors.nesting import tensors_in
 from tests.references.running import ROWS, Row, assert_near
-from tests.selection import often
+from tests.selection import often, one_in
 
 SAMPLES, TOKENS, WIDTH, WORDS = 3, 4, 5, 6
 IGNORED = -100
@@ -112,6 +112,7 @@ each_way = pytest.mark.parametrize(("by", "size"), ways(), ids=lambda value: str
 checkpoints = pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
 
 
+@one_in(3)
 @checkpoints
 @each_way
 def test_gradients_of_single_samples(by: str, size: int, checkpointed: bool) -> None:
@@ -123,6 +124,7 @@ def test_gradients_of_single_samples(by: str, size: int, checkpointed: bool) -> 
         assert_near(norms[name][0], expected[name].flatten(1).square().sum(1), name)
 
 
+@one_in(5)
 @often(lambda row, by, size, checkpointed: by == "times" or not checkpointed)
 @exact
 @checkpoints
@@ -170,6 +172,7 @@ SINGLE_ROWS = {
 }
 
 
+@one_in(5)
 @exact
 @pytest.mark.parametrize("way", SINGLE_ROWS)
 def test_losses_of_single_rows_are_the_loss_over_all_rows(row: Row, way: str) -> None:
@@ -223,6 +226,7 @@ TAKEN_TWICE = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize("way", TAKEN_TWICE)
 @pytest.mark.parametrize("step", [0, -1])
 def test_rows_of_one_step_are_samples(way: str, step: int) -> None:
@@ -333,6 +337,7 @@ def test_steps_of_one_sample_are_given_an_axis_of_samples() -> None:
         assert_near(parameter.grad_batch, parameter.grad[None], name)
 
 
+@one_in(3)
 @often(lambda samples, positions, mixes, checkpointed, declared: (samples, positions) == (2, 2))
 @pytest.mark.parametrize("declared", [None, 0])
 @checkpoints

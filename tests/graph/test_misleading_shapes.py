@@ -16,8 +16,10 @@ from packprop.errors import PackpropError
 from tests.cases.models.wrapping import Apply, Raw
 from tests.graph.one_by_one import check, double
 from tests.references.running import assert_near, right_or_refused
+from tests.selection import one_in
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "model",
     [
@@ -77,6 +79,7 @@ def first_and_head() -> dict[str, nn.Module]:
     return {"first": nn.Linear(3, 3), "head": nn.Linear(3, 2)}
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("times", "size", "axis"),
     [
@@ -99,6 +102,7 @@ def test_chunks_of_a_time_first_batch_are_no_samples(times: int, size: int, axis
         check(double(model), torch.randn(times, size, 3).double())
 
 
+@one_in(3)
 @pytest.mark.parametrize(("times", "size"), [(1, 4), (2, 4), (4, 8), (3, 6), (4, 4), (6, 3), (5, 3)])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_time_first_recurrence(kind: Any, times: int, size: int) -> None:

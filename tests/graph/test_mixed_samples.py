@@ -15,8 +15,10 @@ from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import check, double
 from tests.references.mixing import MIXING
 from tests.references.running import assert_near, assert_rows_of_terms, right_or_refused
+from tests.selection import one_in
 
 
+@one_in(3)
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 9])
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("mix", MIXING)
@@ -49,6 +51,7 @@ def _sorts(mix: Callable[[Tensor], Tensor]) -> bool:
     return torch.equal(mix(rising), rising) and torch.equal(mix(rising.flip(0)), rising)
 
 
+@one_in(2)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("mix", MIXING)
 def test_samples_mixed_before_the_first_parameter(mix: Callable[[Tensor], Tensor], size: int) -> None:
@@ -70,6 +73,7 @@ def test_images_of_one_channel_mixed_before_the_first_parameter(first: nn.Module
     check(double(model), torch.randn(3, 1, 4, 4).double())
 
 
+@one_in(2)
 @pytest.mark.parametrize("size", [2, 3, 4, 200])
 def test_features_are_no_samples(size: int) -> None:
     """``[n, f]``: where n samples are mixed, f positions that the model makes of them are not f samples."""
@@ -116,6 +120,7 @@ def test_an_input_without_a_batch_axis_is_refused_or_one_sample() -> None:
         assert_near(model.weight.grad_batch, model.weight.grad[None], "one sample")
 
 
+@one_in(3)
 @pytest.mark.parametrize("size", [2, 3, 6])
 @pytest.mark.parametrize("form", ["major", "minor", "time-first"])
 @pytest.mark.parametrize("mix", MIXING)

@@ -14,6 +14,7 @@ import packprop
 from packprop import extensions
 from tests.references.refusals import check, refused
 from tests.references.running import assert_near
+from tests.selection import one_in
 
 SAMPLES, TIMES, WIDTH, CLASSES = 3, 6, 4, 5
 Second = Callable[[Any, Tensor], Tensor]
@@ -50,6 +51,7 @@ TERMS: list[Any] = [
 ]
 
 
+@one_in(2)
 @pytest.mark.parametrize("times", [6, SAMPLES, 4])
 @pytest.mark.parametrize(("second", "term"), TERMS)
 def test_rows_are_those_of_the_whole_loss(second: Second, term: Any, times: int) -> None:

@@ -13,6 +13,7 @@ import packprop
 from packprop import extensions, products
 from packprop.compat import hessianfree
 from packprop.errors import PackpropError
+from tests.selection import one_in
 
 
 def function(pull: Callable[[Tensor, Tensor], Tensor]) -> Any:
@@ -81,6 +82,7 @@ def assert_named(caught: pytest.ExceptionInfo[PackpropError]) -> None:
     assert "mixed" not in str(caught.value)
 
 
+@one_in(2)
 @pytest.mark.parametrize("make", MADE)
 @pytest.mark.parametrize("name", NONLINEAR)
 def test_extensions_say_what_it_is(name: str, make: Any) -> None:
@@ -129,6 +131,7 @@ def test_curvature_of_one_sample_says_what_it_is() -> None:
     assert_named(caught)
 
 
+@one_in(2)
 @pytest.mark.parametrize("make", MADE)
 @pytest.mark.parametrize("name", LINEAR)
 def test_backward_functions_that_are_linear_are_not_refused(name: str, make: Any) -> None:

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
-from tests.selection import often
+from tests.selection import often, one_in
 
 LENGTHS = {
     "sorted": [4, 3, 3, 1],
@@ -86,6 +86,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...], samples: list[tuple[Any, ..
         torch.testing.assert_close(parameter.batch_l2, norms, msg=name)
 
 
+@one_in(6)
 @often(lambda layer, lengths, read, inside: inside == (read != "outputs"))
 @pytest.mark.parametrize("inside", [False, True], ids=["", "layer-on-the-data"])
 @pytest.mark.parametrize("read", ["outputs", "last output", "state"])

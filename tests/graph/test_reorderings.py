@@ -17,6 +17,7 @@ from packprop.errors import PackpropError
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import check, double
 from tests.references.running import assert_rows_of_terms, right_or_refused
+from tests.selection import one_in
 
 BESIDE_THE_SAMPLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "one position of each sample": lambda h, x: h[torch.arange(len(h)), x[..., 0].argmax(1)],
@@ -38,6 +39,7 @@ BESIDE_THE_SAMPLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", BESIDE_THE_SAMPLES)
 def test_samples_that_stay_in_order_are_located_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other indices in the next pass change nothing about the samples."""
@@ -173,6 +175,7 @@ FROM_THE_INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@one_in(3)
 @pytest.mark.parametrize("size", [3, 4, 6])
 @pytest.mark.parametrize("name", FROM_THE_INPUTS)
 def test_batches_behind_positions_in_another_order(name: str, size: int) -> None:

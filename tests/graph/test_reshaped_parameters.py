@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import packprop
 from packprop import extensions
 from tests.references.running import assert_near
+from tests.selection import one_in
 
 WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "reshape": lambda w: w.reshape(2, 2, 3).reshape(4, 3),
@@ -57,6 +58,7 @@ def found(way: Callable[[Tensor], Tensor], checkpointed: bool) -> nn.Parameter:
     return model.layer.weight
 
 
+@one_in(2)
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_reshaped_weight_keeps_its_structure(way: Callable[[Tensor], Tensor], checkpointed: bool) -> None:

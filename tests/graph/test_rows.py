@@ -18,6 +18,7 @@ from tests.cases.models.experts import Mixture
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import check
 from tests.references.running import assert_near
+from tests.selection import one_in
 
 
 def rows_of(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -41,6 +42,7 @@ def one_by_one(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return {name: torch.stack(rows) for name, rows in zip(names, zip(*found, strict=True), strict=True)}
 
 
+@one_in(3)
 @pytest.mark.parametrize("samples", [2, 5, 60])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_more_samples_than_powers(samples: int, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ from packprop.applications.reports.coverage import coverage
 from tests.references.per_sample import batch, network, rows_by_loop
 from tests.references.refusals import check, refused
 from tests.references.running import assert_near, assert_rows_of_terms
+from tests.selection import one_in
 from tests.versions import needs_recent
 
 
@@ -103,6 +104,7 @@ def check_term(
         assert_near(p.grad, rows[name].sum(0) + (0 if penalty is None else 0.1 * penalty), name)
 
 
+@one_in(3)
 @pytest.mark.parametrize("inside", [True, False], ids=["inside-record", "outside"])
 @pytest.mark.parametrize("term", TERMS.values(), ids=TERMS.keys())
 def test_a_term_that_no_sample_enters(term: Callable[[Any], Tensor], inside: bool) -> None:

@@ -18,6 +18,7 @@ from packprop.engine.tensors.layout import possible_layouts
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import check, double, rows_of
 from tests.references.running import assert_near, assert_rows_of_terms, right_or_refused
+from tests.selection import one_in
 from tests.versions import needs_recent
 
 
@@ -133,6 +134,7 @@ def test_automatic_mixed_precision() -> None:
         assert parameter.kfac[0].dtype == torch.float32
 
 
+@one_in(3)
 @pytest.mark.parametrize("samples", [2, 5, 300])
 @pytest.mark.parametrize("depth", [0, 8])
 @pytest.mark.parametrize("where", ["all", "unrecorded", "model", "converted", "region"])

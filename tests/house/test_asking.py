@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import packprop
 from packprop import BadInput, extensions
 from tests.house.pages import ROOT
+from tests.selection import one_in
 
 X, Y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
 
@@ -60,6 +61,7 @@ FORMS: dict[str, Callable[..., tuple[Any, ...]]] = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize("call", CALLS)
 def test_one_several_or_a_list(call: str) -> None:
     assert [*CALLS[call](extensions.BatchL2Grad())] == ["batch_l2"]

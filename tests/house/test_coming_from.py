@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.house.pages import blocks_of, run
+from tests.selection import one_in
 
 # Page -> the library as the page calls it, and as it is imported.
 PEERS = {
@@ -31,6 +32,7 @@ def test_packprop_alone(name: str) -> None:
     run(page, ours)
 
 
+@one_in(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PEERS)
 def test_both_agree(name: str) -> None:

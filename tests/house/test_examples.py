@@ -17,6 +17,7 @@ from packprop import examples
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.examples import MNIST_FOLDER, load_digits, load_mnist, load_one_batch_mnist, read_idx
 from packprop.examples import images as source
+from tests.selection import thorough
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 
@@ -180,6 +181,7 @@ def test_windows_of_text_follow_each_other() -> None:
     assert float((inputs == 0).float().mean()) < 0.01
 
 
+@thorough
 def test_the_language_model_is_trained_and_draws_from_no_state() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()

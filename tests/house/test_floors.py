@@ -10,8 +10,8 @@ import ast
 import functools
 import re
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -100,6 +100,7 @@ class House:
 
     package: str
     files: dict[str, File]
+    imports: dict[str, Sequence[tuple[int, str]]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, root: Path) -> House:
@@ -122,8 +123,13 @@ class House:
                     return name
         return None
 
-    def modules_imported(self, file: File) -> Iterator[tuple[int, str]]:
-        """Line and absolute dotted name of every import, wherever in the file it stands."""
+    def modules_imported(self, file: File) -> Sequence[tuple[int, str]]:
+        """Line and absolute dotted name of every import, wherever in the file it stands; searched for once."""
+        if file.name not in self.imports:
+            self.imports[file.name] = [*self._modules_imported(file)]
+        return self.imports[file.name]
+
+    def _modules_imported(self, file: File) -> Iterator[tuple[int, str]]:
         folder = [self.package, *file.name.split("/")[:-1]]
         for node in ast.walk(file.tree):
             match node:

@@ -15,6 +15,7 @@ import pytest
 
 import packprop
 from tests.house.pages import ROOT
+from tests.selection import thorough
 
 SOURCE = ast.parse(Path(packprop.__file__).read_text(encoding="utf-8"))
 
@@ -137,6 +138,7 @@ print(failed)
 """
 
 
+@thorough
 def test_threads_may_ask_for_names_at_once() -> None:
     command = [sys.executable, "-c", THREADS]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tests.house.test_floors import FLOORS, in_storey
+from tests.house.test_floors import FLOORS, in_storey, read_packprop
 from tests.versions import needs_recent
 
 PACKAGE = Path(__file__).resolve().parents[2] / "packprop"
@@ -84,15 +84,15 @@ def own_names(tree: ast.Module) -> Iterator[str]:
                 yield name
 
 
-def private_of_others(sources: dict[str, str]) -> dict[str, set[str]]:
+def private_of_others(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
     """Private names that the files use but do not give, and which files do."""
-    trees = {name: ast.parse(text) for name, text in sources.items()}
     own = {name for tree in trees.values() for name in own_names(tree)} - USED.keys()
+    own |= ON_THE_WAY
     found: dict[str, set[str]] = {}
     for file, tree in trees.items():
         for name in spellings(tree):
             private = name.startswith("_") and not name.startswith("__")
-            if private and name not in own | ON_THE_WAY:
+            if private and name not in own:
                 found.setdefault(name, set()).add(file)
     return found
 
@@ -103,11 +103,8 @@ def test_there_are_no_more_than_there_were() -> None:
 
 
 def test_private_names_stand_where_the_table_says() -> None:
-    sources = {
-        in_storey(path.relative_to(PACKAGE).as_posix()): path.read_text(encoding="utf-8")
-        for path in PACKAGE.rglob("*.py")
-    }
-    assert private_of_others(sources) == USED, (
+    trees = {f"{in_storey(file.name)}.py": file.tree for file in read_packprop().files.values()}
+    assert private_of_others(trees) == USED, (
         "a private name of another library came, went or moved: find a public one, or give it a row in "
         "PRIVATE, a reason beside its one use, and a test in test_private_behaviour.py"
     )
@@ -130,7 +127,7 @@ def test_the_search_finds_private_names() -> None:
     text = "import torch\nfrom torch._C import _x\n"
     text += "class A:\n    def _own(self): return torch._y(_z=1) + x._version\n"
     found = {name: {"a.py"} for name in ("_x", "_y", "_z", "_version")}
-    assert private_of_others({"a.py": text}) == found
+    assert private_of_others({"a.py": ast.parse(text)}) == found
 
 
 # The pages of the design and of the notes speak of the code as it is

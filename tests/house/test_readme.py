@@ -81,6 +81,7 @@ def test_a_model_of_ones_own(
     assert f"{from_python}\n" in capfd.readouterr().out
 
 
+@thorough
 def test_the_page_on_curvature(capfd: pytest.CaptureFixture[str]) -> None:
     """Every block in turn; numbers as far as training on another machine allows."""
     page = (ROOT / "docs/guide/curvature.md").read_text(encoding="utf-8")

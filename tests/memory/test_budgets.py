@@ -25,6 +25,7 @@ from tests.references.running import BY_ATTRIBUTE, ROWS, Row, as_tensors, assert
 from tests.selection import often, thorough
 
 
+@thorough
 @often(lambda row: row.attribute == "variance")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_budget_is_kept_and_changes_no_number(row: Row) -> None:
@@ -104,6 +105,7 @@ MIXED = [
 """Where one of two uses holds most: model, inputs, what is asked, that use, the algorithm that holds less."""
 
 
+@thorough
 @often(lambda mixed: mixed is MIXED[0])
 @pytest.mark.parametrize("mixed", MIXED, ids=lambda mixed: f"{mixed[0].__name__}-{mixed[3].__name__}")
 def test_only_the_use_that_holds_most_changes_its_algorithm(
@@ -138,6 +140,7 @@ def test_only_the_use_that_holds_most_changes_its_algorithm(
         torch.testing.assert_close(getattr(mine, make.savefield), getattr(other, make.savefield))
 
 
+@thorough
 def test_an_algorithm_by_name_wins_over_a_budget() -> None:
     model, batch = convolutions().double(), (torch.randn(4, 2, 16, 16).double(), labels())
     asked = [extensions.Variance()]
@@ -263,6 +266,7 @@ def test_budgets_are_kept_or_refused_with_one_that_is_accepted(build: Any, data:
     assert all(budget >= least for budget in kept)
 
 
+@thorough
 @often(lambda swept: swept[0] is layers)
 @pytest.mark.parametrize("swept", SWEPT, ids=lambda swept: swept[0].__name__)
 def test_rows_of_the_jacobian_take_no_less_without_a_budget_than_is_named(swept: Any) -> None:

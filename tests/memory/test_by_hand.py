@@ -17,6 +17,7 @@ from packprop.engine.memory.live import LiveBytes
 from packprop.engine.passes import chunks
 from tests.references.oracle import Oracle, Problem
 from tests.references.running import ROWS, Row, as_tensors, assert_all_near, generator
+from tests.selection import one_in, thorough
 
 SIDE, SAMPLES = 8, 3
 
@@ -84,6 +85,7 @@ def oracle(model: nn.Module) -> Oracle:
     )
 
 
+@thorough
 def test_outputs_in_chunks() -> None:
     """1, 4, 16 and 64 chunks through one retained graph: equal to each other, and to one pass."""
     expected = oracle(auto_encoder()).diag_ggn_exact
@@ -127,6 +129,7 @@ def measured(row: Row, hook: Any = None, frozen: int = 0) -> tuple[int, int]:
 LARGE = [row for row in ROWS if row.attribute in ("grad_batch", "diag_ggn_mc_batch", "sqrt_ggn_mc")]
 
 
+@one_in(3)
 @pytest.mark.parametrize("row", LARGE, ids=lambda row: row.name)
 def test_an_extension_hook_that_frees_lowers_the_peak(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a hook that frees them, per-sample results exist for one layer at a time."""
@@ -148,6 +151,7 @@ def test_an_extension_hook_that_frees_lowers_the_peak(row: Row, monkeypatch: pyt
     assert freed < kept - results / 2
 
 
+@one_in(3)
 @pytest.mark.parametrize("row", LARGE, ids=lambda row: row.name)
 def test_fewer_parameters_lower_the_peak(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "SCRATCH", 2**18)

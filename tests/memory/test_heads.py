@@ -13,7 +13,7 @@ import packprop
 from benchmarks.tracked import size_of
 from packprop import extensions
 from packprop.engine.memory.live import LiveBytes
-from tests.selection import often
+from tests.selection import often, one_in
 
 WORDS, WIDTH, SAMPLES, TOKENS = 8192, 64, 32, 16
 LOGITS = 4 * SAMPLES * TOKENS * WORDS
@@ -48,6 +48,7 @@ def peak_and_results(tied: bool, *asked: Any) -> tuple[int, int]:
     return live.peak, size_of([getattr(p, each.savefield) for each in asked for p in model.parameters()])
 
 
+@one_in(5)
 @often(lambda make, activations, tied: tied)
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from packprop import extensions
 from packprop.engine.memory.live import LiveBytes
 from packprop.errors import BadInput
 from packprop.testing import check_model
-from tests.selection import often
+from tests.selection import often, one_in
 
 TIMES = 10
 pytestmark = pytest.mark.usefixtures("_new_objects_only")
@@ -130,6 +130,7 @@ def things_alive() -> Counter[str]:
         return Counter(type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, kinds))
 
 
+@one_in(6)
 @often(lambda entry, change: change is parametrizations.weight_norm and entry in OFTEN)
 @pytest.mark.parametrize(
     ("entry", "change"),
@@ -156,6 +157,7 @@ def test_nothing_is_kept_alive(
     assert not [reference() for reference in kept if reference() is not None]
 
 
+@one_in(6)
 @often(lambda entry: entry in OFTEN)
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
 def test_a_model_in_use_gathers_nothing(entry: Callable[[nn.Module], None]) -> None:

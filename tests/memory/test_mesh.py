@@ -93,6 +93,7 @@ def test_a_plan_beside_two_processes(name: str) -> None:
     assert planned.parts["parameters"] == pytest.approx(alone.parts["parameters"] / 2, rel=0.01)
 
 
+@thorough
 def test_a_model_that_fits_nowhere() -> None:
     """Parameters fall to their share; what is left are activations and the units that compute."""
     with torch.device("meta"):

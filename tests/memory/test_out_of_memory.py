@@ -15,6 +15,7 @@ from packprop import extensions
 from packprop.engine.passes import chunks
 from packprop.errors import PackpropWarning
 from tests.references.running import ROWS, Row, as_tensors, assert_all_near
+from tests.selection import one_in
 
 
 class Scarce(TorchDispatchMode):
@@ -40,6 +41,7 @@ def positions() -> tuple[nn.Module, Tensor, Tensor]:
 ROW_BYTES = 20 * 30 * 4
 
 
+@one_in(5)
 @pytest.mark.parametrize("row", [row for row in ROWS if row.attribute != "batch_dot"], ids=lambda r: r.name)
 def test_out_of_memory_halves_the_chunk_and_goes_on(row: Row, monkeypatch: Any) -> None:
     def run(limit: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -23,12 +23,13 @@ from tests.cases import Case
 from tests.memory.steps import PLANNED, data, measured, network
 from tests.references.oracle import Problem
 from tests.references.running import HESSIANS, ROWS, Row, backward, forward, make_all, rows_for
-from tests.selection import often, thorough
+from tests.selection import often, one_in, thorough
 
 FEW = ("grad_batch", "variance", "diag_ggn_exact", "kfac", "diag_h")
 """One extension for each kind of seed and of merging."""
 
 
+@one_in(5)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_the_peak_is_what_was_predicted(row: Row) -> None:
     model, batch = network(), data()
@@ -38,6 +39,7 @@ def test_the_peak_is_what_was_predicted(row: Row) -> None:
     assert sum(plan.parts.values()) == pytest.approx(plan.peak, rel=0.01)
 
 
+@one_in(3)
 @often(lambda row, dtype: dtype == torch.bfloat16 and row.attribute in FEW)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("row", [*ROWS, *HESSIANS], ids=lambda row: row.name)
@@ -51,6 +53,7 @@ def test_the_peak_in_low_precision(row: Row, dtype: torch.dtype) -> None:
     assert plan.results == sum(tensor.numel() * tensor.element_size() for tensor in saved)
 
 
+@thorough
 @pytest.mark.parametrize("given", ["plan", "budget"])
 def test_a_batch_that_autograd_does_not_keep_is_there_all_the_same(given: str) -> None:
     """The user holds the batch: it is not freed, even if the first layer crops it and saves nothing of it."""
@@ -64,6 +67,7 @@ def test_a_batch_that_autograd_does_not_keep_is_there_all_the_same(given: str) -
     assert peak == pytest.approx(plan.peak if given == "plan" else memory, rel=0.05)
 
 
+@one_in(3)
 @often(lambda row, memory: memory is None and row.attribute in FEW)
 @pytest.mark.parametrize("memory", [None, "the plan"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -94,6 +98,7 @@ class Bidirectional(nn.Module):
         return self.head(self.encoder(self.token(x) + places)[:, 0])  # type: ignore[no-any-return]  # a layer's
 
 
+@one_in(5)
 @pytest.mark.parametrize("make", [extensions.BatchL2Grad, extensions.DiagGGNMC, extensions.KFAC])
 def test_an_encoder(make: type[extensions.BatchL2Grad]) -> None:
     """What is looked up by the shape of the batch alone is the same use in the plan and in the pass."""
@@ -104,6 +109,7 @@ def test_an_encoder(make: type[extensions.BatchL2Grad]) -> None:
     assert measured(model, batch, make(), memory=plan) == pytest.approx(plan.peak, rel=0.05)
 
 
+@thorough
 @pytest.mark.parametrize("bags", [False, True])
 def test_gradients_that_are_sparse(bags: bool) -> None:
     """Indices and values are counted in place of a tensor that has no memory of its own."""
@@ -130,6 +136,7 @@ class LastState(nn.Module):
         return out
 
 
+@thorough
 def test_a_workspace_of_unknown_size_is_warned_of() -> None:
     """Without data oneDNN reports an empty workspace; without oneDNN there is none."""
     model, loss, asked = LastState(), nn.CrossEntropyLoss(), extensions.BatchGrad()
@@ -153,6 +160,7 @@ SHORT = {
 }
 
 
+@one_in(6)
 @often(lambda case: case in PLANNED[::24])
 @pytest.mark.parametrize("case", PLANNED, ids=lambda case: case.name)
 def test_the_peak_of_every_case(case: Case) -> None:

@@ -18,6 +18,7 @@ from packprop.engine.memory.planning import plan_again
 from packprop.errors import PackpropError, PackpropWarning
 from tests.memory.steps import MIB, PLANNED, data, network, step
 from tests.references.running import assert_all_near, backward, forward, results
+from tests.selection import one_in, thorough
 
 
 @pytest.fixture
@@ -50,6 +51,7 @@ def test_a_budget_is_planned_anew_for_what_changes_it_and_not_for_other_samples(
     assert len(made) == 3
 
 
+@thorough
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_gradients_that_are_there_when_a_step_begins(accumulated: bool) -> None:
     """Gradients of earlier passes: a budget counts them; a plan counts them if it is told to, or warns."""
@@ -166,6 +168,7 @@ def test_options_of_an_extension_have_plans_of_their_own(made: list[packprop.Pla
     assert len(made) == 2
 
 
+@one_in(3)
 @pytest.mark.parametrize("samples", [1, 3, 6])
 def test_a_plan_finds_the_uses_of_a_parametrised_weight(samples: int) -> None:
     """Earlier passes, a batch of one, and as many samples as the weight has rows change nothing."""

@@ -18,6 +18,7 @@ from packprop.engine.passes.column_sweeps import ColumnSweeps
 from packprop.errors import BadInput
 from tests.memory.steps import data, network, step
 from tests.references.running import assert_all_near
+from tests.selection import one_in, thorough
 
 
 def test_a_plan_for_a_device_that_is_not_there_takes_its_algorithms() -> None:
@@ -97,6 +98,7 @@ def test_uses_of_tied_parameters_are_swept_together() -> None:
     assert_all_near({n: p.diag_ggn_exact for n, p in model.named_parameters()}, expected, "in turn", 1e-5)
 
 
+@thorough
 def test_a_budget_that_nothing_fits_is_refused_before_any_work() -> None:
     model, batch = network(), data()
     state = torch.get_rng_state()
@@ -156,6 +158,7 @@ def test_a_plan_is_not_good_for_other_options_or_another_fan_in() -> None:
         step(wide, (torch.randn(4, 5000), batch[1]), extensions.BatchGrad(), memory=plan)
 
 
+@one_in(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("make", [extensions.SumGradSquared, extensions.KFLR], ids=lambda make: make.__name__)
 def test_chunks_in_low_precision_hold_no_more_bytes(make: Any, dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ from packprop.engine.graph import pull
 from packprop.engine.memory import dry_run
 from packprop.engine.memory.live import LiveBytes
 from packprop.engine.tensors import repeated
-from tests.selection import often
+from tests.selection import often, thorough
 
 
 class Attention(nn.Module):
@@ -136,6 +136,7 @@ def planned_operations(
     return plan.peak, sum(len(live.history) for live in counts)
 
 
+@thorough
 @often(lambda asked: asked is extensions.DiagHessian)
 @pytest.mark.parametrize("asked", [extensions.BatchDiagHessian, extensions.DiagHessian])
 def test_a_plan_runs_as_many_operations_for_many_columns_as_for_few(

@@ -7,6 +7,7 @@ import torch
 from scipy import stats
 
 from packprop.monitor.noise import gradient_noise, ratio, smoothed_scale, student_quantile
+from tests.selection import thorough
 
 POPULATION = torch.Generator().manual_seed(0)
 MEAN = torch.tensor([3.0, 2.0] + [0.0] * 4, dtype=torch.float64)
@@ -22,6 +23,7 @@ def estimated(count: int, generator: torch.Generator):  # type: ignore[no-untype
     return found, rows
 
 
+@thorough
 @pytest.mark.parametrize("count", [2, 8])
 def test_noise_and_signal_are_unbiased(count: int) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -46,6 +48,7 @@ def test_the_jackknife_leaves_each_sample_out() -> None:
     torch.testing.assert_close(found.spread, spread)
 
 
+@thorough
 def test_intervals_hold_the_true_value() -> None:
     generator = torch.Generator().manual_seed(3)
     right, over_samples, over_steps = NOISE / SIGNAL, 0, 0

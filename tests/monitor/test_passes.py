@@ -13,11 +13,12 @@ from packprop.engine.passes.chunks import ChunkSizes
 from packprop.monitor.passes import GradientAndNorms
 from tests.cases import CASES, ONE_OF_EACH, Case
 from tests.references.running import assert_all_near, backward, reference, results
-from tests.selection import often
+from tests.selection import often, one_in
 
 CONVOLUTIONS = [case for case in CASES if case.name.startswith("conv") and case not in ONE_OF_EACH]
 
 
+@one_in(3)
 @often(lambda case, at_once, room: at_once == 2 and room == 0 and case in ONE_OF_EACH)
 @pytest.mark.parametrize(("at_once", "room"), [(2, 2**20), (2, 0), (None, 0)], ids=["kept", "again", "whole"])
 @pytest.mark.parametrize("case", [*ONE_OF_EACH, *CONVOLUTIONS], ids=lambda case: case.name)

@@ -19,7 +19,7 @@ from packprop.errors import BadInput, PackpropError, PackpropWarning
 from tests.cases import CASES, Case
 from tests.references.oracle import Named
 from tests.references.running import assert_all_near, assert_near, forward, reference
-from tests.selection import STRUCTURES, often
+from tests.selection import STRUCTURES, often, one_in
 
 CLIPPED = [case for case in CASES if not case.refuses and case.name != "checkpoint-reentrant"]
 
@@ -67,6 +67,7 @@ EVERY = [(case, "parameter" if place % 2 else "all") for place, case in enumerat
 EVERY += [(case, "parameter") for case, per in EVERY if per == "all" and "smoke" in case.tags]
 
 
+@one_in(3)
 @often(lambda case, per: case.name in STRUCTURES)
 @pytest.mark.parametrize(("case", "per"), EVERY, ids=lambda value: getattr(value, "name", value))
 def test_cases(case: Case, per: Any) -> None:

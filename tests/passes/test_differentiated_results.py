@@ -27,7 +27,7 @@ from tests.references.running import (
     results,
     stacked,
 )
-from tests.selection import often
+from tests.selection import often, one_in
 
 DOUBLE = [
     "linear-deep",
@@ -73,6 +73,7 @@ def expected_scalar(oracle: Oracle, row: Row) -> Tensor:
 THIRD_ORDER = ("vision-transformer-hand-written",)
 
 
+@one_in(5)
 @often(lambda name: not name.startswith(("lstm", "gru-trained")))
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.parametrize("name", DOUBLE)

@@ -14,6 +14,7 @@ import packprop
 from packprop import extensions
 from packprop.types import Extension
 from tests.references.running import assert_near
+from tests.selection import one_in, thorough
 
 
 class First(nn.Module):
@@ -60,6 +61,7 @@ def _made(name: str, samples: int) -> tuple[nn.Module, Tensor]:
     return make().double(), torch.randn(samples, *shape).double()
 
 
+@one_in(3)
 @pytest.mark.parametrize("samples", [0, 3])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("name", [*FLOATS, *TABLES])
@@ -188,6 +190,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", ROWS)
 def test_every_quantity(name: str, loss: str) -> None:
@@ -371,6 +374,7 @@ def test_a_clipped_pass_beside_a_penalty_adds_its_gradient() -> None:
     assert clipped.fraction.isnan()
 
 
+@thorough
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_compiled_steps(reduction: str) -> None:
     """Replays of empty batches are the passes that they stand for, between those of others."""

@@ -13,6 +13,7 @@ from packprop import extensions
 from tests.cases import BY_NAME, Case
 from tests.references.law_cases import SIZE, each_case, each_row
 from tests.references.running import ROWS, Row, assert_near, backward, forward, make_all, results
+from tests.selection import one_in
 
 
 def own_modules(model: nn.Module) -> list[nn.Module]:
@@ -20,6 +21,7 @@ def own_modules(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
 
 
+@one_in(5)
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["one", "all"])
 @each_case
 def test_hook_sees_each_module_once_when_it_is_ready(case: Case, rows: list[Row]) -> None:
@@ -41,6 +43,7 @@ def test_hook_sees_each_module_once_when_it_is_ready(case: Case, rows: list[Row]
     assert owned >= {id(p) for p in problem.parameters.values()}
 
 
+@one_in(2)
 @each_row
 def test_hook_may_free_what_it_has_read(row: Row) -> None:
     problem = BY_NAME["conv2d-deep"].problem(SIZE)

@@ -24,8 +24,10 @@ from tests.references.running import (
     reference,
     results,
 )
+from tests.selection import one_in
 
 
+@one_in(3)
 @each_row
 def test_two_backward_passes_through_one_graph(row: Row) -> None:
     problem = BY_NAME["resnet"].problem(3)
@@ -94,6 +96,7 @@ def test_backward_twice_after_two_forward_passes() -> None:
             assert_near(model.get_parameter(name).grad_batch, expected, name)
 
 
+@one_in(3)
 @pytest.mark.parametrize("names", [["3.weight"], ["0.weight", "6.bias"], ["6.weight", "6.bias"]])
 @each_row
 def test_backward_to_chosen_parameters(row: Row, names: list[str]) -> None:

@@ -18,6 +18,7 @@ import packprop
 from packprop import extensions
 from packprop.engine.tensors import long_work
 from packprop.errors import PackpropWarning
+from tests.selection import one_in
 
 
 def run(extension: Any, model: nn.Module | None = None, outputs: int = 40) -> None:
@@ -74,6 +75,7 @@ def test_waiting_tells_how_long_it_took_so_far(
     assert "short" not in said
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("make", "cheaper"),
     [

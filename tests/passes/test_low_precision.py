@@ -28,7 +28,7 @@ from tests.references.running import (
     make_all,
     results,
 )
-from tests.selection import often
+from tests.selection import often, one_in
 
 # Of the catalogue, what the table of references does not have; on chains only where paths may not meet.
 OTHERS = {
@@ -75,6 +75,7 @@ def compare(found: Problem, reference: Problem, tolerance: float, dtype: torch.d
     check_sampled(found, oracle, tolerance=tolerance)
 
 
+@one_in(3)
 @often(lambda dtype, name: dtype == torch.bfloat16)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
@@ -82,6 +83,7 @@ def test_parameters_in_low_precision(dtype: torch.dtype, name: str) -> None:
     compare(problem(name, dtype, dtype), problem(name, torch.float64, dtype), NEAR[dtype], dtype)
 
 
+@one_in(3)
 @often(lambda dtype, name: dtype == torch.bfloat16)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
@@ -97,6 +99,7 @@ def values_of(name: str, model: str, dtype: torch.dtype, held: torch.dtype, mixe
     return observed(found, found.loss, found.targets, [OTHERS[name]()], held, mixed)
 
 
+@one_in(3)
 @often(lambda dtype, name, mixed: dtype == torch.bfloat16)
 @pytest.mark.parametrize("mixed", [False, True], ids=["parameters", "autocast"])
 @pytest.mark.parametrize("name", OTHERS)
@@ -233,6 +236,7 @@ def test_values_for_no_samples_have_the_same_precision(dtype: torch.dtype) -> No
 # A gradient scaler
 
 
+@one_in(2)
 @pytest.mark.parametrize("mixed", [False, True], ids=["parameters", "autocast"])
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
 def test_a_step_of_a_gradient_scaler(dtype: torch.dtype, mixed: bool) -> None:

@@ -17,7 +17,7 @@ from packprop import extensions
 from tests.cases.models.convolutional import ResNet
 from tests.references.per_sample import batch, images, network
 from tests.references.running import FIRST_ORDER, ROWS, Row, make_all
-from tests.selection import often
+from tests.selection import often, thorough
 
 
 def living_tensors() -> int:
@@ -65,6 +65,7 @@ def test_a_training_loop_does_not_grow(
     assert counts[0] == counts[1]
 
 
+@thorough
 @pytest.mark.usefixtures("_no_garbage_collection")
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.parametrize("rows", [FIRST_ORDER, ROWS], ids=["first-order", "all"])

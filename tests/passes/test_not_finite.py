@@ -12,6 +12,7 @@ import packprop
 from packprop import extensions
 from tests.references.refusals import batch, each_row, network
 from tests.references.running import ROWS, Row, as_tensors
+from tests.selection import one_in
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -48,6 +49,7 @@ def test_finite_signals_warn_about_nothing() -> None:
             loss.backward()
 
 
+@one_in(2)
 @each_row
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "infinite"])
 def test_every_extension_warns_once_of_signals_that_are_not_finite(row: Row, bad: float) -> None:

@@ -21,6 +21,7 @@ from tests.references.running import (
     make_all,
     results,
 )
+from tests.selection import one_in
 
 # Errors are over the largest entry of a tensor. Activations, cotangents and results were rounded several
 # times: some units in the last place of the precision.
@@ -67,6 +68,7 @@ def backward(found: Problem, rows: list[Row], factor: Any = 1.0) -> None:
         (found.total() * factor).backward()
 
 
+@one_in(2)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_models_in_low_precision(dtype: torch.dtype, reduction: str) -> None:
@@ -110,6 +112,7 @@ def alike(dtype: torch.dtype) -> nn.Linear:
     return model
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -185,6 +188,7 @@ DEGREES = {
 }
 
 
+@one_in(3)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "autocast"])
 def test_a_scalers_factor_is_carried(row: Row, mixed: bool) -> None:

@@ -18,6 +18,7 @@ from packprop.extensions import BatchDotGrad, BatchGrad, BatchL2Grad, Projected,
 from tests.cases import Case, map_tensors
 from tests.dataset.small import SPLIT_CASES
 from tests.references.running import as_tensors, assert_all_near, assert_near
+from tests.selection import one_in
 
 EXACT = [
     extensions.BatchGrad,
@@ -153,6 +154,7 @@ def assert_alike(found: dict[str, Any], expected: dict[str, Any], what: str) -> 
         )
 
 
+@one_in(3)
 @pytest.mark.parametrize("probes", [[4, 1], [5]], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_each_group_is_as_if_alone(name: str, probes: list[int]) -> None:
@@ -177,6 +179,7 @@ def test_each_group_is_as_if_alone(name: str, probes: list[int]) -> None:
             assert_near(values.sum(), group["ekfac"][parameter].values.sum(), "trace", 1e-8)
 
 
+@one_in(3)
 @pytest.mark.parametrize("per", ["all", "module", "parameter"])
 @pytest.mark.parametrize("name", CASES)
 def test_training_rows_are_clipped_as_if_alone(name: str, per: Any) -> None:
@@ -224,6 +227,7 @@ def test_clipping_knows_nothing_of_probes() -> None:
             assert_near(gradient, 4 / 6 * parameter.grad, "grad")
 
 
+@one_in(3)
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda case: case.name)
 def test_every_structure_and_loss(case: Case) -> None:
     problem = case.problem(5, "mean")

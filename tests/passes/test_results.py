@@ -27,7 +27,7 @@ from tests.references.running import (
     make_all,
     results,
 )
-from tests.selection import often
+from tests.selection import often, one_in
 
 
 def cloned(problem: Problem, row: Row) -> dict[str, list[Tensor]]:
@@ -36,6 +36,7 @@ def cloned(problem: Problem, row: Row) -> dict[str, list[Tensor]]:
     return {k: [t.clone() for t in as_tensors(v)] for k, v in saved.items()}
 
 
+@one_in(2)
 @each_row
 def test_results_are_overwritten_and_survive_zero_grad(row: Row) -> None:
     problem = BY_NAME["conv2d-deep"].problem(SIZE)
@@ -53,6 +54,7 @@ def test_results_are_overwritten_and_survive_zero_grad(row: Row) -> None:
     assert all(hasattr(p, row.attribute) for p in problem.parameters.values())
 
 
+@one_in(2)
 @each_row
 def test_gradient_accumulates_while_results_do_not(row: Row) -> None:
     problem = BY_NAME["linear-deep"].problem(SIZE)
@@ -87,6 +89,7 @@ def test_results_belong_to_the_user(row: Row) -> None:
         assert torch.equal(parameter.grad, gradients[name])
 
 
+@one_in(3)
 @often(lambda row, dtype: dtype != torch.float64)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @each_row
@@ -153,6 +156,7 @@ def test_result_of_one_sample_and_of_many_agree() -> None:
             assert_all_near(results(one, attribute), expected, attribute, 1e-9)
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "change",
     [

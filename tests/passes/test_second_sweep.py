@@ -18,6 +18,7 @@ from tests.cases import BY_NAME
 from tests.references.eigenvalues import drawn, step
 from tests.references.oracle import Oracle
 from tests.references.running import assert_near, backward
+from tests.selection import one_in
 
 
 def sweeps(monkeypatch: pytest.MonkeyPatch, *asked: Any) -> int:
@@ -41,6 +42,7 @@ def test_columns_are_swept_twice_only_where_they_come_one_by_one(monkeypatch: py
     assert sweeps(monkeypatch, extensions.EKFAC(fisher="exact")) == 1
 
 
+@one_in(3)
 @pytest.mark.parametrize("options", [{"fisher": "exact"}, {"subsampling": [4, 1]}, {}], ids=str)
 def test_chunks_change_no_number(monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
     expected = step(drawn(3, **options))

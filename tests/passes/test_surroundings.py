@@ -17,6 +17,7 @@ from tests.cases.models.language import LanguageModel
 from tests.distributed.processes import in_processes, needs_groups
 from tests.references.per_sample import batch, images, network, rows_by_loop
 from tests.references.running import assert_near, rows_of_terms
+from tests.selection import one_in
 
 
 def under_data_parallel(rank: int, build: Callable[[], nn.Module], inner: bool) -> None:
@@ -40,6 +41,7 @@ def vision_transformer() -> nn.Module:
     return VisionTransformer(Attention).double()
 
 
+@one_in(2)
 @needs_groups
 @pytest.mark.parametrize("inner", [True, False], ids=["extended-inside", "extended-outside"])
 @pytest.mark.parametrize("build", [network, vision_transformer])
@@ -47,6 +49,7 @@ def test_distributed_data_parallel(build: Callable[[], nn.Module], inner: bool) 
     in_processes(under_data_parallel, 1, build, inner)
 
 
+@one_in(2)
 @pytest.mark.parametrize("extended", [True, False], ids=["extended", "plain"])
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "part"])
 @pytest.mark.parametrize("by", ["traced", "scripted"])

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import packprop
 from packprop import extensions
 from packprop.types import Extension
+from tests.selection import one_in
 
 EXTENSIONS = [
     extensions.BatchGrad(),
@@ -126,6 +127,7 @@ def assert_same_log(log: Log, expected: Log) -> None:
                 torch.testing.assert_close(gradient, other, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@one_in(2)
 @pytest.mark.parametrize("retain", [False, True], ids=["freed", "kept"])
 @pytest.mark.parametrize("extension", EXTENSIONS, ids=lambda extension: extension.name)
 def test_hooks_see_what_they_see_without_packprop(extension: Extension, retain: bool) -> None:

@@ -15,6 +15,7 @@ from packprop import extensions, kronecker
 from packprop.extensions import EKFAC, KFLR, BatchGrad, DiagGGNExact, DiagHessian, Projected
 from tests.queries.small import LOSS, QUERIES, SIZE, by_row, ggn_blocks, gradients, influence, written
 from tests.references.running import assert_near
+from tests.selection import one_in, thorough
 
 DAMPING = 1e-2
 
@@ -47,6 +48,7 @@ def dense_factors(value: Any) -> Tensor:
     return torch.kron(*value) if len(value) == 2 else value[0]
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("extension", "dense"),
     [
@@ -104,6 +106,7 @@ def test_factors_share_the_damping_if_asked(tmp_path: Path) -> None:
     assert not torch.allclose(by_row(found), by_row(exact), rtol=1e-2)
 
 
+@one_in(2)
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian", "kronecker"])
 @pytest.mark.parametrize("curvature", [None, "kflr"])
 def test_queries_are_projected_after_preconditioning(tmp_path: Path, kind: Any, curvature: str | None) -> None:
@@ -125,6 +128,7 @@ def test_queries_are_projected_after_preconditioning(tmp_path: Path, kind: Any, 
     assert found.quantity == "grad_batch_projected"
 
 
+@thorough
 def test_projected_products_are_right_in_expectation(tmp_path: Path) -> None:
     """The mean over seeds is within four standard errors of the products without projection."""
     problem, result = written(tmp_path / "whole", KFLR())

@@ -14,11 +14,12 @@ from packprop.engine.memory import LiveBytes
 from packprop.extensions import KFLR, BatchGrad, Projected
 from tests.queries.small import LOSS, QUERIES, SIZE, by_row, influence, written
 from tests.references.running import assert_near
-from tests.selection import often
+from tests.selection import often, thorough
 
 SAMPLES, WIDTH = 300, 40
 
 
+@thorough
 @often(lambda dtype, projected, curvature: dtype == torch.float32 and projected == curvature)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("projected", [False, True])

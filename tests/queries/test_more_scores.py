@@ -16,10 +16,12 @@ from packprop.errors import BadInput
 from packprop.extensions import EKFAC, KFLR, BatchGrad, DiagGGNExact, Projected
 from tests.queries.small import LOSS, SIZE, by_row, gradients, influence, written
 from tests.references.running import assert_near
+from tests.selection import one_in
 
 GROUPS = torch.tensor([0, 2, 2, 0, 1, 1, 1, 4, 0])
 
 
+@one_in(2)
 @pytest.mark.parametrize("refine", [False, True])
 @pytest.mark.parametrize("memory", ["500MiB", 20_000])
 def test_groups_are_sums_of_products(tmp_path: Path, refine: bool, memory: Any) -> None:
@@ -48,6 +50,7 @@ def test_groups_that_do_not_fit(tmp_path: Path, wrong: Any) -> None:
         influence(tmp_path / "store", problem, groups=wrong)
 
 
+@one_in(2)
 @pytest.mark.parametrize("extension", [None, EKFAC(fisher="exact"), DiagGGNExact()], ids=str)
 @pytest.mark.parametrize("memory", ["500MiB", 2_000])
 def test_samples_on_themselves(tmp_path: Path, extension: Any, memory: Any) -> None:

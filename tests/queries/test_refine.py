@@ -22,6 +22,7 @@ from packprop.extensions import EKFAC, KFLR, BatchGrad, Projected
 from tests.dataset.matrices import PROBLEMS, classes, convolution, dense, problem
 from tests.queries.small import by_row
 from tests.references.running import assert_near
+from tests.selection import one_in, thorough
 
 DAMPING, QUERIES = 0.01, slice(0, 5)
 LOSS = nn.CrossEntropyLoss()
@@ -55,6 +56,7 @@ def written(folder: Path, model: nn.Module, loss: Any, data: Data, *more: Any) -
     return packprop.compute(model, loss, data, [BatchGrad(), *more], store=folder, progress=False)
 
 
+@one_in(5)
 @pytest.mark.parametrize("matrix", ["ggn", "hessian"])
 @pytest.mark.parametrize("name", [name for name in PROBLEMS if name != "recurrent"])
 def test_products_are_those_of_the_dense_inverse(tmp_path: Path, name: str, matrix: Any) -> None:
@@ -124,6 +126,7 @@ def test_projected_stores(tmp_path: Path) -> None:
     assert_near(by_row(found), expected, "products", 1e-6)
 
 
+@thorough
 def test_a_budget_is_kept_by_groups(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))

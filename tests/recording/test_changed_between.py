@@ -16,6 +16,7 @@ import packprop
 from packprop import extensions
 from tests.references.per_sample import batch, check_rows
 from tests.references.running import assert_near
+from tests.selection import one_in
 
 
 def rows_of(loss: Tensor) -> None:
@@ -99,6 +100,7 @@ EVALUATED_AGAIN = {
 """Functions that are evaluated again in the backward pass, by a rule or by the fallback."""
 
 
+@one_in(2)
 @pytest.mark.parametrize("what", ["parameters", "inputs"])
 @pytest.mark.parametrize("kind", EVALUATED_AGAIN)
 @pytest.mark.parametrize("offloaded", [False, True])

@@ -18,6 +18,7 @@ from packprop import extensions
 from packprop.errors import PackpropError
 from tests.recording.saving import WAYS, Net, Wrap, assert_equal, plain
 from tests.references.running import ROWS, as_tensors, assert_rows_of_terms, generator
+from tests.selection import one_in
 from tests.versions import needs_recent
 
 
@@ -145,6 +146,7 @@ def test_in_place_changes() -> None:
     assert_rows_of_terms(terms, loss, model.parameters())
 
 
+@one_in(5)
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.parametrize("way", ["checkpoint", "nested", "save_on_cpu", "copied"])
 def test_values_are_differentiable(way: str) -> None:

@@ -14,6 +14,7 @@ from packprop import extensions
 from packprop.engine.recording import unrecorded
 from tests.references.per_sample import batch, network, rows_by_loop
 from tests.references.running import assert_near
+from tests.selection import one_in
 from tests.versions import needs_recent
 
 Made = tuple[nn.Module, nn.Module]
@@ -79,6 +80,7 @@ def submodule_in_place(backend: str) -> Made:
 WAYS = (before, after, whole, in_place_before, in_place_after, submodule, submodule_in_place)
 
 
+@one_in(5)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("make", WAYS, ids=lambda make: make.__name__)
 def test_training_is_what_it_is_without_packprop(make: Callable[[str], Made], backend: str) -> None:
@@ -100,6 +102,7 @@ def test_training_is_what_it_is_without_packprop(make: Callable[[str], Made], ba
     assert not [warning for warning in seen if issubclass(warning.category, packprop.PackpropWarning)]
 
 
+@one_in(5)
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("make", WAYS, ids=lambda make: make.__name__)
 @pytest.mark.filterwarnings("ignore:packprop does not record")
@@ -116,6 +119,7 @@ def test_more_than_the_gradient_is_refused(make: Callable[[str], Made], inside: 
     assert "torch.compile" in str(error.value)
 
 
+@one_in(3)
 @needs_recent
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("make", WAYS, ids=lambda make: make.__name__)

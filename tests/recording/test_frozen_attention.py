@@ -17,6 +17,7 @@ import packprop
 from packprop import extensions
 from packprop.engine.recording.aside import CHOOSERS
 from tests.references.running import assert_near
+from tests.selection import one_in, thorough
 
 
 def frozen_encoder() -> nn.TransformerEncoder:
@@ -97,6 +98,7 @@ def test_outputs_stay_what_they_are(
     torch.testing.assert_close(found, expected)
 
 
+@one_in(2)
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 def test_what_lies_behind_is_recorded(model: nn.Module, inside: bool) -> None:
     x, y = sequences()
@@ -175,6 +177,7 @@ def test_an_error_inside_puts_recording_back(error: BaseException) -> None:
     assert not torch.overrides._get_current_function_mode_stack()
 
 
+@thorough
 def test_no_other_module_of_torch_asks_for_modes() -> None:
     """A module that begins to ask after an upgrade of torch has to stand in the table."""
     modules = {value for value in vars(nn).values() if isinstance(value, type) and issubclass(value, nn.Module)}

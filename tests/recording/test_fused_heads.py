@@ -15,6 +15,7 @@ from packprop import PackpropError, extensions
 from packprop.engine.algebra.kronecker import Eigen
 from packprop.engine.tensors.nesting import tensors_in
 from tests.references.running import ROWS, Row, assert_near
+from tests.selection import one_in
 
 pytestmark = pytest.mark.skipif(
     not hasattr(F, "linear_cross_entropy"), reason="this PyTorch has no F.linear_cross_entropy"
@@ -85,18 +86,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@one_in(5)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 @pytest.mark.parametrize("kwargs", OPTIONS.values(), ids=OPTIONS)
 def test_a_fused_head_is_two_functions(row: Row, kwargs: dict[str, Any]) -> None:
     both(row, *data(ignored=kwargs.get("ignore_index", -100)), **kwargs)
 
 
+@one_in(2)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_probabilities_as_targets(row: Row) -> None:
     x, _ = data()
     both(row, x, torch.rand(SAMPLES, TOKENS, WORDS, dtype=torch.float64).softmax(-1))
 
 
+@one_in(2)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_one_token_for_each_sample(row: Row) -> None:
     both(row, *data(None))
@@ -126,6 +130,7 @@ def test_the_head_is_one_of_linear_layers() -> None:
     assert [len(factor) for factor in found["head.weight"]] == [WORDS, WIDTH]
 
 
+@one_in(3)
 @pytest.mark.parametrize("out_features", [(), (2,)], ids=["plain", "maps"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_the_module(row: Row, out_features: tuple[int, ...]) -> None:
@@ -176,6 +181,7 @@ def test_the_chunked_kernel_is_refused_by_name(row: Row, kept: bool) -> None:
         assert word in str(raised.value)
 
 
+@one_in(2)
 @pytest.mark.parametrize("row", [row for row in ROWS if row.order == 1], ids=lambda row: row.name)
 def test_the_chunked_kernel_without_reduction(row: Row) -> None:
     """It returns one value for each token, so that gradients of single samples can be told apart."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from tests.selection import one_in
 
 
 class Gated(nn.Module):
@@ -66,6 +67,7 @@ def run_again(model: Shifted, h: Tensor) -> Tensor:
     return shifted
 
 
+@one_in(2)
 @pytest.mark.parametrize("samples", [1, 3, 4])
 @pytest.mark.parametrize("shift", [expanded, run_again, lambda m, h: expanded(m, expanded(m, h).sin())])
 def test_a_shape_leads_no_sweep_on(shift: Callable[[Shifted, Tensor], Tensor], samples: int) -> None:

@@ -19,7 +19,7 @@ from packprop.engine.recording.marks import Use
 from packprop.errors import PackpropError
 from tests.recording.saving import WAYS, Net, Wrap, assert_equal, plain
 from tests.references.running import ROWS, generator
-from tests.selection import often
+from tests.selection import often, thorough
 
 
 def test_an_input_that_is_data() -> None:
@@ -137,6 +137,7 @@ def test_the_node_gets_its_own_backward_pass_back() -> None:
     assert_equal({n: p.grad for n, p in model.named_parameters()}, found)
 
 
+@thorough
 @pytest.mark.usefixtures("_new_objects_only")
 @often(lambda way: way == "reentrant")
 @pytest.mark.parametrize("way", ["checkpoint", "nested", "reentrant", "reentrant twice", "save_on_cpu"])

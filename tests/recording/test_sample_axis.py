@@ -19,6 +19,7 @@ from packprop.engine.recording.unchanged import unchanged
 from packprop.errors import PackpropError
 from tests.cases.models.wrapping import Apply
 from tests.references.running import assert_near
+from tests.selection import one_in
 
 
 def rows_of(model: nn.Module, terms: Tensor) -> dict[str, Tensor]:
@@ -61,6 +62,7 @@ def sequences(layer: nn.Module, last: bool = False) -> nn.Module:
     return Apply(forward, layer=layer, head=nn.Linear(4, 2)).double()
 
 
+@one_in(5)
 @pytest.mark.parametrize("how", ["extend", "record"])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(("times", "samples"), [(5, 3), (3, 5), (4, 4), (6, 3), (2, 4)])

@@ -18,15 +18,17 @@ from packprop.engine.algebra import cells
 from packprop.engine.passes import chunks
 from tests.recording.saving import REFERENCE, WAYS, Net, assert_equal, plain, run
 from tests.references.running import ROWS, Row
-from tests.selection import often
+from tests.selection import often, one_in, thorough
 from tests.versions import needs_hooks
 
 
+@one_in(6)
 @pytest.mark.parametrize("way", WAYS)
 def test_numbers_are_the_same(way: str) -> None:
     assert_equal(run(WAYS[way], ROWS), run(REFERENCE.get(way, plain), ROWS))
 
 
+@one_in(5)
 @often(lambda way, row: way == "checkpoint")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 @pytest.mark.parametrize("way", ["checkpoint", "reentrant", "save_on_cpu"])
@@ -42,6 +44,7 @@ def plain_training(way: str) -> Bytes:
     return Step(way, None, SMALL).bytes()
 
 
+@thorough
 @often(lambda way, extension: extension == "Variance")
 @pytest.mark.parametrize("way", [pytest.param("checkpoint", marks=needs_hooks), "reentrant checkpoint"])
 @pytest.mark.parametrize("extension", EXTENSIONS)

@@ -33,6 +33,7 @@ from tests.references.running import (
     results,
     rows_of_terms,
 )
+from tests.selection import one_in
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
@@ -87,6 +88,7 @@ def prepared(way: str, loss: str) -> tuple[Problem, Tensor]:
     return problem, LOSSES[loss]()(out, y)
 
 
+@one_in(3)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("way", PASSES)
 @pytest.mark.filterwarnings("error")
@@ -102,6 +104,7 @@ def test_every_extension(way: str, loss: str) -> None:
     check_sampled(problem, oracle)
 
 
+@one_in(2)
 @each_row
 @pytest.mark.filterwarnings("error")
 def test_each_extension_alone(row: Row) -> None:
@@ -265,6 +268,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 """What models are called through in losses with derivatives; rows are of samples."""
 
 
+@one_in(3)
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("extended", [True, False])
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -336,6 +340,7 @@ def test_a_backward_pass_outside_the_context_saves_nothing() -> None:
     verify()
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "penalty",
     [

@@ -9,7 +9,7 @@ from torch import nn
 from tests.cases import CASES, Case
 from tests.cases.building import regression
 from tests.references.oracle import Oracle
-from tests.selection import STRUCTURES, each_structure, often, paired
+from tests.selection import STRUCTURES, each_structure, often, one_in, paired
 
 EVERY = paired(CASES)
 
@@ -19,6 +19,7 @@ def test_case_names_are_unique() -> None:
     assert len(names) == len(set(names))
 
 
+@one_in(3)
 @often(lambda case, size, reduction: size == case.sizes[-1] and case.name in STRUCTURES)
 @pytest.mark.parametrize(("case", "size", "reduction"), EVERY)
 def test_samples_make_up_the_whole(case: Case, size: int, reduction: str) -> None:
@@ -32,6 +33,7 @@ def test_samples_make_up_the_whole(case: Case, size: int, reduction: str) -> Non
         torch.testing.assert_close(rows, whole, rtol=1e-10, atol=1e-12 * (1 + whole.abs().max()))
 
 
+@one_in(2)
 @each_structure
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cases_are_small_and_say_something(case: Case) -> None:

@@ -21,6 +21,7 @@ from packprop.applications.reports import arguments, cli
 from packprop.examples import digits, load_digits
 from tests.distributed.processes import in_processes, needs_groups
 from tests.reports.factories import FACTORIES, Run
+from tests.selection import thorough
 
 
 @pytest.mark.parametrize(("name", "batches"), [("good", 1), ("batches", 2), ("Project.factory", 1)])
@@ -56,6 +57,7 @@ def test_it_says_what_python_says(run: Run, tmp_path: Path) -> None:
     assert found.batches == 5
 
 
+@thorough
 def test_a_budget_of_memory(run: Run, tmp_path: Path) -> None:
     status, _, err = run("factories:good", "--memory", "1MiB")
     assert status == 0
@@ -91,6 +93,7 @@ def test_what_options_switch(run: Run, tmp_path: Path) -> None:
     assert "batch normalisation in training mode" in err
 
 
+@thorough
 def test_what_graphs_brought(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replays, "MANY", 1)
     monkeypatch.setattr(replays, "PASSES_TO_TRACE", 0)
@@ -119,6 +122,7 @@ def test_the_built_in_example(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     assert "40 samples" in out
 
 
+@thorough
 def test_digits_are_learnt_and_repeatable() -> None:
     images, classes = load_digits()
     assert images.shape == (1797, 1, 8, 8)
@@ -157,6 +161,7 @@ def test_help_explains_everything(capfd: pytest.CaptureFixture[str]) -> None:
         assert word in text
 
 
+@thorough
 def test_as_a_command(tmp_path: Path) -> None:
     """The command in a process of its own: its streams, its status, the current folder, the width of a pipe."""
     (tmp_path / "mine.py").write_text(FACTORIES)

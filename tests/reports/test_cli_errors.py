@@ -14,6 +14,7 @@ import torch
 from packprop import Profile
 from packprop.applications.reports import cli
 from tests.reports.factories import Run
+from tests.selection import one_in
 
 BAD = [
     ("factories", "factories:factory", "it does not have the form package.module:function"),
@@ -44,6 +45,7 @@ BAD = [
 ]
 
 
+@one_in(2)
 @pytest.mark.parametrize(("name", "first", "second"), BAD)
 def test_a_wrong_factory_is_explained(run: Run, name: str, first: str, second: str) -> None:
     status, out, err = run(name)

@@ -19,6 +19,7 @@ from packprop.applications.reports.compare.table import change_text, value_texts
 from packprop.applications.reports.profile.layers import Layer
 from tests.reports.pages import read_page
 from tests.reports.profiled import network, quiet
+from tests.selection import thorough
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -113,6 +114,7 @@ def test_what_was_not_computed_is_a_dash() -> None:
     assert str(found).splitlines()[2].rstrip().endswith("-")
 
 
+@thorough
 def test_its_page(pair: tuple[Profile, Profile], tmp_path: Path) -> None:
     pytest.importorskip("altair")
     pytest.importorskip("vl_convert")

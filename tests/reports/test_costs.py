@@ -11,6 +11,7 @@ from packprop.applications.reports.profile.costs import TITLES, Noted, phases_of
 from packprop.applications.reports.profile.layers import TOTAL
 from tests.reports.pages import read_page
 from tests.reports.profiled import quiet
+from tests.selection import thorough
 
 PARTS = ["forward pass", "inputs", "drawn columns", "exact columns", "gradients"]
 
@@ -53,6 +54,7 @@ def test_parts_cover_the_pass_in_their_order(profile: Profile) -> None:
     assert use.phases[-1][2] == use.operations
 
 
+@thorough
 def test_several_draws_and_chunks_of_columns_stay_one_part() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 10))
@@ -62,6 +64,7 @@ def test_several_draws_and_chunks_of_columns_stay_one_part() -> None:
     assert [name for name, _, _ in use.phases] == PARTS
 
 
+@thorough
 def test_a_model_that_computes_its_loss_has_parts() -> None:
     use = quiet(*examples.language_model(steps=0, samples=8), timeline=True).memory
     assert use is not None
@@ -95,6 +98,7 @@ def test_without_a_timeline_nothing_is_measured() -> None:
     assert "takes longest" not in page.text
 
 
+@thorough
 def test_a_batch_that_takes_long_is_not_run_for_each_quantity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("packprop.applications.reports.profile.memory_use.PATIENCE", 0.0)
     data = (torch.randn(9, 3), torch.randint(2, (9,)))
@@ -121,6 +125,7 @@ class Uncommon(nn.Module):
         return scores.transpose(1, 2)
 
 
+@thorough
 def test_a_model_out_of_the_ordinary_is_measured_without_warnings(recwarn: pytest.WarningsRecorder) -> None:
     torch.manual_seed(0)
     tokens = torch.randint(11, (20, 6))

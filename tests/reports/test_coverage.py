@@ -14,6 +14,7 @@ from tests.cases import BY_NAME, CASES, Case, call
 from tests.cases.models.wrapping import Apply
 from tests.references.running import backward
 from tests.reports.covered import SIZE, family, linear_model, of
+from tests.selection import one_in
 
 
 def test_functions_structures_and_factors() -> None:
@@ -41,6 +42,7 @@ def is_plain(case: Case) -> bool:
     return not (own or case.refuses or case.record)
 
 
+@one_in(5)
 @pytest.mark.parametrize("case", [c for c in CASES if is_plain(c)][::3], ids=lambda case: case.name)
 def test_says_what_a_backward_pass_then_does(case: Case) -> None:
     """Every parameter that a pass saves a value on is used, and the other way round."""

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.selection import thorough
+
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "report.md"
 
 
+@thorough
 def test_the_examples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from packprop.applications.reports.profile.memory_use import POINTS, MemoryUse, 
 from packprop.engine.passes.chunks import ChunkSizes
 from packprop.extensions import BatchGrad
 from tests.reports.profiled import SIZE, network, quiet
+from tests.selection import thorough
 
 
 def test_it_is_close_to_the_plan() -> None:
@@ -52,6 +53,7 @@ def test_a_budget_and_its_chunks() -> None:
     assert max(choice["chunks"] for choice in cut.choices) > 1
 
 
+@thorough
 def test_nothing_else_changes() -> None:
     model, data = network()
     before = [parameter.clone() for parameter in model.parameters()]

@@ -21,6 +21,7 @@ from packprop.applications.reports.profile.uncertainty import signal_to_noise_in
 from tests.reports.factories import Run
 from tests.reports.pages import Element, read_page
 from tests.reports.profiled import network, quiet
+from tests.selection import one_in, thorough
 
 pytest.importorskip("altair")
 pytest.importorskip("vl_convert")
@@ -44,6 +45,7 @@ def charts(page: Element) -> dict[str, Any]:
     return {str(script.attributes["data-chart"]): json.loads(script.text) for script in scripts}
 
 
+@thorough
 def test_it_is_one_small_file_that_needs_no_network(profile: Profile) -> None:
     html = profile.to_html()
     assert len(html.encode()) < 2_000_000
@@ -148,6 +150,7 @@ def test_what_was_not_computed_is_left_out_and_named() -> None:
     assert "with the largest gradients: packprop.profile(..., outliers=0) kept none" in page.text
 
 
+@one_in(5)
 @pytest.mark.parametrize("change", ["one sample", "infinite", "no gradient"])
 def test_profiles_without_numbers(change: str) -> None:
     model, (x, y) = network()
@@ -262,6 +265,7 @@ def test_a_notebook_shows_it(profile: Profile, monkeypatch: pytest.MonkeyPatch) 
     assert [*profile._repr_mimebundle_()] == ["text/plain"]
 
 
+@thorough
 def test_a_profile_from_files_has_the_same_page(profile: Profile, tmp_path: Path) -> None:
     profile.save(tmp_path)
     again = Profile.load(tmp_path)
@@ -272,6 +276,7 @@ def test_a_profile_from_files_has_the_same_page(profile: Profile, tmp_path: Path
         profile.save_page(tmp_path / "no" / "folder.html")
 
 
+@thorough
 def test_the_command_writes_it(run: Run, tmp_path: Path) -> None:
     status, _, err = run("factories:good", "--page", "--memory", "64MiB")
     assert status == 0

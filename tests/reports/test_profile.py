@@ -11,8 +11,10 @@ import packprop
 from packprop import BadInput
 from packprop.applications.reports.profile.assembly import TOTAL
 from tests.reports.profiled import ALL, OWNED, SIZE, Expected, network, quiet
+from tests.selection import one_in
 
 
+@one_in(3)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("batch_size", [None, 5, 1])
 def test_every_number_against_loops(reduction: str, batch_size: int | None) -> None:

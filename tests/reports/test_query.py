@@ -14,6 +14,7 @@ import packprop
 from packprop.applications.reports import cli
 from packprop.extensions import EKFAC, KFLR, BatchGrad
 from tests.reports.factories import FACTORIES, Run
+from tests.selection import one_in
 
 QUERIES = """
 torch.manual_seed(0)
@@ -87,6 +88,7 @@ def test_options(query: Run) -> None:
         assert [row["row"] for row in one_query["largest"]] == [row["row"] for row in other["largest"]]
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

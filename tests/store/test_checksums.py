@@ -19,6 +19,7 @@ from packprop.store import checksums
 from packprop.store.checksums import COLUMNS, checksum
 from packprop.store.folder import HEADER, ShardHeader
 from packprop.store.marks import CHUNKS
+from tests.selection import one_in
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +68,7 @@ READS: dict[str, Callable[[Store], Any]] = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize("read", READS)
 def test_a_changed_bit_never_comes_back(tmp_path: Path, read: str) -> None:
     if read == "frame":
@@ -129,6 +131,7 @@ def test_blocks_that_were_read_are_not_compared_again(tmp_path: Path, monkeypatc
     assert sum(calls) == 100 + 3 * 100
 
 
+@one_in(2)
 @pytest.mark.parametrize("back", [0, 23, 30, 46, 99, 100])
 def test_after_a_step_back(tmp_path: Path, back: int) -> None:
     """A chunk that is cut has new checksums; what stays of it is compared with the old ones first."""
@@ -210,6 +213,7 @@ def test_several_shards(tmp_path: Path) -> None:
         Store(tmp_path / "store")["b"].torch()
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.bfloat16, torch.complex64, torch.int8, torch.float64], ids=str
 )

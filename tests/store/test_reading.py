@@ -15,6 +15,7 @@ from packprop import Store, StoreWriter
 from packprop.errors import BadInput
 from packprop.store.search import extreme_products
 from tests.references.running import assert_near
+from tests.selection import one_in
 from tests.store.small import problem, rows_one_by_one, written
 
 
@@ -28,6 +29,7 @@ def array(tmp_path: Path) -> Any:
     return Store(tmp_path / "store")["a"], values
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "index",
     [
@@ -82,6 +84,7 @@ def test_arrays_of_numpy_are_mapped_and_kept(tmp_path: Path) -> None:
         values[0] = 0
 
 
+@one_in(3)
 @pytest.mark.parametrize("memory", [1, 100, 2**20])
 @pytest.mark.parametrize("k", [1, 3, 50])
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16], ids=str)

@@ -20,6 +20,7 @@ from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchGrad, BatchL2Grad
 from packprop.store.folder import ShardHeader
 from packprop.store.schema import checksum_of
+from tests.selection import one_in
 from tests.store.small import problem, write_batch, written
 
 
@@ -280,6 +281,7 @@ DAMAGE: list[tuple[str, Callable[[Path], Any], str]] = [
 ]
 
 
+@one_in(5)
 @pytest.mark.parametrize(
     ("file", "damage", "words"), [*DAMAGE, *HOSTILE], ids=[f"{d[0]}-{d[2]}" for d in [*DAMAGE, *HOSTILE]]
 )
@@ -301,6 +303,7 @@ def test_names_that_lead_out_are_written_inside(tmp_path: Path) -> None:
     assert [store[name, name].torch().tolist() for name in names] == [[1, 1]] * len(names)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "name",
     [

@@ -21,9 +21,11 @@ from packprop.engine.functions.node_calls import NodeCall
 from packprop.testing import CheckFailed, check_extension, check_model
 from tests.cases import BY_NAME
 from tests.references.tensors import R
+from tests.selection import one_in
 from tests.testing.registered import classifier, write_an_extension
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "name",
     [

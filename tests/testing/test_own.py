@@ -11,6 +11,7 @@ import pytest
 
 from packprop.testing import check_extension, check_use
 from tests.distributed.processes import script
+from tests.selection import thorough
 from tests.testing.registered import Gate, gates, write_a_use, write_an_extension
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,11 +37,11 @@ def test_an_extension_of_ones_own() -> None:
 @pytest.mark.parametrize(
     "page",
     [
-        "docs/guide/distributed.md",
+        pytest.param("docs/guide/distributed.md", marks=thorough),
         "docs/guide/extending.md",
         "docs/guide/hugging_face.md",
-        "docs/guide/language_models.md",
-        "docs/guide/memory.md",
+        pytest.param("docs/guide/language_models.md", marks=thorough),
+        pytest.param("docs/guide/memory.md", marks=thorough),
     ],
 )
 def test_what_the_pages_show_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from packprop.engine.contributions import extents_of
 from packprop.engine.request import Request, Task
 from packprop.errors import PackpropError
 from packprop.graph.graph import ReachedUse
+from packprop.graph.hooks import refusing_changed_sums
 from packprop.graph.restriction import split_leaves
 from packprop.graph.site import Site
 from packprop.graph.sweep import SweepOptions, Watch, sweep
@@ -35,7 +36,7 @@ def changed_gradient() -> PackpropError:
     """Return the error for a hook that changes a gradient after packprop swept single samples separately."""
     return PackpropError(
         "Quantities of single samples were asked for.",
-        "a hook on a tensor or a module, which changed the gradient",
+        "a hook on a tensor, a node or a module, which changed the gradient",
         "they were taken in a pass of their own (backward(inputs=...), quantities of single tokens, parameters "
         "that are computed and used more than once, or an extension for modules), in which no hook of yours "
         "is run: they would be those of the unchanged gradient",
@@ -169,7 +170,8 @@ class GradientPass:
         complete = False
         terms = term_gradients(graph, summed)
         try:
-            backward(others if summed else None)
+            with graph.hooks.heard(), refusing_changed_sums(graph):
+                backward(others if summed else None)
             complete = True
         finally:
             watch.close(complete)

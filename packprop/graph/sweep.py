@@ -18,6 +18,7 @@ from packprop.functions.entry import ArrivedCotangents
 from packprop.functions.nodes import MASKS, name_of_node
 from packprop.graph.checkpoint_uses import ReentrantInputs, walk_again
 from packprop.graph.graph import Graph, ReachedUse, ReentrantCheckpoint
+from packprop.graph.hooks import refusing_changed_sums
 from packprop.graph.pull import pull_columns
 from packprop.graph.search import nodes_above
 from packprop.recording.reentrant import refused
@@ -189,7 +190,8 @@ class Watch:
         watch = Watch(graph.uses, visit, self._needs_inputs, accumulate=True, hooks=graph.hooks)
         complete = False
         try:
-            torch.autograd.backward(outputs, seeds)
+            with refusing_changed_sums(graph):
+                torch.autograd.backward(outputs, seeds)
             complete = True
         finally:
             watch.close(complete)

@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from packprop.errors import BadInput
 from packprop.recording import aside
-from packprop.recording.marks import AXIS, EXTENDED, HANDLES, LOSS, Handles, marks_of, nodes_above, watch_hooks
+from packprop.recording.marks import AXIS, EXTENDED, HANDLES, LOSS, Handles, marks_of, nodes_above
 from packprop.recording.recorder import LossRecorder, current, mark_outputs
 from packprop.recording.unrecorded import is_traced_over, note_compiled
 
@@ -91,7 +91,6 @@ def extend(
                 child.register_forward_pre_hook(aside.step_aside, with_kwargs=True),
                 child.register_forward_hook(aside.step_back, always_call=True),
             ]
-    watch_hooks()
     return module
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from packprop.algebra.algorithms import algorithms
 from packprop.errors import BadInput
+from packprop.tensors.precision import at_least
 
 
 class UnknownChoice(BadInput, AttributeError):
@@ -90,7 +91,7 @@ class ResidualModifications:
     @staticmethod
     def remove_negative_values(res: Tensor) -> Tensor:
         """Set negative ones to zero."""
-        return res.clamp(min=0)
+        return at_least(res, 0.0)
 
     @staticmethod
     def to_abs(res: Tensor) -> Tensor:

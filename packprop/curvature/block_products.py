@@ -22,7 +22,7 @@ from packprop.curvature.snapshots import Snapshot, snapshots_of, were_changed
 from packprop.errors import BadInput, PackpropError
 from packprop.graph.graph import Graph
 from packprop.tensors.hooks import Hooks
-from packprop.tensors.precision import result_dtype
+from packprop.tensors.precision import at_least, result_dtype
 from packprop.types import EXACT
 
 Matrix = Literal["hessian", "ggn", "positive"]
@@ -133,7 +133,7 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
         _require_swept(graph, routes)
         for (nonlinearity, _), weight in zip(routes.nonlinearities, residuals(graph, routes), strict=True):
             tensors.append(nonlinearity.input)
-            hessians.append(_Scaling(weight.clamp(min=0) if modify == "clip" else weight.abs()))
+            hessians.append(_Scaling(at_least(weight, 0.0) if modify == "clip" else weight.abs()))
     for leaf, snapshots in zip(leaves, read, strict=True):
         block = _GaussNewtonBlock(graph, leaf, tensors, hessians)
         yield leaf, BlockProduct(leaf, block, snapshots, graph.name(leaf), graph.hooks)

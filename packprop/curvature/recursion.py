@@ -38,7 +38,7 @@ from packprop.graph.site import Site
 from packprop.samples.separation import layouts_at
 from packprop.tensors.dry import has_fault
 from packprop.tensors.layout import Layout
-from packprop.tensors.precision import accumulation_dtype
+from packprop.tensors.precision import accumulation_dtype, at_least
 from packprop.tensors.traced import is_traced
 from packprop.types import Seed
 
@@ -202,7 +202,7 @@ def _own_curvature(graph: Graph, step: _Step, curvature: Curvature) -> Tensor:
     own = residual(nonlinearity, gradient, torch.is_grad_enabled())
     diagonal = below.layout.to_front(own).sum(0).flatten()
     if curvature != "hessian":
-        diagonal = diagonal.clamp(min=0) if curvature == "pch-clip" else diagonal.abs()
+        diagonal = at_least(diagonal, 0.0) if curvature == "pch-clip" else diagonal.abs()
     return diagonal
 
 

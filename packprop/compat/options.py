@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from packprop.engine.algebra import algorithms
+from packprop.engine.tensors.precision import at_least
 from packprop.errors import BadInput
 
 
@@ -90,7 +91,7 @@ class ResidualModifications:
     @staticmethod
     def remove_negative_values(res: Tensor) -> Tensor:
         """Set negative ones to zero."""
-        return res.clamp(min=0)
+        return at_least(res, 0.0)
 
     @staticmethod
     def to_abs(res: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from packprop.engine.functions.nodes import is_identity, is_once_differentiable
 from packprop.engine.functions.operands import saved_constants
 from packprop.engine.recording.aside import OwnMode
 from packprop.engine.recording.marks import LOSS, RecordedLoss, nodes_above
-from packprop.engine.tensors.hooks import dictionary_of_node
+from packprop.engine.tensors.hooks import dictionaries_of_node
 from packprop.engine.tensors.state import taken_over, version
 from tests.cases.models.functions import Cube
 from tests.versions import needs_counting, needs_hooks
@@ -297,14 +297,15 @@ def test_a_handle_knows_the_dictionary_of_a_node() -> None:
     z = torch.sin(y)
     for node in (y.grad_fn, z.grad_fn):
         assert node is not None
-        first = node.register_hook(lambda *_: called.append("node"))
-        hooks = dictionary_of_node(node)
-        assert first.id in hooks
-        for number in hooks:
-            hooks[number] = lambda *_: called.append("stand-in")
+        register: Any
+        for register, hooks in zip(
+            (node.register_prehook, node.register_hook), dictionaries_of_node(node), strict=True
+        ):
+            assert register(lambda *_: called.append("node")).id in hooks
+            for number in hooks:
+                hooks[number] = lambda *_: called.append("stand-in")
     z.sum().backward()
-    assert "node" not in called
-    assert "stand-in" in called
+    assert called == ["stand-in"] * 5  # the module's own hook had one, too
 
 
 def test_nodes_that_hand_gradients_on_are_known_by_name() -> None:
@@ -332,19 +333,6 @@ def test_nodes_that_hand_gradients_on_are_known_by_name() -> None:
     z.grad_fn.apply = lambda gradient: (None, 3 * gradient)  # what the engine calls
     z.sum().backward()
     assert torch.equal(x.grad, 3 * torch.ones(3))
-
-
-def test_modules_say_whether_they_have_backward_hooks() -> None:
-    from torch.nn.modules.module import _global_backward_hooks
-
-    module = nn.Linear(3, 2)
-    assert not module._backward_hooks
-    module.register_full_backward_hook(lambda *_: None)
-    assert module._backward_hooks
-    handle = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
-    assert _global_backward_hooks
-    handle.remove()
-    assert not _global_backward_hooks
 
 
 def test_marks_on_a_node_live_and_die_with_the_graph() -> None:

@@ -185,3 +185,19 @@ def test_gradient_of_variance_as_in_the_tutorial() -> None:
     for (name, parameter), a, b in zip(model.named_parameters(), found, expected, strict=True):
         assert_near(a, b, name)
         parameter.grad = None
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_inputs_at_the_bend_of_a_prelu() -> None:
+    """The derivative of ``grad_batch`` in an input that is zero is that of autograd's own gradient."""
+    model, loss_function = packprop.extend(nn.PReLU(3)), packprop.extend(nn.MSELoss(reduction="sum"))
+    x, y = torch.tensor([[0.0, 1, -1], [-1, 0, 2]], requires_grad=True), torch.randn(2, 3)
+    loss = loss_function(model(x), y)
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward(create_graph=True)
+    (expected,) = torch.autograd.grad(loss, model.weight, create_graph=True)
+    found, expected = (
+        torch.autograd.grad(g.sum(), x, retain_graph=True)[0] for g in (model.weight.grad_batch, expected)
+    )
+    torch.testing.assert_close(found, expected)
+    model.zero_grad()

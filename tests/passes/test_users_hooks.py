@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -439,3 +442,92 @@ def test_computed_weights() -> None:
         found.append([*model.seen, model.weight.grad, model.scale.grad])
     assert len(found[0]) == len(found[1]) == 3
     assert all(map(torch.allclose, *found))
+
+
+def hooked_nodes(place: str, when: str, change: Callable[[Tensor], Tensor] | None) -> tuple[Net, Log]:
+    """A model in which each pass leaves a hook on the node of a layer, or on one that leads to a weight."""
+    log, model = Log(change), build(None)
+
+    def changed(gradients: Sequence[Tensor | None]) -> Any:
+        log.note(place, *gradients)
+        return change and tuple(None if each is None else change(each) for each in gradients)
+
+    def add(_module: Any, _inputs: Any, out: Tensor) -> None:
+        node: Any = out.grad_fn
+        if place == "weight":
+            node = node.next_functions[2][0]
+        if when == "before":
+            node.register_prehook(changed)
+        else:
+            node.register_hook(lambda gradients, _: changed(gradients))
+
+    model.get_submodule("second" if place == "weight" else place).register_forward_hook(add)
+    return model, log
+
+
+@pytest.mark.parametrize("change", [None, clip], ids=["unchanged", "changed"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("place", ["act", "second", "weight"])
+def test_hooks_on_nodes(place: str, when: str, change: Callable[[Tensor], Tensor] | None) -> None:
+    """They run once; what acts on sums over samples alone is refused for quantities of single samples."""
+    quiet, (plain, expected_log) = build(None), hooked_nodes(place, when, change)
+    expected, (model, log) = run(plain, None), hooked_nodes(place, when, change)
+    curvature = [extensions.DiagGGNExact(), extensions.DiagHessian(), extensions.KFRA()]
+    run(quiet, curvature)
+    found = run(model, curvature)
+    torch.testing.assert_close(found, expected)
+    assert_same_log(log, expected_log)
+    for parameter, own in zip(model.parameters(), quiet.parameters(), strict=True):
+        for name in ("diag_ggn_exact", "diag_h", "kfra"):
+            torch.testing.assert_close(getattr(parameter, name), getattr(own, name))
+    again, log = hooked_nodes(place, when, change)
+    if change is not None and (place == "weight" or (place, when) == ("second", "after")):
+        with pytest.raises(packprop.PackpropError, match="sum over samples"):
+            run(again, [extensions.BatchGrad()])
+    else:
+        torch.testing.assert_close(run(again, [extensions.BatchGrad(), extensions.DiagGGNExact()]), expected)
+        assert_same_log(log, expected_log)
+        for parameter in again.parameters():
+            torch.testing.assert_close(parameter.grad_batch.sum(0), parameter.grad)
+
+
+def test_hooks_that_change_a_computed_weight() -> None:
+    """They are given the sum over samples: the gradients of samples would not add up to ``.grad``."""
+    weight, (x, y) = nn.Parameter(torch.randn(3, 4)), data()
+    for asked, refused in (([extensions.DiagGGNExact()], False), ([extensions.BatchGrad()], True)):
+        scaled = weight * 2
+        scaled.register_hook(clip)
+        loss = F.cross_entropy(x.float() @ scaled.mT, y)
+        with packprop.backpack(*asked):
+            if not refused:
+                loss.backward()
+                continue
+            with pytest.raises(packprop.PackpropError, match="sum over samples"):
+                loss.backward()
+
+
+UNEXTENDED = """
+import torch
+from packprop import backpack, extensions
+
+torch.manual_seed(0)
+x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+first, second = torch.nn.Linear(4, 5), torch.nn.Linear(5, 3)
+for hooked in (False, True):
+    seen = []
+    h = first(x).tanh()
+    if hooked:
+        h.register_hook(lambda gradient: seen.append(gradient) or 2 * gradient)
+        h.retain_grad()
+    with backpack(extensions.DiagGGNExact()):
+        torch.nn.functional.cross_entropy(second(h), y).backward()
+    if hooked:
+        assert len(seen) == 1 and torch.equal(h.grad, 2 * seen[0])
+        torch.testing.assert_close(first.weight.diag_ggn_exact, before)
+    before = first.weight.diag_ggn_exact
+"""
+
+
+def test_hooks_of_models_that_were_never_extended() -> None:
+    """In a process of its own: nothing was extended there."""
+    subprocess.run([sys.executable, "-c", UNEXTENDED], check=True, timeout=120)

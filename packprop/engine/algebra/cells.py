@@ -19,7 +19,7 @@ from packprop.engine.algebra.monoid import Moments
 from packprop.engine.algebra.structures import Lookup, Outer, Tied, fold_matrix
 from packprop.engine.tensors.device import device_kind
 from packprop.engine.tensors.dry import chunk_starts
-from packprop.engine.tensors.precision import wider_dtype
+from packprop.engine.tensors.precision import at_least, wider_dtype
 
 Cell = Callable[..., Any]
 
@@ -101,7 +101,7 @@ def _norms_by_products(cotangent: Tensor, x: Tensor, wide: torch.dtype, limited:
     inputs = _products_of_positions(x[None], wide, at_once)
     cotangents = _products_of_positions(cotangent, wide, at_once)
     norms: Tensor = torch.einsum("bst,bst->b", inputs, cotangents).unflatten(0, (len(x), -1)).sum(1)
-    return norms.clamp(min=0).to(cotangent.dtype)
+    return at_least(norms, 0.0).to(cotangent.dtype)
 
 
 def _products_of_positions(values: Tensor, wide: torch.dtype, at_once: int) -> Tensor:
@@ -187,7 +187,7 @@ def _tied_sq_norm(structure: Tied) -> Tensor | None:
     index = lookup.index[None, :, None, :].expand(*cotangent.shape[:3], -1)
     both = (inputs * cotangent.gather(3, index)).sum((0, 2, 3))
     norms: Tensor = mapped + looked + 2 * both
-    return norms.clamp(min=0).to(dtype)
+    return at_least(norms, 0.0).to(dtype)
 
 
 def _blocks(count: int, step: int) -> list[slice]:

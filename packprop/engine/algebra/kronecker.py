@@ -19,7 +19,7 @@ from torch import Tensor
 from packprop.engine.algebra.decompositions import eigh, eigvalsh, inverted, require_finite, singular
 from packprop.engine.algebra.order import EntryOrder
 from packprop.engine.tensors.dry import has_fault, is_dry_run
-from packprop.engine.tensors.precision import accumulation_dtype, result_dtype
+from packprop.engine.tensors.precision import accumulation_dtype, at_least, result_dtype
 from packprop.engine.tensors.traced import is_traced
 from packprop.errors import BadInput
 
@@ -165,7 +165,7 @@ def inverse(block: Block, damping: float) -> list[Tensor] | Eigen:
         return [_inverted(_shifted(_widened(block[0]), damping)).to(block[0].dtype)]
     B, A = map(_widened, block)
     tiny = torch.finfo(B.dtype).tiny
-    means = [_diagonal(factor).mean().clamp(min=tiny) for factor in (B, A)]
+    means = [at_least(_diagonal(factor).mean(), tiny) for factor in (B, A)]
     pi = (means[1] / means[0]).sqrt()
     return [
         _inverted(_shifted(B, math.sqrt(damping) / pi)).to(block[0].dtype),
@@ -210,7 +210,7 @@ def logdet(block: Block, damping: float = 0.0) -> Tensor:
     """
     _require_damping("logdet", damping)
     if isinstance(block, Eigen):
-        values = block.values.clamp(min=0)
+        values = at_least(block.values, 0.0)
     else:
         _require_factors("logdet", block)
         values = _eigenvalues(block[0])
@@ -248,7 +248,7 @@ def _decomposed(factor: Tensor) -> tuple[Tensor, Tensor]:
 def _eigenvalues(factor: Tensor) -> Tensor:
     """Return eigenvalues, of which rounding makes none negative."""
     wide = _widened(factor)
-    return (wide if wide.dim() == 1 else eigvalsh(wide)).clamp(min=0)
+    return at_least(wide if wide.dim() == 1 else eigvalsh(wide), 0.0)
 
 
 def _without_rounding(values: Tensor, damping: float) -> Tensor:

@@ -25,7 +25,7 @@ from packprop.engine.curvature.seeds import columns
 from packprop.engine.curvature.snapshots import Snapshot, snapshots_of, were_changed
 from packprop.engine.graph.graph import Graph
 from packprop.engine.tensors.hooks import Hooks
-from packprop.engine.tensors.precision import result_dtype
+from packprop.engine.tensors.precision import at_least, result_dtype
 from packprop.errors import BadInput, PackpropError
 from packprop.types import EXACT
 
@@ -137,7 +137,7 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
         _require_swept(graph, routes)
         for (nonlinearity, _), weight in zip(routes.nonlinearities, residuals(graph, routes), strict=True):
             tensors.append(nonlinearity.input)
-            hessians.append(_Scaling(weight.clamp(min=0) if modify == "clip" else weight.abs()))
+            hessians.append(_Scaling(at_least(weight, 0.0) if modify == "clip" else weight.abs()))
     for leaf, snapshots in zip(leaves, read, strict=True):
         block = _GaussNewtonBlock(graph, leaf, tensors, hessians)
         yield leaf, BlockProduct(leaf, block, snapshots, graph.name(leaf), graph.hooks)

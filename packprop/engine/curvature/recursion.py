@@ -37,7 +37,7 @@ from packprop.engine.graph.site import Site
 from packprop.engine.samples.separation import layouts_at
 from packprop.engine.tensors.dry import has_fault
 from packprop.engine.tensors.layout import Layout
-from packprop.engine.tensors.precision import accumulation_dtype
+from packprop.engine.tensors.precision import accumulation_dtype, at_least
 from packprop.engine.tensors.traced import is_traced
 from packprop.errors import PackpropError
 from packprop.types import Seed
@@ -202,7 +202,7 @@ def _own_curvature(graph: Graph, step: _Step, curvature: Curvature) -> Tensor:
     own = residual(nonlinearity, gradient, torch.is_grad_enabled())
     diagonal = below.layout.to_front(own).sum(0).flatten()
     if curvature != "hessian":
-        diagonal = diagonal.clamp(min=0) if curvature == "pch-clip" else diagonal.abs()
+        diagonal = at_least(diagonal, 0.0) if curvature == "pch-clip" else diagonal.abs()
     return diagonal
 
 

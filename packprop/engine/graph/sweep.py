@@ -18,6 +18,7 @@ from packprop.engine.functions.entry import ArrivedCotangents
 from packprop.engine.functions.nodes import MASKS, name_of_node
 from packprop.engine.graph.checkpoint_uses import ReentrantInputs, walk_again
 from packprop.engine.graph.graph import Graph, ReachedUse, ReentrantCheckpoint
+from packprop.engine.graph.hooks import refusing_changed_sums
 from packprop.engine.graph.pull import pull_columns
 from packprop.engine.graph.search import nodes_above
 from packprop.engine.recording.reentrant import refused
@@ -189,7 +190,8 @@ class Watch:
         watch = Watch(graph.uses, visit, self._needs_inputs, accumulate=True, hooks=graph.hooks)
         complete = False
         try:
-            torch.autograd.backward(outputs, seeds)
+            with refusing_changed_sums(graph):
+                torch.autograd.backward(outputs, seeds)
             complete = True
         finally:
             watch.close(complete)

@@ -26,7 +26,7 @@ from packprop.engine.graph.completeness import (
     require_known_shards,
 )
 from packprop.engine.graph.graph import Graph, ReachedLoss, ReachedUse, ReentrantCheckpoint
-from packprop.engine.graph.hooks import has_older_hooks, hooks_on, is_of_interest
+from packprop.engine.graph.hooks import hooks_on
 from packprop.engine.graph.open_paths import find_open_places
 from packprop.engine.graph.reading import Reading
 from packprop.engine.graph.reorderings import axes_reordered, own_options
@@ -54,7 +54,6 @@ class _Trail:
         places: The number of each node, in the order in which they were met.
         options: Options of nodes.
         consumed: Leaves, each with a node that takes it.
-        of_interest: Nodes that may have hooks.
         cut: Nodes of functions without a derivative.
         reentrant: Reentrant checkpoints by their nodes.
     """
@@ -65,7 +64,6 @@ class _Trail:
     places: dict[Node, int] = field(default_factory=dict)
     options: list[Any] = field(default_factory=list)
     consumed: list[tuple[Tensor, Node]] = field(default_factory=list)
-    of_interest: list[Node] = field(default_factory=list)
     cut: list[Node] = field(default_factory=list)
     reentrant: dict[Node, ReentrantCheckpoint] = field(default_factory=dict)
 
@@ -141,8 +139,7 @@ def walk(
         use.recomputed = any(keeps_elsewhere(node) for node, _ in use.nodes.values())
         use.waits = tied or use.recomputed
     tensors = [*roots, *(loss.call.input for loss in graph.losses), *graph.leaves()]
-    of_interest = trail.order if has_older_hooks(graph.modules) else trail.of_interest
-    graph.hooks = hooks_on(of_interest, tensors)
+    graph.hooks = hooks_on(trail.order, tensors)
     require_known_shards(graph, unshards)
     graph.again = lambda: walk(roots, gradients, wanted, unshards=unshards, inside=inside)
     graph.structure, graph.signature = _structure(graph, trail.names), _signature(graph, trail)
@@ -160,8 +157,8 @@ def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -
         trail.places[node] = len(trail.names)
         trail.names.append(SAME_AS.get(name, name))
         trail.options += options_of(node)
-        if marks or is_of_interest(name, marks):
-            _note_marks(graph, trail, node, name, marks)
+        if marks:
+            _note_marks(graph, node, marks)
         if is_reentrant(node):
             checkpoint = ReentrantCheckpoint(
                 node, lambda roots: walk(roots, [None] * len(roots), wanted, unshards=True, inside=True)
@@ -179,9 +176,7 @@ def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -
     return trail
 
 
-def _note_marks(graph: Graph, trail: _Trail, node: Node, name: str, marks: dict[str, Any]) -> None:
-    if is_of_interest(name, marks):
-        trail.of_interest.append(node)
+def _note_marks(graph: Graph, node: Node, marks: dict[str, Any]) -> None:
     if LOSS in marks:
         call, output = marks[LOSS]
         graph.losses.append(ReachedLoss(call, node, output))

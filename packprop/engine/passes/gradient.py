@@ -11,6 +11,7 @@ from torch import Tensor
 from packprop.engine.algebra.formation import forms_rows
 from packprop.engine.curvature.terms import term_gradients
 from packprop.engine.graph.graph import ReachedUse
+from packprop.engine.graph.hooks import refusing_changed_sums
 from packprop.engine.graph.restriction import split_leaves
 from packprop.engine.graph.site import Site
 from packprop.engine.graph.sweep import SweepOptions, Watch, sweep
@@ -35,7 +36,7 @@ def changed_gradient() -> PackpropError:
     """Return the error for a hook that changes a gradient after packprop swept single samples separately."""
     return PackpropError(
         "Quantities of single samples were asked for.",
-        "a hook on a tensor or a module, which changed the gradient",
+        "a hook on a tensor, a node or a module, which changed the gradient",
         "they were taken in a pass of their own (backward(inputs=...), quantities of single tokens, parameters "
         "that are computed and used more than once, or an extension for modules), in which no hook of yours "
         "is run: they would be those of the unchanged gradient",
@@ -169,7 +170,8 @@ class GradientPass:
         complete = False
         terms = term_gradients(graph, summed)
         try:
-            backward(others if summed else None)
+            with graph.hooks.heard(), refusing_changed_sums(graph):
+                backward(others if summed else None)
             complete = True
         finally:
             watch.close(complete)

@@ -3,7 +3,7 @@
 # NOTE [Hooks on tensors]
 Autograd keeps the hooks of a tensor on the node that made it, where nothing shows them, also when nobody holds
 the tensor any more. packprop differentiates a graph more often than its user asked for, and must keep these
-hooks quiet (NOTE [Quiet hooks]). So once a module was extended, ``Tensor.register_hook`` leaves the dictionary
+hooks quiet (NOTE [Quiet hooks]). So once this file is imported, ``Tensor.register_hook`` leaves the dictionary
 of the hooks in the ``metadata`` of that node, and ``retain_grad`` leaves a reference to its tensor. Both do
 what they did before.
 """
@@ -184,13 +184,6 @@ def marks_of(node: Node) -> dict[str, Any]:
     return cast(dict[str, Any], node.metadata)
 
 
-def watch_hooks() -> None:
-    """Note hooks on tensors from now on; see NOTE [Hooks on tensors]."""
-    if Tensor.register_hook is not _noted:
-        Tensor.register_hook = _noted  # type: ignore[method-assign]  # there is no other way to see it
-        Tensor.retain_grad = _retained  # type: ignore[assignment,method-assign]  # nor this
-
-
 _register_hook, _retain_grad = Tensor.register_hook, Tensor.retain_grad
 
 
@@ -210,6 +203,10 @@ def _retained(tensor: Tensor) -> None:
     _retain_grad(tensor)
     if tensor.grad_fn is not None:
         marks_of(tensor.grad_fn).setdefault(RETAINS, []).append(weakref.ref(tensor))
+
+
+Tensor.register_hook = _noted  # type: ignore[method-assign]  # there is no other way to see it
+Tensor.retain_grad = _retained  # type: ignore[assignment,method-assign]  # nor this
 
 
 def nodes_above(nodes: Iterable[Node | None], end: Node | None = None) -> Iterator[Node]:

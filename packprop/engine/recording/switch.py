@@ -12,16 +12,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from packprop.engine.recording import aside
-from packprop.engine.recording.marks import (
-    AXIS,
-    EXTENDED,
-    HANDLES,
-    LOSS,
-    Handles,
-    marks_of,
-    nodes_above,
-    watch_hooks,
-)
+from packprop.engine.recording.marks import AXIS, EXTENDED, HANDLES, LOSS, Handles, marks_of, nodes_above
 from packprop.engine.recording.recorder import LossRecorder, current, mark_outputs
 from packprop.engine.recording.unrecorded import is_traced_over, note_compiled
 from packprop.errors import BadInput
@@ -100,7 +91,6 @@ def extend(
                 child.register_forward_pre_hook(aside.step_aside, with_kwargs=True),
                 child.register_forward_hook(aside.step_back, always_call=True),
             ]
-    watch_hooks()
     return module
 
 

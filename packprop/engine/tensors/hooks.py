@@ -2,11 +2,12 @@
 
 # NOTE [Quiet hooks]
 packprop differentiates a graph more often than its user does: to find samples, once for each column, twice for
-a Hessian. Hooks on tensors and modules belong to the user's pass alone. While packprop differentiates, each
-hook has a stand-in that does nothing, in the dictionary in which autograd looks up the hook. So a hook that is
-removed meanwhile is gone, and the order stays. ``retain_grad`` cannot be switched off: packprop drops the
-``.grad`` that it leaves before the next one is added to it, and puts back the user's own one in the end. A node
-that does something else besides only hands its gradients on in the meantime.
+a Hessian. Hooks on tensors, nodes and modules belong to the user's pass alone. While packprop differentiates,
+each hook has a stand-in that does nothing, in the dictionary in which autograd looks up the hook. So a hook
+that is removed meanwhile is gone, and the order stays. Nothing shows the hooks of a node, but the handle of any
+hook on it knows this dictionary. ``retain_grad`` cannot be switched off: packprop drops the ``.grad`` that it
+leaves before the next one is added to it, and puts back the user's own one in the end. A node that does
+something else besides only hands its gradients on in the meantime.
 
 ``Tensor._backward_hooks`` is the dictionary of a tensor. It is private, and only this file uses it: the public
 API lets only the owner of a hook take it off.
@@ -53,12 +54,18 @@ def has_late_hooks(tensor: Tensor) -> bool:
     return bool(tensor._post_accumulate_grad_hooks)
 
 
-def dictionary_of_node(node: Any) -> HookDictionary:
-    """Return the hooks that run after a node: a handle of a hook knows which dictionary it is in."""
-    handle = node.register_hook(_stand_in)
-    hooks: HookDictionary = handle.hooks_dict_ref()
-    handle.remove()
-    return hooks
+def dictionaries_of_node(node: Any) -> tuple[HookDictionary, HookDictionary]:
+    """Return the hooks that run before a node, and those after it: a handle knows which dictionary it is in."""
+    handles = node.register_prehook(_stand_in), node.register_hook(_stand_in)
+    before, after = (handle.hooks_dict_ref() for handle in handles)
+    for handle in handles:
+        handle.remove()
+    return before, after
+
+
+def has_users_hooks(hooks: HookDictionary) -> bool:
+    """Tell whether any of some hooks is not packprop's own."""
+    return not all(map(_is_own, hooks.values()))
 
 
 def undisturbed(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
@@ -85,12 +92,13 @@ class Hooks:
         chosen = list({id(tensor): tensor for tensor in tensors}.values())
         inside = [*dictionaries, *_dictionaries(tensor for tensor in chosen if not tensor.is_leaf)]
         everywhere = [*inside, *_dictionaries(tensor for tensor in chosen if tensor.is_leaf)]
-        self._dictionaries = list({id(hooks): hooks for hooks in everywhere}.values())
+        self.dictionaries = list({id(hooks): hooks for hooks in everywhere}.values())
+        """The hooks on tensors and nodes, as autograd keeps them."""
         self._retaining = [tensor for tensor in chosen if tensor.retains_grad]
         self._doers = list(doers)
         self.are_inside = bool(inside or self._retaining or self._doers)
         """Tell whether there are any hooks besides those on leaves, including nodes that do something else."""
-        self._any = bool(self._dictionaries or self._retaining or self._doers)
+        self._any = bool(self.dictionaries or self._retaining or self._doers)
         self._quieted: contextlib.ExitStack | None = None
 
     def require_none(self) -> None:
@@ -101,13 +109,13 @@ class Hooks:
         """
         if self._any:
             raise not_traceable(
-                "a hook on a tensor, a parameter or a module that is called in the backward pass",
+                "a hook on a tensor, a node, a parameter or a module that is called in the backward pass",
                 "a replay calls no Python function, so the hook would not be called again",
             )
 
     def owners(self) -> list[Any]:
         """Return the objects that the hooks are methods of; for functions, the functions."""
-        return [owner_of(hook) for hooks in self._dictionaries for hook in hooks.values()]
+        return [owner_of(hook) for hooks in self.dictionaries for hook in hooks.values()]
 
     def quiet(self) -> AbstractContextManager[None]:
         """Silence every hook inside."""
@@ -149,20 +157,28 @@ class Hooks:
     @contextlib.contextmanager
     def _replaced(self, replacement: Callable[[Any], Any]) -> Iterator[None]:
         """Give each hook another function in its place inside."""
-        own = [dict(hooks) for hooks in self._dictionaries]
-        for hooks in self._dictionaries:
+        own = [dict(hooks) for hooks in self.dictionaries]
+        for hooks in self.dictionaries:
             for number, hook in hooks.items():
-                hooks[number] = replacement(hook)
+                if not _is_own(hook):
+                    hooks[number] = replacement(hook)
         try:
             yield
         finally:
-            for hooks, before in zip(self._dictionaries, own, strict=True):
+            for hooks, before in zip(self.dictionaries, own, strict=True):
                 for number in hooks.keys() & before.keys():
                     hooks[number] = before[number]
 
 
 def _dictionaries(tensors: Iterable[Tensor]) -> list[HookDictionary]:
     return [hooks for tensor in tensors if (hooks := dictionary_of(tensor))]
+
+
+def _is_own(hook: Any) -> bool:
+    """Tell whether a hook is packprop's, which does not stand in for one of the user's."""
+    while isinstance(hook, partial) and hook.func is not _unchanging:
+        hook = hook.func
+    return hook is not _stand_in and str(getattr(hook, "__module__", "")).startswith("packprop.")
 
 
 def owner_of(hook: Any) -> Any:

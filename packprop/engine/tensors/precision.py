@@ -1,4 +1,4 @@
-"""The precision of sums and of results."""
+"""The precision of sums and of results, and results that rounding has taken out of bounds."""
 
 from __future__ import annotations
 
@@ -26,3 +26,11 @@ def wider_dtype(dtype: torch.dtype, device: str) -> torch.dtype | None:
 def result_dtype(vectors: Tensor, products: Tensor) -> torch.dtype:
     """Return the precision of products with ``vectors``: theirs, or that of ``products`` for whole numbers."""
     return vectors.dtype if vectors.is_floating_point() or vectors.is_complex() else products.dtype
+
+
+def at_least(values: Tensor, bound: float) -> Tensor:
+    """Raise values to a bound below which only rounding has taken them; the derivative at the bound is one.
+
+    That of ``clamp`` is zero there from PyTorch 2.14 on.
+    """
+    return torch.where(values < bound, bound, values)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from packprop.engine.functions.nodes import names_of_nodes
 from packprop.engine.functions.operands import REARRANGING
+from packprop.engine.tensors.precision import at_least
 
 CARRYING = (REARRANGING - names_of_nodes("Cat Stack Tril Triu Neg")) | names_of_nodes(
     "Index IndexSelect MaskedSelect HandedOn"
@@ -42,11 +43,12 @@ class Link:
 
 def _log_odds(probabilities: Tensor) -> Tensor:
     limits = torch.finfo(probabilities.dtype)
-    return probabilities.clamp(limits.tiny, 1 - limits.eps / 2).logit()
+    most = 1 - limits.eps / 2
+    return at_least(torch.where(probabilities > most, most, probabilities), limits.tiny).logit()
 
 
 def _logarithm(rates: Tensor) -> Tensor:
-    return rates.clamp(min=torch.finfo(rates.dtype).tiny).log()
+    return at_least(rates, torch.finfo(rates.dtype).tiny).log()
 
 
 LOG_SOFTMAX = Link((("LogSoftmax",), ("Log", "Softmax")), lambda log_probabilities: log_probabilities, True)

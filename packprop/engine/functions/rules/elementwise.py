@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from packprop.engine.functions.building import scaled
 from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.node_calls import NodeCall
@@ -43,8 +46,13 @@ def _quotient(call: NodeCall) -> Entry:
 
 @rule_of("PreluKernel")
 def _prelu(call: NodeCall) -> Entry | None:
-    x = call.saved("self")
-    return scaled(call, lambda: x().clamp(max=0), linear=True) if call.place else None
+    saved = call.saved("self")
+
+    def negative_part() -> Tensor:
+        x = saved()
+        return torch.where(x >= 0, 0.0, x)  # constant at zero, as in autograd's own second derivative
+
+    return scaled(call, negative_part, linear=True) if call.place else None
 
 
 @rule_of(*(ENTRY_BY_ENTRY - names_of_nodes("Add Sub Rsub Mul Div Stack NativeDropout")))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from packprop.engine.algebra import algorithms
-from packprop.engine.tensors.precision import at_least
+from packprop.engine.tensors import at_least
 from packprop.errors import BadInput
 
 

@@ -8,7 +8,7 @@ from packprop.engine.tensors.long_work import doing, expect, waiting
 from packprop.engine.tensors.names import named_buffers, named_modules, named_parameters
 from packprop.engine.tensors.nesting import PLAIN, map_instances, map_tensors, tensors_in
 from packprop.engine.tensors.plain_text import plain_text
-from packprop.engine.tensors.precision import accumulation_dtype, result_dtype, wider_dtype
+from packprop.engine.tensors.precision import accumulation_dtype, at_least, result_dtype, wider_dtype
 from packprop.engine.tensors.random import random_numbers_from, random_states, set_random_states
 from packprop.engine.tensors.sharding import (
     abandon_forward,
@@ -45,6 +45,7 @@ __all__ = [
     "abandon_forward",
     "accumulation_dtype",
     "allocated_bytes",
+    "at_least",
     "call",
     "class_before_sharding",
     "coming_to_units",

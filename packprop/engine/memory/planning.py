@@ -107,12 +107,15 @@ def _forward_of(model: nn.Module, loss: LossFunction | None, batch: Any) -> Forw
             f"give such a batch: (inputs, targets), or a mapping with the targets as {LABELS!r}",
         )
     inputs, targets = split
+    alive: list[Any] = []  # until the pass is over, as you hold your loss: a pass looks at all extended modules
 
     def forward(copied: nn.Module, fake: Callable[[Any], Any]) -> Tensor:
+        alive.clear()
         given = fake(map_tensors(TensorSpec.of, inputs))
         target = fake(map_tensors(TensorSpec.of, targets))
         extend(copied)
         copied_loss = copy_without_data(loss, fake) if isinstance(loss, nn.Module) else loss
+        alive.append(copied_loss)
         with record():
             return outputs_and_loss(ASKED, copied, copied_loss, given, target)[1]
 

@@ -81,7 +81,12 @@ SHARED: dict[str, Callable[[nn.Embedding, Tensor, Tensor], Tensor]] = {
     "[1, s]": lambda table, x, places: x + table(places.reshape(-1, 5)),
     "[s], subtracted": lambda table, x, places: x - 2 * x * table(places),
     "[s], expanded": lambda table, x, places: torch.cat([x, table(places).expand_as(x)], 1),
+    "[s], taken twice": lambda table, x, places: taken_twice(x, table(places)),
 }
+
+
+def taken_twice(x: Tensor, looked_up: Tensor) -> Tensor:
+    return torch.sin(x + looked_up) - x * looked_up
 
 
 def positions_of(

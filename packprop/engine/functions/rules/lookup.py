@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -41,12 +42,12 @@ def _embedding(call: NodeCall) -> Entry:
     )
 
 
-def _build(call: NodeCall) -> Callable[[Tensor | None, Tensor], Structure]:
+def _build(call: NodeCall) -> Callable[[Tensor | None, Tensor], Lookup]:
     """Return what makes the structure of a table from cotangents ``[v, n, *s, o]`` and indices ``[n, *s]``."""
     entries, width = call.operand.shape
     padding, dtype = call.option("padding_idx"), accumulation_dtype(call.operand.tensor.dtype)
 
-    def build(cotangent: Tensor | None, index: Tensor) -> Structure:
+    def build(cotangent: Tensor | None, index: Tensor) -> Lookup:
         index = index.reshape(index.shape[0], -1)
         if cotangent is not None:
             cotangent = cotangent.reshape(*cotangent.shape[:2], -1, width)
@@ -76,7 +77,7 @@ def of_table(call: NodeCall, entry: Entry) -> Entry:
         def of_shared(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
             rows, index = structure_of(cotangents, layouts, samples).rows, indices()
             chosen = samples if isinstance(samples, Tensor) else range(layouts[0].samples)[samples]
-            return build(rows, index.expand(len(chosen), *index.shape))
+            return replace(build(rows, index.expand(len(chosen), *index.shape)), shared=node)
 
         return of_shared
 

@@ -292,6 +292,6 @@ def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> Pa
         f"no axis of the output, of shape {list(mixing.recorded.shapes[0])}, holds them. Sample n is row n of "
         f"what the loss takes{declaration(graph)}",
         f"{one_row}keep the samples apart (no statistics over the batch); declare their axis if the loss takes "
-        "another one first, extend(model, sample_axis=1); if several rows of the loss are of one sample, flatten them "
-        "in front of it from a tensor [n, t, c]; or set requires_grad=False on the parameters upstream",
+        "another one first, extend(model, sample_axis=1); if several rows of the loss are of one sample, "
+        "flatten them in front of it from a tensor [n, t, c]; or set requires_grad=False on the parameters upstream",
     )

@@ -293,5 +293,6 @@ def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> Pa
         f"what the loss takes{declaration(graph)}",
         f"{one_row}keep the samples apart (no statistics over the batch); declare their axis if the loss takes "
         "another one first, extend(model, sample_axis=1); if several rows of the loss are of one sample, "
-        "flatten them in front of it from a tensor [n, t, c]; or set requires_grad=False on the parameters upstream",
+        "flatten them in front of it from a tensor [n, t, c]; or set requires_grad=False on the parameters "
+        "upstream",
     )

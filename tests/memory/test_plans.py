@@ -87,6 +87,19 @@ def test_a_plan_leaves_no_copy_for_the_collector() -> None:
         gc.enable()
 
 
+def test_a_budget_alone_asks_for_an_extended_model() -> None:
+    model, (x, y) = network(), data(4)
+    loss, refused = F.cross_entropy(model(x), y), pytest.raises(BadInput, match="not extended")
+    with refused as error, packprop.backpack(extensions.Variance(), memory="1GB"):
+        loss.backward()
+    assert "packprop.extend(model) before its forward pass" in error.value.instead
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), (x, y), extensions.Variance(), memory="1GB")
+    for memory in (plan, "1GB"):
+        with packprop.backpack(extensions.Variance(), memory=memory):
+            F.cross_entropy(model(x), y).backward()
+        packprop.extend(model).zero_grad()
+
+
 class Weighing(nn.Module):
     """A learned weight of a loss."""
 

@@ -45,6 +45,11 @@ class Operator:
     damping: float = 0.0
     snapshots: Sequence[Snapshot] = ()
 
+    def __repr__(self) -> str:
+        rows, columns = self.shape
+        damping = f", damping={self.damping}" if self.damping else ""
+        return f"Operator({rows} x {columns}, {self.dtype}, of {len(self.parameters)} parameters{damping})"
+
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns: the number of entries of all parameters."""

@@ -73,11 +73,15 @@ def uses() -> Figure:
 def sweeps() -> Figure:
     """Seeds at the loss, and what they become at the uses."""
     figure, ax = canvas(12.2, 4.7, (9, 3.6))
-    for x, text, colour in ((2.2, "use: hidden", BLUE), (6.2, "use: head", BLUE), (10.6, "loss", GREEN)):
+    for x, text, colour in (
+        (2.2, "use: hidden", BLUE),
+        (6.2, "use: head", BLUE),
+        (10.6, "cross entropy", GREEN),
+    ):
         box(ax, x, 4.2, text, colour, 2.0)
     rows = (
         (2.9, "the gradient", "1 column", BLACK, "-", "[1, n, 8]", "[1, n, 3]"),
-        (1.8, "root of the loss's Hessian", "3 columns", RED, "-", "[3, n, 8]", "[3, n, 3]"),
+        (1.8, "root of the loss's Hessian", "2 columns for 3 classes", RED, "-", "[2, n, 8]", "[2, n, 3]"),
         (0.7, "random root (Monte Carlo)", "m columns", PINK, "--", "[m, n, 8]", "[m, n, 3]"),
     )
     for y, seed, columns, colour, style, at_hidden, at_head in rows:

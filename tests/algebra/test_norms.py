@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from packprop.engine.algebra.algorithms import algorithms
+from packprop.engine.algebra.joining import join
 from packprop.engine.algebra.kernels import norms_of
 from packprop.engine.algebra.order import fold_to
 from packprop.engine.algebra.statistics import sq_norm
-from packprop.engine.algebra.structures import Lookup, Outer, Tied, join, rows
+from packprop.engine.algebra.structures import Lookup, Outer, Tied, rows
 
 
 def cancelling(*shape: int) -> torch.Tensor:

@@ -230,6 +230,12 @@ def test_old_values_and_freed_graphs_are_refused() -> None:
         operator @ vector
 
 
+def test_an_operator_prints_its_size() -> None:
+    model = nn.Linear(3, 2)
+    operator = operators.hessian(lambda: model(torch.ones(1, 3)).square().sum(), [*model.parameters()], 0.5)
+    assert repr(operator) == "Operator(8 x 8, torch.float32, of 2 parameters, damping=0.5)"
+
+
 def test_bad_arguments() -> None:
     setting = Setting("plain", torch.float64, False)
     (first, *_) = setting.parameters

@@ -167,6 +167,9 @@ def test_bad_input() -> None:
         operators.of_data(model, loss, data, parameters=[first, first])
     with pytest.raises(BadInput, match="none of the model's"):
         operators.of_data(model, loss, data, parameters=[nn.Parameter(torch.ones(2))])
+    with pytest.raises(BadInput, match="a parameter with requires_grad=False"):
+        operators.of_data(model, loss, data, parameters=[first.requires_grad_(False)])
+    first.requires_grad_()
     with pytest.raises(BadInput, match="would have no rows"):
         operators.of_data(model, loss, data, parameters=[])
     operator = operators.of_data(model, loss, data, progress=False)

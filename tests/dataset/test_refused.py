@@ -123,3 +123,32 @@ def test_errors_between_batches_are_not_errors_of_the_data(monkeypatch: pytest.M
     model, data = small()
     with pytest.raises(OSError, match=r"^no space left$"):
         compute(model, nn.CrossEntropyLoss(), data, extensions.EKFAC(fisher="exact"))
+
+
+class Graphs:
+    """A batch of graphs, as an object of one's own."""
+
+    def __init__(self, nodes: Tensor, graph: Tensor, classes: Tensor) -> None:
+        self.nodes, self.graph, self.classes = nodes, graph, classes
+
+
+class OverGraphs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, *given: Graphs, **tensors: Tensor) -> Tensor:
+        batch = given[0] if given else Graphs(**tensors)
+        pooled = torch.zeros(len(batch.classes), 4).index_add(
+            0, batch.graph, torch.tanh(self.body(batch.nodes))
+        )
+        return F.cross_entropy(self.head(pooled), batch.classes)
+
+
+def test_batches_that_are_objects_and_mappings_of_their_tensors() -> None:
+    data = [Graphs(torch.randn(5, 3), torch.tensor([0, 0, 1, 1, 1]), torch.tensor([0, 1])) for _ in range(3)]
+    with pytest.raises(BadInput, match="batch 1 of the data, Graphs") as error:
+        compute(OverGraphs(), None, data, extensions.BatchL2Grad())
+    assert "vars(batch)" in error.value.instead
+    found = compute(OverGraphs(), None, [vars(batch) for batch in data], extensions.BatchL2Grad())
+    assert found.norms().shape == (6,)

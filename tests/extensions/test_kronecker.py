@@ -77,12 +77,24 @@ def test_many_draws_come_near_the_exact_factors(approximation: str) -> None:
             assert_near(drawn, factor, name, 0.05)
 
 
+SCALES = torch.linspace(0.5, 1.5, 5).double()[:, None]
 SHARED: dict[str, Callable[[nn.Embedding, Tensor, Tensor], Tensor]] = {
     "[s]": lambda table, x, places: x + table(places),
     "[1, s]": lambda table, x, places: x + table(places.reshape(-1, 5)),
     "[s], subtracted": lambda table, x, places: x - 2 * x * table(places),
     "[s], expanded": lambda table, x, places: torch.cat([x, table(places).expand_as(x)], 1),
+    "[s], scaled": lambda table, x, places: x + 0.3 * table(places) / 2,
+    "[1, s], scaled by position": lambda table, x, places: x + (SCALES * table(places)).reshape(-1, 5, 4),
+    "[s], of a tied table": lambda table, x, places: (
+        torch.tanh(table((x * 9).long() % 7).sum(2)) + 0.3 * table(places)
+    ),
+    "[s], transposed": lambda table, x, places: (x.mT - 2 * table(places).mT).mT,
+    "[s], taken twice": lambda table, x, places: taken_twice(x, table(places)),
 }
+
+
+def taken_twice(x: Tensor, looked_up: Tensor) -> Tensor:
+    return torch.sin(x + looked_up) - x * looked_up
 
 
 def positions_of(
@@ -163,12 +175,13 @@ def test_the_factors_of_shared_rows_are_those_of_one_hot_inputs() -> None:
     torch.testing.assert_close(outputs, expected)
 
 
+@pytest.mark.parametrize("name", ["[s]", "[s], scaled", "[s], taken twice"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_shared_rows_have_factors_in_checkpoints(reentrant: bool) -> None:
+def test_shared_rows_have_factors_in_checkpoints(reentrant: bool, name: str) -> None:
     """A checkpoint hands out the index once, or forgets the graph."""
     x, target = torch.randn(6, 5, 4).double().requires_grad_(), torch.randint(3, (6,))
     torch.manual_seed(1)
-    model = packprop.extend(positions_of(SHARED["[s]"], torch.arange(5), nn.Embedding(7, 4)).double())
+    model = packprop.extend(positions_of(SHARED[name], torch.arange(5), nn.Embedding(7, 4)).double())
     found = []
     for outputs in (model(x), checkpoint(model, x, use_reentrant=reentrant)):
         with packprop.backpack(extensions.KFLR()):

@@ -131,6 +131,25 @@ def test_curvature_of_one_sample_says_what_it_is() -> None:
     assert_named(caught)
 
 
+class Picky(Exception):
+    """An exception of the user's own."""
+
+
+def picky(g: Tensor, x: Tensor) -> Tensor:
+    if g.abs().amax() > 100:
+        raise Picky
+    return 2 * g
+
+
+def test_a_backward_function_that_raises_on_the_numbers_of_the_check_is_not_refused() -> None:
+    model, loss, x, y = problem(picky, samples=1)
+    value = loss(model(x), y)
+    with packprop.backpack(extensions.BatchGrad()):
+        value.backward()
+    for parameter in model.parameters():
+        torch.testing.assert_close(parameter.grad_batch.sum(0), parameter.grad)
+
+
 @one_in(2)
 @pytest.mark.parametrize("make", MADE)
 @pytest.mark.parametrize("name", LINEAR)

@@ -7,7 +7,7 @@ import inspect
 import pkgutil
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -290,10 +290,44 @@ class SumOfRows(nn.Embedding):
         return super().forward(index).sum(1)
 
 
+def pairs(halves: Callable[[nn.Module, Tensor], Sequence[Tensor]]) -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    value = F.cosine_embedding_loss(*halves(model, torch.cat([X, X + 1])), torch.ones(5))
+    with backpack(extensions.BatchGrad()):
+        value.backward()
+    assert model[0].weight.grad_batch.shape == (5, 4, 3)
+
+
 HANDED_ON: Any = torch.overrides.wrap_torch_function(lambda outputs, targets: (outputs, targets))(fourth)
 
 
 ADVICE |= {
+    "a loss of one row": (
+        lambda: run(extensions.BatchGrad(), lambda f: sum(F.mse_loss(f[i], P[i]) for i in range(5))),
+        "the samples are mixed there",
+        "if a loss takes one sample, `out[i]`, keep its axis: `out[i:i+1]`",
+        lambda: run(
+            extensions.BatchGrad(), lambda f: sum(F.mse_loss(f[i : i + 1], P[i : i + 1]) for i in range(5))
+        ),
+    ),
+    "rows of a batch, unbound": (
+        lambda: run(extensions.BatchGrad(), lambda f: sum(map(F.mse_loss, f.unbind(), P.unbind()))),
+        "the samples are mixed there",
+        "keep its axis: `out[i:i+1]`",
+        lambda: run(extensions.BatchGrad(), lambda f: sum(map(F.mse_loss, f.split(1), P.split(1)))),
+    ),
+    "halves of a batch, compared": (
+        lambda: pairs(lambda model, x: model(x).chunk(2)),
+        "several samples enter",
+        "compare rows (pairs, triplets) of several calls of the model",
+        lambda: pairs(lambda model, x: [model(half) for half in x.chunk(2)]),
+    ),
+    "an axis of pairs, compared": (
+        lambda: pairs(lambda model, x: model(x).chunk(2)),
+        "several samples enter",
+        "or of an axis of their own, [n, 2, d]",
+        lambda: pairs(lambda model, x: model(torch.stack(x.chunk(2), 1)).unbind(1)),
+    ),
     "weights of losses in an extended module": (
         lambda: weighed(True),
         "consumes it where no loss tells",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from typing import Any
 
@@ -15,7 +16,8 @@ from packprop import extensions
 from packprop.engine.memory.plan import BudgetTooSmall
 from packprop.engine.passes.chunks import ChunkSizes
 from packprop.engine.passes.column_sweeps import ColumnSweeps
-from packprop.errors import BadInput
+from packprop.engine.recording.marks import EXTENDED
+from packprop.errors import BadInput, PackpropError
 from tests.memory.steps import data, network, step
 from tests.references.running import assert_all_near
 from tests.selection import one_in, thorough
@@ -73,6 +75,53 @@ def test_a_plan_asks_for_no_address_of_tensors_without_data() -> None:
     finally:
         torch.set_warn_always(once)
     assert {line.parameter for line in plan.lines} == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def test_a_plan_leaves_no_copy_for_the_collector() -> None:
+    """The next pass would look through the copies of extended modules, and ask for addresses."""
+    gc.disable()
+    try:
+        before = len(EXTENDED)
+        packprop.plan(network(), nn.CrossEntropyLoss(), data(4), extensions.BatchGrad())
+        assert len(EXTENDED) == before
+    finally:
+        gc.enable()
+
+
+def test_a_budget_alone_asks_for_an_extended_model() -> None:
+    model, (x, y) = network(), data(4)
+    loss, refused = F.cross_entropy(model(x), y), pytest.raises(BadInput, match="not extended")
+    with refused as error, packprop.backpack(extensions.Variance(), memory="1GB"):
+        loss.backward()
+    assert "packprop.extend(model) before its forward pass" in error.value.instead
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), (x, y), extensions.Variance(), memory="1GB")
+    for memory in (plan, "1GB"):
+        with packprop.backpack(extensions.Variance(), memory=memory):
+            F.cross_entropy(model(x), y).backward()
+        packprop.extend(model).zero_grad()
+
+
+class Weighing(nn.Module):
+    """A learned weight of a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss, self.s = nn.CrossEntropyLoss(), nn.Parameter(torch.zeros(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(outputs, targets) * torch.exp(-self.s) + self.s
+
+
+def test_a_plan_refuses_the_weights_of_an_extended_loss_as_the_pass_does() -> None:
+    model, batch, loss = packprop.extend(network()), data(4), packprop.extend(Weighing())
+    assert packprop.plan(model, Weighing(), batch, extensions.BatchGrad()).peak
+    value = loss(model(batch[0]), batch[1])
+    refused = pytest.raises(PackpropError, match="parameter 's'")
+    with refused as of_pass, packprop.backpack(extensions.BatchGrad()):
+        value.backward()
+    with pytest.raises(PackpropError) as of_plan:
+        packprop.plan(model, loss, batch, extensions.BatchGrad())
+    assert str(of_plan.value) == str(of_pass.value)
 
 
 def test_uses_of_tied_parameters_are_swept_together() -> None:

@@ -117,6 +117,26 @@ def test_a_parameter_as_an_argument_is_refused() -> None:
     assert "arguments" in refusal(Given(), torch.randn(3, 5), extensions.BatchGrad())
 
 
+@pytest.mark.parametrize("runs", [(False, False, True), (False, True, False), (False, False, False, True)])
+def test_a_function_that_takes_a_layer_in_some_runs_alone_is_refused(runs: tuple[bool, ...]) -> None:
+    """The first run is the forward pass, the second one shows what the checkpoint holds."""
+    takes = [*runs]
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layer = nn.Linear(5, 4), nn.Linear(4, 4)
+
+        def inside(self, x: Tensor) -> Tensor:
+            return self.layer(x) if takes.pop(0) else 2 * x
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inside, self.first(x), use_reentrant=True)
+
+    message = refusal(Sometimes(), torch.randn(3, 5), extensions.BatchGrad())
+    assert "it called other functions than the first time" in message
+
+
 def test_a_loss_in_a_reentrant_checkpoint_is_refused() -> None:
     layer = packprop.extend(nn.Linear(5, 3))
     x = torch.randn(4, 5, requires_grad=True)

@@ -6,9 +6,11 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -249,3 +251,11 @@ def test_a_profile_on_two_ranks(run: Run, tmp_path: Path) -> None:
     alone, found = Profile.load(tmp_path / "alone"), Profile.load(tmp_path / "ranks")
     assert found.total.gradient_norm == pytest.approx(alone.total.gradient_norm, rel=1e-6)
     assert found.total.signal_to_noise == pytest.approx(alone.total.signal_to_noise, rel=1e-5)
+
+
+def test_the_command_is_also_the_module(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["packprop", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("packprop", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"packprop {packprop.__version__}\n"

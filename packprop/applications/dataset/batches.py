@@ -313,8 +313,11 @@ class Batches:
             return split
         where = f"batch {max(self.count, 1)} of the data, {described(batch)}"
         if self._whole:
-            instead = "let the data yield what the model takes: tensors, by name or in order"
-            raise BadInput(self.asked, where, "it holds no tensors", instead)
+            instead = (
+                "let the data yield what the model takes: tensors, by name or in order; of an object, "
+                "a mapping of its tensors (vars(batch)), of which the model makes the object"
+            )
+            raise BadInput(self.asked, where, "it is neither tensors nor a collection of them", instead)
         raise BadInput(
             self.asked,
             where,

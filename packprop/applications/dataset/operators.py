@@ -25,6 +25,7 @@ from packprop.engine.curvature import (
     SpectralDensity,
     Trace,
     block_diagonal,
+    chosen_parameters,
     eigenvalues,
     ggn,
     hessian,
@@ -34,7 +35,6 @@ from packprop.engine.curvature import (
     trace,
 )
 from packprop.engine.tensors import LossFunction, named_buffers, named_parameters
-from packprop.errors import BadInput
 
 __all__ = [
     "Eigenpairs",
@@ -105,18 +105,8 @@ def of_data(
     require_model_and_loss(asked, model, loss, "multiplied")
     require_whole_parameters(asked, model)
     own = [parameter for _, parameter in named_parameters(model)]
-    chosen = [p for p in own if p.requires_grad] if parameters is None else [*parameters]
-    known = {id(parameter) for parameter in own if parameter.requires_grad}
-    wrong = None
-    if not chosen:
-        wrong = "no parameters", "the matrix would have no rows"
-    elif len({id(parameter) for parameter in chosen}) != len(chosen):
-        wrong = "a parameter that occurs twice", "its entries would be counted twice"
-    elif not all(id(parameter) in known for parameter in chosen):
-        wrong = "parameters", "one of them is none of the model's, or has requires_grad=False"
-    if wrong is not None:
-        instead = "give parameters of the model that require gradients, each once, or leave them out"
-        raise BadInput(asked, *wrong, instead)
+    trainable = [parameter for parameter in own if parameter.requires_grad]
+    chosen = chosen_parameters(asked, trainable if parameters is None else parameters, own=own)
     product = DataProduct(
         asked,
         model,
@@ -129,4 +119,4 @@ def of_data(
         progress=progress,
     )
     read = [*own, *(buffer for _, buffer in named_buffers(model))]
-    return Operator(tuple(chosen), product, damping, snapshots_of(read))
+    return Operator(chosen, product, damping, snapshots_of(read))

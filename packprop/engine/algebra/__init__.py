@@ -5,6 +5,7 @@ from packprop.engine.algebra.algorithms import algorithms
 from packprop.engine.algebra.conjugate_gradients import ConjugateGradients, NotPositive
 from packprop.engine.algebra.decompositions import eigh, eigvalsh
 from packprop.engine.algebra.factors import cotangent_gram, input_gram
+from packprop.engine.algebra.joining import join
 from packprop.engine.algebra.kronecker import Eigen
 from packprop.engine.algebra.monoid import (
     CAT,
@@ -22,7 +23,7 @@ from packprop.engine.algebra.order import EntryOrder, Fold, fold_swapped, fold_t
 from packprop.engine.algebra.projecting import projected
 from packprop.engine.algebra.projections import Projection
 from packprop.engine.algebra.statistics import along, batch_sq, gram, moments, sq_norm, sum_sq, total_grad
-from packprop.engine.algebra.structures import Dense, Lookup, Structure, entry_order_of, join, rows
+from packprop.engine.algebra.structures import Dense, Lookup, Structure, entry_order_of, rows
 
 __all__ = [
     "CAT",

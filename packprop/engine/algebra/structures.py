@@ -1,4 +1,4 @@
-"""Structures, in which a parameter meets a cotangent: ``Outer``, ``Lookup``, ``Dense``; joining several uses.
+"""Structures, in which a parameter meets a cotangent: ``Outer``, ``Lookup``, ``Dense``.
 
 A structure holds the tensors of some samples and some columns of a seed, in the canonical axes
 ``v n s g o`` and ``n s g i``. It does not know which function they come from.
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from packprop.engine.algebra.choices import Extents, convolved_by_groups
 from packprop.engine.algebra.kernels import outer_products
-from packprop.engine.algebra.order import EntryOrder, Fold, fold_to
+from packprop.engine.algebra.order import EntryOrder, Fold
 from packprop.engine.tensors.device import device_kind
 
 
@@ -133,12 +133,14 @@ class Lookup:
         cotangent: Cotangent at the output ``[v, n, s, o]``; ``None`` if only inputs are needed.
         entries: Number of rows of the table.
         dtype: Precision of the table.
+        shared: What looked the rows up, once for all samples; several functions may take them. Else ``None``.
     """
 
     index: Tensor
     cotangent: Tensor | None
     entries: int
     dtype: torch.dtype
+    shared: Any = None
 
     @property
     def formed(self) -> bool:
@@ -340,53 +342,3 @@ def filled_up(structure: Structure) -> Structure:
     if isinstance(structure, Outer):
         return replace(structure, is_filled_up=True)
     return Dense(structure.rows) if isinstance(structure, Lookup) else structure
-
-
-def _is_table(outer: Outer, lookup: Lookup) -> bool:
-    """Tell whether the outputs of an affine use stand for the rows of a table."""
-    if outer.cotangent is None or lookup.cotangent is None:
-        return False
-    shape = torch.Size([lookup.entries, lookup.cotangent.shape[3]])
-    return (
-        outer.fold is fold_to(shape)
-        and outer.shape[3] == shape[1]
-        and len(outer.cotangent) == len(lookup.cotangent)
-    )
-
-
-def join(parts: Sequence[Structure]) -> Structure:
-    """Join all uses of a parameter in one structure: concatenate positions, or add rows."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    outers = [part for part in parts if isinstance(part, Outer)]
-    if len(outers) == len(parts):
-        same = all(part.fold is outers[0].fold and part.shape[2:] == outers[0].shape[2:] for part in outers)
-        if same:
-            cotangents = [part.cotangent for part in outers if part.cotangent is not None]
-            return Outer(
-                torch.cat([part.x for part in outers], 1),
-                torch.cat(cotangents, 2) if cotangents else None,
-                outers[0].fold,
-                held=outers[0].held,
-                is_filled_up=any(part.is_filled_up for part in outers),
-            )
-    lookups = [part for part in parts if isinstance(part, Lookup)]
-    if len(lookups) == len(parts):
-        cotangents = [part.cotangent for part in lookups if part.cotangent is not None]
-        return Lookup(
-            torch.cat([part.index for part in lookups], 1),
-            torch.cat(cotangents, 2) if cotangents else None,
-            lookups[0].entries,
-            lookups[0].dtype,
-        )
-    if outers and lookups and len(outers) + len(lookups) == len(parts):
-        outer, lookup = join(outers), join(lookups)
-        if isinstance(outer, Outer) and isinstance(lookup, Lookup) and _is_table(outer, lookup):
-            return Tied((outer, lookup))
-    if any(part.rows is None for part in parts):
-        return Dense(None)
-    total = rows(first)
-    for part in parts[1:]:
-        total = total + rows(part)
-    return Dense(total)

@@ -13,7 +13,7 @@ from packprop.engine.curvature.linear import (
     with_zeros,
 )
 from packprop.engine.curvature.not_finite import faulty_jacobian, faulty_node, warn_unless_finite
-from packprop.engine.curvature.operators import Operator, block_diagonal, ggn, hessian
+from packprop.engine.curvature.operators import Operator, block_diagonal, chosen_parameters, ggn, hessian
 from packprop.engine.curvature.products import Product, ggnvp, hessian_product, shown, vjp
 from packprop.engine.curvature.routes import Routes, choose_routes
 from packprop.engine.curvature.sample_losses import sample_losses
@@ -49,6 +49,7 @@ __all__ = [
     "Vectors",
     "block_diagonal",
     "choose_routes",
+    "chosen_parameters",
     "columns",
     "differentiable_gradients",
     "differentiating_twice",

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from packprop.engine.algebra.structures import join, rows
+from packprop.engine.algebra.joining import join
+from packprop.engine.algebra.structures import rows
 from packprop.engine.curvature.columns import unit_columns
 from packprop.engine.curvature.routes import require_third_derivatives
 from packprop.engine.curvature.second_order import (

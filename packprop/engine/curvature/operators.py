@@ -7,7 +7,7 @@ operators are symmetric.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,11 @@ class Operator:
     product: Product
     damping: float = 0.0
     snapshots: Sequence[Snapshot] = ()
+
+    def __repr__(self) -> str:
+        rows, columns = self.shape
+        damping = f", damping={self.damping}" if self.damping else ""
+        return f"Operator({rows} x {columns}, {self.dtype}, of {len(self.parameters)} parameters{damping})"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -147,7 +152,7 @@ def hessian(
         BadInput: If a parameter occurs twice or does not require a gradient, or the loss is not a scalar.
         PackpropError: If a function in the graph is not twice differentiable. Products may also raise this.
     """
-    chosen = _chosen("operators.hessian", parameters)
+    chosen = chosen_parameters("operators.hessian(...) was called.", parameters)
     product, value = hessian_product("operators.hessian", loss, chosen)
     return Operator(chosen, _of_parameters(chosen, product), damping, snapshots_of(leaves_above(value)))
 
@@ -169,7 +174,7 @@ def ggn(
         BadInput: If a parameter occurs twice or does not require a gradient.
         PackpropError: If a function in the graph is not twice differentiable. Products may also raise this.
     """
-    chosen = _chosen("operators.ggn", parameters)
+    chosen = chosen_parameters("operators.ggn(...) was called.", parameters)
     product, loss = ggn_product("operators.ggn", graph, chosen)
     return Operator(chosen, _of_parameters(chosen, product), damping, snapshots_of(leaves_above(loss)))
 
@@ -188,7 +193,7 @@ def block_diagonal(parameters: Sequence[Tensor], blocks: Sequence[Block], dampin
     Raises:
         BadInput: If a parameter occurs twice, or a block does not fit its parameter.
     """
-    chosen = _chosen("operators.block_diagonal", parameters, leaves=False)
+    chosen = chosen_parameters("operators.block_diagonal(...) was called.", parameters, leaves=False)
     wrong = [parameter for parameter, block in zip(chosen, blocks, strict=False) if not _fits(parameter, block)]
     if wrong or len(blocks) != len(chosen):
         raise BadInput(
@@ -220,16 +225,32 @@ def _fits(parameter: Tensor, block: Block) -> bool:
     return (len(block[0]), len(block[1])) == (len(parameter), parameter.numel() // max(1, len(parameter)))
 
 
-def _chosen(asked: str, parameters: Sequence[Tensor], leaves: bool = True) -> tuple[Tensor, ...]:
+def chosen_parameters(
+    asked: str, parameters: Iterable[Tensor], *, leaves: bool = True, own: Iterable[Tensor] | None = None
+) -> tuple[Tensor, ...]:
+    """Return the parameters whose entries are rows and columns of a matrix.
+
+    Args:
+        asked: The request, for the message.
+        parameters: What the user chose.
+        leaves: Whether they must require gradients.
+        own: All parameters of the model that they must belong to; ``None`` for parameters of any origin.
+
+    Raises:
+        BadInput: If there is none, one occurs twice, requires no gradient or is none of the model's.
+    """
     chosen = tuple(parameters)
+    known = None if own is None else {id(parameter) for parameter in own}
     wrong = None
     if not chosen:
         wrong = "no parameters", "the matrix would have no rows"
     elif len({id(parameter) for parameter in chosen}) != len(chosen):
         wrong = "a parameter that occurs twice", "its entries would be counted twice"
+    elif known is not None and not all(id(parameter) in known for parameter in chosen):
+        wrong = "a parameter that is none of the model's", "the matrix is one of parameters of the model alone"
     elif leaves and not all(parameter.requires_grad for parameter in chosen):
         wrong = "a parameter with requires_grad=False", "nothing is differentiated in it"
     if wrong is not None:
         instead = "give each trainable parameter once, as [p for p in model.parameters() if p.requires_grad]"
-        raise BadInput(f"{asked}(...) was called.", *wrong, instead)
+        raise BadInput(asked, *wrong, instead)
     return chosen

@@ -27,15 +27,8 @@ REARRANGING = RESHAPES | names_of_nodes("Permute Transpose T ToCopy Repeat")
 
 def of_leaf(call: NodeCall, entry: Entry) -> Entry:
     """Return the entry of the leaf, if the parameter of an entry is a leaf with rearranged entries."""
-    above, way = call.node.next_functions[call.place][0], list[Callable[[Tensor], Tensor]]()
-    while above is not None and not hasattr(above, "variable"):
-        name = name_of_node(above)
-        below, number = above.next_functions[0] if above.next_functions else (None, 0)
-        if below is None or name not in REARRANGING or is_identity(above):
-            return entry
-        way.append(_way_back(above, name, torch.Size(made_by(below)[number].shape)))
-        above = below
-    leaf = None if above is None else above.variable
+    above, way = before_rearranging(call.node.next_functions[call.place][0])
+    leaf = getattr(above, "variable", None)
     if leaf is None or leaf.dtype.is_complex != entry.parameter.dtype.is_complex:
         return entry
 
@@ -51,6 +44,19 @@ def of_leaf(call: NodeCall, entry: Entry) -> Entry:
     return entry.but(
         parameter=leaf, structure="Dense", structure_of=structure_of, squares=None, fans=None, constant=False
     )
+
+
+def before_rearranging(node: Any) -> tuple[Any, list[Callable[[Tensor], Tensor]]]:
+    """Return the node whose output was rearranged up to ``node``, and the maps of gradients back to it."""
+    way = list[Callable[[Tensor], Tensor]]()
+    while node is not None and not hasattr(node, "variable"):
+        name = name_of_node(node)
+        below, number = node.next_functions[0] if node.next_functions else (None, 0)
+        if below is None or name not in REARRANGING or is_identity(node):
+            break
+        way.append(_way_back(node, name, torch.Size(made_by(below)[number].shape)))
+        node = below
+    return node, way
 
 
 def _way_back(node: Any, name: str, shape: torch.Size) -> Callable[[Tensor], Tensor]:

@@ -26,7 +26,7 @@ def uses_inside(checkpoint: ReentrantCheckpoint, reached: set[int]) -> list[Reac
         PackpropError: If it contains a loss or an unrecorded use, or takes a parameter as an argument.
     """
     checkpoint.reached = reached
-    rerun, graph = walk_again(checkpoint)
+    rerun, graph = _walk(checkpoint)
     if graph.losses:
         raise refused("a loss in it is hidden from this pass")
     if graph.missing:
@@ -53,18 +53,22 @@ def walk_again(checkpoint: ReentrantCheckpoint) -> tuple[Rerun, Graph]:
     Raises:
         PackpropError: If the function calls other functions than before.
     """
+    rerun, graph = _walk(checkpoint)
+    if _calls(checkpoint.uses) != _calls(graph.uses):
+        raise differs("a layer", "it called other functions")
+    for inside, outside in zip(graph.uses, checkpoint.uses, strict=True):
+        inside.layouts = outside.layouts
+    return rerun, graph
+
+
+def _walk(checkpoint: ReentrantCheckpoint) -> tuple[Rerun, Graph]:
     rerun = run_again(checkpoint.node)
     roots = [
         value
         for number, value in enumerate(rerun.outputs)
         if value is not None and value.requires_grad and number in checkpoint.reached
     ]
-    graph = checkpoint.walk(roots)
-    if checkpoint.uses and _calls(checkpoint.uses) != _calls(graph.uses):
-        raise differs("a layer", "it called other functions")
-    for inside, outside in zip(graph.uses, checkpoint.uses, strict=False):
-        inside.layouts = outside.layouts
-    return rerun, graph
+    return rerun, checkpoint.walk(roots)
 
 
 def _calls(uses: list[ReachedUse]) -> list[tuple[str, list[torch.Size]]]:

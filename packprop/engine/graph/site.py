@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from packprop.engine.algebra.structures import Dense, Outer, Structure, rows, with_squares
 from packprop.engine.functions.entry import Entry, Samples
 from packprop.engine.functions.node_calls import Computed
-from packprop.engine.functions.nodes import RESHAPES, name_of_node
 from packprop.engine.graph.pull import pull_columns
 from packprop.engine.recording.reentrant import differs
 from packprop.engine.tensors.layout import Layout
@@ -41,17 +39,17 @@ class Site:
         if parameter is None:
             same = False
         elif not self.direct:
-            same = isinstance(parameter, Computed) or not parameter.is_leaf
+            same = isinstance(parameter, Computed)
         else:  # a function that makes its own leaf makes a new one each time
-            same = _is_whole(parameter, self.leaf) or _is_made_alike(parameter, self.leaf)
+            same = parameter is self.leaf or _is_made_alike(parameter, self.leaf)
         if not same:
             raise differs("a function", "it consumed other parameters")
         return Site(remade[place], self.leaf)
 
-    @functools.cached_property
+    @property
     def direct(self) -> bool:
-        """Tell whether the function takes the leaf itself, or a view of all of it."""
-        return _is_whole(self.entry.parameter, self.leaf)
+        """Tell whether the entry is that of the leaf itself."""
+        return self.entry.parameter is self.leaf
 
     @property
     def has_squares(self) -> bool:
@@ -91,27 +89,6 @@ class Site:
         return Dense(_pull_back(self.entry.parameter, self.leaf, rows(structure)))
 
 
-def _is_whole(parameter: Tensor | Computed, leaf: Tensor) -> bool:
-    """Tell whether a parameter is a leaf, or was reshaped from it and has the same entries at the same places.
-
-    A head can take the shape of the classes for its loss, and then the shape of the layer again. The
-    gradients of both are then the same, so packprop pulls none back.
-    """
-    if parameter is leaf:
-        return True
-    if isinstance(parameter, Computed):
-        return False
-    node = parameter.grad_fn
-    if node is None or parameter.shape != leaf.shape or parameter.dtype != leaf.dtype:
-        return False
-    while name_of_node(node) in RESHAPES:
-        above = node.next_functions[0][0]
-        if above is None:
-            return False
-        node = above
-    return getattr(node, "variable", None) is leaf
-
-
 def _is_made_alike(tensor: Tensor, other: Tensor) -> bool:
     """Tell whether two leaves can replace each other: they look alike, and neither is an ``nn.Parameter``."""
     if isinstance(tensor, nn.Parameter) or isinstance(other, nn.Parameter):
@@ -119,14 +96,13 @@ def _is_made_alike(tensor: Tensor, other: Tensor) -> bool:
     return tensor.is_leaf and tensor.shape == other.shape and tensor.dtype == other.dtype
 
 
-def _pull_back(parameter: Tensor | Computed, leaf: Tensor, gradients: Tensor) -> Tensor:
+def _pull_back(parameter: Computed, leaf: Tensor, gradients: Tensor) -> Tensor:
     """Map gradients of a computed parameter ``[v, n, *d]`` to gradients of a leaf ``[v, n, *p]``.
 
     PyTorch itself differentiates functions of parameters alone, because no sample enters them.
     """
     flat = gradients.flatten(0, 1).to(parameter.dtype)
-    output = parameter.edge if isinstance(parameter, Computed) else parameter
-    (product,) = pull_columns([output], [leaf], [flat], create_graph=torch.is_grad_enabled())
+    (product,) = pull_columns([parameter.edge], [leaf], [flat], create_graph=torch.is_grad_enabled())
     if product is None:
         product = leaf.new_zeros(len(flat), *leaf.shape)
     at_leaf: Tensor = product.unflatten(0, gradients.shape[:2])

@@ -339,9 +339,7 @@ def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None, trail: _
     """Trace the parameters of a use to the leaves that they are computed from."""
     for entry in use.recorded.entries:
         parameter = entry.parameter
-        own = (
-            [parameter] if isinstance(parameter, Tensor) and parameter.is_leaf else leaves_of(parameter.grad_fn)
-        )
+        own = [parameter] if isinstance(parameter, Tensor) else leaves_of(parameter.grad_fn)
         use.sites += [Site(entry, leaf) for leaf in own if chosen is None or id(leaf) in chosen]
     for site in use.sites:
         if site.entry.refusal is not None:

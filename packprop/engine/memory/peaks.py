@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -58,14 +59,14 @@ class PeakRecorder:
         self.partial_results: Callable[[], Iterable[Tensor]] = tuple
         self.saved_bytes = 0
         self._saved: dict[int, float] = {}  # by storage: the share that is left when the pass is over
-        self._model: nn.Module | None = None
+        self._model: Callable[[], nn.Module | None] = lambda: None
         self._shards: Shards | None = None
         self._parts: dict[str, int] = {}
         self._items: list[tuple[str, int]] = []
 
     def own_model(self, model: nn.Module, mesh: Mesh | None = None) -> None:
         """Count a model that was made before, or one device's part; tell its gradients from others."""
-        self._model = model
+        self._model = weakref.ref(model)  # the count refers to this object, so garbage would keep the copy
         self.live.own(model.parameters(), "parameters")
         self.live.own(model.buffers(), "buffers")
         if mesh is not None:
@@ -94,7 +95,8 @@ class PeakRecorder:
         kinds = {key: label for key, (label, _) in self.live.labels.items()}
         kinds |= dict.fromkeys(self._saved.keys() & kinds.keys(), "results")
         kinds |= dict.fromkeys(map(storage_key, self.partial_results()), "results")
-        parameters = [] if self._model is None else self._model.parameters()
+        model = self._model()
+        parameters = [] if model is None else model.parameters()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         kinds |= dict.fromkeys(map(storage_key, strided(gradients)), "gradients")
         sizes = self.live.sizes

@@ -107,12 +107,15 @@ def _forward_of(model: nn.Module, loss: LossFunction | None, batch: Any) -> Forw
             f"give such a batch: (inputs, targets), or a mapping with the targets as {LABELS!r}",
         )
     inputs, targets = split
+    alive: list[Any] = []  # until the pass is over, as you hold your loss: a pass looks at all extended modules
 
     def forward(copied: nn.Module, fake: Callable[[Any], Any]) -> Tensor:
+        alive.clear()
         given = fake(map_tensors(TensorSpec.of, inputs))
         target = fake(map_tensors(TensorSpec.of, targets))
         extend(copied)
         copied_loss = copy_without_data(loss, fake) if isinstance(loss, nn.Module) else loss
+        alive.append(copied_loss)
         with record():
             return outputs_and_loss(ASKED, copied, copied_loss, given, target)[1]
 
@@ -247,6 +250,14 @@ def _tensors_between(start: Node, ends: set[Node]) -> int:
 
 def chunk_sizes_of_pass(graph: Graph, extensions: Sequence[Extension], budget: int) -> ChunkSizes:
     """Return the chunk sizes of ``plan_again``, found once for passes of equal structure and shapes."""
+    if not graph.modules:
+        raise BadInput(
+            "backpack(memory=...) was entered.",
+            "a backward pass through a model that was not extended",
+            "a budget alone is planned by one more call of the model, which only `extend` shows",
+            "packprop.extend(model) before its forward pass; or make a plan of the step, packprop.plan(...), "
+            "and give that as memory",
+        )
     known = _CHOSEN.setdefault(graph.modules[0], {})
     asked = tuple((type(extension), options_of(extension)) for extension in extensions)
     forced = tuple(map(forced_algorithm, CHOICES))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from packprop.engine.algebra.choices import Extents
+from packprop.engine.algebra.joining import join
 from packprop.engine.algebra.scaling import with_factors
 from packprop.engine.algebra.structures import (
     ByToken,
@@ -16,7 +17,6 @@ from packprop.engine.algebra.structures import (
     Product,
     Statistical,
     Structure,
-    join,
 )
 from packprop.engine.functions.building import select_samples
 from packprop.engine.functions.entry import Samples

@@ -247,9 +247,9 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
                 "record(documents=...) was left.",
                 f"documents of shape {list(documents.shape)}",
                 "no loss was called inside that packprop knows, so nothing says what these are the rows of",
-                "call a loss function of torch inside; or put the arithmetic into a module without parameters "
-                "that takes the model's output and the targets, and extend it: "
-                "loss = packprop.extend(MyLoss())",
+                "call a loss function of torch with one input inside (not one of pairs); or put the arithmetic "
+                "into a module without parameters that takes the model's output and the targets, and extend "
+                "it: loss = packprop.extend(MyLoss())",
             )
     finally:
         recorder.stop()

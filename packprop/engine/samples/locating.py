@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakIdKeyDictionary
 
+from packprop.engine.functions.nodes import name_of_node
 from packprop.engine.graph.completeness import (
     MARK_THE_LOSS,
     UNKNOWN_LOSS,
@@ -26,6 +27,7 @@ from packprop.engine.samples.hidden_mixing import Look, constants_of, dependence
 from packprop.engine.samples.loss_mixing import require_separate_losses
 from packprop.engine.samples.loss_rows import declaration, locate_rows, require_samples
 from packprop.engine.samples.separation import admitted_layouts, layouts_at, separate
+from packprop.engine.samples.tracing import PICKS
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.layout import Layout
 from packprop.engine.tensors.traced import is_traced, require_untraced
@@ -281,13 +283,16 @@ def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> Pa
             "keep documents apart (a block-diagonal mask), or leave record(documents=...) out: a row is a "
             "sample then",
         )
+    picked = any(name_of_node(loss.call.edge.node) in PICKS for loss in graph.losses)
+    one_row = "if a loss takes one sample, `out[i]`, keep its axis: `out[i:i+1]`; " if picked else ""
     return PackpropError(
         graph.asked,
         where,
         f"the samples are mixed there: the loss of one of {graph.samples} depends on the inputs of others, or "
         f"no axis of the output, of shape {list(mixing.recorded.shapes[0])}, holds them. Sample n is row n of "
         f"what the loss takes{declaration(graph)}",
-        "keep the samples apart (no statistics over the batch); declare their axis if the loss takes another "
-        "one first, extend(model, sample_axis=1); if several rows of the loss are of one sample, flatten them "
-        "in front of it from a tensor [n, t, c]; or set requires_grad=False on the parameters upstream",
+        f"{one_row}keep the samples apart (no statistics over the batch); declare their axis if the loss takes "
+        "another one first, extend(model, sample_axis=1); if several rows of the loss are of one sample, "
+        "flatten them in front of it from a tensor [n, t, c]; or set requires_grad=False on the parameters "
+        "upstream",
     )

@@ -306,5 +306,7 @@ class _Part:
             "gradient of one sample depends on others, and no row belongs to one sample",
             "multiply by a detached factor that gives the same gradient (2 * loss.detach() * loss for "
             "loss ** 2), pick entries by their indices instead of by a maximum, bend each sample's own loss "
-            "before the sum (reduction='none'), or ask for quantities of the whole batch (DiagHessian, HMP)",
+            "before the sum (reduction='none'), compare rows (pairs, triplets) of several calls of the "
+            "model, or of an axis of their own, [n, 2, d], not slices of a batch, or ask for quantities of the "
+            "whole batch (DiagHessian, HMP)",
         )

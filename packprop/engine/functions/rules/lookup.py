@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +14,11 @@ from packprop.engine.algebra.structures import Lookup, Structure
 from packprop.engine.functions.building import rowwise
 from packprop.engine.functions.entry import Cotangents, Entry, Samples, Scratch, StructureOf
 from packprop.engine.functions.node_calls import Computed, NodeCall, operand_at
-from packprop.engine.functions.nodes import RESHAPES, made_by, name_of_node
+from packprop.engine.functions.nodes import made_by, name_of_node
+from packprop.engine.functions.rearranging import before_rearranging
 from packprop.engine.functions.registry import rule_of
 from packprop.engine.functions.samplewise import samplewise
+from packprop.engine.functions.saved import saved_tensor
 from packprop.engine.tensors.layout import Layout
 from packprop.engine.tensors.precision import accumulation_dtype
 
@@ -41,12 +45,12 @@ def _embedding(call: NodeCall) -> Entry:
     )
 
 
-def _build(call: NodeCall) -> Callable[[Tensor | None, Tensor], Structure]:
+def _build(call: NodeCall) -> Callable[[Tensor | None, Tensor], Lookup]:
     """Return what makes the structure of a table from cotangents ``[v, n, *s, o]`` and indices ``[n, *s]``."""
     entries, width = call.operand.shape
     padding, dtype = call.option("padding_idx"), accumulation_dtype(call.operand.tensor.dtype)
 
-    def build(cotangent: Tensor | None, index: Tensor) -> Structure:
+    def build(cotangent: Tensor | None, index: Tensor) -> Lookup:
         index = index.reshape(index.shape[0], -1)
         if cotangent is not None:
             cotangent = cotangent.reshape(*cotangent.shape[:2], -1, width)
@@ -60,11 +64,14 @@ def _build(call: NodeCall) -> Callable[[Tensor | None, Tensor], Structure]:
 def of_table(call: NodeCall, entry: Entry) -> Entry:
     """Return the entry of a table of which a node takes rows that all samples share; else ``entry``.
 
-    Positions are looked up so, once for all samples. Each sample then looks up the same rows.
+    Positions are looked up so, once for all samples. Each sample then looks up the same rows. They may be
+    rearranged, and multiplied by constants.
     """
-    node = call.node.next_functions[call.place][0]
-    while node is not None and name_of_node(node) in RESHAPES | {"ToCopy"}:
-        node = node.next_functions[0][0]
+    node, way = before_rearranging(call.node.next_functions[call.place][0])
+    squared = [*way]
+    while node is not None and (scale := _scale(node)) is not None:
+        node, more = before_rearranging(next(above for above, _ in node.next_functions if above is not None))
+        way, squared = [*way, scale, *more], [*squared, scale, scale, *more]
     if entry.structure != "Scale" or node is None or name_of_node(node) != "Embedding":
         return entry
     table = NodeCall(node, 0, operand_at(node, 0, "shape"), [torch.Size(made_by(node)[0].shape)], call.holds)
@@ -72,22 +79,43 @@ def of_table(call: NodeCall, entry: Entry) -> Entry:
         return entry
     build, indices = _build(table), table.saved("indices")
 
-    def of_rows(structure_of: StructureOf) -> StructureOf:
+    def of_rows(structure_of: StructureOf, way: Sequence[Callable[[Tensor], Tensor]]) -> StructureOf:
         def of_shared(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
             rows, index = structure_of(cotangents, layouts, samples).rows, indices()
+            for back in way:
+                rows = None if rows is None else back(rows)
             chosen = samples if isinstance(samples, Tensor) else range(layouts[0].samples)[samples]
-            return build(rows, index.expand(len(chosen), *index.shape))
+            return replace(build(rows, index.expand(len(chosen), *index.shape)), shared=node)
 
         return of_shared
 
     return entry.but(
         parameter=table.operand.tensor,
         structure="Lookup",
-        structure_of=of_rows(entry.structure_of),
+        structure_of=of_rows(entry.structure_of, way),
         scratch=Scratch(math.prod(table.operand.shape)),
-        squares=None if entry.squares is None else of_rows(entry.squares),
+        squares=None if entry.squares is None else of_rows(entry.squares, squared),
         constant=False,
     )
+
+
+def _scale(node: Any) -> Callable[[Tensor], Tensor] | None:
+    """Return the map of gradients through a product with a constant; ``None`` for another node."""
+    given = [place for place, (above, _) in enumerate(node.next_functions) if above is not None]
+    name = name_of_node(node)
+    if not (name == "Mul" and len(given) == 1) and not (name == "Div" and given == [0]):
+        return None
+    (place,), shape = given, torch.Size(made_by(node)[0].shape)
+    above, number = node.next_functions[place]
+    if torch.Size(made_by(above)[number].shape) != shape:
+        return None
+
+    def back(rows: Tensor) -> Tensor:
+        constant: Tensor = saved_tensor(node, "self" if place else "other").to(rows)
+        rows = rows.reshape(*rows.shape[:2], *shape)
+        return rows / constant if name == "Div" else rows * constant
+
+    return back
 
 
 @rule_of("EmbeddingBag", form="shape")

@@ -48,7 +48,7 @@ APPLICATIONS = (
     ("integrations",),
     ("compat", "testing"),
 )
-FLOORS = (*ENGINE, *APPLICATIONS, ("__init__", "__main__"))
+FLOORS = (*ENGINE, *APPLICATIONS, ("__init__",))
 
 # Who may mention torch.autograd, and what for.
 AUTOGRAD = {

@@ -84,6 +84,9 @@ SHARED: dict[str, Callable[[nn.Embedding, Tensor, Tensor], Tensor]] = {
     "[s], expanded": lambda table, x, places: torch.cat([x, table(places).expand_as(x)], 1),
     "[s], scaled": lambda table, x, places: x + 0.3 * table(places) / 2,
     "[1, s], scaled by position": lambda table, x, places: x + (SCALES * table(places)).reshape(-1, 5, 4),
+    "[s], of a tied table": lambda table, x, places: (
+        torch.tanh(table((x * 9).long() % 7).sum(2)) + 0.3 * table(places)
+    ),
     "[s], transposed": lambda table, x, places: (x.mT - 2 * table(places).mT).mT,
     "[s], taken twice": lambda table, x, places: taken_twice(x, table(places)),
 }

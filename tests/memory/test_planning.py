@@ -13,8 +13,10 @@ import packprop
 from packprop import extensions
 from packprop.engine.memory.bytes import byte_count, byte_text
 from packprop.engine.memory.live import LiveBytes
+from packprop.engine.memory.peaks import PeakRecorder
 from packprop.engine.memory.plan import BudgetTooSmall
 from packprop.engine.memory.planning import plan_again
+from packprop.engine.tensors.dry import storage_key
 from packprop.errors import PackpropError, PackpropWarning
 from tests.memory.steps import MIB, PLANNED, data, network, step
 from tests.references.running import assert_all_near, backward, forward, results
@@ -181,3 +183,16 @@ def test_a_plan_finds_the_uses_of_a_parametrised_weight(samples: int) -> None:
         with packprop.backpack(extensions.BatchL2Grad(), memory=plan):
             loss(model(x), y).backward()
         model.zero_grad()
+
+
+def test_memory_of_a_result_that_was_dropped_is_no_result() -> None:
+    """The next tensor may lie where it lay."""
+    recorder = PeakRecorder(torch.device("cpu"))
+    with recorder.live:
+        value = torch.ones(1000)
+        recorder.own_result(value)
+        place = storage_key(value)
+        assert recorder.saved_alive() == 4000
+        del value
+        recorder.live.sizes[place] = 4000  # as if another tensor had come to lie there
+        assert recorder.saved_alive() == 0

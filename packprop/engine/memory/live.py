@@ -48,6 +48,8 @@ class LiveBytes(TorchDispatchMode):
         """Run after each operation, before the bytes are read."""
         self.of_batch: set[int] = set()
         """Storages made of those that were put here, by ``storage_key``."""
+        self.saved: dict[int, float] = {}
+        """Storages of saved results: the share of each that is left when the pass is over."""
         self._times: dict[int, float] = {}
         self._itself = weakref.ref(self)
         self._block, self._at_peak, self._told, self._dry = block, at_peak, 0.0, is_dry_run()
@@ -121,6 +123,7 @@ class LiveBytes(TorchDispatchMode):
         self._times.pop(key, None)
         self.repeated.keys.discard(key)
         self.of_batch.discard(key)
+        self.saved.pop(key, None)
 
 
 def strided(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -58,7 +58,6 @@ class PeakRecorder:
         self.live = LiveBytes(CUDA_BLOCK if device.type == "cuda" else 1, self._look)
         self.partial_results: Callable[[], Iterable[Tensor]] = tuple
         self.saved_bytes = 0
-        self._saved: dict[int, float] = {}  # by storage: the share that is left when the pass is over
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._shards: Shards | None = None
         self._parts: dict[str, int] = {}
@@ -77,12 +76,12 @@ class PeakRecorder:
         """Tell a value that is saved on a parameter from other tensors."""
         for tensor in tensors_in(value):
             share = 1.0 if self._shards is None else self._shards.share(tensor)
-            self._saved[storage_key(tensor)] = share
+            self.live.saved[storage_key(tensor)] = share
             self.saved_bytes += round(share * tensor.numel() * tensor.element_size())
 
     def saved_alive(self) -> int:
         """Return the bytes of the saved results that are still alive."""
-        return sum(round(share * self.live.sizes.get(key, 0)) for key, share in self._saved.items())
+        return sum(round(share * self.live.sizes.get(key, 0)) for key, share in self.live.saved.items())
 
     def end_part(self) -> Peak:
         """Return the peak of the part of the step that ends here; the next part begins."""
@@ -93,7 +92,7 @@ class PeakRecorder:
     def _look(self) -> None:
         """Note, at a new peak, what is alive, and the largest of it."""
         kinds = {key: label for key, (label, _) in self.live.labels.items()}
-        kinds |= dict.fromkeys(self._saved.keys() & kinds.keys(), "results")
+        kinds |= dict.fromkeys(self.live.saved.keys() & kinds.keys(), "results")
         kinds |= dict.fromkeys(map(storage_key, self.partial_results()), "results")
         model = self._model()
         parameters = [] if model is None else model.parameters()

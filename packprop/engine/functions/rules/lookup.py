@@ -18,7 +18,6 @@ from packprop.engine.functions.nodes import made_by, name_of_node
 from packprop.engine.functions.rearranging import before_rearranging
 from packprop.engine.functions.registry import rule_of
 from packprop.engine.functions.samplewise import samplewise
-from packprop.engine.functions.saved import saved_tensor
 from packprop.engine.tensors.layout import Layout
 from packprop.engine.tensors.precision import accumulation_dtype
 
@@ -69,7 +68,7 @@ def of_table(call: NodeCall, entry: Entry) -> Entry:
     """
     node, way = before_rearranging(call.node.next_functions[call.place][0])
     squared = [*way]
-    while node is not None and (scale := _scale(node)) is not None:
+    while node is not None and (scale := _scale(node, call.holds)) is not None:
         node, more = before_rearranging(next(above for above, _ in node.next_functions if above is not None))
         way, squared = [*way, scale, *more], [*squared, scale, scale, *more]
     if entry.structure != "Scale" or node is None or name_of_node(node) != "Embedding":
@@ -99,8 +98,11 @@ def of_table(call: NodeCall, entry: Entry) -> Entry:
     )
 
 
-def _scale(node: Any) -> Callable[[Tensor], Tensor] | None:
-    """Return the map of gradients through a product with a constant; ``None`` for another node."""
+def _scale(node: Any, holds: bool) -> Callable[[Tensor], Tensor] | None:
+    """Return the map of gradients through a product with a constant; ``None`` for another node.
+
+    ``holds``: whether to read the constant now, as for ``NodeCall``.
+    """
     given = [place for place, (above, _) in enumerate(node.next_functions) if above is not None]
     name = name_of_node(node)
     if not (name == "Mul" and len(given) == 1) and not (name == "Div" and given == [0]):
@@ -109,11 +111,13 @@ def _scale(node: Any) -> Callable[[Tensor], Tensor] | None:
     above, number = node.next_functions[place]
     if torch.Size(made_by(above)[number].shape) != shape:
         return None
+    constant = NodeCall(node, place, operand_at(node, place), [shape], holds).saved(
+        "self" if place else "other"
+    )
 
     def back(rows: Tensor) -> Tensor:
-        constant: Tensor = saved_tensor(node, "self" if place else "other").to(rows)
-        rows = rows.reshape(*rows.shape[:2], *shape)
-        return rows / constant if name == "Div" else rows * constant
+        rows, factor = rows.reshape(*rows.shape[:2], *shape), constant().to(rows)
+        return rows / factor if name == "Div" else rows * factor
 
     return back
 

@@ -32,17 +32,19 @@ from packprop.engine.tensors.precision import accumulation_dtype, wider_dtype
 OF_TOKENS = (token_grads, token_sum_sq, token_batch_sq, token_sq_norm, token_moments)
 """Statistics that are functions of the gradients of single tokens."""
 
-OF_ROWS = (
-    per_sample_grad,
-    summed_grad,
-    total_grad,
-    along,
-    sum_sq,
-    batch_sq,
-    sq_norm,
-    gram,
-    moments,
-    *OF_TOKENS,
+OF_ROWS = frozenset(
+    {
+        per_sample_grad,
+        summed_grad,
+        total_grad,
+        along,
+        sum_sq,
+        batch_sq,
+        sq_norm,
+        gram,
+        moments,
+        *OF_TOKENS,
+    }
 )
 """Statistics that are functions of per-sample gradients, whatever structure these come from."""
 

@@ -155,11 +155,11 @@ def norms_of(rows: Tensor) -> Tensor:
 
 def worth_a_call(terms: int, entries: int, dtype: torch.dtype, device: str) -> bool:
     """Tell whether a product of so many entries, sums of ``terms``, is faster by itself than in a batch."""
-    large = terms * entries >= WORTH_A_CALL * torch.get_num_threads() and terms >= SHORT
+    large = terms >= SHORT and terms * entries >= WORTH_A_CALL * torch.get_num_threads()
     forced = forced_algorithm("products")
-    fits = dtype == torch.float32 and device == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    fits = fits and not is_traced()  # a graph gains nothing from many calls, a compiler cannot lower this one
-    return fits and (large if forced is None else forced == "single")
+    if not (large if forced is None else forced == "single") or is_traced():
+        return False  # a graph gains nothing from many calls, and a compiler cannot lower this one
+    return dtype == torch.float32 and device == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def grouped_gradients(

@@ -65,7 +65,7 @@ def goes_one_by_one(statistics: Sequence[Statistic], extents: Extents) -> bool:
 
 def _gradients_one_by_one(structure: Statistical, statistics: Sequence[Statistic]) -> Iterator[Tensor] | None:
     """Yield per-sample gradients ``[o, i]`` if forming them one by one is best; else return ``None``."""
-    if not isinstance(structure, Outer) or structure.cotangent is None or len(structure.cotangent) > 1:
+    if not isinstance(structure, Outer) or structure.cotangent is None or structure.cotangent.shape[0] > 1:
         return None
     if structure.out is None and per_sample_grad in statistics:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,13 +51,13 @@ class Partial:
         """Merge the value of some columns and samples."""
         if value is not None and value is self._out:  # it was written to its place already
             return
-        axes = (self._over_v.axis, columns), (self._over_n.axis, samples)
-        grown = [(axis, extent) for axis, extent in axes if axis is not None]
-        fits = all(value.shape[axis] == extent.stop - extent.start for axis, extent in grown)
-        if grown and fits and (self._over_v.adds or not (columns.whole and samples.whole)):
-            place = self._place(value, grown)
-            place.copy_(value) if self._is_written_once else place.add_(value)
-            return
+        if self._over_v.adds or not (columns.whole and samples.whole):
+            axes = (self._over_v.axis, columns), (self._over_n.axis, samples)
+            grown = [(axis, extent) for axis, extent in axes if axis is not None]
+            if grown and all(value.shape[axis] == extent.stop - extent.start for axis, extent in grown):
+                place = self._place(value, grown)
+                place.copy_(value) if self._is_written_once else place.add_(value)
+                return
         self._of_column.add(lift(self._over_n, value))
         if samples.stop == samples.total:
             self._total.add(lift(self._over_v, self._of_column.take()))
@@ -125,7 +125,8 @@ class _Running:
     """Merge the partial results so far; add in place to a sum that only this object refers to."""
 
     def __init__(self, monoid: Monoid) -> None:
-        self._monoid, self.value = monoid, cast(Any, None)
+        self._monoid = monoid
+        self.value: Any = None
         self._begun = self._own = False
 
     def add(self, value: Any) -> None:

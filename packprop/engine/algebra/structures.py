@@ -68,7 +68,7 @@ class Outer:
         """Shape of the inputs, without making them."""
         return self.given.shape
 
-    @property
+    @cached_property
     def extents(self) -> Extents:
         """The sizes that choose algorithms."""
         cotangent = self.cotangent

@@ -23,7 +23,8 @@ def select_samples(tensor: Tensor, samples: Samples, skip: int = 0) -> Tensor:
         tensor = tensor.index_select(skip, samples.to(tensor.device))
     elif samples != slice(None):
         tensor = tensor[(slice(None),) * skip + (samples,)]
-    return tensor.to(accumulation_dtype(tensor.dtype))
+    wide = accumulation_dtype(tensor.dtype)
+    return tensor if tensor.dtype == wide else tensor.to(wide)
 
 
 def rowwise(build: Callable[..., Structure], *inputs: Callable[[], Tensor]) -> StructureOf:

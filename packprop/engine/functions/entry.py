@@ -118,5 +118,5 @@ class Entry:
 def plain_options(value: Any, numbers: bool = False) -> Any:
     """Return the integers and texts in a value, and floats if ``numbers``; ``None`` in place of the rest."""
     if isinstance(value, (list, tuple)):
-        return tuple(plain_options(each, numbers) for each in value)
+        return tuple([each if type(each) is int else plain_options(each, numbers) for each in value])
     return value if isinstance(value, (int, str)) or (numbers and isinstance(value, float)) else None

@@ -113,10 +113,8 @@ def is_transpose(node: Node) -> bool:
 
 def has_complex_numbers(node: Node) -> bool:
     """Tell whether a node has complex inputs or outputs."""
-    if any(each.dtype.is_complex for each in made_by(node)):
-        return True
-    above = ((each, number) for each, number in node.next_functions if each is not None)
-    return any(made_by(each)[number].dtype.is_complex for each, number in above)
+    above = [made_by(each)[number] for each, number in node.next_functions if each is not None]
+    return any(each.dtype.is_complex for each in made_by(node) + above)
 
 
 @dataclass(frozen=True, eq=False)

@@ -158,11 +158,11 @@ def is_change_of_view(node: Node) -> bool:
 
 def name_of_node(node: Node) -> str:
     """Return the name of a node in the tables; ``own`` marks a user's function, which may have any name."""
-    if isinstance(node, BackwardCFunction):
-        if is_identity(node):
-            return "HandedOn"
-        return f"own {node.name()}"
-    return short_name(node.name())
+    name = node.name()
+    short = short_name(name)
+    if short == name and isinstance(node, BackwardCFunction):  # PyTorch's own names have a suffix
+        return "HandedOn" if is_identity(node) else f"own {name}"
+    return short
 
 
 @functools.lru_cache(maxsize=4096)

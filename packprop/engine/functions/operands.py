@@ -24,6 +24,7 @@ from packprop.engine.functions.nodes import (
     name_of_node,
     names_of_nodes,
 )
+from packprop.engine.functions.saved import raw_names
 
 SUMS = names_of_nodes("Add Sub Rsub Stack Cat")
 """Sums of the inputs, or their concatenation."""
@@ -140,10 +141,8 @@ def saved_tensors(node: Node) -> Iterator[Tensor]:
 
     Autograd shows them under names of its own, one for each operand; see PyTorch's notes on autograd.
     """
-    for name in dir(node):
-        if not name.startswith("_saved_"):
-            continue
-        value = getattr(node, name)
+    for name in raw_names(type(node)):
+        value = getattr(node, name.removeprefix("_raw"), None)
         for tensor in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(tensor, Tensor):
                 yield tensor

@@ -84,17 +84,16 @@ def anywhere(call: NodeCall, entry: Entry) -> Entry:
     """Return an entry that uses the rule if it admits the samples, and else calls the node for each sample."""
 
     def is_admitted(layouts: Sequence[Layout]) -> bool:
-        return all(map(entry.admits, layouts[0].axes)) and len(layouts[0].axes) < 2
+        first = layouts[0]
+        return first.axis is None or (not first.joined[1:] and entry.admits(first.axis))
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
         if is_admitted(layouts):
             return entry.structure_of(cotangents, layouts, samples)
         return samplewise(call).structure_of(cotangents, layouts, samples)
 
-    edge = call.edge
-
     def calls_node(layouts: Sequence[Layout]) -> GradientEdge | None:
-        return entry.calls_node(layouts) if is_admitted(layouts) else edge
+        return entry.calls_node(layouts) if is_admitted(layouts) else call.edge
 
     return entry.but(structure_of=structure_of, admits=lambda axis: True, calls_node=calls_node)
 

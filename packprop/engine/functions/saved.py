@@ -51,6 +51,8 @@ def saved_tensor(node: Any, name: str | int) -> Any:
         values, kept = _read(node._raw_saved_tensors, lambda: node.saved_tensors)
     else:
         raw = getattr(node, f"_raw_saved_{name}", None)
+        if not _is_kept_elsewhere(raw):
+            return getattr(node, f"_saved_{name}")
         values, kept = _read([raw], lambda: [getattr(node, f"_saved_{name}")])
     _put_back(kept)
     return values[name if isinstance(name, int) else 0]
@@ -82,7 +84,7 @@ def keeps_elsewhere(node: Any) -> bool:
 def _saved_by(node: Any) -> Iterator[tuple[Sequence[Any], Callable[[], Sequence[Any]]]]:
     """Yield all saved values of a node, each with its reader: only the node can read its own outputs."""
     kind: Any = type(node)
-    for name in _raw_names(kind):
+    for name in raw_names(kind):
         raw, public = getattr(node, name), name.removeprefix("_raw_")
         if not isinstance(raw, (tuple, list)):
             yield [raw], functools.partial(_one, node, f"_{public}")
@@ -93,7 +95,7 @@ def _saved_by(node: Any) -> Iterator[tuple[Sequence[Any], Callable[[], Sequence[
 
 
 @functools.lru_cache(maxsize=1024)
-def _raw_names(kind: type) -> tuple[str, ...]:
+def raw_names(kind: type) -> tuple[str, ...]:
     """Return the names under which a type of node shows the raw form of its saved values."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 

@@ -203,8 +203,8 @@ def require_known_shards(graph: Graph, unshards: bool) -> None:
             "use `with packprop.backpack(..., ranks='all')` around backward(); or DistributedDataParallel, or "
             "one process",
         )
-    unknown = is_sharded_outside(graph.modules, graph.hooks.owners())
-    if is_fully_sharded_before(graph.modules) or unknown:
+    modules = graph.modules
+    if is_fully_sharded_before(modules) or is_sharded_outside(modules, graph.hooks.owners()):
         raise PackpropError(
             asked,
             "parameters that FullyShardedDataParallel (FSDP1) has sharded between processes, or fully_shard "

@@ -189,6 +189,7 @@ class Graph:
         kept: Whether another pass through the same graph may follow.
         structure: A number that is equal for passes of equal structure.
         signature: A number that is equal for passes of equal structure and shapes.
+        order: Its nodes, each after all that lie upstream of it.
         samples: The number of samples; set when packprop locates them.
         source_layouts: The layouts of the inputs of the losses, or of the model's outputs without losses; set
             when packprop locates the samples.
@@ -215,6 +216,7 @@ class Graph:
     kept: bool = True
     structure: int = 0
     signature: int = 0
+    order: list[Node] = field(default_factory=list)
     samples: int = 0
     source_layouts: list[Layout] = field(default_factory=list)
     asked: str = "Quantities of single samples were asked for."
@@ -295,12 +297,9 @@ class Graph:
         packprop handles such a leaf when the pass reaches the last of its uses. By then the user's own pass has
         freed part of the graph between leaf and tensor.
         """
-        sites: dict[int, list[bool]] = {}
-        for use in self.uses:
-            for site in use.sites:
-                needs_graph = not site.direct or site.entry.calls_node(use.layouts) is not None
-                sites.setdefault(id(site.leaf), []).append(needs_graph)
-        return any(len(own) > 1 and any(own) for own in sites.values())
+        times = Counter([id(site.leaf) for use in self.uses for site in use.sites])
+        tied = [(use, site) for use in self.uses for site in use.sites if times[id(site.leaf)] > 1]
+        return any(not site.direct or site.entry.calls_node(use.layouts) is not None for use, site in tied)
 
     @property
     def shards_computed_parameters(self) -> bool:
@@ -308,7 +307,8 @@ class Graph:
 
         The nodes in between may be gone when the user's own pass reaches the use.
         """
-        return any(not site.direct and id(site.leaf) in self.shards for use in self.uses for site in use.sites)
+        sites = [site for use in self.uses for site in use.sites if self.shards]
+        return any(not site.direct and id(site.leaf) in self.shards for site in sites)
 
     def name(self, leaf: Tensor) -> str:
         """Return the parameter's name in the module that was called."""

@@ -111,7 +111,8 @@ class Constants:
         called = [module for forward in self._forwards if (module := forward.module()) is not None]
         modules = {id(module): module for module in [*called, *EXTENDED]}.values()
         own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        return {_place_of(tensor) for tensor in own} - {0}
+        place_of = storage_key if is_dry_run() else storage_of
+        return {place_of(tensor) for tensor in own} - {0}
 
     @functools.cached_property
     def _inputs(self) -> set[int]:
@@ -129,16 +130,12 @@ class Constants:
         missing = sum(above is None for above, _ in node.next_functions)
         known: bool | None = True if missing <= len(constants) else None  # sums do not save what they add
         for tensor in constants:
-            place = _place_of(tensor)
+            place = storage_key(tensor) if is_dry_run() else storage_of(tensor)
             if place in self._inputs or is_of_batch(tensor):
                 return False
             if tensor.dim() and place not in self._own and not _counts(node, tensor):
                 known = None
         return known
-
-
-def _place_of(tensor: Tensor) -> int:
-    return storage_key(tensor) if is_dry_run() else storage_of(tensor)
 
 
 def _counts(node: Node, index: Tensor) -> bool:
@@ -156,7 +153,8 @@ class Reading:
 
     Args:
         graph: The graph of the pass.
-        order: Its nodes, each after all that lie upstream of it.
+        leaves: The nodes of leaves, with these.
+        inputs: What each node takes, like ``next_functions``.
         places: The number of each node.
         wanted: Leaves that count as parameters, by identity.
         structure: Returns a number that is equal for graphs of the same nodes and edges.
@@ -165,12 +163,14 @@ class Reading:
     def __init__(
         self,
         graph: Graph,
-        order: Sequence[Node],
+        leaves: dict[Node, Tensor],
+        inputs: dict[Node, Any],
         places: dict[Node, int],
         wanted: dict[int, Tensor],
         structure: Callable[[], int],
     ) -> None:
-        self._order, self._places, self._wanted = order, places, wanted
+        self._order, self._inputs, self._places = graph.order, inputs, places
+        self._leaves, self._wanted = leaves, wanted
         self._roots = [(root.grad_fn, root.output_nr) for root in graph.roots if root.grad_fn is not None]
         self._structure, self._constants = structure, Constants(graph.forwards)
         taken = [(loss.call.shape, loss.call.declared) for loss in graph.losses]
@@ -199,20 +199,18 @@ class Reading:
         reached = self._outputs_reached()
         parameters, data = self.made_of_parameters, set[Node]()
         for node in self._order:
-            leaf = getattr(node, "variable", None)
-            if leaf is not None:
-                if id(leaf) in self._wanted:
+            if node in self._leaves:
+                if id(self._leaves[node]) in self._wanted:
                     parameters[node] = None
                 else:
                     data.add(node)
                 continue
-            above = [each for each, _ in node.next_functions]
-            given = [place for place, each in enumerate(above) if each is not None and each in parameters]
+            above = [each for each, _ in self._inputs[node]]
+            given = [place for place, each in enumerate(above) if each in parameters]
             if not given or is_reentrant(node) or node in after_losses or not _can_be_called(node):
                 data.add(node)
                 continue
-            has_data = any(each in data for each in above if each is not None)
-            kind = "use" if has_data else self._kind(node, given)
+            kind = "use" if not data.isdisjoint(above) else self._kind(node, given)
             if kind == "parameters":
                 parameters[node] = None
                 continue
@@ -271,7 +269,7 @@ class Reading:
         """The nodes that take the outputs of each node, with the places of these operands."""
         takers: dict[Node, list[tuple[Node, int]]] = {}
         for node in self._order:
-            for place, (above, _) in enumerate(node.next_functions):
+            for place, (above, _) in enumerate(self._inputs[node]):
                 if above is not None:
                     takers.setdefault(above, []).append((node, place))
         return takers
@@ -312,8 +310,8 @@ class Reading:
         for root, number in self._roots:
             reached[root][number] = None
         for node in self._order:
-            for above, number in node.next_functions:
-                if above is not None and above in reached:
+            for above, number in self._inputs[node]:
+                if above in reached:
                     reached[above][number] = None
         return reached
 

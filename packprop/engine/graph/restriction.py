@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from packprop.engine.graph.graph import Graph
-from packprop.engine.graph.traversal import depth_first, upstream_of
+from packprop.engine.graph.traversal import upstream_of
 
 
 def split_leaves(graph: Graph, candidates: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -18,21 +18,17 @@ def split_leaves(graph: Graph, candidates: Sequence[Tensor]) -> tuple[list[Tenso
     """
     left_out, leaves = {id(leaf): leaf for leaf in candidates}, {}
     use_at = {node: use for use in graph.uses for node, _ in use.nodes.values()}
-    roots = [root.grad_fn for root in graph.roots if root.grad_fn is not None]
     reached: set[Node] = set()
-    upstream: dict[Node, list[Node]] = {}
-    for node, done in depth_first(roots, upstream_of, upstream):
+    for node in graph.order:
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             leaves[id(leaf)] = leaf
-        if not done:
-            continue
-        if leaf is not None and id(leaf) in left_out:
-            continue
-        if node in use_at and not any(neighbour in reached for neighbour in upstream[node]):
+            if id(leaf) not in left_out:
+                reached.add(node)
+        elif not reached.isdisjoint(upstream_of(node)):
+            reached.add(node)
+        elif node in use_at:
             for site in use_at[node].sites:
                 left_out.pop(id(site.leaf), None)
-            reached.add(node)
-        elif leaf is not None or any(neighbour in reached for neighbour in upstream[node]):
             reached.add(node)
     return list(left_out.values()), [leaf for key, leaf in leaves.items() if key not in left_out]

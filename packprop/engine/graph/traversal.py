@@ -17,25 +17,19 @@ def depth_first(
         upstream: Returns the upstream neighbours of a node.
         neighbours: Gets the upstream neighbours of each node.
     """
-
-    def enter(node: Node) -> tuple[Node, Iterator[Node]]:
-        neighbours[node] = upstream(node)
-        return node, iter(neighbours[node])
-
-    for start in starts:
-        if start in neighbours:
+    done: set[Node] = set()
+    stack = [*starts][::-1]
+    while stack:
+        node = stack[-1]
+        if node not in neighbours:
+            neighbours[node] = upstream(node)
+            stack += neighbours[node][::-1]
+            yield node, False
             continue
-        stack = [enter(start)]
-        yield start, False
-        while stack:
-            node, remaining = stack[-1]
-            child = next(remaining, None)
-            if child is None:
-                stack.pop()
-                yield node, True
-            elif child not in neighbours:
-                stack.append(enter(child))
-                yield child, False
+        del stack[-1]
+        if node not in done:
+            done.add(node)
+            yield node, True
 
 
 def upstream_of(node: Node) -> list[Node]:

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from packprop.engine.functions.losses.read import loss_of_node
-from packprop.engine.functions.nodes import NORMALISATIONS, WITHOUT_DERIVATIVE, made_by, name_of_node
+from packprop.engine.functions.losses.read import LOSS_NODES, loss_of_node
+from packprop.engine.functions.nodes import NORMALISATIONS, WITHOUT_DERIVATIVE, made_by, short_name
 from packprop.engine.functions.operands import options_of
 from packprop.engine.functions.saved import keeps_elsewhere
 from packprop.engine.graph.checkpoint_uses import uses_inside
@@ -33,8 +33,9 @@ from packprop.engine.graph.reorderings import axes_reordered, own_options
 from packprop.engine.graph.search import leaves_of, nodes_above
 from packprop.engine.graph.site import Site
 from packprop.engine.graph.terms import settle_terms
-from packprop.engine.graph.traversal import depth_first, upstream_of
+from packprop.engine.graph.traversal import depth_first
 from packprop.engine.recording.marks import EXTENDED, LOSS, OUTPUT, RecordedLoss, marks_of
+from packprop.engine.recording.reentrant import NAME as REENTRANT
 from packprop.engine.recording.reentrant import is_reentrant, refused
 from packprop.engine.tensors.state import version
 from packprop.errors import PackpropError
@@ -52,7 +53,9 @@ class _Trail:
         order: Nodes, each after all that lie upstream of it.
         names: Names of nodes.
         places: The number of each node, in the order in which they were met.
+        inputs: What each node takes: the node that made it, and the number of the output.
         options: Options of nodes.
+        leaves: The nodes of leaves, with these.
         consumed: Leaves, each with a node that takes it.
         cut: Nodes of functions without a derivative.
         reentrant: Reentrant checkpoints by their nodes.
@@ -62,7 +65,9 @@ class _Trail:
     order: list[Node] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     places: dict[Node, int] = field(default_factory=dict)
+    inputs: dict[Node, Any] = field(default_factory=dict)
     options: list[Any] = field(default_factory=list)
+    leaves: dict[Node, Tensor] = field(default_factory=dict)
     consumed: list[tuple[Tensor, Node]] = field(default_factory=list)
     cut: list[Node] = field(default_factory=list)
     reentrant: dict[Node, ReentrantCheckpoint] = field(default_factory=dict)
@@ -73,7 +78,7 @@ class _Trail:
         return tuple(
             (-1 if above is None else self.places.get(above, -1), output)
             for node in self.places
-            for above, output in node.next_functions
+            for above, output in self.inputs[node]
         )
 
     def structure(self) -> int:
@@ -149,7 +154,12 @@ def walk(
 def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -> _Trail:
     """Visit each node once; note marked losses and outputs, checkpoints, and layers that mix samples."""
     trail = _Trail()
-    for node, done in depth_first(starts, upstream_of, trail.neighbours):
+
+    def upstream(node: Node) -> list[Node]:
+        trail.inputs[node] = node.next_functions
+        return [above for above, _ in trail.inputs[node] if above is not None]
+
+    for node, done in depth_first(starts, upstream, trail.neighbours):
         if done:
             trail.order.append(node)
             continue
@@ -159,20 +169,21 @@ def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -
         trail.options += options_of(node)
         if marks:
             _note_marks(graph, node, marks)
-        if is_reentrant(node):
+        if name == REENTRANT and is_reentrant(node):
             checkpoint = ReentrantCheckpoint(
                 node, lambda roots: walk(roots, [None] * len(roots), wanted, unshards=True, inside=True)
             )
             graph.checkpoints.append(checkpoint)
             trail.reentrant[node] = checkpoint
-        if name_of_node(node) in NORMALISATIONS and _takes_statistics(node):
+        if short_name(name) in NORMALISATIONS and _takes_statistics(node):
             graph.mixers.append(_layer_of(graph, node))
         if name == WITHOUT_DERIVATIVE:
             trail.cut.append(node)
-        for upstream in trail.neighbours[node]:
-            leaf = getattr(upstream, "variable", None)
-            if leaf is not None:
-                trail.consumed.append((leaf, node))
+        if not trail.neighbours[node] and (leaf := getattr(node, "variable", None)) is not None:
+            trail.leaves[node] = leaf
+    taken = [(each, node) for node in trail.places for each in trail.neighbours[node] if each in trail.leaves]
+    trail.consumed = [(trail.leaves[each], node) for each, node in taken]
+    graph.order = trail.order
     return trail
 
 
@@ -191,9 +202,8 @@ def _note_order(graph: Graph, trail: _Trail) -> None:
     reordered: set[Node] = set()
     losses = {loss.node for loss in graph.losses}
     for node in trail.order:
-        above = node.next_functions[0][0] if node.next_functions else None
-        is_leaf = hasattr(node, "variable")
-        if is_leaf or above in parameters or node in losses or node in trail.reentrant:
+        above = trail.inputs[node][0][0] if trail.inputs[node] else None
+        if node in trail.leaves or above in parameters or node in losses or node in trail.reentrant:
             axes: frozenset[int] | None = frozenset()
         else:
             axes = axes_reordered(node)
@@ -202,10 +212,10 @@ def _note_order(graph: Graph, trail: _Trail) -> None:
         elif axes:
             graph.reorderings.append((GradientEdge(node, 0), made_by(node)[0].shape, axes))
         trail.options += [axes, own_options(node)]
-        if axes is None or axes or any(each in reordered for each in trail.neighbours[node]):
+        if axes is None or axes or (reordered and not reordered.isdisjoint(trail.neighbours[node])):
             reordered.add(node)
     for use in graph.uses:
-        use.reordered = any(node in reordered for node in use.anchors)
+        use.reordered = not reordered.isdisjoint(use.anchors)
 
 
 def _read_losses(graph: Graph, trail: _Trail) -> None:
@@ -213,9 +223,10 @@ def _read_losses(graph: Graph, trail: _Trail) -> None:
     inside: set[Node] = set()
     for loss in graph.losses:
         inside.update(nodes_above([loss.node], loss.call.edge.node))
+    named = zip(trail.places, trail.names, strict=True)
     try:
-        for node in trail.places:
-            read = None if node in inside else loss_of_node(node)
+        for node in [node for node, name in named if short_name(name) in LOSS_NODES and node not in inside]:
+            read = loss_of_node(node)
             if read is not None:
                 given = read.args[0]
                 call = RecordedLoss(*read, given.shape, version(given))
@@ -244,13 +255,12 @@ def _read_uses(graph: Graph, trail: _Trail, wanted: Sequence[Tensor] | None, end
     if ends is None:
         ends = [loss.call.edge.node for loss in graph.losses]
         ends += [edge.node for edge, forward, _ in graph.outputs if forward.has_parameters]
-    after: set[Node] = set()
-    losses = {loss.node for loss in graph.losses}
+    after = {loss.node for loss in graph.losses}
     for node in trail.order:
-        if any(above in losses or above in after for above in trail.neighbours[node]):
+        if not after.isdisjoint(trail.neighbours[node]):
             after.add(node)
-    graph.reading = reading = Reading(graph, trail.order, trail.places, leaves, trail.structure)
-    reading.sort(set(nodes_above(ends)), after | losses)
+    graph.reading = reading = Reading(graph, trail.leaves, trail.inputs, trail.places, leaves, trail.structure)
+    reading.sort(set(nodes_above(ends)), after)
     if inside and any(start in reading.made_of_parameters for start in ends):
         raise refused("a tensor made of parameters alone leaves it, and what becomes of it is out of sight")
     settled = reading.settled
@@ -325,14 +335,14 @@ def _look_inside(graph: Graph, trail: _Trail) -> None:
 
 def _mark_ends(graph: Graph, trail: _Trail) -> None:
     """Mark the uses without a use upstream, except those in checkpoints, which have no nodes."""
-    use_upstream: dict[Node, bool] = {}
-    anchors = {node for use in graph.uses for node in use.anchors}
+    from_here = {node for use in graph.uses for node in use.anchors}
+    below: set[Node] = set()
     for node in trail.order:
-        use_upstream[node] = any(
-            use_upstream.get(above, False) or above in anchors for above in trail.neighbours[node]
-        )
+        if not from_here.isdisjoint(trail.neighbours[node]):
+            below.add(node)
+            from_here.add(node)
     for use in graph.uses:
-        use.is_end = use.checkpoint is None and not any(use_upstream[node] for node in use.anchors)
+        use.is_end = use.checkpoint is None and below.isdisjoint(use.anchors)
 
 
 def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None, trail: _Trail) -> None:

@@ -81,14 +81,12 @@ class Accumulator:
             if use.prepare is not None:
                 use.prepare()
         contributions = joined_once(contributions)
-        first_pass = [task for task in tasks if task.row.after is None]
-        second_pass = [task for task in tasks if task.row.after is not None]
-        again = {tuple(chosen or ()): group for chosen, group in by_subsampling(second_pass)}
-        kept = {chosen: Kept(self._chunk_sizes, group) for chosen, group in again.items()}
-        for chosen, group in by_subsampling(first_pass):
+        second_pass = by_subsampling([task for task in tasks if task.row.after is not None])
+        kept = {tuple(chosen or ()): Kept(self._chunk_sizes, group) for chosen, group in second_pass}
+        for chosen, group in by_subsampling([task for task in tasks if task.row.after is None]):
             chunks = kept.get(tuple(chosen or ()))
             self._add_by_chunks(leaf, contributions, group, chosen, columns, build, chunks)
-        for chosen, group in by_subsampling(second_pass):
+        for chosen, group in second_pass:
             with naming(lambda: self._graph.name(leaf)):
                 self._partial.end_first_pass(leaf, group)
             chunks = kept.pop(tuple(chosen or ()))
@@ -136,9 +134,10 @@ class Accumulator:
                 structure = build(contributions, chunk, self._chunk_sizes.held) if given is None else given
                 if isinstance(structure, Outer):
                     structure = self._written_in_place(leaf, structure, tasks, columns, extent)
+                partials = [self._partial.at(leaf, task) for task in tasks]
                 if columns.whole and extent.whole and getattr(structure, "out", None) is None:
-                    for task in tasks:  # the value is the whole result, and needs no spare memory
-                        self._partial.at(leaf, task).drop_spare()
+                    for partial in partials:  # the value is the whole result, and needs no spare memory
+                        partial.drop_spare()
                 values = self._statistics(leaf, structure, tasks)
             except torch.OutOfMemoryError:
                 if whole or stop - start == 1:
@@ -148,8 +147,8 @@ class Accumulator:
                 continue
             except OfParameter as error:
                 raise error.named(self._graph.name(leaf)) from None
-            for task, value in zip(tasks, values, strict=True):
-                self._partial.at(leaf, task).put(value, columns, extent)
+            for partial, value in zip(partials, values, strict=True):
+                partial.put(value, columns, extent)
             if self._log is not None:
                 self._log(leaf, uses_of(contributions), structure, step)
             if kept is not None and not is_second:
@@ -236,7 +235,7 @@ class Accumulator:
         smallest = _smallest_sums(results)
         if id(leaf) in self._gradients:
             smallest.setdefault(GRADIENT, self._gradients[id(leaf)])
-        self.finite_check.note(leaf, smallest.values())
+        self.finite_check.note([leaf], smallest.values())
         self._done(leaf, results)
 
     def take(self, leaf: Tensor, extension: Extension) -> list[Any] | None:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from packprop.engine.tensors.hooks import NOTHING
+
 
 class AutocastRegions(NamedTuple):
     """Regions that packprop can leave and enter again.
@@ -30,9 +32,12 @@ class AutocastRegions(NamedTuple):
             )
         )
 
-    @contextlib.contextmanager
-    def switched(self, on: bool) -> Iterator[None]:
+    def switched(self, on: bool) -> contextlib.AbstractContextManager[None]:
         """Enter the regions again, or leave them."""
+        return self._switched(on) if self.regions else NOTHING
+
+    @contextlib.contextmanager
+    def _switched(self, on: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for kind, dtype, cached in self.regions:
                 stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=cached))

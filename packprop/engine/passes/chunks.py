@@ -82,7 +82,7 @@ class ChunkSizes(NamedTuple):
             if not column_count(cotangents):  # each chunk is added to a matrix, which takes this memory anyway
                 fan_in = site.entry.fans.fan_in if site.entry.fans else 0
                 room = max(room, fan_in**2 * size)
-        entries = sum(memory.entries(each, samples, self.held) for each in contributions)
+        entries = sum([memory.entries(each, samples, self.held) for each in contributions])
         if not entries or entries * samples <= memory.matrix_entries(contributions):
             return samples  # a second chunk would need another matrix as large, and one for the sum
         return max(1, min(samples, room // (entries * size)))
@@ -106,6 +106,6 @@ def default_chunk_sizes(device: torch.device | None = None) -> ChunkSizes:
 def start_after(start: int, step: int, count: int) -> int:
     """Return the start of the next chunk, as in ``chunk_starts``, for chunks that may become smaller."""
     following = start + step
-    if is_dry_run() and following < count and not stands_for_all(following, step, count):
+    if following < count and is_dry_run() and not stands_for_all(following, step, count):
         return max(following, (count - 1) // step * step)
     return following

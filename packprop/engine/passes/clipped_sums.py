@@ -98,7 +98,7 @@ class ClippedSums:
         values = self._results.take(leaf, self._norms.extension)
         if values is None:
             return None
-        self._results.finite_check.note(leaf, values)
+        self._results.finite_check.note([leaf], values)
         squares: Tensor = values[0]
         return squares
 

@@ -52,10 +52,12 @@ class Collector:
 
     def visit(self, use: ReachedUse, cotangents: list[Tensor | None]) -> None:
         """Note the cotangents at one use."""
-        for site in use.take():
+        sites = use.take()
+        if not self._sums:
+            leaves = [site.leaf for site in sites if id(site.leaf) not in self._first_tasks]
+            self._results.finite_check.note(leaves, cotangents)
+        for site in sites:
             key = id(site.leaf)
-            if not self._sums and key not in self._first_tasks:
-                self._results.finite_check.note(site.leaf, cotangents)
             contributions = self._contributions.setdefault(key, [])
             contributions.append((use, site, cotangents))
             if len(contributions) == self._expected[key]:

@@ -21,18 +21,18 @@ class FiniteCheck:
         self.cause = ""
         """The text of the warning, if packprop knows which function's derivative is not finite."""
 
-    def note(self, leaf: Tensor, tensors: Iterable[Tensor | None]) -> None:
-        """Remember the extreme entries of some tensors."""
-        seen = self._seen.setdefault(id(leaf), [])
-        for tensor in tensors:
-            if tensor is not None:
-                seen += extremes(tensor)
-        if len(seen) > 32:  # two are enough, because they keep NaN
-            seen[:] = torch.stack(seen).aminmax()
+    def note(self, leaves: Iterable[Tensor], tensors: Iterable[Tensor | None]) -> None:
+        """Remember the extreme entries of some tensors, for some leaves."""
+        found = [extreme for tensor in tensors if tensor is not None for extreme in extremes(tensor)]
+        for leaf in leaves:
+            seen = self._seen.setdefault(id(leaf), [])
+            seen += found
+            if len(seen) > 32:  # two are enough, because they keep NaN
+                seen[:] = torch.stack(seen).aminmax()
 
     def first(self, graph: Graph) -> Tensor | None:
         """Return the first leaf with an entry that is not finite; wait for each device."""
-        if all_finite([extreme for own in self._seen.values() for extreme in own]):
+        if all_finite(list({id(extreme): extreme for own in self._seen.values() for extreme in own}.values())):
             return None
         return next((leaf for leaf in graph.leaves() if not all_finite(self._seen.get(id(leaf), []))), None)
 

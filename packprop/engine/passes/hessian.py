@@ -47,14 +47,14 @@ def add_hessian(sweeps: ColumnSweeps, tasks: list[Task], roots: list[Columns] | 
     swept = swept_uses(graph, routes)
     _add_nonlinearities(sweeps, tasks, routes, swept)
     for leaf, values in parameter_diagonals(graph, routes.parameter, per_sample, create_graph):
-        noted.note(leaf, [values])
+        noted.note([leaf], [values])
         for chosen, group in by_subsampling(tasks):
             structure = Diagonal(Dense((values if chosen is None else values[chosen])[None]))
             for task in group:
                 sweeps.results.add_value(leaf, task, task.row.statistic(structure))
     for uses, leaves in routes.output:
         for units, products in hessian_columns(graph, uses, create_graph):
-            noted.note(leaves[0], [column for columns in products for column in columns])
+            noted.note(leaves[:1], [column for columns in products for column in columns])
             for leaf in leaves:
                 left, right = (_contributions(leaf, uses, each) for each in (products, units))
                 sweeps.results.add_contributions(leaf, left, tasks, ONE, products_with(right))
@@ -74,7 +74,7 @@ def _add_terms(sweeps: ColumnSweeps, tasks: list[Task], routes: Routes, per_samp
     there = [] if per_sample else routes.parameter  # their diagonals are those of the whole loss already
     leaves = [leaf for leaf in graph.leaves() if not any(leaf is other for other in there)]
     for leaf, values in term_diagonals(graph, leaves if whole else [], sweeps.request.create_graph):
-        sweeps.results.finite_check.note(leaf, [values])
+        sweeps.results.finite_check.note([leaf], [values])
         for task in whole:
             value = task.row.statistic(Diagonal(Dense(values[None, None])))
             sweeps.results.add_value(leaf, task, value)
@@ -88,10 +88,10 @@ def _add_nonlinearities(
     diagonals = OutputDiagonals(graph, routes, swept)
     noted = sweeps.results.finite_check
     for term in nonlinearity_terms(graph, routes, swept, diagonals, create_graph):
-        noted.note(term.uses[0].sites[0].leaf, [term.columns.weights])
+        noted.note([term.uses[0].sites[0].leaf], [term.columns.weights])
         sweeps.run([term.columns], tasks, term.uses, diagonals=diagonals)
     for use, cotangents in diagonals.take():
-        noted.note(use.sites[0].leaf, cotangents)
+        noted.note([use.sites[0].leaf], cotangents)
         for site in use.take():
             sweeps.results.add_contributions(site.leaf, [(use, site, cotangents)], tasks, ONE, diagonal)
 
@@ -117,7 +117,7 @@ def add_without_sweep(request: Request, results: Accumulator, seed: Seed, tasks:
     graph = request.graph
     if seed.kind == "hessian_mc":
         for leaf, values in estimated_diagonals(graph, graph.leaves(), seed, request.create_graph):
-            results.finite_check.note(leaf, [values])
+            results.finite_check.note([leaf], [values])
             for task in tasks:
                 results.add_value(leaf, task, task.row.statistic(Diagonal(Dense(values[None, None]))))
         _find_cause(graph, results.finite_check)

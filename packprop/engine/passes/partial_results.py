@@ -33,22 +33,22 @@ class PartialResults:
     def __init__(self, begin: Begin, known: Known | None = None) -> None:
         self._begin, self._known = begin, known
         self._spare: dict[tuple[Extension, int], Tensor] | None = None
-        self._partial: dict[tuple[int, int, int], Partial] = {}
+        self._partial: dict[tuple[int, int], dict[int, Partial]] = {}
         self._first_pass: dict[tuple[int, int], list[Any]] = {}
 
     def at(self, leaf: Tensor, task: Task) -> Partial:
         """Return the partial result of one task at one leaf; make it on the first call."""
         if self._spare is None:
             self._spare = self._begin()
-        key = (id(task.extension), task.index, id(leaf))
-        if key not in self._partial:
-            spare = self._spare.pop((task.extension, id(leaf)), None)
-            self._partial[key] = Partial(task.row.over_v, task.row.over_n, spare)
-        return self._partial[key]
+        rows = self._partial.setdefault((id(task.extension), id(leaf)), {})
+        if task.index not in rows:
+            spare = self._spare.pop((task.extension, id(leaf)), None) if self._spare else None
+            rows[task.index] = Partial(task.row.over_v, task.row.over_n, spare)
+        return rows[task.index]
 
     def has(self, leaf: Tensor, task: Task) -> bool:
         """Tell whether there is a partial result of this task at this leaf."""
-        return (id(task.extension), task.index, id(leaf)) in self._partial
+        return task.index in self._partial.get((id(task.extension), id(leaf)), {})
 
     def end_first_pass(self, leaf: Tensor, tasks: Sequence[Task]) -> None:
         """Replace the results of a first pass, once, by those of ``after``; see NOTE [Second pass].
@@ -60,7 +60,7 @@ class PartialResults:
         for task in tasks:
             after, key = task.row.after, (id(task.extension), id(leaf))
             if after is not None and key not in self._first_pass:
-                results = self._take_rows(leaf, task.extension, range(task.index))
+                results = self._take_rows(key, range(task.index))
                 sizes = [len(tensor) for tensor in tensors_in(results) if tensor.dim() == 2]
                 with doing("eigenvectors", sum(size**3 for size in sizes)):
                     self._first_pass[key] = after(results)
@@ -73,21 +73,22 @@ class PartialResults:
 
     def take(self, leaf: Tensor, extension: Extension) -> list[Any] | None:
         """Take out the results of all rows at one leaf; ``None`` if there are none."""
-        first = self._first_pass.pop((id(extension), id(leaf)), [])
-        rest = range(len(first), len(extension.rows))
-        if any((id(extension), index, id(leaf)) in self._partial for index in rest):
-            return first + self._take_rows(leaf, extension, rest)
-        return None
+        key = (id(extension), id(leaf))
+        first = self._first_pass.pop(key, [])
+        if key not in self._partial:
+            return None
+        return first + self._take_rows(key, range(len(first), len(extension.rows)))
 
-    def _take_rows(self, leaf: Tensor, extension: Extension, rows: Sequence[int]) -> list[Any]:
+    def _take_rows(self, key: tuple[int, int], rows: Sequence[int]) -> list[Any]:
         """Take out the results of some rows; ``None`` for each row without one."""
-        partials = [self._partial.pop((id(extension), index, id(leaf)), None) for index in rows]
-        return [None if partial is None else partial.result() for partial in partials]
+        partials = self._partial.pop(key, {})
+        return [partials[index].result() if index in partials else None for index in rows]
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors of partial results."""
-        for partial in self._partial.values():
-            yield from partial.tensors()
+        for rows in self._partial.values():
+            for partial in rows.values():
+                yield from partial.tensors()
         yield from tensors_in([*self._first_pass.values()])
 
 

@@ -14,11 +14,15 @@ from packprop.engine.algebra.one_by_one import goes_one_by_one
 from packprop.engine.algebra.statistics import Statistic, per_sample_grad
 from packprop.engine.graph.site import Site
 from packprop.engine.passes.contributions import Contribution, JoinedSite, extents_of
+from packprop.engine.tensors.layout import Layout
 
 
 def column_count(cotangents: Sequence[Tensor | None]) -> int:
     """Return the number of columns in the cotangents at a use; 0 where statistics need only the inputs."""
-    return next((cotangent.shape[0] for cotangent in cotangents if cotangent is not None), 0)
+    for cotangent in cotangents:
+        if cotangent is not None:
+            return cotangent.shape[0]
+    return 0
 
 
 class SampleMemory(NamedTuple):
@@ -51,12 +55,12 @@ class SampleMemory(NamedTuple):
 
         ``joint``: whether the statistics are those of the joint structure.
         """
-        groups = max((site.entry.fans.groups if site.entry.fans else 1) for _, site, _ in contributions)
+        groups = max([(site.entry.fans.groups if site.entry.fans else 1) for _, site, _ in contributions])
         return cls(
             leaf,
             statistics,
             all(forms_no_rows(statistic, groups, leaf) for statistic in statistics),
-            joint and all(statistic in OF_ROWS for statistic in statistics),
+            joint and OF_ROWS.issuperset(statistics),
             len(contributions) == 1 and not create_graph,
         )
 
@@ -64,8 +68,7 @@ class SampleMemory(NamedTuple):
         """Count the entries of temporary tensors that one contribution takes for each of ``samples``."""
         use, site, cotangents = contribution
         columns = column_count(cotangents)
-        places = zip(use.layouts, use.recorded.shapes, strict=True)
-        outputs = sum(layout.front_shape(shape)[1:].numel() for layout, shape in places)
+        outputs = sum(map(Layout.entries_of_sample, use.layouts, use.recorded.shapes))
         extents = extents_of(use, site, samples, held)
         if isinstance(site, JoinedSite) and extents is not None:
             outputs = extents.positions * extents.groups * extents.fan_out

@@ -53,9 +53,10 @@ class ResultSaver:
         """
         spare: dict[tuple[Extension, int], Tensor] = {}
         for extension in extensions:
+            reused = reuse and grows(extension)
             for leaf in self._graph.leaves():
                 holder = [vars(self._graph.home(leaf)).pop(extension.savefield, None)]
-                if reuse and grows(extension) and _may_be_overwritten(holder[0]):
+                if reused and _may_be_overwritten(holder[0]):
                     old = taken_over(holder)
                     if old is not None:
                         spare[extension, id(leaf)] = old
@@ -164,7 +165,7 @@ def _may_be_overwritten(old: Any) -> bool:
 
 def _saved(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a contiguous result in this precision; autograd must not see it as a view of a hidden tensor."""
-    value = value.to(dtype).contiguous()
+    value = (value if value.dtype == dtype else value.to(dtype)).contiguous()
     return value if value.requires_grad else value.data
 
 

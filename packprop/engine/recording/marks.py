@@ -15,7 +15,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.losses.description import input_of
 from packprop.engine.tensors.dry import TensorSpec, is_dry_run
 from packprop.engine.tensors.hooks import dictionary_of
-from packprop.engine.tensors.nesting import map_tensors, tensors_in
+from packprop.engine.tensors.nesting import map_tensors, tensors_of_call
 from packprop.engine.tensors.state import storage_of
 
 LOSS, OUTPUT, HOOKS, RETAINS = (f"packprop.{mark}" for mark in ("loss", "output", "hooks", "retains"))
@@ -79,16 +79,16 @@ class ForwardCall:
     storages: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        given = list(tensors_in((self.args, self.kwargs)))
+        given = tensors_of_call(self.args, self.kwargs)
         if any(tensor.is_nested and tensor.layout == torch.strided for tensor in given):  # these have no shape
             self.args, self.kwargs = (), {}
             return
         if not is_dry_run():
             self.storages = [place for tensor in given if (place := storage_of(tensor))]
         self.leaves = [weakref.ref(tensor) for tensor in given if tensor.requires_grad and tensor.is_leaf]
-        self.args, self.kwargs = map_tensors(TensorSpec.of, (self.args, self.kwargs))
+        self.args, self.kwargs = map_tensors(TensorSpec.of, self.args), map_tensors(TensorSpec.of, self.kwargs)
 
-    @property
+    @functools.cached_property
     def has_parameters(self) -> bool:
         """Tell whether the module that was called has parameters; assumed of one that is gone."""
         module = self.module()
@@ -181,7 +181,8 @@ class RecordedLoss:
 
 def marks_of(node: Node) -> dict[str, Any]:
     """The dictionary of marks of a node (torch types this property as a method)."""
-    return cast(dict[str, Any], node.metadata)
+    marks: dict[str, Any] = node.metadata  # type: ignore[assignment]  # a property
+    return marks
 
 
 _register_hook, _retain_grad = Tensor.register_hook, Tensor.retain_grad

@@ -162,7 +162,7 @@ def _begin_loss(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 def _end_loss(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     recorder = current.recorder
-    if _is_left_alone() or recorder is None:
+    if recorder is None or _is_left_alone():
         return
     if recorder.module is module:  # not a loss inside of the one that began it
         recorder.stop()

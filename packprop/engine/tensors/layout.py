@@ -56,12 +56,12 @@ class Layout(NamedTuple):
     @property
     def axes(self) -> range:
         """The axes of the samples."""
-        return range(0) if self.axis is None else range(self.axis, self.axis + max(1, len(self.joined)))
+        return range(0) if self.axis is None else range(self.axis, self.behind)
 
     @property
     def behind(self) -> int:
         """The first axis behind those of the samples."""
-        return self.axes.stop
+        return 0 if self.axis is None else self.axis + (len(self.joined) or 1)
 
     @property
     def folded(self) -> bool:
@@ -92,6 +92,10 @@ class Layout(NamedTuple):
             return torch.Size([1, *shape])
         parts = [self.parts] if self.folded else []
         return torch.Size([self.samples, *shape[: self.axis], *parts, *shape[self.behind :]])
+
+    def entries_of_sample(self, shape: torch.Size) -> int:
+        """The entries of each sample in front form of a tensor of ``shape``."""
+        return shape.numel() // self.samples if self.rows is None else self.front_shape(shape)[1:].numel()
 
     def from_front(self, tensor: Tensor, skip: int = 0) -> Tensor:
         """The inverse of ``to_front``."""

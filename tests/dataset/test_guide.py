@@ -10,10 +10,12 @@ import pytest
 
 from packprop import Result
 from tests.distributed.processes import script
+from tests.selection import thorough
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "datasets.md"
 
 
+@thorough
 def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

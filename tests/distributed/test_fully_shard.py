@@ -302,6 +302,7 @@ CHECKS = [
 ]
 
 
+@thorough
 def test_values_are_on_the_shards() -> None:
     in_processes(run_each, 2, CHECKS)
 

@@ -353,6 +353,7 @@ RIGHT = [
 ]
 
 
+@thorough
 def test_values_are_those_of_one_process() -> None:
     in_processes(run_each, 3, RIGHT)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from packprop.engine.eager import eager_backward
 from tests.distributed.processes import in_processes, needs_groups
 from tests.eager.branches import Layer, assert_same, network
+from tests.selection import thorough
 
 
 class Sharded(nn.Module):
@@ -66,6 +67,7 @@ def compare_reducers(rank: int) -> None:
             assert_same(ours, plain)
 
 
+@thorough
 @needs_groups
 def test_reducers_see_parameters_of_the_branch() -> None:
     in_processes(compare_reducers, 2)

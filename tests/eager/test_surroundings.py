@@ -26,7 +26,7 @@ from tests.eager.branches import (
     network,
     scalar,
 )
-from tests.selection import one_in, thorough
+from tests.selection import thorough
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -233,7 +233,7 @@ def test_as_a_decorator() -> None:
     assert_same(gradients(nothing(), WEIGHT), [2 * WEIGHT.detach()])
 
 
-@one_in(3)
+@thorough
 @pytest.mark.parametrize("keep", KEEPS)
 def test_a_compiled_function(keep: str) -> None:
     leaf, x = network()

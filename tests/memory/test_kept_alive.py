@@ -18,7 +18,7 @@ from packprop import extensions
 from packprop.engine.memory.live import LiveBytes
 from packprop.errors import BadInput
 from packprop.testing import check_model
-from tests.selection import often, one_in
+from tests.selection import often, one_in, thorough
 
 TIMES = 10
 pytestmark = pytest.mark.usefixtures("_new_objects_only")
@@ -157,7 +157,7 @@ def test_nothing_is_kept_alive(
     assert not [reference() for reference in kept if reference() is not None]
 
 
-@one_in(6)
+@thorough
 @often(lambda entry: entry in OFTEN)
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
 def test_a_model_in_use_gathers_nothing(entry: Callable[[nn.Module], None]) -> None:

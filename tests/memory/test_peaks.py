@@ -98,7 +98,7 @@ class Bidirectional(nn.Module):
         return self.head(self.encoder(self.token(x) + places)[:, 0])  # type: ignore[no-any-return]  # a layer's
 
 
-@one_in(5)
+@often(lambda make: make is extensions.KFAC)
 @pytest.mark.parametrize("make", [extensions.BatchL2Grad, extensions.DiagGGNMC, extensions.KFAC])
 def test_an_encoder(make: type[extensions.BatchL2Grad]) -> None:
     """What is looked up by the shape of the batch alone is the same use in the plan and in the pass."""

@@ -11,6 +11,7 @@ from torch import nn
 import packprop
 from packprop import extensions
 from tests.distributed.processes import in_processes, needs_groups
+from tests.selection import thorough
 
 pytestmark = [
     needs_groups,
@@ -79,6 +80,7 @@ def has_values(rank: int) -> None:
             torch.testing.assert_close(mine.grad_batch, other.grad_batch)
 
 
+@thorough
 def test_sharded_parameters_have_values() -> None:
     in_processes(has_values, 1)
 

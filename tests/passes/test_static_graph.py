@@ -13,6 +13,7 @@ import packprop
 from packprop import extensions
 from packprop.types import Extension
 from tests.distributed.processes import in_processes, needs_groups
+from tests.selection import thorough
 
 
 class Checkpointed(nn.Module):
@@ -82,6 +83,7 @@ def compare(rank: int) -> None:
                 torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-6)
 
 
+@thorough
 @needs_groups
 def test_gradients_are_averaged_from_the_first_pass_on() -> None:
     in_processes(compare, 2)

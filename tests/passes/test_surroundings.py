@@ -17,7 +17,7 @@ from tests.cases.models.language import LanguageModel
 from tests.distributed.processes import in_processes, needs_groups
 from tests.references.per_sample import batch, images, network, rows_by_loop
 from tests.references.running import assert_near, rows_of_terms
-from tests.selection import one_in
+from tests.selection import one_in, thorough
 
 
 def under_data_parallel(rank: int, build: Callable[[], nn.Module], inner: bool) -> None:
@@ -41,7 +41,7 @@ def vision_transformer() -> nn.Module:
     return VisionTransformer(Attention).double()
 
 
-@one_in(2)
+@thorough
 @needs_groups
 @pytest.mark.parametrize("inner", [True, False], ids=["extended-inside", "extended-outside"])
 @pytest.mark.parametrize("build", [network, vision_transformer])

@@ -240,6 +240,7 @@ def profiled(rank: int, folder: Path) -> tuple[int, str]:
     return status, out.getvalue()
 
 
+@thorough
 @needs_groups
 def test_a_profile_on_two_ranks(run: Run, tmp_path: Path) -> None:
     """Each rank has the factory's batches, as a shard: all of them twice."""

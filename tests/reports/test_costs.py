@@ -78,6 +78,7 @@ def test_parts_that_do_not_add_up_have_no_names() -> None:
     assert phases_of(noted, [], []) == []
 
 
+@thorough
 def test_the_page_shows_them(profile: Profile) -> None:
     page = read_page(profile.to_html())
     (table,) = page.all("table", class_="costs")

@@ -21,7 +21,7 @@ from packprop.applications.reports.profile.uncertainty import signal_to_noise_in
 from tests.reports.factories import Run
 from tests.reports.pages import Element, read_page
 from tests.reports.profiled import network, quiet
-from tests.selection import one_in, thorough
+from tests.selection import thorough
 
 pytest.importorskip("altair")
 pytest.importorskip("vl_convert")
@@ -150,7 +150,7 @@ def test_what_was_not_computed_is_left_out_and_named() -> None:
     assert "with the largest gradients: packprop.profile(..., outliers=0) kept none" in page.text
 
 
-@one_in(5)
+@thorough
 @pytest.mark.parametrize("change", ["one sample", "infinite", "no gradient"])
 def test_profiles_without_numbers(change: str) -> None:
     model, (x, y) = network()

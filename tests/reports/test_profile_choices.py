@@ -14,7 +14,7 @@ from packprop import PackpropError, PackpropWarning, Profile
 from packprop.applications.reports.page.findings import findings_of
 from packprop.applications.reports.profile.layers import Layer, Spectrum, spectrum_of
 from tests.reports.profiled import ALL, Expected, network, quiet
-from tests.selection import one_in
+from tests.selection import thorough
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_spectrum_of_known_matrices() -> None:
     assert spectrum_of(nearly.float(), 1)[0].rank == 1
 
 
-@one_in(5)
+@thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("batch_size", [1, 100])
 def test_rank_in_spite_of_rounding(dtype: torch.dtype, batch_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -36,7 +37,7 @@ def all_finite(scalars: Sequence[Tensor]) -> bool:
             joined = torch.stack(same)
             note_fault((joined - joined).any())  # the difference is NaN, which counts as true
         return True
-    return all(bool(torch.stack(same).isfinite().all()) for same in by_device.values())
+    return all(math.isfinite(value) for same in by_device.values() for value in torch.stack(same).tolist())
 
 
 def are_finite(tensors: Sequence[Tensor | None]) -> bool:

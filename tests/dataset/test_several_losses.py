@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import PackpropError, backpack, extensions
-from packprop.engine.functions import Loss
 from packprop.engine.functions.losses.description import LOSSES
+from packprop.functions import Loss
 from tests.dataset.small import EXACT, SIZE, compute
 from tests.references.running import assert_all_near
 from tests.selection import one_in

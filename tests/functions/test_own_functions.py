@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
-from packprop.engine.functions import NodeCall, affine, scaled
 from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.registry import RULES
+from packprop.functions import NodeCall, affine, scaled
 from packprop.testing import check_use
 from tests.references.tensors import R, p
 from tests.selection import one_in

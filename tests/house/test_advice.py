@@ -653,12 +653,7 @@ def test_what_errors_name_is_there() -> None:
     for name in names - {"integrations.lightning", "integrations.transformers"}:  # which import their library
         pkgutil.resolve_name(f"packprop.{name}")
     called = [call for text in _texts_of_errors() for call in re.findall(r"\b([A-Z]\w+)\((\w+)=", text)]
-    known = {
-        **vars(extensions),
-        **vars(packprop.engine.distributed),
-        **vars(packprop.engine.functions),
-        **vars(nn),
-    }
+    known = {**vars(extensions), **vars(packprop.distributed), **vars(packprop.functions), **vars(nn)}
     assert len(called) > 3
     for name, argument in called:
         thing = known.get(name) or getattr(packprop, name)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import packprop
 from packprop.engine.algebra.structures import Dense, Outer
-from packprop.engine.functions import NodeCall, affine, rowwise, scaled, select_samples
 from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.registry import RULES
+from packprop.functions import NodeCall, affine, rowwise, scaled, select_samples
 from packprop.testing import CheckFailed, check_use
 from tests.references.tensors import R, p
 from tests.testing.registered import Gate, gates

@@ -111,8 +111,7 @@ class Constants:
         called = [module for forward in self._forwards if (module := forward.module()) is not None]
         modules = {id(module): module for module in [*called, *EXTENDED]}.values()
         own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        place_of = storage_key if is_dry_run() else storage_of
-        return {place_of(tensor) for tensor in own} - {0}
+        return {*map(_place_of(), own)} - {0}
 
     @functools.cached_property
     def _inputs(self) -> set[int]:
@@ -129,13 +128,17 @@ class Constants:
             return None
         missing = sum(above is None for above, _ in node.next_functions)
         known: bool | None = True if missing <= len(constants) else None  # sums do not save what they add
-        for tensor in constants:
-            place = storage_key(tensor) if is_dry_run() else storage_of(tensor)
+        for tensor, place in zip(constants, map(_place_of(), constants), strict=True):
             if place in self._inputs or is_of_batch(tensor):
                 return False
             if tensor.dim() and place not in self._own and not _counts(node, tensor):
                 known = None
         return known
+
+
+def _place_of() -> Callable[[Tensor], int]:
+    """Return the function that tells memory apart: a dry run has no addresses."""
+    return storage_key if is_dry_run() else storage_of
 
 
 def _counts(node: Node, index: Tensor) -> bool:

@@ -75,6 +75,9 @@ ATTRIBUTES = {
     "DiagHessian": "diag_h",
 }
 
+HESSIAN_FREE = {"backpack": "backpack.hessianfree.hvp", "packprop": "packprop.compat.hessianfree"}
+"""The module with Hessian-vector products of each library."""
+
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are not frozen, by name."""
@@ -85,6 +88,8 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
+        if name.partition(".")[0] == "packprop":  # a module that moved, not a library that is missing
+            raise
         raise Gap(f"{name} cannot be imported: {error}") from error
 
 
@@ -131,7 +136,7 @@ def _named(model: nn.Module, products: Sequence[Tensor]) -> Results:
 
 def _hessian_free(library: str, task: Task) -> Call:
     """Hessian-vector product by a library's own function; nothing needs to be extended."""
-    products = _library({"backpack": "backpack.hessianfree.hvp"}.get(library, f"{library}.hessianfree"))
+    products = _library(HESSIAN_FREE[library])
     model, loss = deepcopy(task.model), task.loss
     parameters, vectors = list(model.parameters()), _vectors(model)
 

@@ -34,6 +34,9 @@ CASES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("extension-hook", ("Variance",)),
     ("extension-hook", ("DiagGGNExact",)),
     ("extension-hook", ("BatchL2Grad", "Variance", "DiagGGNExact")),
+    ("small-perceptron", ("BatchL2Grad",)),
+    ("small-language-model", ("BatchL2Grad",)),
+    ("small-language-model", ("KFAC",)),
     ("sigmoid-mlp", ("KFAC", "KFLR", "DiagGGNExact", "DiagHessian")),
     ("auto-encoder", ("BatchGrad",)),
     ("auto-encoder", ("Variance",)),
@@ -42,6 +45,7 @@ CASES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("convolution", ("BatchL2Grad", "Variance")),
     ("convolution", ("KFAC",)),
     ("language-model", ("BatchL2Grad",)),
+    ("language-model", ("Variance",)),
 )
 """Problems, and what is asked of one pass."""
 

@@ -275,6 +275,23 @@ def language_model() -> CausalModel:
     return CausalModel(words=8192, width=256, heads=4, layers=4, tokens=256)
 
 
+def small_perceptron() -> nn.Sequential:
+    """Layers 10-16-16-3: the work is that of Python."""
+    return nn.Sequential(
+        *(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)),
+    )
+
+
+def random_vectors(batch: int, size: int = 10, classes: int = 3) -> tuple[Tensor, Tensor]:
+    """Return normal vectors ``[n, size]`` and random classes ``[n]``."""
+    return torch.randn(batch, size), torch.randint(classes, (batch,))
+
+
+def small_language_model() -> CausalModel:
+    """Four blocks of width 64, 32 tokens, 128 words: 0.22 million parameters."""
+    return CausalModel(words=128, width=64, heads=4, layers=4, tokens=32)
+
+
 def adapted_language_model(rank: int = 8) -> nn.Module:
     """The same, frozen, with adapters at every linear layer of the blocks."""
     model = language_model().requires_grad_(False)
@@ -374,6 +391,22 @@ PROBLEMS: dict[str, Problem] = {
         quantities=("BatchL2Grad", "SumGradSquared", "Variance", "DiagGGNMC", "KFAC", "gradient seed"),
         note="A token is not a sample: there would be 256 x 8191 exact columns. So we do not compare Monte "
         "Carlo quantities with exact ones here; the tests do that on small models.",
+    ),
+    "small-perceptron": Problem(
+        "Small perceptron: 10-16-16-3, N = 32",
+        small_perceptron,
+        nn.CrossEntropyLoss,
+        random_vectors,
+        batch=32,
+        quantities=("BatchL2Grad", "Variance", "KFAC"),
+    ),
+    "small-language-model": Problem(
+        "Small language model: 4 blocks of width 64, 32 tokens, vocabulary 128, N = 8",
+        small_language_model,
+        nn.CrossEntropyLoss,
+        partial(tokens, words=128, length=32),
+        batch=8,
+        quantities=("BatchL2Grad", "Variance", "KFAC"),
     ),
     "low-rank-adapters": Problem(
         "The language model, frozen, with adapters of rank 8 at 16 linear layers, N = 8",

@@ -146,7 +146,10 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "perceptron": perceptron,
     **{
         name: partial(of_a_suite, name)
-        for name in ("language-model", "recurrent-language-model", "vision-transformer", "convnext")
+        for name in (
+            *("extension-hook", "small-perceptron", "small-language-model", "language-model"),
+            *("recurrent-language-model", "vision-transformer", "convnext"),
+        )
     },
 }
 

@@ -170,7 +170,9 @@ def second_order(problem: Problem, slopes: list[dict[str, Tensor]]) -> float:
     for name, parameter in parameters.items():
         flat = parameter.sqrt_ggn_mc.flatten(2)
         worst = max(worst, error(parameter.diag_ggn_mc.flatten(), flat.square().sum((0, 1))))
-        if len(parameter.kfac) == 1:
+        if len(parameter.kfac) == 1 and parameter.kfac[0].dim() < 2:  # a diagonal in place of a large block
+            worst = max(worst, error(parameter.kfac[0].flatten(), flat.square().sum((0, 1))))
+        elif len(parameter.kfac) == 1:
             worst = max(worst, error(parameter.kfac[0], torch.einsum("vnp,vnq->pq", flat, flat)))
         elif name.endswith("weight") and name.removesuffix("weight") + "bias" in parameters:
             bias = parameters[name.removesuffix("weight") + "bias"]

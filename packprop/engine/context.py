@@ -136,6 +136,10 @@ class Backpack(OwnMode):
         self._running = self._seen = False
         self._drawn: dict[Seed, list[Columns]] = {}  # columns that extensions for modules drew for this pass
 
+    def __repr__(self) -> str:
+        asked = ", ".join(extension.name for extension in self.extensions)
+        return f"<{self.call}({asked or '...'})>"
+
     def __enter__(self) -> Self:
         drop_stale_recording()
         _local.active.append(self)

@@ -123,7 +123,8 @@ def run_pass(
         if meets_samples_unseen(graph):
             warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=7)
     one = _Pass(options, call, backward, joint, graph, ResultSaver(graph, options.hook, options.loss_scale))
-    if not graph.uses or (joint is not None and samples_of_nothing(graph) == 0):
+    is_of_others = call.leaves is not None and not graph.leaves()
+    if not graph.uses or is_of_others or (joint is not None and samples_of_nothing(graph) == 0):
         return one.run_alone()
     if is_traced():
         graph.hooks.require_none()

@@ -129,12 +129,8 @@ class Monitor:
         self._model, self._quantities = model, frozenset(quantities)
         self._every, self._begun = Every(every, ASKED), -math.inf
         if self._every.seconds and ranks != "own":
-            raise BadInput(
-                ASKED,
-                f"every={every!r} with ranks",
-                "each rank has a clock of its own",
-                "give a number of steps",
-            )
+            why = "each rank has a clock of its own"
+            raise BadInput(ASKED, f"every={every!r} with ranks", why, "give a number of steps")
         self._confidence, self._window = confidence, window
         chosen = ranks_of(ranks)
         self._ranks = None if chosen is None else dataclasses.replace(chosen, gather=True)
@@ -150,6 +146,9 @@ class Monitor:
         self._spikes = SpikeWatch(on_spike, decode, reach)
         self.last: Values | None = None
         """The values of the last step that was monitored."""
+
+    def __repr__(self) -> str:
+        return f"<Monitor of {type(self._model).__name__}: {', '.join(sorted(self._quantities))}>"
 
     def is_due(self, number: int) -> bool:
         """Tell whether the step of this number is monitored."""

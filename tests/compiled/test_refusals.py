@@ -29,9 +29,9 @@ LOSS = nn.CrossEntropyLoss()
     ("given", "words"),
     [
         ((nn.Linear, LOSS), "class Linear"),
-        ((F.relu, LOSS), "model of type"),
-        ((network(), 3), "loss of type int"),
-        ((network(), nn.CrossEntropyLoss), "loss of type type"),
+        ((F.relu, LOSS), "model, function"),
+        ((network(), 3), "loss, int"),
+        ((network(), nn.CrossEntropyLoss), "the class CrossEntropyLoss"),
         ((network(), LOSS, extensions.BatchGrad), "it is a class"),
         ((network(), LOSS, extensions.HMP()), "hold the graph"),
     ],

@@ -70,3 +70,15 @@ def test_losses_that_couple_samples_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", APART)
 def test_kinks_of_each_sample_are_fine(name: str) -> None:
     torch.testing.assert_close(*rows(APART[name]))
+
+
+@pytest.mark.parametrize("pairs", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("coupled", [1, None])
+def test_pairs_of_any_number(pairs: int, coupled: int | None) -> None:
+    """However many there are, and also if only one of them is compared."""
+    torch.manual_seed(0)
+    layer, x = packprop.extend(nn.Linear(3, 4).double()), torch.randn(2 * pairs, 3).double()
+    ones, others = layer(x).sum(1).chunk(2)
+    loss = -F.logsigmoid(ones - others)[:coupled].sum() + ones.sum()
+    with pytest.raises(PackpropError, match="mixes the samples"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()

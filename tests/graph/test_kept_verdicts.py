@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
@@ -154,3 +155,105 @@ def test_products_of_two_losses() -> None:
         packprop.backpack(extensions.DiagGGNExact()),
     ):
         root.backward()
+
+
+class Options:
+    """Something that a function keeps, and that nothing on its node shows."""
+
+    def __init__(self, axis: int) -> None:
+        self.axis = axis
+
+
+class Centred(torch.autograd.Function):
+    """Subtracts the mean along an axis that an object holds."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, options: Options) -> Tensor:
+        ctx.options = options
+        return h - h.mean(options.axis, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad - grad.mean(ctx.options.axis, keepdim=True), None
+
+
+def centred(h: Tensor, axis: int) -> Tensor:
+    return h - h.mean(axis, keepdim=True)
+
+
+def made_inside(axis: int) -> Any:
+    """A class of its own for each axis, all of one name."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, h: Tensor) -> Tensor:
+            return centred(h, axis)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return centred(grad, axis)
+
+    return Own.apply
+
+
+@torch.jit.script
+def scripted(h: Tensor, axis: int) -> Tensor:
+    return (h - h.mean(axis, keepdim=True)).tanh() * h
+
+
+OPAQUE: dict[str, Callable[[Tensor, int], Any]] = {
+    "objects": lambda h, axis: Centred.apply(h, Options(axis)),  # type: ignore[no-untyped-call]  # torch's own
+    "class made inside": lambda h, axis: made_inside(axis)(h),
+    "scripted": scripted,
+    "reentrant checkpoint": lambda h, axis: checkpoint(centred, h, axis, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_functions_that_show_nothing(name: str) -> None:
+    """What they compute is looked at in each pass: nothing that another pass could know decides on it."""
+    torch.manual_seed(0)
+    model: Any = packprop.extend(
+        double(
+            Apply(
+                lambda m, x: m.head(OPAQUE[name](m.first(x).tanh(), m.axis)),
+                first=nn.Linear(3, 3),
+                head=nn.Linear(3, 2),
+            )
+        )
+    )
+    loss = packprop.extend(nn.MSELoss())
+    x, y = torch.randn(3, 3).double(), torch.randn(3, 2).double()
+    for axis in (1, 1, 1, 0):  # torch optimises a script in its second call
+        model.axis = axis
+        value = loss(model(x), y)
+        if axis == 0:
+            with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
+                value.backward()
+            continue
+        with packprop.backpack(extensions.BatchGrad()):
+            value.backward()
+
+
+def test_a_gate_along_another_axis() -> None:
+    """Passes along the features say nothing about those along the samples that a closed gate hides."""
+    torch.manual_seed(0)
+    model: Any = packprop.extend(
+        double(
+            Apply(
+                lambda m, x: m.head(m.first(x) + m.gate * m.first(x).roll(2, m.axis)),
+                first=nn.Linear(8, 8),
+                head=nn.Linear(8, 3),
+            )
+        )
+    )
+    model.gate = nn.Parameter(torch.ones((), dtype=torch.float64))
+    loss = packprop.extend(nn.MSELoss())
+    x, y = torch.randn(4, 8).double(), torch.randn(4, 3).double()
+    model.axis = 1
+    with packprop.backpack(extensions.BatchGrad()):
+        loss(model(x), y).backward()
+    model.axis = 0
+    model.gate.data.zero_()
+    with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
+        loss(model(x), y).backward()

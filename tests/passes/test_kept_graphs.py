@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed
@@ -114,3 +116,21 @@ def test_backward_to_chosen_parameters(row: Row, names: list[str]) -> None:
         expected, found = (getattr(p.parameters[name], row.attribute) for p in (whole, part))
         for a, b in zip(torch.atleast_1d(found[0]), torch.atleast_1d(expected[0]), strict=True):
             assert_near(a, b, name)
+
+
+@pytest.mark.parametrize("extension", [extensions.BatchGrad, extensions.DiagGGNExact, extensions.KFAC])
+@pytest.mark.parametrize("to", ["inputs", "activations", "another leaf"])
+def test_passes_to_no_parameter(extension: Any, to: str) -> None:
+    """A pass restricted to tensors that are no parameters runs as it does without packprop."""
+    torch.manual_seed(0)
+    model = packprop.extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    x = torch.randn(5, 3, requires_grad=True)
+    hidden = model[0](x)
+    chosen = {"inputs": x, "activations": hidden, "another leaf": torch.ones(2, requires_grad=True)}[to]
+    loss = nn.functional.cross_entropy(model[2](model[1](hidden)), torch.tensor([0, 1, 0, 1, 1]))
+    expected = torch.autograd.grad(loss, chosen, retain_graph=True, allow_unused=True)[0]
+    with packprop.backpack(extension()):
+        loss.backward(inputs=[chosen])
+    if expected is not None:
+        torch.testing.assert_close(chosen.grad, expected)
+    assert all(p.grad is None and not vars(p) for p in model.parameters())

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
-
+from packprop.engine.tensors import require_loss, require_model
 from packprop.errors import BadInput
 from packprop.types import Extension
 
@@ -19,24 +18,11 @@ def require_callable(model: Any, loss: Any, hook: Any) -> None:
     Raises:
         BadInput: With the first of them.
     """
-    if not isinstance(model, nn.Module):
-        what = f"class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        raise BadInput(
-            ASKED_FOR,
-            f"model of type {what}",
-            "it is not an instance of torch.nn.Module",
-            "pass a module; for other functions use backpack(...) around loss.backward()",
-        )
-    for name, value in (("loss", loss), ("extension_hook", hook)):
-        if value is not None and (not callable(value) or isinstance(value, type)):
-            raise BadInput(
-                ASKED_FOR,
-                f"{name} of type {type(value).__name__}",
-                "it cannot be called on a batch" if name == "loss" else "it cannot be called",
-                "pass a loss of outputs and targets (nn.CrossEntropyLoss()), or None if the model returns it"
-                if name == "loss"
-                else "give a function of one module",
-            )
+    require_model(ASKED_FOR, model)
+    require_loss(ASKED_FOR, loss)
+    if hook is not None and (not callable(hook) or isinstance(hook, type)):
+        where, instead = f"extension_hook of type {type(hook).__name__}", "give a function of one module"
+        raise BadInput(ASKED_FOR, where, "it cannot be called", instead)
 
 
 def require_finished(extensions: Sequence[Extension]) -> None:

@@ -39,7 +39,7 @@ from packprop.engine.distributed import AllRanks
 from packprop.engine.memory import budget_of, chunk_sizes_over_data
 from packprop.engine.passes import long_work_of, warn_of_diagonals, without_correlations
 from packprop.engine.recording import extended
-from packprop.engine.tensors import LossFunction, named_parameters
+from packprop.engine.tensors import LossFunction, named_parameters, require_loss, require_model
 from packprop.errors import BadInput
 from packprop.extensions.arguments import require_own_savefields
 from packprop.store.writing import StoreWriter
@@ -125,6 +125,8 @@ def compute(
 
         def checked() -> tuple[tuple[Extension, ...], Batches, bool]:
             _require_graphs()
+            require_model(ASKED, model)
+            require_loss(ASKED, loss)
             chosen = check_extensions(ASKED, extensions, *more)
             _require_mergeable(chosen)
             sharded = is_sharded_over(ASKED, model, group, memory)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
-from packprop.applications.dataset.batches import described
+from packprop.engine.tensors import require_loss, require_model
 from packprop.errors import BadInput
 
 
@@ -22,25 +20,12 @@ def require_model_and_loss(asked: str, model: Any, loss: Any, wanted: str) -> No
     Raises:
         BadInput: With the first fault.
     """
-    if not isinstance(model, nn.Module):
-        raise BadInput(asked, f"model, {described(model)}", "it is not a torch.nn.Module", _instance_of(model))
+    require_model(asked, model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise BadInput(
             asked,
-            f"model, {described(model)}",
+            f"model, {type(model).__name__}",
             "none of its parameters requires gradients",
             f"set requires_grad=True on those that shall be {wanted}",
         )
-    if loss is not None and (not callable(loss) or isinstance(loss, type)):
-        raise BadInput(
-            asked,
-            f"loss, {described(loss)}",
-            "it is not a function of outputs and targets",
-            _instance_of(loss),
-        )
-
-
-def _instance_of(value: Any) -> str:
-    if isinstance(value, type):
-        return f"give an instance, {value.__name__}(...)"
-    return "give a module such as torch.nn.Linear(3, 2) or torch.nn.CrossEntropyLoss()"
+    require_loss(asked, loss)

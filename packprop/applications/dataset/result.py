@@ -55,7 +55,11 @@ class Result(Mapping[Any, dict[str, Any]]):
     chunk_sizes: ChunkSizes | None = None
 
     def __getitem__(self, key: Extension | str) -> dict[str, Any]:
-        return self.tables[key if isinstance(key, str) else key.savefield]
+        name = key if isinstance(key, str) else key.savefield
+        if name not in self.tables:
+            held = ", ".join(map(repr, self.tables)) or "nothing"
+            raise KeyError(f"no {name!r} in this result, which has {held}")
+        return self.tables[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tables)

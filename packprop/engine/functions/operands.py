@@ -124,6 +124,12 @@ def options_of(node: Node) -> Sequence[Any]:
     return [plain_options(getattr(node, name), name in EXPONENTS) for name in _options_of_type(type(node))]
 
 
+def axes_of(node: Node) -> Sequence[Any]:
+    """Return the saved axes and places of ``options_of``, without extents, which vary with the batch."""
+    names = [name for name in _options_of_type(type(node)) if "_sym_" not in name]
+    return [plain_options(getattr(node, name)) for name in names]
+
+
 @functools.lru_cache(maxsize=1024)
 def _options_of_type(kind: type) -> tuple[str, ...]:
     """Return private names of a type's saved values that are not tensors; tensors also have a raw form."""

@@ -27,6 +27,7 @@ def uses_inside(checkpoint: ReentrantCheckpoint, reached: set[int]) -> list[Reac
     """
     checkpoint.reached = reached
     rerun, graph = _walk(checkpoint)
+    checkpoint.signature, checkpoint.is_opaque = graph.signature, graph.is_opaque
     if graph.losses:
         raise refused("a loss in it is hidden from this pass")
     if graph.missing:

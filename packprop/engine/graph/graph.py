@@ -109,12 +109,15 @@ class ReentrantCheckpoint:
         walk: Takes tensors inside the checkpoint, and returns the graph that leads to them.
         uses: The uses in it that lead to the roots.
         reached: The numbers of its outputs that lead to the roots.
+        signature, is_opaque: Those of the graph inside.
     """
 
     node: Any
     walk: Callable[[Sequence[Tensor]], Graph]
     uses: list[ReachedUse] = field(default_factory=list)
     reached: set[int] = field(default_factory=set)
+    signature: int = 0
+    is_opaque: bool = False
 
 
 @dataclass(eq=False)
@@ -186,6 +189,7 @@ class Graph:
         in_terms: The leaves that enter such a term, by identity.
         checkpoints: Reentrant checkpoints that the pass goes through.
         hooks: The user's hooks on nodes and tensors of the pass, known after the walk.
+        is_opaque: Whether later passes of equal signature may compute something else.
         kept: Whether another pass through the same graph may follow.
         structure: A number that is equal for passes of equal structure.
         signature: A number that is equal for passes of equal structure and shapes.
@@ -213,6 +217,7 @@ class Graph:
     in_terms: dict[int, Tensor] = field(default_factory=dict)
     checkpoints: list[ReentrantCheckpoint] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
+    is_opaque: bool = False
     kept: bool = True
     structure: int = 0
     signature: int = 0

@@ -10,8 +10,16 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from packprop.engine.functions.entry import plain_options
-from packprop.engine.functions.nodes import made_by, name_of_node, names_of_nodes, saved_option
+from packprop.engine.functions.nodes import (
+    function_of,
+    is_identity,
+    made_by,
+    name_of_node,
+    names_of_nodes,
+    saved_option,
+)
 from packprop.engine.functions.operands import BY_DATA, EXPANDING
+from packprop.engine.recording.reentrant import is_reentrant
 from packprop.engine.tensors.dry import is_dry_run
 
 ALONG_AXIS = names_of_nodes(
@@ -68,10 +76,32 @@ def _is_larger(node: Any) -> bool:
 
 
 def own_options(node: Node) -> Any:
-    """Return the integers and strings that a user's own function has kept."""
+    """Return the class of a user's own function, and the integers and strings that it has kept."""
     if not isinstance(node, BackwardCFunction):
         return None
-    return tuple((key, plain_options(value)) for key, value in sorted(vars(node).items()))
+    function = function_of(node)
+    kept = tuple((key, plain_options(value)) for key, value in sorted(vars(node).items()))
+    return function.__module__, function.__qualname__, kept
+
+
+def is_opaque(node: Node) -> bool:
+    """Tell whether nothing shows what a node's function computed, so that the next one may compute otherwise.
+
+    These are functions in C++ without a class in Python, such as scripted regions; those of a class that was
+    made inside a function, such as compiled regions; and those that keep objects other than tensors, numbers
+    and texts. Reentrant checkpoints are walked, and identities do nothing.
+    """
+    if type(node).__name__ == "CppFunction":
+        return True
+    if not isinstance(node, BackwardCFunction) or is_identity(node) or is_reentrant(node):
+        return False
+    return "<locals>" in function_of(node).__qualname__ or not all(map(_is_plain, vars(node).values()))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (Tensor, int, float, str, torch.dtype, torch.device))
 
 
 def _axes_of_index(node: Any) -> frozenset[int] | None:

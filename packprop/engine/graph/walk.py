@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from packprop.engine.functions.losses.read import LOSS_NODES, loss_of_node
 from packprop.engine.functions.nodes import NORMALISATIONS, WITHOUT_DERIVATIVE, made_by, short_name
-from packprop.engine.functions.operands import options_of
+from packprop.engine.functions.operands import axes_of, options_of
 from packprop.engine.functions.saved import keeps_elsewhere
 from packprop.engine.graph.checkpoint_uses import uses_inside
 from packprop.engine.graph.completeness import (
@@ -29,7 +29,7 @@ from packprop.engine.graph.graph import Graph, ReachedLoss, ReachedUse, Reentran
 from packprop.engine.graph.hooks import hooks_on
 from packprop.engine.graph.open_paths import find_open_places
 from packprop.engine.graph.reading import Reading
-from packprop.engine.graph.reorderings import axes_reordered, own_options
+from packprop.engine.graph.reorderings import axes_reordered, is_opaque, own_options
 from packprop.engine.graph.search import leaves_of, nodes_above
 from packprop.engine.graph.site import Site
 from packprop.engine.graph.terms import settle_terms
@@ -55,6 +55,7 @@ class _Trail:
         places: The number of each node, in the order in which they were met.
         inputs: What each node takes: the node that made it, and the number of the output.
         options: Options of nodes.
+        axes: The same without extents.
         leaves: The nodes of leaves, with these.
         consumed: Leaves, each with a node that takes it.
         cut: Nodes of functions without a derivative.
@@ -67,6 +68,7 @@ class _Trail:
     places: dict[Node, int] = field(default_factory=dict)
     inputs: dict[Node, Any] = field(default_factory=dict)
     options: list[Any] = field(default_factory=list)
+    axes: list[Any] = field(default_factory=list)
     leaves: dict[Node, Tensor] = field(default_factory=dict)
     consumed: list[tuple[Tensor, Node]] = field(default_factory=list)
     cut: list[Node] = field(default_factory=list)
@@ -147,7 +149,7 @@ def walk(
     graph.hooks = hooks_on(trail.order, tensors)
     require_known_shards(graph, unshards)
     graph.again = lambda: walk(roots, gradients, wanted, unshards=unshards, inside=inside)
-    graph.structure, graph.signature = _structure(graph, trail.names), _signature(graph, trail)
+    graph.structure, graph.signature = _structure(graph, trail), _signature(graph, trail)
     return graph
 
 
@@ -212,6 +214,8 @@ def _note_order(graph: Graph, trail: _Trail) -> None:
         elif axes:
             graph.reorderings.append((GradientEdge(node, 0), made_by(node)[0].shape, axes))
         trail.options += [axes, own_options(node)]
+        trail.axes += [own_options(node), *axes_of(node)]
+        graph.is_opaque |= is_opaque(node)
         if axes is None or axes or (reordered and not reordered.isdisjoint(trail.neighbours[node])):
             reordered.add(node)
     for use in graph.uses:
@@ -326,6 +330,8 @@ def _look_inside(graph: Graph, trail: _Trail) -> None:
         checkpoint = trail.reentrant[node]
         inside = uses_inside(checkpoint, reached[node])
         trail.names += [use.recorded.name for use in inside]
+        trail.options.append(checkpoint.signature)
+        graph.is_opaque |= checkpoint.is_opaque
         graph.uses += inside
         for use in inside:
             _find_sites(graph, use, None, trail)
@@ -360,10 +366,12 @@ def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None, trail: _
             )
 
 
-def _structure(graph: Graph, names: list[str]) -> int:
-    """Return a number that is equal for passes of equal structure."""
+def _structure(graph: Graph, trail: _Trail) -> int:
+    """Return a number that is equal for passes of equal structure, of any extents."""
     functions = tuple((loss.call.function, loss.call.documents is None) for loss in graph.losses)
-    return hash((tuple(names), tuple(use.recorded.name for use in graph.uses), functions))
+    return hash(
+        (tuple(trail.names), tuple(trail.axes), tuple(use.recorded.name for use in graph.uses), functions)
+    )
 
 
 def _signature(graph: Graph, trail: _Trail) -> int:

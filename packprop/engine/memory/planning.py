@@ -29,7 +29,14 @@ from packprop.engine.passes.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.recording.marks import LOSS, marks_of
 from packprop.engine.recording.recorder import mark_loss
 from packprop.engine.recording.switch import extend, record
-from packprop.engine.tensors.calling import LABELS, LossFunction, inputs_and_targets, outputs_and_loss
+from packprop.engine.tensors.calling import (
+    LABELS,
+    LossFunction,
+    inputs_and_targets,
+    outputs_and_loss,
+    require_loss,
+    require_model,
+)
 from packprop.engine.tensors.dry import TensorSpec
 from packprop.engine.tensors.nesting import map_tensors, tensors_in
 from packprop.errors import BadInput
@@ -81,6 +88,8 @@ def plan(
             choice of chunks takes; for a model that ``fully_shard`` was called on already.
         PackpropError: If the forward pass decides by data.
     """
+    require_model(ASKED, model)
+    require_loss(ASKED, loss)
     chosen = check_extensions(ASKED, extensions, *more)
     budget, mesh = budget_of(memory), mesh_of(ASKED, mesh_shape, units)
     require_not_sharded_yet(ASKED, model)

@@ -79,6 +79,8 @@ _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def _memory_of(graph: Graph) -> _Memory:
     modules = graph.modules
+    if graph.is_opaque:  # what it does now, it need not do in the next pass
+        return _Memory()
     key = modules[0] if modules else graph.leaves()[0]
     memory = _KNOWN.get(key)
     if memory is None:

@@ -253,7 +253,7 @@ class _Part:
             return True
         noise = self._feed.noise()
         lasting = True
-        for fed in parts(self._samples, every=False):
+        for fed in parts(self._samples, every=True):
             for factors in (fed.double(), torch.where(fed, torch.nan, 0.0)):
                 vectors = self._vectors(noise, factors)
                 try:

@@ -1,6 +1,14 @@
 """Facts about tensors that need no computation: their samples, precision, device, state."""
 
-from packprop.engine.tensors.calling import LABELS, LossFunction, call, inputs_and_targets, outputs_and_loss
+from packprop.engine.tensors.calling import (
+    LABELS,
+    LossFunction,
+    call,
+    inputs_and_targets,
+    outputs_and_loss,
+    require_loss,
+    require_model,
+)
 from packprop.engine.tensors.device import allocated_bytes, free_bytes
 from packprop.engine.tensors.hooks import has_late_hooks, is_hooked
 from packprop.engine.tensors.layout import Layout, possible_layouts
@@ -75,6 +83,8 @@ __all__ = [
     "random_numbers_from",
     "random_states",
     "replicated_like",
+    "require_loss",
+    "require_model",
     "reshard",
     "result_dtype",
     "set_random_states",

@@ -16,6 +16,39 @@ LABELS = "labels"
 """The key of the targets in a batch that is one mapping, as training loops for Hugging Face models have it."""
 
 
+def require_model(asked: str, model: Any) -> None:
+    """Refuse a model that is no module.
+
+    Raises:
+        BadInput: If it is something else.
+    """
+    if not isinstance(model, nn.Module):
+        raise BadInput(asked, f"model, {_described(model)}", "it is not a torch.nn.Module", _instance_of(model))
+
+
+def require_loss(asked: str, loss: Any) -> None:
+    """Refuse a loss that cannot be called with outputs and targets; ``None`` if the model computes it.
+
+    Raises:
+        BadInput: For a name, a class, or anything else that is no function.
+    """
+    if loss is not None and (not callable(loss) or isinstance(loss, type)):
+        why = "it is not a function of outputs and targets"
+        raise BadInput(asked, f"loss, {_described(loss)}", why, _instance_of(loss))
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, str):
+        return repr(value)
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def _instance_of(value: Any) -> str:
+    if isinstance(value, type):
+        return f"give an instance, {value.__name__}(...)"
+    return "give a module such as torch.nn.Linear(3, 2) or torch.nn.CrossEntropyLoss()"
+
+
 def call(model: Callable[..., Any], inputs: Any) -> Any:
     """Call the model on a tensor, or on a tuple, list or mapping of arguments.
 

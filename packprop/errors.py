@@ -58,6 +58,10 @@ class BadInput(PackpropError, ValueError):
     """Raised, before any work is done, for an argument of the wrong type or value."""
 
 
+class Absent(BadInput, KeyError):
+    """Raised for a key that a mapping of packprop does not have; ``in`` and ``get`` work as for any mapping."""
+
+
 class FreedGraph(PackpropError):
     """Raised when a pass needs a graph that an earlier pass has freed."""
 

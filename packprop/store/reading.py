@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packprop.errors import BadInput, PackpropError, PackpropWarning
+from packprop.errors import Absent, BadInput, PackpropError, PackpropWarning
 from packprop.store.checksums import CheckedRows, Damage
 from packprop.store.folder import ArrayHeader, is_begun
 from packprop.store.frames import to_frame
@@ -224,6 +224,9 @@ class Store(Mapping[Any, Any]):
             ],
         )
 
+    def __repr__(self) -> str:
+        return f"<Store {str(self.folder)!r}: {', '.join(self)} of {self.samples:,} samples>"
+
     def verify(self) -> int:
         """Read all rows and compare them with their checksums; return how many samples have checksums.
 
@@ -252,13 +255,19 @@ class Store(Mapping[Any, Any]):
         return compared
 
     def __getitem__(self, key: str | tuple[str, str]) -> Any:
-        if isinstance(key, tuple):
+        if isinstance(key, tuple) and key in self._arrays:
             return self._arrays[key]
         if (key, "") in self._arrays:
             return self._arrays[key, ""]
         found = {parameter: array for (quantity, parameter), array in self._arrays.items() if quantity == key}
         if not found:
-            raise KeyError(key)
+            raise Absent(
+                f"store[{key!r}] was read.",
+                f"the store {str(self.folder)!r}",
+                f"it has {', '.join(map(repr, self)) or 'no values'}, by parameter: "
+                f"{', '.join(sorted({repr(name) for _, name in self._arrays if name})) or 'none'}",
+                "ask for one of these, or write a store with the extension that you look for",
+            )
         return found
 
     def __iter__(self) -> Iterator[str]:

@@ -169,6 +169,9 @@ class StoreWriter:
         self._header.save(self._place)  # in the version of the marks from now on
         self.resume_at(self._mark.samples, self._mark.terms)
 
+    def __repr__(self) -> str:
+        return f"<StoreWriter {str(self.folder)!r}: {self.samples:,} samples so far>"
+
     @property
     def samples(self) -> int:
         """Samples written so far by this writer, and by those that it goes on from."""

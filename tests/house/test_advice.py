@@ -298,6 +298,43 @@ def pairs(halves: Callable[[nn.Module, Tensor], Sequence[Tensor]]) -> None:
     assert model[0].weight.grad_batch.shape == (5, 4, 3)
 
 
+class Comparison(nn.Module):
+    """A loss of pairs in one batch: the first half of its rows against the second, as preferences have them."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        scores = (outputs * targets).sum(1)
+        return -F.logsigmoid(scores[:5] - scores[5:]).mean()
+
+
+def preferences(groups: Tensor | None) -> None:
+    """One pass over five pairs."""
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    if groups is None:
+        value = Comparison()(model(torch.cat([X, X + 1])), torch.cat([P, P]))
+    else:
+        with packprop.record(documents=groups):
+            value = extend(Comparison())(model(torch.cat([X, X + 1])), torch.cat([P, P]))
+    with backpack(extensions.BatchGrad()):
+        value.backward()
+    assert model[0].weight.grad_batch.shape == (5, 4, 3)
+
+
+class Score(nn.Module):
+    """Half the square of a derivative, of one argument or with targets."""
+
+    def forward(self, slopes: Tensor, *targets: Tensor) -> Tensor:
+        return (slopes - sum(targets)).square().sum(1).mean() / 2
+
+
+def matched(*targets: Tensor) -> None:
+    """One pass with a loss of the model's derivative in its inputs."""
+    model, x = extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))), X.clone().requires_grad_()
+    (slopes,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with backpack(extensions.BatchGrad()):
+        extend(Score())(slopes, *targets).backward()
+    assert model[0].weight.grad_batch.shape == (5, 4, 3)
+
+
 HANDED_ON: Any = torch.overrides.wrap_torch_function(lambda outputs, targets: (outputs, targets))(fourth)
 
 
@@ -327,6 +364,18 @@ ADVICE |= {
         "several samples enter",
         "or of an axis of their own, [n, 2, d]",
         lambda: pairs(lambda model, x: model(torch.stack(x.chunk(2), 1)).unbind(1)),
+    ),
+    "pairs in one batch, named": (
+        lambda: preferences(None),
+        "several samples enter",
+        "name the pair of each row, `with packprop.record(documents=pairs):`, around an extended loss module",
+        lambda: preferences(torch.arange(5).repeat(2)),
+    ),
+    "a loss module of one argument": (
+        matched,
+        "neither a recorded loss",
+        "two arguments, if only zeros for targets",
+        lambda: matched(torch.zeros(5, 3)),
     ),
     "weights of losses in an extended module": (
         lambda: weighed(True),

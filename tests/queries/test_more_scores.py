@@ -141,5 +141,7 @@ def test_refusals_of_optimizers() -> None:
         packprop.optimizer_curvature(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(BadInput, match="LBFGS"):
         packprop.optimizer_curvature(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(BadInput, match="Adam"):
+        packprop.optimizer_curvature(model, "adam")  # type: ignore[arg-type]  # it is refused
     with pytest.raises(BadInput, match="parameter 'bias'"):
         packprop.optimizer_curvature(model, torch.optim.SGD([model.weight], lr=0.1))

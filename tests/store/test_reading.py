@@ -215,3 +215,16 @@ def test_a_store_is_a_mapping(tmp_path: Path) -> None:
     for missing in ("kfac", ("grad_batch", "9.weight")):
         with pytest.raises(KeyError):
             store[missing]
+
+
+def test_a_store_and_its_writer_print_in_one_line_and_name_what_is_there(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    with StoreWriter(tmp_path / "store", model, []) as writer:
+        writer.write(loss=torch.ones(3))
+        assert repr(writer) == f"<StoreWriter {str(tmp_path / 'store')!r}: 3 samples so far>"
+    store = Store(tmp_path / "store")
+    assert repr(store) == f"<Store {str(tmp_path / 'store')!r}: loss of 3 samples>"
+    for key in ("grad_batch", ("grad_batch", "weight"), ("loss", "weight")):
+        assert store.get(key) is None
+        with pytest.raises(BadInput, match=r"(?s)was read.*it has 'loss'.*ask for one of these"):
+            store[key]

@@ -40,13 +40,13 @@ def optimizer_curvature(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
     Raises:
         BadInput: For another optimizer, a trained parameter that it has not stepped, or a rate of 0.
     """
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     known = [*ADAPTIVE, torch.optim.SGD]
     kind = next((each for each in known if isinstance(optimizer, each)), None)
     if kind is None:
         names = ", ".join(each.__name__ for each in known)
         why = "packprop does not know what it divides gradients by"
         raise BadInput(ASKED, type(optimizer).__name__, why, f"give one of {names}, or a diagonal of your own")
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     found = {}
     for name, parameter in named_parameters(model):
         if not parameter.requires_grad:

@@ -54,6 +54,9 @@ class LiveBytes(TorchDispatchMode):
         self._itself = weakref.ref(self)
         self._block, self._at_peak, self._told, self._dry = block, at_peak, 0.0, is_dry_run()
 
+    def __repr__(self) -> str:
+        return f"<LiveBytes: {self.now:,} bytes, {self.peak:,} at the peak>"
+
     def restart(self) -> None:
         """Look for a new peak from now on."""
         self.peak, self._told = self.now, 0.0

@@ -307,6 +307,7 @@ class _Part:
             "multiply by a detached factor that gives the same gradient (2 * loss.detach() * loss for "
             "loss ** 2), pick entries by their indices instead of by a maximum, bend each sample's own loss "
             "before the sum (reduction='none'), compare rows (pairs, triplets) of several calls of the "
-            "model, or of an axis of their own, [n, 2, d], not slices of a batch, or ask for quantities of the "
-            "whole batch (DiagHessian, HMP)",
+            "model, or of an axis of their own, [n, 2, d], not slices of a batch, or name the pair of each "
+            "row, `with packprop.record(documents=pairs):`, around an extended loss module, or ask for "
+            "quantities of the whole batch (DiagHessian, HMP)",
         )

@@ -37,7 +37,8 @@ def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
             "the tensor that backward() was called on",
             "neither a recorded loss nor the output of an extended module lies between it and the parameters",
             "let a loss function of torch make it, as an extended module or as a function inside "
-            "`with packprop.record():`; or extend a module of your own that takes the model's output",
+            "`with packprop.record():`; or extend a module of your own, without parameters, that takes what "
+            "the model gives and the targets (two arguments, if only zeros for targets)",
         )
     for output in outputs:
         axis = output.loss.sample_axis or 0

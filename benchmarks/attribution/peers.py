@@ -1,4 +1,4 @@
-"""The same by kronfluence, dattri, traker and curvlinops, as their documentation shows it, where they are installed."""
+"""The same by kronfluence, dattri, traker and curvlinops, where they are installed, as their pages show it."""
 
 from __future__ import annotations
 

@@ -42,35 +42,25 @@ def rows_of_attribution(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+OURS = "EKFAC", "EKFAC, exact", "refined, no preconditioner", "EKFAC, refined"
+OTHERS = "kronfluence, EKFAC", "dattri, CG", "traker, one checkpoint", "curvlinops, EKFAC exact"
+
+
 def remarks_of(record: dict[str, Any]) -> str:
-    """What failed, and the methods of others that are ahead of packprop's at equal or less time."""
+    """What failed, and where packprop is worse: in score, or in time at the same score."""
     methods = record["methods"]
+    scores = {name: each["score"] for name, each in methods.items() if "score" in each}
+    seconds = {name: each["seconds"] for name, each in methods.items() if "score" in each}
+    ours, others = [name for name in OURS if name in scores], [name for name in OTHERS if name in scores]
     failed = [f"{name} ({each['failed']})" for name, each in methods.items() if "failed" in each]
-    ours = {
-        name: methods[name]
-        for name in ("EKFAC", "EKFAC, exact", "refined, no preconditioner", "EKFAC, refined")
-        if "score" in methods.get(name, {})
-    }
-    ahead = [
-        f"{name} is ahead of {own} in score, and takes less time"
-        for name, each in methods.items()
-        for own, mine in ours.items()
-        if name not in ours
-        and "score" in each
-        and each["score"] > mine["score"] + 1e-3
-        and each["seconds"] < mine["seconds"]
-    ]
+    worse = []
+    for name in others:
+        behind = [own for own in ours if scores[own] < scores[name] - 1e-3]
+        if behind:
+            worse.append(f"{name} has a better score than {' and '.join(behind)}")
+    refined = "refined, no preconditioner"
+    if refined in scores and abs(scores["dense GGN"] - scores[refined]) < 1e-2:
+        if seconds["dense GGN"] < seconds[refined]:
+            worse.append("the dense GGN, on a model this small, takes less time than the refined products")
     sentences = [f"Did not run: {'; '.join(failed)}."] if failed else []
-    sentences += [f"packprop is worse here: {'; '.join(ahead)}."] if ahead else []
-    slower = [
-        f"{name} in {each['seconds']:.1f} s"
-        for name, each in methods.items()
-        if name not in ours
-        and "refined, no preconditioner" in ours
-        and abs(each.get("score", 0) - ours["refined, no preconditioner"]["score"]) <= 1e-2
-        and each["seconds"] < ours["refined, no preconditioner"]["seconds"]
-    ]
-    sentences += [
-        f"The same score as the refined one takes less time on a model this small: {'; '.join(slower)}."
-    ] * bool(slower)
-    return " ".join(sentences)
+    return " ".join([*sentences, *([f"packprop is worse in this: {'; '.join(worse)}."] if worse else [])])

@@ -59,8 +59,8 @@ def remarks_of(record: dict[str, Any]) -> str:
         if behind:
             worse.append(f"{name} has a better score than {' and '.join(behind)}")
     refined = "refined, no preconditioner"
-    if refined in scores and abs(scores["dense GGN"] - scores[refined]) < 1e-2:
-        if seconds["dense GGN"] < seconds[refined]:
-            worse.append("the dense GGN, on a model this small, takes less time than the refined products")
+    equal = refined in scores and abs(scores["dense GGN"] - scores[refined]) < 1e-2
+    if equal and seconds["dense GGN"] < seconds[refined]:
+        worse.append("the dense GGN, on a model this small, takes less time than the refined products")
     sentences = [f"Did not run: {'; '.join(failed)}."] if failed else []
     return " ".join([*sentences, *([f"packprop is worse in this: {'; '.join(worse)}."] if worse else [])])

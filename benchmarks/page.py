@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from benchmarks import attribution_page
 from benchmarks.compiled_page import CONTESTANTS as CONTENDERS
 from benchmarks.compiled_page import draw, rows_of
 from benchmarks.contestants import CONTESTANTS
@@ -559,6 +560,17 @@ def _monitor_section(content: dict[str, Any]) -> list[str]:
     ]
 
 
+def _attribution_section(content: dict[str, Any]) -> list[str]:
+    """Return the tables of ``benchmarks.attribution``."""
+    parts = ["## Influence and retraining (`packprop.influence`)", attribution_page.INTRODUCTION]
+    for problem, records in content["problems"].items():
+        for record in records:
+            facts = f"{record['parameters']:,} parameters, {record['halves']} halves, seed {record['seed']}"
+            table = markdown(attribution_page.HEADS, attribution_page.rows_of_attribution(record))
+            parts += [f"### {problem.capitalize()}: {facts}", table, attribution_page.remarks_of(record)]
+    return [*filter(None, parts), _environment(content["environment"])]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page and its pictures from whatever results there are."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.page", description=__doc__)
@@ -579,7 +591,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if compiled.exists():
         parts += _compiled_section(json.loads(compiled.read_text()), images)
     parts += _data_section(options.results, images)
-    for name, section in {"clipping": _clipping_section, "monitor": _monitor_section}.items():
+    for name, section in {
+        "clipping": _clipping_section,
+        "monitor": _monitor_section,
+        "attribution": _attribution_section,
+    }.items():
         if (options.results / f"{name}.json").exists():
             parts += section(json.loads((options.results / f"{name}.json").read_text()))
     planning = options.results / "planning.json"

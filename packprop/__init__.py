@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from packprop.applications.dataset import operators
     from packprop.applications.dataset.compute import compute
     from packprop.applications.dataset.result import Result
+    from packprop.applications.queries.checkpoints import Checkpoint, tracin
     from packprop.applications.queries.influence import influence
     from packprop.applications.queries.optimizers import optimizer_curvature
     from packprop.applications.queries.refining import Refinement
@@ -63,6 +64,7 @@ __path__.append(f"{__path__[0]}/compat/paths")
 _HOMES = {
     "AllRanks": "packprop.engine.distributed.ranks",
     "BadInput": "packprop.errors",
+    "Checkpoint": "packprop.applications.queries.checkpoints",
     "ClippedGradients": "packprop.engine.clipped",
     "Comparison": "packprop.applications.reports.compare.comparison",
     "CompiledStep": "packprop.applications.compiled.step",
@@ -99,6 +101,7 @@ _HOMES = {
     "register_use": "packprop.engine.functions.registry",
     "restore": "packprop.engine.recording.switch",
     "self_influence": "packprop.applications.queries.self_influence",
+    "tracin": "packprop.applications.queries.checkpoints",
 }
 # Modules that are asked for as attributes: name -> where they are.
 _MODULES = {
@@ -121,6 +124,7 @@ _MODULES = {
 __all__ = [
     "AllRanks",
     "BadInput",
+    "Checkpoint",
     "ClippedGradients",
     "Comparison",
     "CompiledStep",
@@ -170,6 +174,7 @@ __all__ = [
     "self_influence",
     "store",
     "testing",
+    "tracin",
     "types",
 ]
 

@@ -7,6 +7,9 @@ mean over queries; its interval (95 %) is a bootstrap over halves and queries. T
 penalty. Time is that of everything from the model and its data to the products, memory that of tensors beside
 the model and the data, in a second run, if the first one took less than a minute.
 
+Methods that draw labels run with five seeds: their score is the median, and ``scores`` has all; the interval
+is that of the median's products.
+
 The other measure is direct: the samples that are foretold to help a query most, 1 % of all, are left out, and
 the model is trained again; how much the query's loss grows, beside leaving out as many at random.
 """
@@ -14,22 +17,42 @@ the model is trained again; how much the query's loss grows, beside leaving out 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
+import statistics
 import time
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import benchmarks.attribution.peers
-from benchmarks.attribution.methods import METHODS, NOTES
-from benchmarks.attribution.problems import PROBLEMS, Problem, bootstrapped, losses, subsets, trained
+from benchmarks.attribution.methods import METHODS, NOTES, SAMPLED
+from benchmarks.attribution.problems import (
+    PROBLEMS,
+    Problem,
+    bootstrapped,
+    datamodeling_score,
+    losses,
+    subsets,
+    trained,
+)
 from benchmarks.run import RESULTS, environment, write_results
 from packprop.engine.memory import LiveBytes
 
 assert benchmarks.attribution.peers
+
+
+DRAWS = 5
+"""Seeds of methods that draw labels; an odd number."""
+
+
+def foretold_by(products: Tensor, chosen: Tensor) -> Tensor:
+    """What products ``[q, n]`` foretell of the losses of queries after training on subsets ``[q, m]``."""
+    return -(products @ chosen.double().mT)
 
 
 def measured(
@@ -85,14 +108,25 @@ def of_problem(problem: Problem, seed: int, halves: int, asked: int) -> dict[str
     model = trained(problem, start, data, torch.ones(problem.trained, dtype=torch.bool))
     found, described = {}, {}
     for name in METHODS:
+        torch.manual_seed(0)
         products, described[name] = measured(name, problem, model, data, queries)
         print(" ", name, json.dumps(described[name]), flush=True)
+        if products is not None and name in SAMPLED:
+            drawn = [products]
+            for draw in range(1, DRAWS):
+                torch.manual_seed(draw)
+                drawn.append(METHODS[name](copy.deepcopy(model), problem.loss, data, queries, problem.penalty))
+            each = [
+                float(datamodeling_score(foretold_by(one, chosen), actual.double()).mean()) for one in drawn
+            ]
+            described[name]["scores"] = each
+            products = drawn[each.index(statistics.median(each))]
         if products is not None:
             found[name] = products
-    foretold = [-(products @ chosen.double().mT) for products in found.values()]
+    foretold = [foretold_by(products, chosen) for products in found.values()]
     scores = bootstrapped(foretold, actual.double())
     left_out = LeaveOut(problem, start, data, queries)
-    whole = float(losses(problem, model, queries)[:asked].mean())
+    whole = float(losses(problem, model, queries)[: asked or None].mean())
     for (name, products), (mean, low, high) in zip(found.items(), scores, strict=True):
         described[name] |= {"score": mean, "interval": [low, high]}
         if asked:
@@ -102,7 +136,8 @@ def of_problem(problem: Problem, seed: int, halves: int, asked: int) -> dict[str
         at_random = left_out(torch.rand(asked, problem.trained), asked) - whole
         described["at random"] = {"growth": at_random}
     parameters = sum(p.numel() for p in model.parameters())
-    return {"seed": seed, "parameters": parameters, "loss of queries": whole, "methods": described}
+    facts = {"seed": seed, "halves": halves, "asked": asked, "parameters": parameters}
+    return {**facts, "loss of queries": whole, "methods": described}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attribution", description=__doc__)
     parser.add_argument("--problems", nargs="*", default=[*PROBLEMS], help="which (default all)")
     parser.add_argument(
-        "--seeds", type=int, default=2, help="models of each, with halves of their own (default 2)"
+        "--seeds", type=int, default=1, help="models of each, with halves of their own (default 1)"
     )
     parser.add_argument("--halves", type=int, default=100, help="halves to train on again (default 100)")
     parser.add_argument(
@@ -120,15 +155,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     records: dict[str, list[dict[str, Any]]] = {}
-    if options.add:
-        known = json.loads((RESULTS / "attribution.json").read_text(encoding="utf-8"))["problems"]
-        records = {name: each for name, each in known.items() if name not in options.problems}
+    described = environment(1, options.seeds, processes=1)
+    for name in ("kronfluence", "dattri", "traker", "curvlinops-for-pytorch"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            described["versions"][name] = metadata.version(name)
     for name in options.problems:
         for seed in range(options.seeds):
             print(name, seed, flush=True)
             records.setdefault(name, []).append(of_problem(PROBLEMS[name], seed, options.halves, options.asked))
-        described = environment(1, options.seeds, processes=1)
-        write_results("attribution", described, halves=options.halves, asked=options.asked, problems=records)
+        others = {}
+        if options.add:  # now: another call may have written meanwhile
+            others = json.loads((RESULTS / "attribution.json").read_text(encoding="utf-8"))["problems"]
+        write_results("attribution", described, problems={**others, **records})
     return 0
 
 

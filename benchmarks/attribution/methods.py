@@ -26,6 +26,10 @@ NOTES: dict[str, dict[str, Any]] = {}
 """What the last call of a method has to say beside its products."""
 
 
+SAMPLED = {"EKFAC", "kronfluence, EKFAC"}
+"""Methods that draw labels."""
+
+
 def method(name: str) -> Callable[[Method], Method]:
     """Put a function into the table."""
 

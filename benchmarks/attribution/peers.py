@@ -1,8 +1,10 @@
-"""The same by kronfluence, dattri and curvlinops, as their documentation shows it, where they are installed."""
+"""The same by kronfluence, dattri, traker and curvlinops, where they are installed, as their pages show it."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import tempfile
 from typing import Any
 
@@ -78,7 +80,8 @@ def _by_dattri_cg(model: nn.Module, loss: nn.Module, data: Data, queries: Data, 
     whole = DataLoader(TensorDataset(*data), batch_size=len(data[0]))
     attributor.cache(whole)
     asked = DataLoader(TensorDataset(*queries), batch_size=len(queries[0]))
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+    quiet = contextlib.redirect_stderr(io.StringIO())  # bars of progress
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), quiet:
         return attributor.attribute(whole, asked).mT.double()
 
 
@@ -93,9 +96,38 @@ def _by_curvlinops(model: nn.Module, loss: nn.Module, data: Data, queries: Data,
     return (asked @ (inverse @ rows.mT)).double()
 
 
+def _by_trak(model: nn.Module, loss: nn.Module, data: Data, queries: Data, damping: float) -> Tensor:
+    """One checkpoint, where its authors recommend many; its matrix is a sum over samples."""
+    from trak import TRAKer
+
+    if data[1].dim() > 1:
+        raise NotImplementedError("its task is the classification of images")
+    count, asked = len(data[0]), len(queries[0])
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        made = TRAKer(
+            model=model,
+            task="image_classification",
+            train_set_size=count,
+            save_dir=folder,
+            device="cpu",
+            proj_dim=min(2048, sum(p.numel() for p in model.parameters())),
+            use_half_precision=False,
+            lambda_reg=damping * count,
+            logging_level=50,
+        )
+        made.load_checkpoint(model.state_dict(), model_id=0)
+        made.featurize(batch=[*data], num_samples=count)
+        made.finalize_features()
+        made.start_scoring_checkpoint("scores", model.state_dict(), model_id=0, num_targets=asked)
+        made.score(batch=[*queries], num_samples=asked)
+        return torch.tensor(made.finalize_scores("scores")).mT.double()
+
+
 if _is_there("kronfluence"):
     method("kronfluence, EKFAC")(_by_kronfluence)
 if _is_there("dattri"):
     method("dattri, CG")(_by_dattri_cg)
+if _is_there("trak"):
+    method("traker, one checkpoint")(_by_trak)
 if _is_there("curvlinops"):
     method("curvlinops, EKFAC exact")(_by_curvlinops)

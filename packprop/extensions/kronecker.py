@@ -18,8 +18,9 @@ If several positions s (pixels, time steps) share a weight:
 Eigenvectors fit the draws that they come from. The squares of these draws are too large along the first
 eigenvectors and too small along the last, which matter most to a damped inverse. So sampled corrected
 eigenvalues come from other draws. A factor's eigenvectors then do not depend on the draws of its eigenvalues,
-and the mean of the eigenvalues is the diagonal of the exact block in this basis. ``benchmarks/attribution.py``
-measures what influence gains by it.
+and the mean of the eigenvalues is the diagonal of the exact block in this basis. An eigenvalue is one number,
+where a factor is a mean over all of them: it needs more draws, and gets ``EIGENVALUE_DRAWS`` times as many.
+``benchmarks/attribution`` measures what influence gains by it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from torch import Tensor
 from packprop.engine.algebra.factors import (
     Approximation,
     Otherwise,
+    correlations,
     cotangent_gram,
+    homogeneous_sum,
     input_gram,
     is_skipped,
     rotated_sum_sq,
@@ -45,6 +48,9 @@ from packprop.engine.algebra.structures import entry_order_of
 from packprop.extensions.arguments import require_one_of
 from packprop.extensions.sampled import Sampled
 from packprop.types import EMPIRICAL, EXACT, INPUTS, Extension, Row, Seed
+
+EIGENVALUE_DRAWS = 4
+"""Fresh draws for eigenvalues, for each draw for eigenvectors; they share a vectorised sweep."""
 
 Fisher = Literal["sampled", "empirical"]
 Columns = Literal["sampled", "empirical", "exact"]
@@ -143,16 +149,18 @@ class EKFAC(Sampled):
     are ``[o, i]`` and carry the scale of the loss as reduced, ``vectors`` are ``[U_B, U_A]``. For a parameter
     that is no matrix applied to inputs they are ``[p]`` and ``[U_B]``, the exact block. Squares add up in at
     least float32, and everything keeps this precision. Under ``create_graph=True``, derivatives of the
-    eigenvalues hold the eigenvectors fixed.
+    eigenvalues hold the eigenvectors fixed. ``correlations`` say how the block of a weight meets that of a
+    bias; ``influence`` joins both. See NOTE [Weight and bias] (``engine/algebra/coupled.py``).
 
     With ``fisher="sampled"``, the eigenvectors come from ``mc_samples`` draws for each sample, and the
-    eigenvalues from as many fresh ones, in a sweep of their own. Given the eigenvectors, their mean over draws
-    equals the diagonal of the exact block in the same basis. See NOTE [Fresh draws]. packprop sweeps other
-    columns twice, unless one sweep brings all of them, as for the empirical Fisher or a small graph. See NOTE
-    [Second pass] (``engine/passes/column_sweeps.py``).
+    eigenvalues from four times as many fresh ones, in a sweep of their own. Given the eigenvectors, their mean
+    over draws equals the diagonal of the exact block in the same basis. See NOTE [Fresh draws]. packprop sweeps
+    other columns twice, unless one sweep brings all of them, as for the empirical Fisher or a small graph. See
+    NOTE [Second pass] (``engine/passes/column_sweeps.py``).
 
     Args:
-        mc_samples: Draws for each sample of the batch, for the eigenvectors and again for the eigenvalues.
+        mc_samples: Draws for each sample of the batch, for the eigenvectors; four times as many for the
+            eigenvalues.
         subsampling: Indices of samples, at the scale of the full batch.
         generator: Makes the draws repeatable, and leaves the global random state alone.
         approximation: The treatment of positions that share a weight in the factors, and so in the
@@ -179,19 +187,22 @@ class EKFAC(Sampled):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The factors, the order of entries, and squares in the eigenbasis of the factors."""
+        """The factors, the order of entries, sums of inputs, and squares in the eigenbasis of the factors."""
         seed = {"sampled": self.seed, "empirical": EMPIRICAL, "exact": EXACT}[self.fisher]
         order = Row(seed, entry_order_of, over_n=KEEP, over_v=KEEP, degree=0)
         factors = factor_rows(seed, self.approximation, self.otherwise)
-        again = replace(seed, fresh=True) if self.fisher == "sampled" else seed  # see NOTE [Fresh draws]
-        return (*factors, order, Row(again, rotated_sum_sq, after=_rotations))
+        total = functools.partial(homogeneous_sum, approximation=self.approximation)
+        again = seed
+        if self.fisher == "sampled":  # see NOTE [Fresh draws]
+            again = replace(seed, mc_samples=EIGENVALUE_DRAWS * self.mc_samples, fresh=True)
+        return (*factors, order, Row(INPUTS, total, degree=0), Row(again, rotated_sum_sq, after=_rotations))
 
     def finish(self, values: list[Any], samples: int) -> Eigen | None:
         """Return the eigendecomposition, with squares as eigenvalues; ``None`` if a factor was skipped."""
-        left, right, order, squares = values
+        left, right, order, along, squares = values
         if is_skipped(left) or is_skipped(right):
             return None
-        return Eigen(squares, [left] if right is None else [left, right], order)
+        return Eigen(squares, [left] if right is None else [left, right], order, along)
 
 
 def factor_rows(
@@ -218,6 +229,7 @@ def finished_factors(values: list[Any], samples: int) -> list[Tensor] | None:
 
 
 def _rotations(values: list[Any]) -> list[Any]:
-    """Put eigenvectors in place of the factors in the results of the first pass."""
-    cotangents, inputs, order = values
-    return [eigenvectors(cotangents), None if inputs is None else eigenvectors(inputs), order]
+    """Put eigenvectors in place of the factors in the results of the first pass, and correlations of sums."""
+    cotangents, inputs, order, total = values
+    left, right = eigenvectors(cotangents), None if inputs is None else eigenvectors(inputs)
+    return [left, right, order, None if right is None else correlations(inputs, right, total)]

@@ -15,6 +15,7 @@ import packprop
 from packprop import PackpropError, extensions, kronecker
 from packprop.applications.dataset.result import Result
 from packprop.engine.tensors.nesting import tensors_in
+from packprop.extensions.kronecker import EIGENVALUE_DRAWS
 from packprop.types import Seed
 from tests.cases import Case
 from tests.dataset.small import SIZE, SPLIT_CASES, compute, part
@@ -62,7 +63,7 @@ class FreshBatchDiagGGNMC(extensions.BatchDiagGGNMC):
 
     @property
     def seed(self) -> Seed:
-        return replace(super().seed, fresh=True)
+        return replace(super().seed, mc_samples=EIGENVALUE_DRAWS * self.mc_samples, fresh=True)
 
 
 @one_in(2)
@@ -145,7 +146,7 @@ def test_nothing_but_the_last_row_is_computed_again(monkeypatch: Any) -> None:
     monkeypatch.setattr(batch_pass, "BackwardPass", Spy)
     both = extensions.Variance(), extensions.EKFAC(fisher="exact")
     compute(network().eval(), nn.CrossEntropyLoss(), samples(), *both, batch_size=12)
-    assert asked == [["Variance 1", "EKFAC 3"]] * 2 + [["EKFAC 1"]] * 2
+    assert asked == [["Variance 1", "EKFAC 4"]] * 2 + [["EKFAC 1"]] * 2
 
 
 def test_saved_and_loaded(tmp_path: Any) -> None:

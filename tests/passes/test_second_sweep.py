@@ -32,9 +32,9 @@ def sweeps(monkeypatch: pytest.MonkeyPatch, *asked: Any) -> int:
 
 def test_columns_are_swept_twice_only_where_they_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "COTANGENTS", 0)
-    assert sweeps(monkeypatch, extensions.KFAC(), drawn(1)) == 3  # two seeds, and fresh draws
-    assert sweeps(monkeypatch, drawn(1)) == 2
-    assert sweeps(monkeypatch, drawn(3)) == 6
+    assert sweeps(monkeypatch, extensions.KFAC(), drawn(1)) == 6  # two seeds, and fresh draws
+    assert sweeps(monkeypatch, drawn(1)) == 5
+    assert sweeps(monkeypatch, drawn(3)) == 15
     assert sweeps(monkeypatch, extensions.EKFAC(fisher="empirical")) == 1
     assert sweeps(monkeypatch, extensions.EKFAC(fisher="exact")) == 2 * sweeps(monkeypatch, extensions.KFLR())
     monkeypatch.setattr(chunks, "COTANGENTS", 64 * 2**20)

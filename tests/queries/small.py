@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import packprop
-from packprop import extensions
+from packprop import extensions, kronecker
 from tests.store.small import rows_one_by_one
 
 SIZE, LOSS = 9, nn.CrossEntropyLoss()
@@ -39,6 +39,14 @@ def written(folder: Path, *more: Any, stored: Any = None, **options: Any) -> tup
 def influence(folder: Path, problem: Any, **options: Any) -> packprop.Influence:
     model, x, y = problem
     return packprop.influence(folder, model, LOSS, (x[QUERIES], y[QUERIES]), **options)
+
+
+def apart(blocks: Any) -> dict[str, Any]:
+    """The blocks of a result without what joins those of weights and biases."""
+    return {
+        name: block._replace(correlations=None) if isinstance(block, kronecker.Eigen) else block
+        for name, block in blocks.items()
+    }
 
 
 def gradients(problem: Any) -> dict[str, Tensor]:

@@ -19,13 +19,14 @@ def test_the_guide_runs(
     scope: dict[str, Any] = {}
     for block in blocks:
         exec(block, scope)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     assert scope["found"].largest.identifiers.shape == (2, 5)
     assert scope["near"].quantity == "grad_batch_projected"
     assert float(scope["exact"].residuals.max()) <= 1e-3
     assert scope["rough"].data_readings <= scope["exact"].data_readings
     assert scope["stepped"].groups.shape == (2, 3)
     assert scope["alone"].shape == (100,)
+    assert scope["during"].checkpoints == 3
     printed = capsys.readouterr().out
     assert "query 1" in printed
     assert "(F + 0.001 I)^-1, F: ekfac" in printed

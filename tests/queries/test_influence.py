@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions, kronecker
 from packprop.extensions import EKFAC, KFLR, BatchGrad, DiagGGNExact, DiagHessian, Projected
-from tests.queries.small import LOSS, QUERIES, SIZE, by_row, ggn_blocks, gradients, influence, written
+from tests.queries.small import LOSS, QUERIES, SIZE, apart, by_row, ggn_blocks, gradients, influence, written
 from tests.references.running import assert_near
 from tests.selection import one_in, thorough
 
@@ -62,10 +62,12 @@ def dense_factors(value: Any) -> Tensor:
 def test_preconditioned_products(tmp_path: Path, extension: Any, dense: Callable[[Any], Tensor]) -> None:
     """The inverse of each block plus damping is that of the dense matrix."""
     problem, result = written(tmp_path / "store", extension)
-    found = influence(tmp_path / "store", problem, k=SIZE, curvature=result, damping=DAMPING)
+    options: Any = {"k": SIZE, "curvature": apart(result[extension]), "damping": DAMPING}
+    found = influence(tmp_path / "store", problem, **options)
     blocks = {name: dense(value) for name, value in result[extension].items()}
     assert_near(by_row(found), direct(gradients(problem), blocks), "products", 1e-9)
-    assert (found.curvature, found.damping) == (extension.savefield, DAMPING)
+    whole = influence(tmp_path / "store", problem, **(options | {"curvature": result}))
+    assert (whole.curvature, whole.damping) == (extension.savefield, DAMPING)
 
 
 def test_products_with_the_curvature_of_a_loop(tmp_path: Path) -> None:
@@ -246,7 +248,7 @@ def test_a_parameter_without_axes(tmp_path: Path, extension: Any) -> None:
     rows = packprop.Store(store)["grad_batch"]
     flat = {name: array.torch().reshape(SIZE, -1) for name, array in rows.items()}
     assert flat["temperature"].shape == (SIZE, 1)
-    options = {} if extension is None else {"curvature": result, "damping": DAMPING}
+    options = {} if extension is None else {"curvature": apart(result[extension]), "damping": DAMPING}
     found = influence(store, (model, x, y), k=SIZE, **options)
     if extension is None:
         expected = torch.cat([*flat.values()], 1)[QUERIES] @ torch.cat([*flat.values()], 1).mT

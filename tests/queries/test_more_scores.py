@@ -14,7 +14,7 @@ import packprop
 from packprop import Refinement, kronecker
 from packprop.errors import BadInput
 from packprop.extensions import EKFAC, KFLR, BatchGrad, DiagGGNExact, Projected
-from tests.queries.small import LOSS, SIZE, by_row, gradients, influence, written
+from tests.queries.small import LOSS, SIZE, apart, by_row, gradients, influence, written
 from tests.references.running import assert_near
 from tests.selection import one_in
 
@@ -57,7 +57,7 @@ def test_samples_on_themselves(tmp_path: Path, extension: Any, memory: Any) -> N
     asked = [] if extension is None else [extension]
     problem, result = written(tmp_path / "store", *asked)
     rows = gradients(problem)
-    options = {} if extension is None else {"curvature": result, "damping": 0.1}
+    options = {} if extension is None else {"curvature": apart(result[extension]), "damping": 0.1}
     found = packprop.self_influence(tmp_path / "store", memory=memory, **options)
     expected = torch.zeros(SIZE, dtype=torch.float64)
     for name, each in rows.items():

@@ -16,6 +16,7 @@ from packprop import extensions
 from packprop.engine.algebra import kronecker
 from packprop.engine.tensors.nesting import tensors_in
 from packprop.errors import PackpropError
+from packprop.extensions.kronecker import EIGENVALUE_DRAWS
 from packprop.types import Seed
 from tests.cases import BY_NAME, Case
 from tests.references.oracle import Oracle, Problem
@@ -58,7 +59,7 @@ class FreshSqrtGGNMC(extensions.SqrtGGNMC):
 
     @property
     def seed(self) -> Seed:
-        return replace(super().seed, fresh=True)
+        return replace(super().seed, mc_samples=EIGENVALUE_DRAWS * self.mc_samples, fresh=True)
 
 
 ROWS = [
@@ -240,8 +241,8 @@ def check_sampled(
     """
     saved, fresh = results(problem, "sqrt_ggn_mc"), results(problem, "sqrt_ggn_mc_fresh")
     root = stacked(saved)
-    for each in (root, stacked(fresh)):
-        assert each.shape[:2] == (DRAWS, problem.size)
+    for each, draws in ((root, DRAWS), (stacked(fresh), EIGENVALUE_DRAWS * DRAWS)):
+        assert each.shape[:2] == (draws, problem.size)
         for n, jacobian in enumerate(oracle.jacobians):
             columns = each[:, n].T.to(jacobian.dtype)
             solution = torch.linalg.pinv(jacobian.T) @ columns

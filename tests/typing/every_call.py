@@ -126,6 +126,8 @@ def rows_on_disk(x: Tensor, y: Tensor, folder: Path) -> Result:
     optimizer = torch.optim.Adam(model.parameters())
     optimizer.step()
     assert_type(packprop.optimizer_curvature(model, optimizer), dict[str, Tensor])
+    moment = packprop.Checkpoint(read, model.state_dict(), rate=0.1)
+    assert_type(packprop.tracin([moment], model, loss, (x, y), k=2), Influence)
     return {"self": assert_type(packprop.self_influence(read, curvature=curved, damping=0.1), Tensor)}
 
 

@@ -92,3 +92,20 @@ def warn_of_empty(asked: str, empty: Sequence[int], queries: int) -> None:
         PackpropWarning,
         stacklevel=3,
     )
+
+
+def numbers_of_groups(asked: str, groups: Tensor | Sequence[int], samples: int) -> Tensor:
+    """Return the groups of rows as whole numbers ``[n]``.
+
+    Raises:
+        BadInput: If they are none, or not as many as rows.
+    """
+    found = torch.as_tensor(groups).cpu()
+    if found.shape != (samples,) or found.is_floating_point() or (samples and int(found.min()) < 0):
+        raise BadInput(
+            asked,
+            f"groups of shape {list(found.shape)} and {found.dtype}",
+            f"the store has {samples} rows, and each needs the number of its group, from 0 on",
+            "give whole numbers [n] in the order of the store's rows",
+        )
+    return found.long()

@@ -65,6 +65,10 @@ class QueryGradients:
         self._dtypes = {name: p.dtype for name, p in named_parameters(model) if p.requires_grad}
         options = arrays[""].header.projection if "" in arrays else None
         self._projection = None if options is None else Projection(**options)
+        lists = [[name] for name in self._shapes]
+        if preconditioner is not None and not raw:
+            lists = preconditioner.together(self._shapes)
+        self._together = {name: names for names in lists for name in names}
         self._extension: Extension = BatchGrad()
         if self._projection is not None and preconditioner is None and not raw:
             dimension, kind = self._projection.dimension, self._projection.kind
@@ -118,6 +122,7 @@ class QueryGradients:
         step.chunk_sizes = chunk_sizes_over_data(step.model, step.loss, batch, step.extensions, None, device)
         found: Found = step.run_apart((), inputs, targets).results[FOUND]
         rows: dict[str, Tensor] = {}
+        waiting: dict[str, Tensor] = {}
         for name in list(found.rows):
             dtype, results = found.rows.pop(name)
             by_extension = {part.whole: values for part, values in results.items()}
@@ -129,7 +134,16 @@ class QueryGradients:
             by_extension.clear()
             self.orders[name] = order
             self._require_finite(name, gradients)
-            self._put(rows, name, gradients, order)
+            if self._projection is None and name not in self._arrays:
+                continue  # no sample of the store depends on it: rows are zero there
+            waiting[name] = gradients
+            zeros = gradients.new_zeros(())
+            del gradients
+            names = self._together[name]
+            if not any(each in found.rows for each in names):
+                for each in names:  # the batch may use only one of them
+                    waiting.setdefault(each, zeros.expand(found.samples, *self._shapes[each]))
+                self._put(rows, {each: waiting.pop(each) for each in names})
         for name, shape in self._expected.items():  # the batch does not use the parameter
             if name not in rows:
                 dtype = self._dtypes[name] if self._raw else self._arrays[name].dtype
@@ -160,24 +174,23 @@ class QueryGradients:
         assert total is not None
         return {"": total}
 
-    def _put(self, rows: dict[str, Tensor], name: str, gradients: Tensor, order: Any) -> None:
-        """Put the result for a parameter's gradients among the rows of a batch."""
-        if self._projection is None and name not in self._arrays:
-            return  # no sample of the store depends on it: rows are zero there
-        if self._raw:
-            rows[name] = gradients.to(accumulation_dtype(gradients.dtype)).cpu()
-            return
-        if self._preconditioner is not None:
-            wide = gradients.to(accumulation_dtype(gradients.dtype))
-            gradients = self._preconditioner(self._asked, name, wide, order)
-            self._require_finite(name, gradients)
-        if self._projection is None:
-            rows[name] = gradients.cpu()
-            return
-        if self._preconditioner is not None:
-            gradients = projected(Dense(gradients[None]), self._projection, name, gradients.shape[1:])
-        part = gradients.cpu()
-        rows[""] = part if "" not in rows else rows[""] + part
+    def _put(self, rows: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
+        """Put the results for gradients of parameters that share a block among the rows of a batch."""
+        if self._raw or self._preconditioner is not None:
+            gradients = {name: each.to(accumulation_dtype(each.dtype)) for name, each in gradients.items()}
+        if self._preconditioner is not None and not self._raw:
+            gradients = self._preconditioner(self._asked, gradients, self.orders)
+            for name, each in gradients.items():
+                self._require_finite(name, each)
+        for name in [*gradients]:
+            each = gradients.pop(name)
+            if self._raw or self._projection is None:
+                rows[name] = each.cpu()
+                continue
+            if self._preconditioner is not None:
+                each = projected(Dense(each[None]), self._projection, name, each.shape[1:])
+            part = each.cpu()
+            rows[""] = part if "" not in rows else rows[""] + part
 
     def _require_finite(self, name: str, gradients: Tensor) -> None:
         if not gradients.isfinite().all():

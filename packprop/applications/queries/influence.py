@@ -20,6 +20,7 @@ from packprop.applications.dataset.sources import Samples
 from packprop.applications.queries.blocks import blocks_of
 from packprop.applications.queries.checks import (
     gradients_in,
+    numbers_of_groups,
     queries_without_gradient,
     require_same_model,
     warn_of_empty,
@@ -136,7 +137,7 @@ def influence(
     batches = Batches(ASKED, queries, batch_size, whole=loss is None)
     if batch_size is None and isinstance(batches.source, Samples) and most < BATCH_SIZE:
         batches = Batches(ASKED, queries, most, whole=loss is None)
-    numbers = _numbers(groups, opened.samples)
+    numbers = None if groups is None else numbers_of_groups(ASKED, groups, opened.samples)
     found: list[Ends] = []
     empty: list[int] = []
     at_once = min(BLOCK // 2, budget // 2)
@@ -180,25 +181,6 @@ def influence(
         groups=torch.cat(sums) if sums else None,
         data_readings=0 if refined is None else refined.readings,
     )
-
-
-def _numbers(groups: Tensor | Sequence[int] | None, samples: int) -> Tensor | None:
-    """Return the groups of rows as whole numbers ``[n]``.
-
-    Raises:
-        BadInput: If they are none, or not as many as rows.
-    """
-    if groups is None:
-        return None
-    found = torch.as_tensor(groups).cpu()
-    if found.shape != (samples,) or found.is_floating_point() or (samples and int(found.min()) < 0):
-        raise BadInput(
-            ASKED,
-            f"groups of shape {list(found.shape)} and {found.dtype}",
-            f"the store has {samples} rows, and each needs the number of its group, from 0 on",
-            "give whole numbers [n] in the order of the store's rows",
-        )
-    return found.long()
 
 
 def _groups(batches: Batches, gradients: QueryGradients, most: int) -> Iterator[dict[str, Tensor]]:

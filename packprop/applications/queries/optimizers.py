@@ -25,13 +25,12 @@ def optimizer_curvature(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
     """Return the diagonal D by parameter ``[*p]`` for which the optimizer's step is ``D^-1 g`` now.
 
     For Adam and AdamW that is ``(sqrt(v / (1 - beta2^t)) + eps) / lr``, with the second moments v (Kingma and
-    Ba 2015; Loshchilov and Hutter 2019), for RMSprop and Adagrad their own, for SGD ``1 / lr``. Momentum, which
     Ba 2015; Loshchilov and Hutter 2019), for RMSprop and Adagrad their own, for SGD ``1 / lr``. It leaves out
     momentum, which spreads a step over later ones, and weight decay, in which no sample takes part.
 
     Pass it as ``curvature`` to ``influence`` with ``damping=0``: a product ``<g_z, D^-1 g_q>`` is to first
     order the fall of the loss of q by a step on the sample z alone, with the moments as they are (Pruthi et al.
-    2020; Xia et al. 2024). The sum over checkpoints, each with a store of its own, is TracIn.
+    2020; Xia et al. 2024). ``tracin`` adds them up over checkpoints.
 
     Args:
         model: The model.

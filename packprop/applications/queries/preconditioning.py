@@ -2,18 +2,19 @@
 
 # NOTE [Which inverse]
 The matrix is block-diagonal, with one block F for each parameter, and gradients g become ``(F + damping I)^-1
-g``, exactly. A diagonal divides each entry. For EKFAC, and for two factors ``B kron A``, packprop inverts in
-the eigenbasis, whose vectors are Kronecker products. This is the inverse of ``B kron A + damping I`` itself,
-which is no Kronecker product. With ``factored``, two factors share the damping instead, ``(B + sqrt(d) / pi)^-1
-kron (A + pi sqrt(d))^-1`` (Martens and Grosse 2015, 6.3): optimizers take this other matrix because it is
-quick.
+g``, exactly. What EKFAC saves makes one block of a weight and its bias (NOTE [Weight and bias],
+``engine/algebra/coupled.py``). A diagonal divides each entry. For EKFAC, and for two factors ``B kron A``,
+packprop inverts in the eigenbasis, whose vectors are Kronecker products. This is the inverse of ``B kron A +
+damping I`` itself, which is no Kronecker product. With ``factored``, two factors share the damping instead,
+``(B + sqrt(d) / pi)^-1 kron (A + pi sqrt(d))^-1`` (Martens and Grosse 2015, 6.3): optimizers take this other
+matrix because it is quick.
 
 Eigenvalues that are negative by rounding count as zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -21,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.engine.algebra import Eigen, EntryOrder, kronecker
+from packprop.engine.algebra import Coupled, Eigen, EntryOrder, coupled, kronecker
 from packprop.engine.tensors import accumulation_dtype, map_tensors
 from packprop.errors import BadInput, naming
 
-Inverse = Tensor | Eigen | list[Tensor]
-"""The inverse of a block: of a diagonal ``[*p]``, by eigenvectors, or as two factors."""
+Inverse = Tensor | Eigen | list[Tensor] | Coupled
+"""The inverse of a block: of a diagonal ``[*p]``, by eigenvectors, as two factors, or with that of a bias."""
 
 
 @dataclass(frozen=True)
@@ -36,27 +37,46 @@ class Preconditioner:
     Args:
         name: The name of the curvature, for tables.
         damping: The damping of the blocks.
-        inverses: The inverse block of each parameter.
+        inverses: The inverse block of each parameter; that of a weight with its bias is under the weight.
         as_factors: Parameters whose block came as two factors, which do not know the order of entries.
+        biases: The biases of weights that share a block with them.
     """
 
     name: str
     damping: float
     inverses: Mapping[str, Inverse]
     as_factors: frozenset[str]
+    biases: Mapping[str, str]
 
-    def __call__(self, asked: str, name: str, rows: Tensor, order: EntryOrder | None) -> Tensor:
-        """Multiply rows ``[q, *p]`` of a parameter by its inverse block.
+    def together(self, names: Iterable[str]) -> list[list[str]]:
+        """Return names in lists of those that share a block, each weight before its bias."""
+        joined = {*self.biases.values()}
+        return [
+            [name, self.biases[name]] if name in self.biases else [name] for name in names if name not in joined
+        ]
+
+    def __call__(
+        self, asked: str, rows: Mapping[str, Tensor], orders: Mapping[str, EntryOrder | None]
+    ) -> dict[str, Tensor]:
+        """Multiply rows ``[q, *p]`` of parameters that share a block by its inverse.
 
         Args:
             asked: The call of the user, for messages.
-            name: Name of the parameter.
-            rows: Gradients.
-            order: The order of the entries ``[o, i]`` of two factors, if it is known.
+            rows: Gradients, of one list that ``together`` returns.
+            orders: The orders of the entries ``[o, i]`` of two factors, as far as they are known.
 
         Raises:
             BadInput: If two factors do not fit the parameter.
         """
+        name = next(iter(rows))
+        inverse = self.inverses[name]
+        if isinstance(inverse, Coupled):
+            inverse = map_tensors(lambda tensor: tensor.to(rows[name].device), inverse)
+            return dict(zip(rows, inverse.solve(*rows.values()), strict=True))
+        return {name: self._product(asked, name, rows[name], orders.get(name))}
+
+    def _product(self, asked: str, name: str, rows: Tensor, order: EntryOrder | None) -> Tensor:
+        """Multiply rows ``[q, *p]`` of a parameter by its own inverse block."""
         inverse = map_tensors(lambda tensor: tensor.to(rows.device), self.inverses[name])
         if isinstance(inverse, Tensor):
             return rows * inverse
@@ -107,14 +127,30 @@ def preconditioner_of(
             f"it has no block in {name}, which has one for {', '.join(map(repr, [*blocks][:5])) or 'nothing'}",
             "compute the curvature of the same model, with otherwise='diagonal' where factors are too large",
         )
-    inverses = {}
+    inverses: dict[str, Inverse] = {}
+    decomposed: dict[str, Eigen] = {}
     for parameter, shape in shapes.items():
         with naming(parameter):
             block = blocks[parameter]
-            inverses[parameter] = _inverse(asked, name, parameter, block, shape, added, factored)
+            if isinstance(block, Eigen):
+                decomposed[parameter] = _positive(asked, name, parameter, block, shape, added)
+            else:
+                inverses[parameter] = _inverse(asked, name, parameter, block, shape, added, factored)
+    biases: dict[str, str] = {}
+    for parameter, eigen in decomposed.items():
+        before, found, after = parameter.rpartition("weight")
+        bias = f"{before}bias{after}"
+        both = coupled(eigen, decomposed[bias], added) if found and bias in decomposed else None
+        if both is None:
+            inverses[parameter] = eigen._replace(values=1 / (eigen.values + added))
+        else:
+            where = f"{name} of parameters {parameter!r} and {bias!r}"
+            values = torch.cat([both.bias.values, both.complement - added])
+            _require_positive(asked, where, values, added, torch.finfo(values.dtype).eps * float(values.max()))
+            inverses[parameter], biases[parameter] = both, bias
     lists = [parameter for parameter in shapes if not isinstance(blocks[parameter], (Tensor, Eigen))]
     as_factors = frozenset(parameter for parameter in lists if len(blocks[parameter]) == 2)
-    return Preconditioner(name, added, inverses, as_factors)
+    return Preconditioner(name, added, inverses, as_factors, biases)
 
 
 def require_damping(asked: str, damping: float | None, name: str) -> float:
@@ -145,13 +181,24 @@ def _inverse(
         _require_finite(asked, where, diagonal)
         _require_positive(asked, where, diagonal, damping, 0.0)
         return 1 / (diagonal + damping)
-    if not isinstance(block, Eigen) and not (isinstance(block, (list, tuple)) and len(block) in (1, 2)):
+    if not (isinstance(block, (list, tuple)) and len(block) in (1, 2)):
         raise BadInput(
             asked,
             where,
             f"it is of type {type(block).__name__}: neither a diagonal, nor one or two factors, nor an Eigen",
             "give what DiagGGNExact, DiagGGNMC, KFAC, KFLR or EKFAC computed",
         )
+    decomposed = _positive(asked, name, parameter, block, shape, damping)
+    if factored and damping and len(block) == 2:
+        return kronecker.inverse(list(block), damping)
+    return decomposed._replace(values=1 / (decomposed.values + damping))
+
+
+def _positive(
+    asked: str, name: str, parameter: str, block: kronecker.Block, shape: torch.Size, damping: float
+) -> Eigen:
+    """Return the eigendecomposition of a block that is positive with its damping, without negative rounding."""
+    where = f"{name} of parameter {parameter!r}"
     for tensor in (block.values, *block.vectors) if isinstance(block, Eigen) else block:
         _require_finite(asked, where, tensor)
     decomposed = kronecker.eigen(block)
@@ -163,9 +210,7 @@ def _inverse(
     rounding = 10 * max(map(len, decomposed.vectors)) * digit
     values = torch.where((values < 0) & (values >= -rounding), 0.0, values)
     _require_positive(asked, where, values, damping, digit if damping else rounding)
-    if factored and damping and not isinstance(block, Eigen) and len(block) == 2:
-        return kronecker.inverse(list(block), damping)
-    return decomposed._replace(values=1 / (values + damping))
+    return decomposed._replace(values=values)
 
 
 def _require_positive(asked: str, where: str, values: Tensor, damping: float, rounding: float) -> None:

@@ -202,9 +202,10 @@ class Refiner:
     def _preconditioned(self, flat: Tensor, orders: Mapping[str, EntryOrder | None]) -> Tensor:
         assert self._preconditioner is not None
         found = torch.empty_like(flat)
-        start = 0
-        for name, piece in zip(self.parameters, self._apart(flat), strict=True):
-            product = self._preconditioner(self._asked, name, piece, orders.get(name)).flatten(1)
-            found[:, start : start + product.shape[1]] = product
-            start += product.shape[1]
+        given = dict(zip(self.parameters, self._apart(flat), strict=True))
+        places = dict(zip(self.parameters, self._apart(found), strict=True))
+        for names in self._preconditioner.together(self.parameters):
+            products = self._preconditioner(self._asked, {name: given[name] for name in names}, orders)
+            for name, product in products.items():
+                places[name].copy_(product)
         return found

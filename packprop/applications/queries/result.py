@@ -37,6 +37,7 @@ class Influence:
         residuals: For each refined query ``[q]``: ``|b - A x| / |b|``.
         groups: Products added up over groups of samples ``[q, g]``, if you asked for them.
         data_readings: The number of readings of the data for refining.
+        checkpoints: The number of checkpoints that the products are added up over.
     """
 
     largest: Found
@@ -51,6 +52,7 @@ class Influence:
     residuals: Tensor | None = None
     groups: Tensor | None = None
     data_readings: int = 0
+    checkpoints: int = 1
 
     def __len__(self) -> int:
         """The number of queries."""
@@ -68,6 +70,7 @@ class Influence:
             "refined_by": self.refined_by,
             "residuals": None if self.residuals is None else self.residuals.tolist(),
             "data_readings": self.data_readings,
+            "checkpoints": self.checkpoints,
             "groups": None if self.groups is None else self.groups.tolist(),
             "queries": [
                 {"largest": _rows(self.largest, query), "smallest": _rows(self.smallest, query)}
@@ -90,6 +93,8 @@ class Influence:
         yield Text(
             f"inner products with {self.quantity} of {self.samples:,} samples, of losses that are summed"
         )
+        if self.checkpoints > 1:
+            yield Text(f"added up over {self.checkpoints} checkpoints")
         if self.residuals is not None:
             yield Text(
                 f"gradients of queries times (A + {self.damping:g} I)^-1, A: the {self.refined_by} of the "

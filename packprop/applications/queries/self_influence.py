@@ -59,10 +59,14 @@ def self_influence(
     step = max(1, min(BLOCK, budget or BLOCK) // row)
     found = torch.zeros(opened.samples, dtype=torch.float64)
     for start in range(0, opened.samples, step):
-        for parameter, array in arrays.items():
-            rows = array.lent(start, start + step).to(accumulation_dtype(array.dtype))
-            turned = rows if preconditioner is None else preconditioner(ASKED, parameter, rows, None)
-            found[start : start + step] += (rows * turned).flatten(1).sum(1, dtype=torch.float64)
+        for names in [[name] for name in arrays] if preconditioner is None else preconditioner.together(arrays):
+            lent = {name: arrays[name].lent(start, start + step) for name in names}
+            rows = {name: each.to(accumulation_dtype(each.dtype)) for name, each in lent.items()}
+            turned = rows if preconditioner is None else preconditioner(ASKED, rows, {})
+            for name in names:
+                found[start : start + step] += (
+                    (rows[name] * turned[name]).flatten(1).sum(1, dtype=torch.float64)
+                )
     return found
 
 

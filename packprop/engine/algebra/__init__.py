@@ -3,6 +3,7 @@
 from packprop.engine.algebra import kronecker
 from packprop.engine.algebra.algorithms import algorithms
 from packprop.engine.algebra.conjugate_gradients import ConjugateGradients, NotPositive
+from packprop.engine.algebra.coupled import Coupled, coupled
 from packprop.engine.algebra.decompositions import eigh, eigvalsh
 from packprop.engine.algebra.factors import cotangent_gram, input_gram
 from packprop.engine.algebra.joining import join
@@ -32,6 +33,7 @@ __all__ = [
     "SINGLE",
     "SUM",
     "ConjugateGradients",
+    "Coupled",
     "Dense",
     "Eigen",
     "EntryOrder",
@@ -46,6 +48,7 @@ __all__ = [
     "along",
     "batch_sq",
     "cotangent_gram",
+    "coupled",
     "eigh",
     "eigvalsh",
     "entry_order_of",

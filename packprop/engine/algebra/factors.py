@@ -103,6 +103,37 @@ def input_sum(structure: Structure, otherwise: Otherwise = "error") -> Tensor | 
     return structure.x.sum((0, 1, 2))
 
 
+def homogeneous_sum(structure: Structure, approximation: Approximation = "mixed") -> Tensor | None:
+    """Return an affine use's inputs, each with a 1 at its end, summed as ``input_gram`` does ``[i + 1]``."""
+    if not isinstance(structure, Outer):
+        return None
+    x = structure.x.mean(1, keepdim=True) if approximation == "reduce" else structure.x
+    total = torch.cat([x.sum((0, 1, 2)), x.new_tensor([x.shape[:3].numel()])])
+    positions, groups = structure.shape[1:3]
+    return total / (groups * positions if approximation == "expand" else groups)
+
+
+def correlations(inputs: Tensor, vectors: Tensor, total: Tensor | None) -> Tensor | None:
+    """Return the correlations ``[i]`` of inputs, along eigenvectors of their moment, with the constant 1.
+
+    That is ``sum x / sqrt(sum x^2 sum 1)``, and 0 along eigenvectors of zero: a vector of length at most 1.
+
+    Args:
+        inputs: The moment of the inputs, ``[i, i]``.
+        vectors: Its eigenvectors as columns.
+        total: What ``homogeneous_sum`` returns; ``None`` for uses that are not affine.
+
+    Returns:
+        ``None`` if there is no sum, or only the diagonal of the moment is known.
+    """
+    if total is None or vectors.dim() == 1:
+        return None
+    squares = ((inputs.detach() @ vectors) * vectors).sum(0)
+    total = total.detach()
+    known = squares > 10 * len(squares) * torch.finfo(squares.dtype).eps * squares.amax()
+    return torch.where(known, (total[:-1] @ vectors) * (squares * total[-1]).rsqrt(), 0.0)
+
+
 def mean_product(total: Tensor, samples: int) -> Tensor:
     """Return the mean over samples times itself, ``[i] -> [i, i]``; the diagonal ``[i]`` of a large matrix."""
     mean = total / samples

@@ -5,7 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from packprop.engine.algebra.choices import Extents, norms_by_products
-from packprop.engine.algebra.factors import cotangent_gram, input_gram, input_sum, rotated_sum_sq
+from packprop.engine.algebra.factors import (
+    cotangent_gram,
+    homogeneous_sum,
+    input_gram,
+    input_sum,
+    rotated_sum_sq,
+)
 from packprop.engine.algebra.statistics import (
     Statistic,
     along,
@@ -58,6 +64,7 @@ FACTORED = (
     cotangent_gram,
     input_gram,
     input_sum,
+    homogeneous_sum,
     rotated_sum_sq,
     entry_order_of,
 )

@@ -34,11 +34,14 @@ class Eigen(NamedTuple):
         vectors: Orthonormal columns ``[U_B, U_A]``, ``[o, o]`` and ``[i, i]``, or ``[U_B]``, ``[p, p]``; a
             vector of ones for a factor that is diagonal itself.
         order: The order in which the parameter keeps entries ``[o, i]``; ``None`` for this order itself.
+        correlations: Those of inputs along ``U_A`` with the constant 1, the input of a bias ``[i]``; ``None``
+            if they are not known. Functions of one block ignore them; see NOTE [Weight and bias].
     """
 
     values: Tensor
     vectors: list[Tensor]
     order: EntryOrder | None = None
+    correlations: Tensor | None = None
 
 
 Block = Factors | Eigen
@@ -222,14 +225,25 @@ def logdet(block: Block, damping: float = 0.0) -> Tensor:
 
 def _scaled(asked: str, block: Eigen, vectors: Tensor, values: Tensor) -> Tensor:
     """Multiply the coordinates of vectors in the eigenbasis by ``values``."""
-    flat = _as_matrices(asked, block, vectors).to(values.dtype)
+    rotated = coordinates(asked, block, vectors)
+    return combined(block, rotated * values.reshape(rotated.shape[1:]), vectors)
+
+
+def coordinates(asked: str, block: Eigen, vectors: Tensor) -> Tensor:
+    """Return vectors ``[*p]`` or ``[v, *p]`` in the eigenbasis ``[v, o, i]``; i = 1 for a single factor."""
+    flat = _as_matrices(asked, block, vectors).to(block.values.dtype)
     left, right = block.vectors[0], block.vectors[1] if len(block.vectors) > 1 else None
     rotated = _from_left(left if left.dim() == 1 else left.mT, flat)
-    rotated = rotated if right is None else _from_right(rotated, right)
-    rotated = _from_left(left, rotated * values.reshape(rotated.shape[1:]))
+    return rotated if right is None else _from_right(rotated, right)
+
+
+def combined(block: Eigen, rotated: Tensor, like: Tensor) -> Tensor:
+    """Return the vectors with these coordinates, in the shape and precision of others."""
+    left, right = block.vectors[0], block.vectors[1] if len(block.vectors) > 1 else None
+    rotated = _from_left(left, rotated)
     product = rotated if right is None else _from_right(rotated, right if right.dim() == 1 else right.mT)
     product = product if block.order is None else block.order.to_parameter(product)
-    return product.reshape(vectors.shape).to(result_dtype(vectors, product))
+    return product.reshape(like.shape).to(result_dtype(like, product))
 
 
 def _widened(factor: Tensor) -> Tensor:

@@ -203,8 +203,7 @@ def _require_second_passes(extensions: Sequence[Extension]) -> None:
             if row.after is None:
                 continue
             before, swept = extension.rows[:index], ("gradient", "ggn", "empirical", "jacobian")
-            fitting = INPUTS, row.seed, replace(row.seed, fresh=False)
-            fits = row.seed.kind in swept and all(each.seed in fitting for each in before)
+            fits = row.seed.kind in swept and all(_share_columns(each.seed, row.seed) for each in before)
             if not fits or index != len(extension.rows) - 1:
                 raise BadInput(
                     f"{extension.name}() was asked for.",
@@ -212,3 +211,10 @@ def _require_second_passes(extensions: Sequence[Extension]) -> None:
                     "a second pass is one over the columns of the first",
                     "make it the last row, of a seed that is swept, behind rows of that seed or of inputs",
                 )
+
+
+def _share_columns(first: Seed, second: Seed) -> bool:
+    """Tell whether a second pass may follow a first one: over equal columns, or fresh draws of equal kind."""
+    if second.fresh:
+        first = replace(first, mc_samples=second.mc_samples, fresh=True)
+    return first.kind == INPUTS.kind or first == second

@@ -1,0 +1,157 @@
+"""Influence added up over checkpoints of training."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.applications.dataset.batches import Batches, Data, described
+from packprop.applications.dataset.result import Result
+from packprop.applications.queries.checks import numbers_of_groups
+from packprop.applications.queries.influence import influence
+from packprop.applications.queries.result import Influence
+from packprop.engine.tensors import LossFunction
+from packprop.errors import BadInput
+from packprop.store.reading import Store
+from packprop.store.search import Found, require_number
+
+ASKED = "tracin(...) was called."
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A moment of training: the values of a model, and the gradients of the samples at that moment.
+
+    Args:
+        store: The store that you wrote with these values, or its folder.
+        state: What ``model.state_dict()`` was. It shares memory with the model, which goes on training: keep a
+            copy, as ``copy.deepcopy(model.state_dict())``, or what ``torch.save`` wrote.
+        rate: The factor on products: the learning rate, times the number of steps that the checkpoint stands
+            for. Leave it at 1 if ``curvature`` has the learning rate, as ``optimizer_curvature`` does.
+        curvature: As for ``influence``: ``optimizer_curvature`` at that moment, for steps of AdamW.
+        damping: As for ``influence``.
+    """
+
+    store: Store | str | Path
+    state: Mapping[str, Any]
+    rate: float = 1.0
+    curvature: Result | Mapping[str, Any] | str | Path | None = None
+    damping: float | None = None
+
+
+def tracin(
+    checkpoints: Sequence[Checkpoint],
+    model: nn.Module,
+    loss: LossFunction | None,
+    queries: Data,
+    *,
+    k: int = 10,
+    groups: Tensor | Sequence[int] | None = None,
+    quantity: str | None = None,
+    memory: int | str | None = "500MiB",
+    batch_size: int | None = None,
+    device: torch.device | str | None = None,
+) -> Influence:
+    """Find the samples whose steps lowered, or raised, each query's loss most during training.
+
+    The products are ``sum_t rate_t <g_z, D_t^-1 g_q>``, with gradients at checkpoint t and its curvature D
+    (TracIn: Pruthi et al. 2020; under the second moments of Adam: Xia et al. 2024). To first order this is the
+    fall of the loss of q by all steps on z, if each of them is on z alone. It takes ``8 * q * n`` bytes for q
+    queries and n samples.
+
+    Args:
+        checkpoints: At least one; their stores have the same samples in the same order.
+        model: The model; it stays as it is, and a copy takes the values of the checkpoints.
+        loss: As for ``influence``.
+        queries: As for ``influence``; packprop reads them once for each checkpoint.
+        k: The number of samples at each end.
+        groups: As for ``influence``.
+        quantity: As for ``influence``.
+        memory: As for ``influence``, without the sums.
+        batch_size: As for ``influence``.
+        device: As for ``influence``.
+
+    Raises:
+        BadInput: For no checkpoints, values that do not fit the model, a rate that is no number, stores of
+            different samples, queries that packprop can read only once; and as ``influence`` does.
+        PackpropError: As ``influence`` does.
+    """
+    given = [*checkpoints]
+    require_number(ASKED, k)
+    stores = [each.store if isinstance(each.store, Store) else Store(each.store) for each in given]
+    _require_fitting(given, stores)
+    if len(given) > 1 and Batches(ASKED, queries, batch_size, whole=loss is None).is_read_once:
+        raise BadInput(
+            ASKED,
+            f"queries {described(queries)}",
+            f"{len(given)} checkpoints read them, and they can be read once",
+            "give a list of batches, a data loader, a Dataset or a pair of tensors",
+        )
+    moment = copy.deepcopy(model)
+    each_alone = torch.arange(stores[0].samples)
+    sums, found = torch.zeros(()), list[Influence]()
+    for checkpoint, store in zip(given, stores, strict=True):
+        _load(moment, checkpoint.state, len(found))
+        options: dict[str, Any] = {"curvature": checkpoint.curvature, "damping": checkpoint.damping}
+        options |= {"quantity": quantity, "memory": memory, "batch_size": batch_size, "device": device}
+        found.append(influence(store, moment, loss, queries, k=1, groups=each_alone, **options))
+        products = found[-1].groups
+        assert products is not None
+        sums = sums + checkpoint.rate * products
+    rows = [sums.topk(min(k, len(each_alone)), dim=1, largest=largest) for largest in (True, False)]
+    largest, smallest = (Found(values, stores[0].identifiers[places], places) for values, places in rows)
+    by_group = None
+    if groups is not None:
+        numbers = numbers_of_groups(ASKED, groups, len(each_alone))
+        by_group = sums.new_zeros(len(sums), int(numbers.max()) + 1).index_add_(1, numbers, sums)
+    return dataclasses.replace(
+        found[0],
+        largest=largest,
+        smallest=smallest,
+        readings=sum(each.readings for each in found),
+        groups=by_group,
+        checkpoints=len(found),
+    )
+
+
+def _require_fitting(checkpoints: Sequence[Checkpoint], stores: Sequence[Store]) -> None:
+    """Refuse no checkpoints, rates that are no numbers, and stores of different samples."""
+    if not checkpoints:
+        why = "there is nothing to add up"
+        raise BadInput(ASKED, "checkpoints", why, "give at least one packprop.Checkpoint")
+    for place, (checkpoint, store) in enumerate(zip(checkpoints, stores, strict=True)):
+        if isinstance(checkpoint.rate, bool) or not math.isfinite(checkpoint.rate):
+            raise BadInput(
+                ASKED,
+                f"checkpoint {place}, rate={checkpoint.rate!r}",
+                "it is no number",
+                "give the learning rate",
+            )
+        if not torch.equal(store.identifiers, stores[0].identifiers):
+            raise BadInput(
+                ASKED,
+                f"checkpoint {place}, with the store {str(store.folder)!r}",
+                "its samples, or their order, are not those of the first checkpoint",
+                "write all stores over the same data, without shuffling",
+            )
+
+
+def _load(model: nn.Module, state: Mapping[str, Any], place: int) -> None:
+    """Give the model the values of a checkpoint."""
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise BadInput(
+            ASKED,
+            f"checkpoint {place}, state",
+            f"the model cannot take these values: {' '.join(str(error).split())}",
+            "give what model.state_dict() was at that moment",
+        ) from error

@@ -43,7 +43,11 @@ def _convolutions(width: int = 8) -> nn.Module:
 
 def _recurrent(kind: type[nn.RNNBase]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(
-        nn.Embedding(11, 6), kind(6, 8, num_layers=2, batch_first=True), First(), nn.Linear(8, 5), ClassesSecond()
+        nn.Embedding(11, 6),
+        kind(6, 8, num_layers=2, batch_first=True),
+        First(),
+        nn.Linear(8, 5),
+        ClassesSecond(),
     )
 
 
@@ -69,7 +73,9 @@ SMALL: dict[str, Maker] = {
 
 MEDIUM: dict[str, Maker] = {
     "mlp": (
-        lambda: nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)),
+        lambda: nn.Sequential(
+            nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+        ),
         lambda: (torch.randn(256, 784), torch.randint(10, (256,))),
     ),
     "convolutions": (lambda: _convolutions(64), lambda: _images(64, 32)),
@@ -104,5 +110,8 @@ def moved(task: Task, device: str, dtype: torch.dtype) -> Task:
         return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
 
     return replace(
-        task, model=task.model.to(device, dtype), inputs=map_tensors(move, task.inputs), targets=move(task.targets)
+        task,
+        model=task.model.to(device, dtype),
+        inputs=map_tensors(move, task.inputs),
+        targets=move(task.targets),
     )

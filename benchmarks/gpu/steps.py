@@ -157,7 +157,9 @@ def _agreement(name: str, precision: str, options: Options) -> Record:
         found = _values(name, make, options.device, PRECISIONS[precision])
         if isinstance(reference, str) or isinstance(found, str):
             same = isinstance(reference, str) and isinstance(found, str)
-            others[extension] = f"both refuse: {reference}" if same else f"CPU: {reference}; here: {found}"[:500]
+            others[extension] = (
+                f"both refuse: {reference}" if same else f"CPU: {reference}; here: {found}"[:500]
+            )
             continue
         largest = max(tensor.abs().max().item() for tensor in reference) or 1.0
         pairs = zip(found, reference, strict=True)
@@ -237,9 +239,7 @@ def _planned(makers: Any, name: str, quantity: str, options: Options) -> Record:
             vars(parameter).pop(make().savefield, None)
         task.model.zero_grad()
         real = peak_of(lambda plan=plan: passed(task, make(), memory=plan), there, options)  # type: ignore[misc]
-        points.append(
-            {"budget": budget, "predicted": plan.peak, "measured": real["bytes"], "by": real["by"]}
-        )
+        points.append({"budget": budget, "predicted": plan.peak, "measured": real["bytes"], "by": real["by"]})
     ratios = [point["measured"] / point["predicted"] for point in points]
     return {
         "measured_over_predicted": ratios,
@@ -285,7 +285,10 @@ def _out_of_memory(options: Options) -> Record:
 
 
 SPEED = {"norms": "BatchL2Grad", "variance": "Variance", "KFAC": "KFAC"}
-PEERS = {"norms": {"Opacus": "Opacus, ghost norms", "torch.func": "torch.func"}, "variance": {"torch.func": "torch.func"}}
+PEERS = {
+    "norms": {"Opacus": "Opacus, ghost norms", "torch.func": "torch.func"},
+    "variance": {"torch.func": "torch.func"},
+}
 
 
 def speed(options: Options) -> Cases:

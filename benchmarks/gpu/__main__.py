@@ -1,8 +1,8 @@
 """``python -m benchmarks.gpu``: run the steps that are not done yet, each in a process of its own.
 
-A case is written to ``DIR/STEP.json`` as soon as it is there, so that a kill loses one case, and the next call goes
-on after it. ``--minutes`` ends the call in time. A step that is stopped, or whose process dies, loses the case
-that was running, and goes on with the next one.
+A case is written to ``DIR/STEP.json`` as soon as it is there, so that a kill loses one case, and the next call
+goes on after it. ``--minutes`` ends the call in time. A step whose process dies loses the case that was
+running, and goes on with the next one; so does the next call after a step that was stopped.
 """
 
 from __future__ import annotations

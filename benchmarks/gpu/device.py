@@ -133,8 +133,8 @@ def in_turns(calls: Mapping[str, Call], rounds: int, options: Options, least: fl
 def peak_of(call: Call, there_before: Iterable[Tensor], options: Options) -> Record:
     """Return the most bytes of a call, with those tensors that were there before.
 
-    Of a GPU, this is the figure of its allocator, less what else was there, such as the workspaces of libraries;
-    of a CPU, the count of tensor storage, which sees less.
+    Of a GPU, this is the figure of its allocator, less what else was there, such as the workspaces of
+    libraries; of a CPU, the count of tensor storage, which sees less.
     """
     settle(options)
     if options.on_gpu:

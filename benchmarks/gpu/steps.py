@@ -249,7 +249,7 @@ def _planned(makers: Any, name: str, quantity: str, options: Options) -> Record:
 
 
 def _out_of_memory(options: Options) -> Record:
-    """Leave the allocator less than a pass would like to take, and compare its values with those of a free one."""
+    """Leave the allocator less than a pass would like to take; compare its values with those of a free one."""
     if not options.on_gpu:
         return {"skipped": "only an accelerator's allocator can be told to run out of memory"}
     exact_matrix_products()

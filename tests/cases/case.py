@@ -129,6 +129,9 @@ class Case:
         with torch.random.fork_rng(devices=[]):
             seed(0)
             model = randomised(self.model().double().eval()).to(device, dtype)
+            if device.type == "cuda":  # cuDNN's recurrent layers have a backward pass in training mode alone
+                for layer in model.modules():
+                    layer.train(isinstance(layer, nn.RNNBase))
             loss = self.loss()
             if isinstance(loss, nn.Module):
                 loss = loss.double().to(device, dtype)

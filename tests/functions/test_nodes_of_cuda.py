@@ -1,4 +1,4 @@
-"""Nodes that only CUDA's kernels leave on a graph: the kernels are stood in for, so that the nodes are made on a CPU."""
+"""Nodes that only CUDA's kernels leave on a graph: stand-ins for the kernels make them on a CPU."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +142,8 @@ def shown(value: Any) -> str:
 # -------------------------------------------------------------------------- inside of a step
 
 
-def run_cases(step: str, options: Options, folder: Path) -> None:
-    """Run the cases of a step that are not there, and write each when it is done."""
+def run_cases(step: str, options: Options, folder: Path, names: Collection[str] = ()) -> None:
+    """Run the cases of a step that are not there, or those with some names; write each when it is done."""
     warnings.simplefilter("ignore", FutureWarning)
     if not options.on_gpu:
         torch.set_num_threads(2)
@@ -151,7 +151,7 @@ def run_cases(step: str, options: Options, folder: Path) -> None:
     content = _read(path) or {"step": step, "title": STEPS[step].title, "cases": {}}
     content["environment"] = environment(options)
     for name, case in STEPS[step].cases(options).items():
-        if name in content["cases"]:
+        if name in content["cases"] or (names and name not in names):
             continue
         content["running"] = name
         write(path, content)
@@ -167,7 +167,7 @@ def run_cases(step: str, options: Options, folder: Path) -> None:
         write(path, content)
         print(f"  {name}: {outcome(record)}, {record['case_seconds']} s", flush=True)
         settle(options)  # raises if an error has left the device unusable: then a new process goes on
-    content["complete"] = True
+    content["complete"] = not names
     write(path, content)
 
 

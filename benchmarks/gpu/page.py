@@ -36,8 +36,8 @@ def page(found: dict[str, Record]) -> str:
     lines = [
         "# On a GPU",
         "",
-        f"`make gpu` measured this on {place['gpu']}, CUDA {place['cuda']},",
-        f"torch {place['versions']['torch']}, at commit {(place['commit'] or 'unknown')[:10]}, and wrote it to `benchmarks/results/gpu/`.",
+        f"`make gpu` measured this on {place['gpu']}, CUDA {place['cuda']}, torch {place['versions']['torch']}",
+        f"(commit {(place['commit'] or 'unknown')[:10]}), and wrote it to `benchmarks/results/gpu/`.",
     ]
     for each in found.values():
         lines += ["", f"## {each['title'].capitalize()}", "", *_table(each["cases"])]

@@ -1,4 +1,4 @@
-"""`make gpu`, tried on a CPU: its smallest step, killed between two cases and called again."""
+"""`make gpu`, tried on a CPU: its smallest step, and a call that goes on after another."""
 
 from __future__ import annotations
 

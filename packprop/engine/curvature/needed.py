@@ -64,7 +64,8 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """Return the places of a tensor's first entry, and behind its last one, in its storage."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.storage_offset(), tensor.storage_offset() + (1 + last) * bool(tensor.numel())
+    start = int(tensor.storage_offset())
+    return start, start + (1 + last) * bool(tensor.numel())
 
 
 def _readers(name: str, slots: Sequence[int], own: int) -> int:

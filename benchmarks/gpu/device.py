@@ -152,7 +152,10 @@ def peak_of(call: Call, there_before: Iterable[Tensor], options: Options) -> Rec
 
 
 class _Waits(TorchDispatchMode):
-    """Counts operations after which Python knows a value: on a GPU, it waits for each of them."""
+    """Counts operations after which Python knows a value; on a GPU, it waits for each of them.
+
+    ``tolist()`` is none of these operations on a CPU: only the profiler of a GPU sees it.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own

@@ -80,6 +80,11 @@ coverage-table: $(VENV)/.installed-test ## Write docs/coverage.md: each extensio
 bench: $(VENV)/.installed-bench ## Measure time and memory beside other libraries
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
+# Nothing is installed: PYTHON is an interpreter whose torch sees the GPU, with rich, safetensors and pytest.
+.PHONY: gpu
+gpu: ## Run the steps that need a GPU, and go on where the last call ended: make gpu ARGS="--device cpu --small"
+	$(PYTHON) -m benchmarks.gpu $(ARGS)
+
 .PHONY: gallery
 gallery: $(VENV)/.installed-test ## Run the pages of the gallery, and write down what comes out
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python docs/render_gallery.py $(ARGS)

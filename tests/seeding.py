@@ -1,8 +1,13 @@
-"""Random numbers that are the same in every run of a test."""
+"""Random numbers that are the same in every run of a test, and the device that its cases run on."""
 
 from __future__ import annotations
 
+import os
+
 import torch
+
+DEVICE = torch.device(os.environ.get("PACKPROP_TEST_DEVICE", "cpu"))
+"""The device of the cases; their data come from the CPU's generator, and the oracle stays on the CPU."""
 
 
 def seed(number: int) -> None:

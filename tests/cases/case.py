@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.references.oracle import Problem
-from tests.seeding import seed
+from tests.seeding import DEVICE, seed
 
 Data = Callable[[int], tuple[Any, Any]]
 Take = Callable[[Any, int], Any]
@@ -118,16 +118,27 @@ class Case:
             return self.total(model, loss, inputs, targets)
         return self.score(loss, self.output(model, inputs), targets)
 
-    def problem(self, size: int, reduction: str | None = "mean", dtype: torch.dtype = torch.float64) -> Problem:
-        """Build everything afresh: the same numbers every time, rounded to ``dtype``."""
+    def problem(
+        self,
+        size: int,
+        reduction: str | None = "mean",
+        dtype: torch.dtype = torch.float64,
+        device: torch.device = DEVICE,
+    ) -> Problem:
+        """Build everything afresh: the same numbers every time, rounded to ``dtype``, on ``device``."""
         with torch.random.fork_rng(devices=[]):
             seed(0)
-            model = randomised(self.model().double().eval()).to(dtype)
+            model = randomised(self.model().double().eval()).to(device, dtype)
+            if device.type == "cuda":  # cuDNN's recurrent layers have a backward pass in training mode alone
+                for layer in model.modules():
+                    layer.train(isinstance(layer, nn.RNNBase))
             loss = self.loss()
             if isinstance(loss, nn.Module):
-                loss = loss.double().to(dtype)
+                loss = loss.double().to(device, dtype)
+            elif isinstance(loss, Functional):
+                loss.options = map_tensors(lambda t: t.to(device), loss.options)
             inputs, targets = map_tensors(
-                lambda t: t.to(dtype) if t.is_floating_point() else t,
+                lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype),
                 _in_double(self.data, size),
             )
         if reduction is not None:
@@ -148,7 +159,7 @@ class Case:
                 return self.term(loss, f, targets, n)
             return self.score(summed, f, self.take_target(targets, n)) / divisor
 
-        divisor = torch.ones((), dtype=dtype)
+        divisor = torch.ones((), dtype=dtype, device=device)
         if self.term is None and reduction == "mean":
             with torch.no_grad():
                 f = self.output(model, inputs)

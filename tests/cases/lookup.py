@@ -93,7 +93,7 @@ def cases() -> Iterator[Case]:
     yield use(
         "embedding-positions",
         lambda: Apply(
-            lambda m, ids: m.token(ids) + m.position(torch.arange(ids.shape[1])),
+            lambda m, ids: m.token(ids) + m.position(torch.arange(ids.shape[1], device=ids.device)),
             token=nn.Embedding(4, 2),
             position=nn.Embedding(5, 2),
         ),

@@ -68,7 +68,7 @@ def cases() -> Iterator[Case]:
         "function-ce-positional",
         net(),
         lambda: Functional(
-            lambda f, y, reduction: F.cross_entropy(f, y, weights.to(f.dtype), None, -100, None, reduction, 0.2)
+            lambda f, y, reduction: F.cross_entropy(f, y, weights.to(f), None, -100, None, reduction, 0.2)
         ),
         linear,
         record=True,

@@ -89,7 +89,7 @@ def cases() -> Iterator[Case]:
                 x[:, :, 1:],
                 x,
                 key_padding_mask=x[:, :, 0] > 0.8,
-                attn_mask=torch.tensor([[False, False, True], [False, False, False]]),
+                attn_mask=torch.tensor([[False, False, True], [False, False, False]], device=x.device),
             )[0],
             a=nn.MultiheadAttention(2, 2, kdim=2, vdim=3, batch_first=True),
         ),

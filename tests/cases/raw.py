@@ -154,7 +154,9 @@ def cases() -> Iterator[Case]:
     )
     yield raw(
         "solve",
-        lambda m, x: torch.linalg.solve(m.w + 4 * torch.eye(3, dtype=x.dtype), x.unsqueeze(-1)),
+        lambda m, x: torch.linalg.solve(
+            m.w + 4 * torch.eye(3, dtype=x.dtype, device=x.device), x.unsqueeze(-1)
+        ),
         (3,),
         3,
         {"w": (3, 3)},

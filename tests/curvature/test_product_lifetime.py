@@ -56,6 +56,25 @@ def test_old_values_are_refused(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [extensions.HMP, extensions.GGNMP, extensions.PCHMP])
+def test_parameters_that_share_memory_are_told_apart(make: Any) -> None:
+    """Recurrent layers on a GPU keep all weights in one piece of memory, and so do some optimizers."""
+    problem = BY_NAME["linear-deep"].problem(3)
+    flat = torch.cat([p.detach().flatten() for p in problem.parameters.values()])
+    for p, part in zip(
+        problem.parameters.values(), flat.split([p.numel() for p in problem.parameters.values()]), strict=True
+    ):
+        p.data = part.view_as(p)
+    backward(problem, make())
+    upstream, weight = (problem.parameters[name] for name in ("0.weight", "4.weight"))
+    products = [getattr(each, make().savefield) for each in (upstream, weight)]
+    upstream.data.add_(1.0)
+    products[1](torch.zeros_like(weight))
+    weight.data.add_(1.0)
+    with pytest.raises(PackpropError, match="changed in place"):
+        products[0](torch.zeros_like(upstream))
+
+
+@pytest.mark.parametrize("make", [extensions.HMP, extensions.GGNMP, extensions.PCHMP])
 def test_values_that_were_put_elsewhere_are_refused(make: Any) -> None:
     problem = BY_NAME["linear-deep"].problem(3)
     backward(problem, make())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.engine.algebra import kronecker
-from packprop.engine.tensors.nesting import tensors_in
+from packprop.engine.tensors.nesting import map_tensors, tensors_in
 from packprop.errors import PackpropError
 from packprop.extensions.kronecker import EIGENVALUE_DRAWS
 from packprop.types import Seed
@@ -135,7 +135,7 @@ def backward(problem: Problem, *asked: Any, record: bool = False, **options: Any
 
 
 def results(problem: Problem, attribute: str) -> dict[str, Any]:
-    """What was saved under an attribute, by parameter name; every parameter must have it."""
+    """What was saved under an attribute, by parameter name, on the CPU; every parameter must have it."""
     missing = [k for k, p in problem.parameters.items() if not hasattr(p, attribute)]
     assert not missing, f"{attribute} is missing on {missing}"
     found = {k: getattr(p, attribute) for k, p in problem.parameters.items()}
@@ -146,7 +146,7 @@ def results(problem: Problem, attribute: str) -> dict[str, Any]:
         if not tensor.is_contiguous()
     ]
     assert not gaps, f"{attribute} is not contiguous on {gaps}"
-    return found
+    return {k: map_tensors(Tensor.cpu, value) for k, value in found.items()}
 
 
 @contextmanager
@@ -162,7 +162,7 @@ def right_or_refused(*words: str) -> Iterator[None]:
 @cache
 def reference(name: str, size: int, reduction: str | None) -> Oracle:
     """The oracle of a case, computed once and shared by all tests of a worker."""
-    return Oracle(BY_NAME[name].problem(size, reduction))
+    return Oracle(BY_NAME[name].problem(size, reduction, device=torch.device("cpu")))
 
 
 def assert_near(
@@ -172,7 +172,7 @@ def assert_near(
     assert actual.shape == expected.shape, f"{what}: {actual.shape} is not {expected.shape}"
     if expected.numel() == 0:
         return
-    error = (actual.to(expected.dtype) - expected).abs().max().item()
+    error = (actual.to(expected) - expected).abs().max().item()
     scale = max(expected.abs().max().item(), floor, 1e-12)
     assert error <= tolerance * scale, f"{what}: off by {error:.3g}, largest entry {scale:.3g}"
 
@@ -252,13 +252,14 @@ def check_sampled(
     assert_all_near(results(problem, "diag_ggn_mc_batch"), batch, "diag_ggn_mc_batch", tolerance)
     whole = {k: s.sum((0, 1)) for k, s in squares.items()}
     assert_all_near(results(problem, "diag_ggn_mc"), whole, "diag_ggn_mc", tolerance)
+    sampled_factors = results(problem, "kfac")
     for name, block in results(problem, "ekfac").items():
         flat = flattened(fresh[name])
-        factors, floor = problem.parameters[name].kfac, 1e-4 * root.abs().max().item() ** 2
+        factors, floor = sampled_factors[name], 1e-4 * root.abs().max().item() ** 2
         check_eigen(
             block, torch.einsum("vnp,vnq->pq", flat, flat), factors, f"ekfac of {name}", tolerance, floor
         )
-    for name, factors in results(problem, "kfac").items():
+    for name, factors in sampled_factors.items():
         flat = flattened(saved[name])
         known = None if name in dense else oracle.kfac.get(name)
         if known is not None:

@@ -28,7 +28,10 @@ def read_by_products(graph: Graph, leaves: Sequence[Tensor]) -> list[list[Tensor
     if graph.checkpoints:
         return everything
     bits = {id(leaf): 1 << place for place, leaf in enumerate(leaves)}
-    at = {leaf.untyped_storage().data_ptr(): leaf for leaf in leaves if not leaf.is_sparse}
+    in_storage: dict[int, list[Tensor]] = {}
+    for leaf in leaves:
+        if not leaf.is_sparse:
+            in_storage.setdefault(leaf.untyped_storage().data_ptr(), []).append(leaf)
     masks: dict[Node, int] = {}
     readers = {id(leaf): 0 for leaf in leaves}
     for node in upstream_first([root.grad_fn for root in graph.roots if root.grad_fn is not None]):
@@ -44,10 +47,25 @@ def read_by_products(graph: Graph, leaves: Sequence[Tensor]) -> list[list[Tensor
         if keeps_elsewhere(node):  # a recomputation reads all parameters again
             return everything
         for saved in saved_tensors(node):
-            leaf = None if saved.layout != leaves[0].layout else at.get(saved.untyped_storage().data_ptr())
-            if leaf is not None:
-                readers[id(leaf)] |= _readers(name_of_node(node), slots, bits[id(leaf)])
+            if saved.layout != leaves[0].layout:
+                continue
+            for leaf in in_storage.get(saved.untyped_storage().data_ptr(), ()):
+                if _overlap(leaf, saved):
+                    readers[id(leaf)] |= _readers(name_of_node(node), slots, bits[id(leaf)])
     return [[each for each in leaves if readers[id(each)] & bits[id(leaf)]] for leaf in leaves]
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors in one storage lie in the same part of it."""
+    (start, stop), (begin, end) = map(_extent, (one, other))
+    return start < end and begin < stop
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the places of a tensor's first entry, and behind its last one, in its storage."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset())
+    return start, start + (1 + last) * bool(tensor.numel())
 
 
 def _readers(name: str, slots: Sequence[int], own: int) -> int:

@@ -100,12 +100,17 @@ def differentiating_twice(
 
 
 def _advice_on(said: str) -> str:
-    """Return what to do where PyTorch names a fused kernel of attention or a bag of embeddings."""
+    """Return what to do where PyTorch names a fused kernel, or a bag of embeddings."""
     if "embedding_bag" in said:
         return (
             "use nn.Embedding with .sum(1), .mean(1) or .amax(1) behind it in place of nn.EmbeddingBag "
             "(padded, with padding_idx, where bags differ in size); or ask for diagonals or Kronecker "
             "factors of the GGN, which take no second derivative"
+        )
+    if "_rnn" in said:
+        return (
+            "run the forward pass inside `with torch.backends.cudnn.flags(enabled=False):`: the layer consists "
+            "of plain functions then; or ask for diagonals or Kronecker factors of the GGN"
         )
     if any(word in said for word in ("flash", "efficient", "attention", "cudnn")):
         return (

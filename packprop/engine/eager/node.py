@@ -191,7 +191,7 @@ def _scaled(
     consume: bool,
 ) -> Tensor:
     dtype, device = like
-    gradient = kept.to(device, dtype, non_blocking=True)
+    gradient = kept.to(device, non_blocking=True).to(dtype)  # a CPU would not wait for what it converts
     factor = cotangent.reshape([-1] + [1] * (gradient.ndim - 1)) if rows else cotangent
     if (consume or gradient is not kept) and gradient.layout is torch.strided:
         return gradient.mul_(factor)

@@ -302,7 +302,7 @@ READABLE_NAMES: dict[str, str] = {
     "Bmm": "bmm",
     "NativeLayerNorm": "layer_norm",
     "NativeGroupNorm": "group_norm",
-    "NativeBatchNorm": "batch_norm",
+    **dict.fromkeys(NORMALISATIONS, "batch_norm"),
     "Embedding": "embedding",
     "Mul": "mul",
     "Add": "add",
@@ -316,6 +316,8 @@ READABLE_NAMES: dict[str, str] = {
     "GroupedMm": "grouped_mm",
     "EmbeddingBag": "embedding_bag",
     "MkldnnRnnLayer": "lstm",
+    "CudnnRnn": "recurrent layer",
+    "MiopenRnn": "recurrent layer",
     "Trilinear": "bilinear",
     "Mv": "mv",
 }

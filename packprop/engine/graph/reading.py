@@ -33,6 +33,7 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.engine.functions.node_rules import entries_of_node
 from packprop.engine.functions.nodes import (
     ENTRYWISE,
+    NORMALISATIONS,
     PRODUCTS,
     RESHAPES,
     is_change_of_view,
@@ -78,7 +79,7 @@ WEIGHTS = {
     "Convolution": (1, 2),
     "NativeLayerNorm": (1, 2),
     "NativeGroupNorm": (1, 2),
-    "NativeBatchNorm": (1, 2),
+    **dict.fromkeys(NORMALISATIONS, (1, 2)),
     "FusedRmsNorm": (1,),
     "PreluKernel": (1,),
     "Embedding": (0,),

@@ -99,7 +99,7 @@ class WindowAttention(nn.Module):
         bias = self.relative_position_bias_table[self.index.view(-1)].view(length, length, -1)
         scores = scores + bias.permute(2, 0, 1).contiguous().unsqueeze(0)
         scores = scores.view(batch // self.windows, self.windows, 1, length, length)
-        scores = scores + self.mask.to(x.dtype).unsqueeze(1).unsqueeze(0)
+        scores = scores + self.mask.to(x).unsqueeze(1).unsqueeze(0)
         scores = scores.view(-1, 1, length, length).softmax(-1)
         return (scores @ v).transpose(1, 2).reshape(batch, length, width)
 

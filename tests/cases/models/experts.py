@@ -69,7 +69,7 @@ class Sorted(Mixture):
         parts = tokens[order // self.top].split(counts)
         out = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
         back = torch.empty_like(order)
-        back[order] = torch.arange(len(order))
+        back[order] = torch.arange(len(order), device=order.device)
         return (out[back].view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1).view_as(x)
 
 
@@ -106,7 +106,7 @@ class Grouped(Tables):
         ends = chosen.flatten().bincount(minlength=len(self.up)).cumsum(0).int()
         gate, up = self.product(tokens[order // self.top], self.up.mT, offs=ends).chunk(2, -1)
         y = self.product(F.silu(gate) * up, self.down.mT, offs=ends)
-        back = torch.zeros_like(order).scatter(0, order, torch.arange(len(order)))
+        back = torch.zeros_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
         return (y[back].view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1).view_as(x)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def assign_slice(m: nn.Module, x: Tensor) -> Tensor:
-    out = torch.zeros(x.shape[0], 4, dtype=x.dtype)
+    out = torch.zeros(x.shape[0], 4, dtype=x.dtype, device=x.device)
     out[:, :3] = x
     out[:, 3] = m.get_parameter("w")
     return out

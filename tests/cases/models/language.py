@@ -23,7 +23,7 @@ class LanguageModel(nn.Module):
         self.lm_head.weight = self.wte.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
         q, k, v = self.attn(self.norm(x)).chunk(3, dim=-1)
         x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.lm_head(x)

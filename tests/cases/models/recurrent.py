@@ -42,7 +42,7 @@ def last_step(layer: type[nn.RNNBase]) -> nn.Module:
 
 
 def cell_loop(m: nn.Module, x: Tensor) -> Tensor:
-    state = torch.zeros(x.shape[0], 2, dtype=x.dtype)
+    state = torch.zeros(x.shape[0], 2, dtype=x.dtype, device=x.device)
     cells = torch.zeros_like(state)
     for step in x.unbind(1):
         if isinstance(m.cell, nn.LSTMCell):

@@ -1,0 +1,1 @@
+"""``python -m benchmarks.gpu``: what only a machine with a GPU can tell, step by step."""

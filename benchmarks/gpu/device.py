@@ -1,0 +1,194 @@
+"""What the steps ask of a device: time, memory, kernels, waits; a CPU answers what it can."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import random
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from packprop.engine.memory.live import LiveBytes
+
+ROOT = Path(__file__).resolve().parents[2]
+Record = dict[str, Any]
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where and how large.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+        small: Sizes for a test of the scripts, not of the library.
+        jobs: Processes of the tests.
+    """
+
+    device: str
+    small: bool
+    jobs: int
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+
+def environment(options: Options) -> Record:
+    """Return what a reader needs in order to judge or repeat the figures."""
+
+    def version(name: str) -> str | None:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return None
+
+    def git(*arguments: str) -> str | None:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    found: Record = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(git("status", "--porcelain", "--", "packprop", "benchmarks", "tests")),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "device": options.device,
+        "small": options.small,
+        "versions": {name: version(name) for name in ("torch", "numpy", "opacus")},
+    }
+    if options.on_gpu:
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "gpu": properties.name,
+            "gpu_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    return found
+
+
+def exact_matrix_products() -> None:
+    """Turn TF32 off: products of single precision have all their digits."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+def settle(options: Options) -> None:
+    """Wait for the device, and give back what nobody holds."""
+    gc.collect()
+    if options.on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def seconds_of(call: Call, repeats: int, options: Options) -> float:
+    """Return the seconds of one call; the clock starts and stops when the device has nothing left to do."""
+    gc.collect()
+    if options.on_gpu:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    if options.on_gpu:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeats
+
+
+def in_turns(calls: Mapping[str, Call], rounds: int, options: Options, least: float = 0.1) -> Record:
+    """Time calls in turns; return for each the median seconds, and the median over the first of the same turn.
+
+    Each call runs before, so that all are warm.
+    """
+    once = {name: min(seconds_of(call, 1, options) for _ in range(2)) for name, call in calls.items()}
+    repeats = {name: max(1, min(200, round(least / max(each, 1e-6)))) for name, each in once.items()}
+    order, shuffle = list(calls), random.Random(0)
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        shuffle.shuffle(order)
+        for name in order:
+            taken[name].append(seconds_of(calls[name], repeats[name], options))
+    base = taken[next(iter(calls))]
+    return {
+        name: {
+            "seconds": median(own),
+            "over_first": median(mine / other for mine, other in zip(own, base, strict=True)),
+        }
+        for name, own in taken.items()
+    }
+
+
+def peak_of(call: Call, there_before: Iterable[Tensor], options: Options) -> Record:
+    """Return the most bytes of a call, with those tensors that were there before.
+
+    Of a GPU, this is the figure of its allocator, less what else was there, such as the workspaces of
+    libraries; of a CPU, the count of tensor storage, which sees less.
+    """
+    settle(options)
+    if options.on_gpu:
+        there = sum(tensor.untyped_storage().nbytes() for tensor in there_before)
+        beside = torch.cuda.memory_allocated() - there
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return {"bytes": torch.cuda.max_memory_allocated() - beside, "by": "torch.cuda.max_memory_allocated"}
+    live = LiveBytes()
+    live.own(there_before, "there before")
+    with live:
+        call()
+    return {"bytes": live.peak, "by": "bytes of tensor storage; a CPU's allocator keeps no such record"}
+
+
+class _Waits(TorchDispatchMode):
+    """Counts operations after which Python knows a value; on a GPU, it waits for each of them.
+
+    ``tolist()`` is none of these operations on a CPU: only the profiler of a GPU sees it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.operations, self.waits = 0, {}  # type: ignore[var-annotated]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"):
+            self.waits[name] = self.waits.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def work_of(call: Call, options: Options) -> Record:
+    """Return how many operations, kernels and waits for the device one call makes."""
+    counted = _Waits()
+    with counted:
+        call()
+    found: Record = {"operations": counted.operations, "waits_of_operations": counted.waits}
+    if not options.on_gpu:
+        return found | {"kernels": None, "synchronizations": None}
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        call()
+        torch.cuda.synchronize()
+    events = recorded.events()
+    on_device = [each for each in events if each.device_type == torch.autograd.DeviceType.CUDA]
+    names = [each.name for each in events]
+    waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+    return found | {
+        "kernels": sum(not each.name.startswith(("Memcpy", "Memset")) for each in on_device),
+        "copies": sum(each.name.startswith("Memcpy") for each in on_device),
+        # one of them is our own, at the end
+        "synchronizations": sum(name in waits for name in names) - 1,
+        "device_seconds": sum(each.device_time for each in on_device) / 1e6,
+    }

@@ -1,0 +1,81 @@
+"""A page of what a GPU has shown; without results of one there is no page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def outcome(record: Record) -> str:
+    """Return ``"error"``, ``"skipped"``, ``"no"`` for a check that failed, or ``"done"``.
+
+    >>> outcome({"agree": False}), outcome({"failed": 0}), outcome({"error": "out of memory"})
+    ('no', 'done', 'error')
+    """
+    for key in ("error", "skipped"):
+        if record.get(key) and not isinstance(record[key], int):
+            return key
+    checks = [record[key] for key in ("agree", "budgets_held", "planned_again") if key in record]
+    return "done" if all(checks) and not record.get("failed") else "no"
+
+
+def page(found: dict[str, Record]) -> str:
+    """Return the page in Markdown.
+
+    Args:
+        found: The contents of the steps' files, by step.
+
+    Raises:
+        ValueError: If one of them comes from a CPU, or from small sizes.
+    """
+    places = [each["environment"] for each in found.values()]
+    if not places or any(place["device"] == "cpu" or place["small"] for place in places):
+        raise ValueError("a page is made of results of a GPU in full size; these are not")
+    place = places[0]
+    lines = [
+        "# On a GPU",
+        "",
+        f"`make gpu` measured this on {place['gpu']}, CUDA {place['cuda']}, torch {place['versions']['torch']}",
+        f"(commit {(place['commit'] or 'unknown')[:10]}), and wrote it to `benchmarks/results/gpu/`.",
+    ]
+    for each in found.values():
+        lines += ["", f"## {each['title'].capitalize()}", "", *_table(each["cases"])]
+    return "\n".join(lines) + "\n"
+
+
+def _table(cases: dict[str, Record]) -> list[str]:
+    """Return rows for cases; a column for each figure that a case has, and for each part of one."""
+    rows = {name: _figures(record) for name, record in cases.items()}
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    return [
+        f"| case | {' | '.join(columns)} |",
+        f"| :-- |{' --: |' * len(columns)}",
+        *(f"| {name} | {' | '.join(row.get(c, '') for c in columns)} |" for name, row in rows.items()),
+    ]
+
+
+SHOWN = (
+    *("passed", "failed", "skipped", "agree", "tolerance", "largest_difference", "measured_over_predicted"),
+    *("budgets_held", "planned_again", "plain_seconds", "time_over_plain", "peak_over_plain"),
+    *("kernels", "copies", "synchronizations", "operations", "difference"),
+)
+
+
+def _figures(record: Record) -> dict[str, str]:
+    found = {"outcome": outcome(record)}
+    for key in SHOWN:
+        value, title = record.get(key), key.replace("_", " ")
+        if isinstance(value, dict):
+            found |= {f"{title}, {part}": _text(each) for part, each in value.items() if part != "plain"}
+        elif value is not None:
+            found[title] = _text(value)
+    return found
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

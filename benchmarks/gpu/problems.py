@@ -1,0 +1,117 @@
+"""Models, losses and batches of the steps, each built anew from its name on the device that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.decoder import Decoder
+from benchmarks.problems import CausalModel, ClassesSecond, First, Task
+from packprop.engine.tensors.nesting import map_tensors
+
+
+def _images(samples: int, size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(samples, 3, size, size), torch.randint(10, (samples,))
+
+
+def _tokens(samples: int, words: int, length: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(words, (samples, length + 1))
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 16), nn.Sigmoid(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 10))
+
+
+def _convolutions(width: int = 8) -> nn.Module:
+    """Batch normalisation in evaluation mode among convolutions, one of them in groups."""
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        nn.Conv2d(width, width, 3, stride=2, groups=2),
+        nn.GroupNorm(2, width),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.LazyLinear(10),
+    ).eval()
+
+
+def _recurrent(kind: type[nn.RNNBase]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(
+        nn.Embedding(11, 6),
+        kind(6, 8, num_layers=2, batch_first=True),
+        First(),
+        nn.Linear(8, 5),
+        ClassesSecond(),
+    )
+
+
+def _decoder(words: int, layers: int, width: int, heads: int, hidden: int) -> Callable[[], nn.Module]:
+    return lambda: Decoder(layers, width, heads, hidden, words)
+
+
+def _gpt(words: int, width: int, heads: int, layers: int, length: int) -> Callable[[], nn.Module]:
+    return lambda: CausalModel(words, width, heads, layers, length)
+
+
+Maker = tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]
+
+SMALL: dict[str, Maker] = {
+    "mlp": (_mlp, lambda: (torch.randn(6, 12), torch.randint(10, (6,)))),
+    "convolutions": (_convolutions, lambda: _images(4, 9)),
+    "lstm": (_recurrent(nn.LSTM), lambda: _tokens(4, 5, 6)),
+    "gru": (_recurrent(nn.GRU), lambda: _tokens(4, 5, 6)),
+    "gpt": (_gpt(13, 16, 2, 2, 6), lambda: _tokens(4, 13, 6)),
+    "llama": (_decoder(13, 2, 16, 2, 24), lambda: _tokens(4, 13, 6)),
+}
+"""For values: every kind of node, few numbers."""
+
+MEDIUM: dict[str, Maker] = {
+    "mlp": (
+        lambda: nn.Sequential(
+            nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+        ),
+        lambda: (torch.randn(256, 784), torch.randint(10, (256,))),
+    ),
+    "convolutions": (lambda: _convolutions(64), lambda: _images(64, 32)),
+    "gpt": (_gpt(8192, 256, 4, 4, 256), lambda: _tokens(8, 8192, 256)),
+}
+"""For bytes, kernels and graphs: a few milliseconds each."""
+
+LARGE: dict[str, Maker] = {
+    "gpt2": (_gpt(50257, 768, 12, 12, 1024), lambda: _tokens(8, 50257, 512)),
+    "llama-1b": (_decoder(32000, 16, 2048, 32, 5632), lambda: _tokens(8, 32000, 512)),
+}
+"""For speed, in bfloat16: GPT-2's shape with a head of its own, 163 million parameters, and 953 million."""
+
+
+def built(makers: dict[str, Maker], name: str, device: str, dtype: torch.dtype = torch.float32) -> Task:
+    """Build a task; the same weights on every device unless it is large, rounded to the precision."""
+    model, data = makers[name]
+    torch.manual_seed(0)
+    inputs, targets = data()
+    with torch.device(device if makers is LARGE else "cpu"):
+        made = model()
+    if any(isinstance(p, nn.UninitializedParameter) for p in made.parameters()):
+        made(inputs)
+    task = Task(made, nn.CrossEntropyLoss(), inputs, targets)
+    return moved(task, device, dtype)
+
+
+def moved(task: Task, device: str, dtype: torch.dtype) -> Task:
+    """Move a task; numbers that are no classes take the precision."""
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+
+    return replace(
+        task,
+        model=task.model.to(device, dtype),
+        inputs=map_tensors(move, task.inputs),
+        targets=move(task.targets),
+    )

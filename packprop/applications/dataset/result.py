@@ -18,7 +18,7 @@ from packprop.applications.dataset.values import decode, encode
 from packprop.engine.algebra import Eigen
 from packprop.engine.passes import ChunkSizes
 from packprop.engine.tensors import accumulation_dtype, is_distributed, map_tensors, tensors_in, whole_tensor
-from packprop.errors import BadInput
+from packprop.errors import Absent, BadInput
 from packprop.store.checksums import checksum
 from packprop.store.schema import Unfit, checksum_of, fitted, parsed
 from packprop.types import Extension
@@ -58,7 +58,8 @@ class Result(Mapping[Any, dict[str, Any]]):
         name = key if isinstance(key, str) else key.savefield
         if name not in self.tables:
             held = ", ".join(map(repr, self.tables)) or "nothing"
-            raise KeyError(f"no {name!r} in this result, which has {held}")
+            why, instead = f"it has {held}", "compute it, or take one of these"
+            raise Absent(f"result[{name!r}] was asked for.", "the result", why, instead)
         return self.tables[name]
 
     def __iter__(self) -> Iterator[str]:

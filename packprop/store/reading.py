@@ -255,10 +255,9 @@ class Store(Mapping[Any, Any]):
         return compared
 
     def __getitem__(self, key: str | tuple[str, str]) -> Any:
-        if isinstance(key, tuple) and key in self._arrays:
-            return self._arrays[key]
-        if (key, "") in self._arrays:
-            return self._arrays[key, ""]
+        array = self._arrays.get(key if isinstance(key, tuple) else (key, ""))
+        if array is not None:
+            return array
         found = {parameter: array for (quantity, parameter), array in self._arrays.items() if quantity == key}
         if not found:
             raise Absent(

@@ -49,6 +49,17 @@ def test_nested_tensors_without_a_shape() -> None:
         assert not hasattr(parameter, "grad_batch")
 
 
+def test_nested_inputs_of_a_layer() -> None:
+    """A layer with nothing before it takes them as a constant without a shape."""
+    rows = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
+    layer = packprop.extend(nn.Linear(3, 2))
+    scores = torch.stack([each.sum(0) for each in layer(rows).unbind()])
+    value = nn.functional.cross_entropy(scores, torch.tensor([0, 1]))
+    with pytest.raises(PackpropError) as error, packprop.backpack(extensions.BatchGrad()):
+        value.backward()
+    check(error.value, "nested tensor", "mask")
+
+
 @pytest.mark.parametrize("read", [lambda out: out.values(), lambda out: out.to_padded_tensor(0.0).mean(1)])
 def test_nested_tensors_are_refused(read: Callable[[Tensor], Tensor]) -> None:
     """The lengths of their rows have no numbers."""

@@ -11,6 +11,7 @@ from packprop.engine.functions import rules
 from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.node_calls import Computed, NodeCall, has_complex_numbers, operand_at
 from packprop.engine.functions.nodes import LINEAR, name_of_node
+from packprop.engine.functions.operands import takes_sparse
 from packprop.engine.functions.rearranging import of_leaf
 from packprop.engine.functions.registry import checked, rule_for
 from packprop.engine.functions.rules.lookup import of_table
@@ -31,7 +32,7 @@ def entries_of_node(
         holds: Whether to read its saved tensors now.
     """
     rule = rule_for(node)
-    if rule is not None and has_complex_numbers(node):  # rules hold for real numbers
+    if rule is not None and (has_complex_numbers(node) or takes_sparse(node)):  # rules hold for real numbers
         rule = None
     entries = []
     for place in places:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -152,3 +153,23 @@ def saved_tensors(node: Node) -> Iterator[Tensor]:
         for tensor in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(tensor, Tensor):
                 yield tensor
+
+
+MATRIX_PRODUCTS = {
+    "Mm": ("_saved_self", "_saved_mat2"),
+    "Addmm": ("_saved_mat1", "_saved_mat2"),
+    "Mv": ("_saved_self",),
+}
+"""Products of matrices -> the operands that their nodes have saved; a constant one may be sparse."""
+
+
+def takes_sparse(node: Node) -> bool:
+    """Tell whether a product of matrices took a sparse one, which is a constant."""
+    names = MATRIX_PRODUCTS.get(name_of_node(node), ())
+    constants = names and any(above is None for above, _ in node.next_functions)
+    return bool(constants) and any(is_sparse(getattr(node, name, None)) for name in names)
+
+
+def is_sparse(value: Any) -> bool:
+    """Tell whether a value is a tensor in a sparse layout."""
+    return isinstance(value, Tensor) and value.layout is not torch.strided

@@ -130,7 +130,7 @@ class Constants:
         missing = sum(above is None for above, _ in node.next_functions)
         known: bool | None = True if missing <= len(constants) else None  # sums do not save what they add
         for tensor, place in zip(constants, map(_place_of(), constants), strict=True):
-            if place in self._inputs or is_of_batch(tensor):
+            if place in self._inputs or is_of_batch(tensor) or tensor.is_nested:
                 return False
             if tensor.dim() and place not in self._own and not _counts(node, tensor):
                 known = None
@@ -244,7 +244,10 @@ class Reading:
 
     def _has_no_room(self, node: Node) -> bool:
         """Tell whether what a node made is too small to hold the samples."""
-        return not self._is_one_sample and all(_is_one(n) for each in made_by(node) for n in each.shape)
+        try:
+            return not self._is_one_sample and all(_is_one(n) for each in made_by(node) for n in each.shape)
+        except RuntimeError:  # nested tensors have no shape
+            return False
 
     def _kind_by_operands(self, node: Node, given: Sequence[int]) -> str:
         """Return the kind of a node, given that what it takes was made of parameters alone."""

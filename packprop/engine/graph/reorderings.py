@@ -18,7 +18,7 @@ from packprop.engine.functions.nodes import (
     names_of_nodes,
     saved_option,
 )
-from packprop.engine.functions.operands import BY_DATA, EXPANDING
+from packprop.engine.functions.operands import BY_DATA, EXPANDING, MATRIX_PRODUCTS, is_sparse, takes_sparse
 from packprop.engine.recording.reentrant import is_reentrant
 from packprop.engine.tensors.dry import is_dry_run
 
@@ -38,21 +38,11 @@ BY_ROWS = BY_DATA | names_of_nodes(
 """Functions that take rows as data say: by indices, masks, or the places of sparse entries."""
 
 
-PRODUCTS = {
-    "Mm": ("_saved_self", "_saved_mat2"),
-    "Addmm": ("_saved_mat1", "_saved_mat2"),
-    "Mv": ("_saved_self",),
-}
-"""Products of matrices -> the operands that their nodes have saved; a constant one may be sparse."""
-
-
 def axes_reordered(node: Any) -> frozenset[int] | None:
     """Return the axes of a node's output along which rows may be in any order; ``None`` if all axes may be."""
     name = name_of_node(node)
-    if name in PRODUCTS:
-        constants = any(above is None for above, _ in node.next_functions)
-        sparse = constants and any(_is_sparse(getattr(node, each, None)) for each in PRODUCTS[name])
-        return None if sparse else frozenset()
+    if name in MATRIX_PRODUCTS:
+        return None if takes_sparse(node) else frozenset()
     if isinstance(node, BackwardCFunction):
         return None if any(map(_may_be_indices, _kept_by(node))) else frozenset()
     if name not in BY_ROWS:
@@ -134,8 +124,4 @@ def _may_be_indices(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_may_be_indices(each) for each in value)
     whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-    return whole or _is_sparse(value)
-
-
-def _is_sparse(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is not torch.strided
+    return whole or is_sparse(value)

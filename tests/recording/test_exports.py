@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import packprop
+from tests.references.per_sample import batch, check_rows
 from tests.references.running import assert_rows_of_terms
 
 X = torch.randn(5, 1, 8, 8)
@@ -97,3 +98,15 @@ def test_a_model_has_one_hook_and_a_loss_has_two() -> None:
     assert [len(part._forward_hooks) for part in model.modules()] == [1] + [0] * len(model)
     assert not any(part._forward_pre_hooks for part in model.modules())
     assert (len(loss._forward_pre_hooks), len(loss._forward_hooks)) == (1, 1)
+
+
+@pytest.mark.parametrize("front", [True, False])
+def test_a_scripted_part(front: bool) -> None:
+    """The optimised script is one node of the graph, which shows nothing but the parameters that it takes."""
+    torch.manual_seed(0)
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 4)).double())
+    head = nn.Linear(4, 3).double()
+    layers = [scripted, head] if front else [nn.Linear(3, 3).double(), scripted, head]
+    model = packprop.extend(nn.Sequential(*layers))
+    for _ in range(4):  # torch optimises it in the second call
+        check_rows(model, *batch(7))

@@ -151,6 +151,14 @@ def is_identity(node: Node) -> bool:
     return f"{function.__module__}.{function.__qualname__}" == IDENTITIES[node.name()]
 
 
+def is_from_outside(node: Node) -> bool:
+    """Tell whether a node is of a function that PyTorch does not define: in Python, or in C++ without a class.
+
+    Scripted regions are of the second kind.
+    """
+    return isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction"
+
+
 def is_change_of_view(node: Node) -> bool:
     """Tell whether a node changed a tensor in place through a view; its first input is the old tensor."""
     return node.name().endswith("CopySlices")

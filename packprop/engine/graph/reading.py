@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.engine.functions.node_rules import entries_of_node
@@ -37,6 +36,7 @@ from packprop.engine.functions.nodes import (
     PRODUCTS,
     RESHAPES,
     is_change_of_view,
+    is_from_outside,
     made_by,
     name_of_node,
     names_of_nodes,
@@ -251,7 +251,7 @@ class Reading:
 
     def _kind_by_operands(self, node: Node, given: Sequence[int]) -> str:
         """Return the kind of a node, given that what it takes was made of parameters alone."""
-        name, is_own = name_of_node(node), isinstance(node, BackwardCFunction)
+        name, is_own = name_of_node(node), is_from_outside(node)
         whole = len(given) == len(node.next_functions) and name in MADE_OF_PARAMETERS and not is_own
         if node not in self._below or whole or self._has_no_room(node) or name == "Repeat":
             return "parameters"

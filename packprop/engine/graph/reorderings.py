@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 from packprop.engine.functions.entry import plain_options
 from packprop.engine.functions.nodes import (
     function_of,
+    is_from_outside,
     is_identity,
     made_by,
     name_of_node,
@@ -81,10 +82,10 @@ def is_opaque(node: Node) -> bool:
     made inside a function, such as compiled regions; and those that keep objects other than tensors, numbers
     and texts. Reentrant checkpoints are walked, and identities do nothing.
     """
-    if type(node).__name__ == "CppFunction":
-        return True
-    if not isinstance(node, BackwardCFunction) or is_identity(node) or is_reentrant(node):
+    if not is_from_outside(node) or is_identity(node) or is_reentrant(node):
         return False
+    if not isinstance(node, BackwardCFunction):
+        return True
     return "<locals>" in function_of(node).__qualname__ or not all(map(_is_plain, vars(node).values()))
 
 

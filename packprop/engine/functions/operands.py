@@ -122,20 +122,21 @@ def has_kinks(node: Node) -> bool:
 
 def options_of(node: Node) -> Sequence[Any]:
     """Return a node's saved axes, places and exponents; no factors, which many loops change slowly."""
-    return [plain_options(getattr(node, name), name in EXPONENTS) for name in _options_of_type(type(node))]
+    return [plain_options(getattr(node, name), name in EXPONENTS) for name in _options_of_type(type(node))[0]]
 
 
-def axes_of(node: Node) -> Sequence[Any]:
-    """Return the saved axes and places of ``options_of``, without extents, which vary with the batch."""
-    names = [name for name in _options_of_type(type(node)) if "_sym_" not in name]
-    return [plain_options(getattr(node, name)) for name in names]
+def extents_of(node: Node) -> Sequence[Any]:
+    """Return the saved extents of a node, which vary with the batch."""
+    return [plain_options(getattr(node, name)) for name in _options_of_type(type(node))[1]]
 
 
 @functools.lru_cache(maxsize=1024)
-def _options_of_type(kind: type) -> tuple[str, ...]:
-    """Return private names of a type's saved values that are not tensors; tensors also have a raw form."""
-    names = {name for name in dir(kind) if name.startswith("_saved_")}
-    return tuple(sorted(name for name in names if f"_raw{name}" not in dir(kind)))
+def _options_of_type(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return private names of a type's saved options and extents; tensors are neither, and have a raw form."""
+    saved = {name for name in dir(kind) if name.startswith("_saved_")}
+    names = sorted(name for name in saved if f"_raw{name}" not in dir(kind))
+    options = tuple(name for name in names if "_sym_" not in name)
+    return options, tuple(name for name in names if name not in options)
 
 
 def saved_constants(node: Node) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from packprop.engine.functions.losses.read import LOSS_NODES, loss_of_node
 from packprop.engine.functions.nodes import NORMALISATIONS, WITHOUT_DERIVATIVE, made_by, short_name
-from packprop.engine.functions.operands import axes_of, options_of
+from packprop.engine.functions.operands import extents_of, options_of
 from packprop.engine.functions.saved import keeps_elsewhere
 from packprop.engine.graph.checkpoint_uses import uses_inside
 from packprop.engine.graph.completeness import (
@@ -55,7 +55,7 @@ class _Trail:
         places: The number of each node, in the order in which they were met.
         inputs: What each node takes: the node that made it, and the number of the output.
         options: Options of nodes.
-        axes: The same without extents.
+        extents: Extents that they have saved, and the signatures of checkpoints.
         leaves: The nodes of leaves, with these.
         consumed: Leaves, each with a node that takes it.
         cut: Nodes of functions without a derivative.
@@ -68,7 +68,7 @@ class _Trail:
     places: dict[Node, int] = field(default_factory=dict)
     inputs: dict[Node, Any] = field(default_factory=dict)
     options: list[Any] = field(default_factory=list)
-    axes: list[Any] = field(default_factory=list)
+    extents: list[Any] = field(default_factory=list)
     leaves: dict[Node, Tensor] = field(default_factory=dict)
     consumed: list[tuple[Tensor, Node]] = field(default_factory=list)
     cut: list[Node] = field(default_factory=list)
@@ -169,6 +169,7 @@ def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -
         trail.places[node] = len(trail.names)
         trail.names.append(SAME_AS.get(name, name))
         trail.options += options_of(node)
+        trail.extents += extents_of(node)
         if marks:
             _note_marks(graph, node, marks)
         if name == REENTRANT and is_reentrant(node):
@@ -214,7 +215,6 @@ def _note_order(graph: Graph, trail: _Trail) -> None:
         elif axes:
             graph.reorderings.append((GradientEdge(node, 0), made_by(node)[0].shape, axes))
         trail.options += [axes, own_options(node)]
-        trail.axes += [own_options(node), *axes_of(node)]
         graph.is_opaque |= is_opaque(node)
         if axes is None or axes or (reordered and not reordered.isdisjoint(trail.neighbours[node])):
             reordered.add(node)
@@ -330,7 +330,7 @@ def _look_inside(graph: Graph, trail: _Trail) -> None:
         checkpoint = trail.reentrant[node]
         inside = uses_inside(checkpoint, reached[node])
         trail.names += [use.recorded.name for use in inside]
-        trail.options.append(checkpoint.signature)
+        trail.extents.append(checkpoint.signature)
         graph.is_opaque |= checkpoint.is_opaque
         graph.uses += inside
         for use in inside:
@@ -370,7 +370,7 @@ def _structure(graph: Graph, trail: _Trail) -> int:
     """Return a number that is equal for passes of equal structure, of any extents."""
     functions = tuple((loss.call.function, loss.call.documents is None) for loss in graph.losses)
     return hash(
-        (tuple(trail.names), tuple(trail.axes), tuple(use.recorded.name for use in graph.uses), functions)
+        (tuple(trail.names), tuple(trail.options), tuple(use.recorded.name for use in graph.uses), functions)
     )
 
 
@@ -383,5 +383,5 @@ def _signature(graph: Graph, trail: _Trail) -> int:
     )
     declared = tuple(forward.declared for forward in graph.forwards)
     open_paths = tuple(place.shape for place in graph.open), tuple(loss.is_open for loss in graph.losses)
-    named = tuple(trail.names), tuple(trail.options), trail.edges
+    named = tuple(trail.names), tuple(trail.options), tuple(trail.extents), trail.edges
     return hash((named, uses, losses, declared, open_paths, bool(graph.without_loss)))

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import packprop
-from packprop import extensions
+from packprop import PackpropError, extensions
+from tests.cases.models.wrapping import Apply
+from tests.references.per_sample import check_rows
 from tests.references.running import assert_near
 from tests.selection import one_in
 
@@ -75,3 +77,24 @@ def test_other_entries_or_another_order_are_pulled_back(way: Callable[[Tensor], 
     weight = found(way, False)
     assert len(weight.kflr) == 1
     assert_near(weight.grad_batch.sum(0), weight.grad, "grad")
+
+
+@pytest.mark.parametrize("samples", [4, 6])
+@pytest.mark.parametrize("of", ["matrix_exp", "cayley", "householder"])
+def test_orthogonal_weights(of: str, samples: int) -> None:
+    """A product with a buffer is made of parameters alone, also if it has as many rows as there are samples."""
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4).double(), orthogonal_map=of)
+    model = packprop.extend(nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 3).double()))
+    check_rows(model, torch.randn(samples, 4).double(), torch.arange(samples) % 3)
+
+
+def test_samples_that_a_buffer_mixes() -> None:
+    """The product with the buffer has rows of the batch in it, which the parameter has met before."""
+    torch.manual_seed(0)
+    model = packprop.extend(Apply(lambda m, x: m.base @ (m.w * x.clone())))
+    model.register_parameter("w", nn.Parameter(torch.randn(4, 3).double()))
+    model.register_buffer("base", torch.randn(4, 4).double())
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(torch.randn(4, 3).double()), torch.arange(4) % 3)
+    with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()

@@ -346,7 +346,8 @@ class Reading:
 
         The finding is kept for graphs of the same structure.
         """
-        if _is_layer(node, use.recorded.shapes[0], samples) and not _is_contracted(node, given):
+        is_layer = _is_layer(node, use.recorded.shapes[0], samples) and not _is_contracted(node, given)
+        if is_layer and not self._constants.are_known(node):
             return False
         if len(_PARAMETRIC) >= MANY:
             _PARAMETRIC.clear()

@@ -165,7 +165,7 @@ class Rechecked(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        (Lottery, "a replay does not do what the pass does"),
+        (Lottery, "random numbers from Python or NumPy"),
         (Counting, "calls"),
         (Remembering, "last"),
         (Masked, "nonzero"),

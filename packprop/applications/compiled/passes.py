@@ -45,6 +45,10 @@ class Pass(Protocol):
         """The modules of the pass."""
 
     @property
+    def loss(self) -> LossFunction | None:
+        """The loss, a module or a function; ``None`` if the model computes it."""
+
+    @property
     def extensions(self) -> Sequence[Extension]:
         """The extensions of the pass."""
 

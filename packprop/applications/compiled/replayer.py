@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from packprop.applications.compiled.checks import checked
 from packprop.applications.compiled.compiler import REPLAY, Backend, Runner
 from packprop.applications.compiled.passes import ASKED, Pass
-from packprop.applications.compiled.state import State, first_change, state_of
+from packprop.applications.compiled.state import State, first_change, python_random_states, state_of
 from packprop.applications.compiled.trace import Traced, trace
 from packprop.engine.context import SIZES_OF_CHUNKS
 from packprop.engine.memory import gradients_are_there
@@ -157,7 +157,7 @@ class Replayer:
 
     def _state(self, inputs: Any, targets: Any, before: State | None = None) -> State:
         """Return the state that this call depends on. Plans count gradients from the beginning of the call."""
-        state = state_of(self._pass.modules, (inputs, targets))
+        state = state_of(self._pass.modules, self._pass.loss, (inputs, targets))
         if self._pass.budget is None:
             return state
         there = gradients_are_there(state.parameters) if before is None else before.key[-1]
@@ -186,8 +186,12 @@ class Replayer:
 
     def _second(self, kind: Kind, state: State, inputs: Any, targets: Any) -> Tensor:
         """Run an ordinary pass, and trace it."""
+        before = python_random_states()
         with noting_decisions() as decisions:
             loss = self._timed(kind, inputs, targets)
+        if python_random_states() != before:
+            self._refuse(kind, "it draws random numbers from Python or NumPy, which a replay would not do")
+            return loss
         kind.decisions = decisions
         try:
             with waiting("tracing a step", self._policy.warns):

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from packprop.applications.compiled.facts import Same, facts_of, plain_fact
 from packprop.engine.passes import AutocastRegions
 from packprop.engine.recording import is_recording_disabled
 from packprop.engine.tensors import PLAIN, has_late_hooks, is_hooked, tensors_in
 
 REGISTERED = ("_parameters", "_buffers")
 CONTAINERS = (tuple, list, dict)
-NOT_DATA = (nn.Module, type, FunctionType, MethodType)
-"""Objects whose attributes do not decide what a module does."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,14 @@ class State:
         return [*self.parameters, *self.batch]
 
 
-def state_of(modules: Sequence[nn.Module], batch: Any) -> State:
-    """Describe what a pass of these modules on a batch depends on."""
-    key: list[Any] = []
+def state_of(modules: Sequence[nn.Module], loss: Any, batch: Any) -> State:
+    """Describe what a pass of these modules, with a loss that may be a function, on a batch depends on."""
     parameters: dict[int, Tensor] = {}
     seen: set[int] = set()
-    for root in modules:
-        key += [_described(module, parameters, seen) for module in root.modules()]
+    parts = [module for root in modules for module in root.modules()]
+    registered = {*map(id, parts)}
+    key: list[Any] = [_described(module, parameters, seen, registered) for module in parts]
+    key.append(facts_of(loss, registered))
     given: dict[int, Tensor] = {}
     key.append(_structure(batch, given))
     key += map(_kind, parameters.values())
@@ -55,73 +56,47 @@ def state_of(modules: Sequence[nn.Module], batch: Any) -> State:
     return State([*parameters.values()], [*given.values()], tuple(key))
 
 
-class _Same:
-    """An object that equals itself alone; it stays alive, so that nothing else can have its identity."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __repr__(self) -> str:
-        return f"another {type(self.value).__name__}"
-
-
-def _described(module: nn.Module, parameters: dict[int, Tensor], seen: set[int]) -> tuple[Any, ...]:
+def _described(
+    module: nn.Module, parameters: dict[int, Tensor], seen: set[int], registered: set[int]
+) -> tuple[Any, ...]:
     """Describe a module without its submodules: its class, its tensors by number, its plain attributes.
 
     Args:
         module: The module.
         parameters: The known tensors, by identity; this adds the module's own.
         seen: Other objects that were described, by identity.
+        registered: All modules that are described, by identity.
     """
-    found: list[Any] = [id(module), type(module)]
+    found: list[Any] = [Same(module), type(module)]
     attributes = module.__dict__
     for name in REGISTERED:
         for own, tensor in attributes[name].items():
             found.append(own)
             found.append(None if tensor is None else _number(tensor, parameters))
+            if tensor is not None and tensor.__dict__:  # results of passes are there too, which are not plain
+                plain = [(key, each) for key, each in tensor.__dict__.items() if type(each) in PLAIN]
+                found += [(key, plain_fact(each)) for key, each in plain if not key.startswith("_")]
     for name, value in attributes.items():
         kind = type(value)
         if kind in PLAIN:
-            found.append(name)
-            found.append(value)
+            found += (name, plain_fact(value))
         elif isinstance(value, Tensor):
             if value.is_leaf or not attributes["_forward_pre_hooks"]:  # hooks make weights anew in each pass
-                found += (name, _Same(value))
-        elif not value:
-            continue
+                found += (name, Same(value))
+        elif name == "_modules":
+            found += [(own, id(child)) for own, child in value.items()]
         elif name.endswith("_hooks"):  # of all kinds, as torch.nn.Module has them
-            others = [_Same(hook) for hook in value.values() if not _is_own(hook)]
+            others = [Same(hook) for hook in value.values() if not _is_own(hook)] if value else ()
             found += (name, *others) if others else ()
         elif name.startswith("_"):
             continue
-        elif kind in CONTAINERS:
-            found += (name, _contained(value))
-        elif hasattr(value, "__dict__") and not isinstance(value, NOT_DATA) and id(value) not in seen:
-            seen.add(id(value))  # a configuration, which many modules may share
-            found += (name, _contained({key: each for key, each in vars(value).items() if type(each) in PLAIN}))
+        elif id(value) in seen:  # a configuration, which many modules may share
+            found += (name, Same(value))
+        else:
+            if kind not in CONTAINERS:
+                seen.add(id(value))
+            found += (name, facts_of(value, registered))
     return tuple(found)
-
-
-def _contained(value: Any) -> Any:
-    """Describe the contents of a container, as far as they are plain or tensors."""
-    kind = type(value)
-    if kind in PLAIN:
-        return value
-    if isinstance(value, Tensor):
-        return _Same(value)
-    if kind is dict:
-        return tuple(
-            (name if type(name) in PLAIN else id(name), _contained(each)) for name, each in value.items()
-        )
-    if kind in CONTAINERS:
-        return tuple(map(_contained, value))
-    return kind
 
 
 def _number(tensor: Tensor, known: dict[int, Tensor]) -> int:
@@ -144,7 +119,7 @@ def _structure(value: Any, given: dict[int, Tensor]) -> Any:
     if isinstance(value, (tuple, list)):
         return (kind, *(_structure(each, given) for each in value))
     numbers = [_number(tensor, given) for tensor in tensors_in(value)]
-    return (kind, *numbers) if numbers else (kind, id(value))
+    return (kind, *numbers, facts_of(value, tensors={key: place for place, key in enumerate(given)}))
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
@@ -172,13 +147,31 @@ def _is_own(hook: Any) -> bool:
 def _surroundings(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
     """Describe the settings around a call."""
     regions = AutocastRegions.now({tensor.device.type for tensor in tensors}).regions
-    return regions, is_recording_disabled(), torch.are_deterministic_algorithms_enabled()
+    hooks = tuple(map(tuple, _GLOBAL_HOOKS))  # their numbers, which no two hooks share
+    return regions, is_recording_disabled(), torch.are_deterministic_algorithms_enabled(), hooks
+
+
+_GLOBAL_HOOKS = [
+    value
+    for name, value in vars(torch.nn.modules.module).items()
+    if name.startswith("_global_") and isinstance(value, dict)
+]
+"""The hooks on all modules; nothing public lists them."""
+
+
+def python_random_states() -> tuple[Any, ...]:
+    """Return the states of Python's and NumPy's generators, which a replay does not draw from."""
+    numpy = sys.modules.get("numpy.random")
+    if numpy is None:
+        return (random.getstate(),)
+    name, keys, *rest = numpy.get_state()
+    return random.getstate(), name, keys.tobytes(), *rest
 
 
 def first_change(modules: Sequence[nn.Module], before: tuple[Any, ...], now: State) -> str:
     """Name the first thing that decides on a pass and has changed."""
     labels = [_label(name, module) for root in modules for name, module in root.named_modules()]
-    labels.append("the nesting of the batch")
+    labels += ["the loss", "the nesting of the batch"]
     names = {id(tensor): name for root in modules for name, tensor in _named_tensors(root)}
     labels += [f"parameter or buffer {names.get(id(tensor), '')!r}" for tensor in now.parameters]
     labels += [f"tensor {number} of the batch" for number in range(len(now.batch))]

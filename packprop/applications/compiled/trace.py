@@ -85,7 +85,7 @@ def trace(step: Pass, inputs: Any, targets: Any, decisions: Decisions) -> Traced
     with contextlib.ExitStack() as stack:
         for module in step.modules:
             stack.enter_context(unchanged(module, ASKED))
-        state = state_of(step.modules, (inputs, targets))
+        state = state_of(step.modules, step.loss, (inputs, targets))
 
         def run(*_: Tensor) -> tuple[Tensor, ...]:
             with traced(decisions) as own:

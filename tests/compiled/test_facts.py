@@ -1,0 +1,216 @@
+"""Whatever decides what a pass does is part of its kind: a replay never gives the numbers of an older state."""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import packprop
+from packprop.applications.compiled.facts import MOST_PARTS, Same, facts_of
+from packprop.errors import PackpropWarning
+from packprop.extensions import BatchL2Grad
+from tests.compiled.steps import replays
+
+CALLS = 6
+
+
+class Scale(NamedTuple):
+    value: float
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+class Model(nn.Module):
+    """Multiplies by whatever ``take`` finds in ``held``."""
+
+    def __init__(self, held: Any, take: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.first, self.other = nn.Linear(3, 4), nn.Linear(3, 4)
+        self.used, self.act, self.head = self.first, torch.tanh, nn.Linear(4, 2)
+        self.held, self._take = held, take
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.act(self.used(x))) * self._take(self.held)
+        return out
+
+
+def nested(value: float) -> Any:
+    return types.SimpleNamespace(inner=types.SimpleNamespace(value=value))
+
+
+HELD: dict[str, tuple[Callable[[float], Any], Callable[[Any], float]]] = {
+    "number": (float, float),
+    "NumPy number": (np.float64, float),
+    "array": (lambda v: np.array([v, 1.0]), lambda held: float(held[0])),
+    "ordered dictionary": (lambda v: OrderedDict(a=v), lambda held: held["a"]),
+    "named tuple": (Scale, lambda held: held.value),
+    "deque": (lambda v: deque([v]), lambda held: held[0]),
+    "set": (lambda v: {v}, lambda held: next(iter(held))),
+    "object": (nested, lambda held: held.inner.value),
+    "slots": (Slotted, lambda held: held.value),
+    "list of objects": (lambda v: [nested(v)], lambda held: held[0].inner.value),
+    "partial": (lambda v: functools.partial(float, v), lambda held: held()),
+    "closure": (lambda v: lambda: v, lambda held: held()),
+    "bound method": (lambda v: nested(v).__getattribute__, lambda held: held("inner").value),
+    "module that is not registered": (lambda v: [nn.Softplus(beta=v)], lambda held: held[0].beta),
+}
+
+
+def settled(model: nn.Module, loss: Any = F.cross_entropy) -> tuple[Any, Tensor, Any]:
+    """A step that is replayed, and its batch."""
+    step = packprop.compile(model, loss, BatchL2Grad(), backend="eager")
+    x, y = torch.randn(5, 3), torch.randint(2, (5,))
+    for _ in range(CALLS):
+        step(x, y)
+    assert replays(step) > 0
+    return step, x, y
+
+
+def check(step: Any, model: nn.Module, x: Any, y: Any, loss: Any = F.cross_entropy) -> None:
+    expected = loss(model(x), y)
+    for _ in range(CALLS):
+        torch.testing.assert_close(step(x, y), expected.detach())
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_values_of_attributes(name: str) -> None:
+    torch.manual_seed(0)
+    make, take = HELD[name]
+    model = Model(make(2.0), take)
+    step, x, y = settled(model)
+    model.held = make(3.0)
+    check(step, model, x, y)
+
+
+@contextmanager
+def doubled_everywhere() -> Iterator[None]:
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 2)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+CHANGES: dict[str, Callable[[Model], None]] = {
+    "submodule": lambda m: setattr(m, "used", m.other),
+    "function": lambda m: setattr(m, "act", torch.relu),
+    "forward of an instance": lambda m: setattr(m.head, "forward", lambda h: F.linear(h, 2 * m.head.weight)),
+    "True in place of 1": lambda m: setattr(m, "held", True),
+    "attribute of a parameter": lambda m: setattr(m.head.weight, "factor", 3.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_of_a_model(name: str) -> None:
+    torch.manual_seed(0)
+    model = Model(1, lambda held: 3.0 if held is True else getattr(model.head.weight, "factor", 1.0))
+    step, x, y = settled(model)
+    CHANGES[name](model)
+    check(step, model, x, y)
+
+
+def test_hooks_on_all_modules() -> None:
+    torch.manual_seed(0)
+    model = Model(1.0, float)
+    step, x, y = settled(model)
+    with doubled_everywhere():
+        check(step, model, x, y)
+    check(step, model, x, y)
+
+
+class Weighted:
+    """A loss that is no module."""
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+    def __call__(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.weight * F.cross_entropy(f, y)
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_attributes_of_a_loss(bound: bool) -> None:
+    torch.manual_seed(0)
+    own, model = Weighted(), Model(1.0, float)
+    loss = own.__call__ if bound else own
+    step, x, y = settled(model, loss)
+    own.weight = 2.0
+    check(step, model, x, y, loss)
+
+
+@dataclass
+class Targets:
+    classes: Tensor
+    weight: float
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda y, w: Targets(y, w),
+        lambda y, w: (y, np.array([w])),
+        lambda y, w: (y, {w}),
+        lambda y, w: (y, nested(w)),
+    ],
+)
+def test_what_a_batch_holds_beside_tensors(make: Any) -> None:
+    """Fresh objects in each call, whose identity an object of an earlier one may have had."""
+    torch.manual_seed(0)
+    model = Model(1.0, float)
+
+    def loss(f: Tensor, given: Any) -> Tensor:
+        classes, weight = (given.classes, given.weight) if isinstance(given, Targets) else given
+        if isinstance(weight, types.SimpleNamespace):
+            weight = weight.inner.value
+        factor = weight if isinstance(weight, float) else float(next(iter(weight)))
+        return F.cross_entropy(f, classes) * factor
+
+    step = packprop.compile(model, loss, BatchL2Grad(), backend="eager")
+    x, y = torch.randn(5, 3), torch.randint(2, (5,))
+    for call in range(4 * CALLS):
+        weight = float(1 + call // CALLS)
+        torch.testing.assert_close(step(x, make(y, weight)), loss(model(x), make(y, weight)).detach())
+    assert replays(step) > 0
+
+
+def test_layers_that_python_drops() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    model = Model(1.0, lambda held: held if random.random() < 2 else 0.0)
+    step = packprop.compile(model, F.cross_entropy, BatchL2Grad(), backend="eager")
+    x, y = torch.randn(5, 3), torch.randint(2, (5,))
+    step(x, y)
+    with pytest.warns(PackpropWarning, match="random numbers from Python or NumPy"):
+        step(x, y)
+    for _ in range(CALLS):
+        step(x, y)
+    assert not replays(step)
+
+
+def test_values_that_hold_themselves_or_too_much() -> None:
+    own: list[Any] = [1]
+    own.append(own)
+    assert facts_of(own) == facts_of(own)
+    assert facts_of([*range(MOST_PARTS)]) == facts_of([*range(MOST_PARTS)])
+    large = [[0] for _ in range(MOST_PARTS)]
+    assert facts_of(large) != facts_of(large)
+    assert Same(own) == Same(own)
+    assert facts_of(1) != facts_of(True)
+    assert facts_of(float("nan")) == facts_of(float("nan"))

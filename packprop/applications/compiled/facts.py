@@ -4,9 +4,8 @@
 Containers, configurations and any other objects are described by their classes and contents, numbers with their
 types, arrays by their bytes. Functions, classes and objects without contents in Python equal themselves alone;
 of the variables that a function closes over, plain ones count. A description keeps what it names alive, so that
-nothing else can take its identity. Objects of more parts than
-``MOST_PARTS``, and arrays of more than ``MOST_BYTES``, are unlike everything, even themselves: a pass that may
-depend on them is not replayed.
+nothing else can take its identity. Objects of more parts than ``MOST_PARTS``, and arrays of more than
+``MOST_BYTES``, are unlike everything, even themselves: a pass that may depend on them is not replayed.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Container, Mapping, Set
-from types import CellType, FunctionType, MappingProxyType, MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from packprop.engine.tensors import PLAIN
+from packprop.engine.tensors import PLAIN, attributes_of, cells
 
 MOST_PARTS = 2048
 """The number of parts that a description of one value may have."""
@@ -133,32 +132,17 @@ class _Describer:
         if isinstance(value, MethodType):
             return (kind, self.described(value.__self__), Same(value.__func__))
         if isinstance(value, FunctionType):
-            given = value.__defaults__, value.__kwdefaults__, *map(_cell, value.__closure__ or ())
-            return (Same(value), *map(self.described, given))
+            around = [each for _, each in cells(value) if type(each) in PLAIN]
+            return (Same(value), *map(self.described, (value.__defaults__, value.__kwdefaults__, *around)))
         if isinstance(value, type):
             return Same(value)
         contents = _bytes_of(value)
         if contents is not None:
             return (kind, *contents)
-        attributes = dict(getattr(value, "__dict__", {}))
-        for each in kind.__mro__:
-            names = each.__dict__.get("__slots__", ())
-            for name in (names,) if isinstance(names, str) else names:
-                if hasattr(value, name):
-                    attributes[name] = getattr(value, name)
-        if not attributes and not isinstance(value, nn.Module):
+        attributes = [*attributes_of(value)]
+        if not attributes:
             return Same(value)
-        own = {name: each for name, each in attributes.items() if not name.startswith("__")}
-        return (kind, *((name, self.described(each)) for name, each in own.items()))
-
-
-def _cell(cell: CellType) -> Any:
-    """Return a variable that a function closes over, if it is plain."""
-    try:
-        contents = cell.cell_contents
-    except ValueError:  # it is empty
-        return None
-    return contents if type(contents) in PLAIN else None
+        return (kind, *((name, self.described(each)) for name, each in attributes))
 
 
 def _bytes_of(value: Any) -> tuple[Any, ...] | None:

@@ -34,9 +34,16 @@ from packprop.applications.dataset.code import (
     version_of,
 )
 from packprop.applications.dataset.digests import PIECE, SPOTS, bytes_digest, digest, kind_of, spot_check
-from packprop.applications.dataset.hidden import CONTAINERS, GENERATORS, attributes_of, cells, generators_in
+from packprop.applications.dataset.hidden import CONTAINERS, GENERATORS, generators_in
 from packprop.engine.recording import AXIS
-from packprop.engine.tensors import class_before_sharding, named_buffers, named_modules, named_parameters
+from packprop.engine.tensors import (
+    attributes_of,
+    cells,
+    class_before_sharding,
+    named_buffers,
+    named_modules,
+    named_parameters,
+)
 
 CALLED = (
     *("__call__", "__getitem__", "__getitems__", "__iter__", "__len__", "__next__", "__torch_function__"),

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from packprop.engine.tensors import attributes_of, cells
+
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 """Types of generators."""
 
@@ -56,22 +58,3 @@ def _parts_of(value: Any) -> Iterator[Any]:
         yield value.__self__
     else:
         yield from (each for _, each in attributes_of(value))
-
-
-def cells(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Return the values that a function takes from the one around it."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not bound yet
-            yield name, None
-
-
-def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return attributes that an object holds itself, also in slots."""
-    yield from getattr(value, "__dict__", {}).items()
-    for each in type(value).__mro__:
-        slots = vars(each).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.engine.eager.choices import ASKED
+from packprop.engine.tensors.nesting import cells
 from packprop.errors import PackpropError
 
 Key = tuple[Any, int]
@@ -140,8 +141,7 @@ def tensors_of(fn: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
 def _parts(name: str, thing: Any) -> Iterable[tuple[str, Any]]:
     dot = f"{name}." if name else ""
     if isinstance(thing, FunctionType):
-        cells = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True)
-        yield from ((key, _contents(cell)) for key, cell in cells)
+        yield from cells(thing)
         scope = thing.__globals__
         yield from ((key, scope[key]) for key in _names(thing.__code__) if key in scope)
         yield from _numbered(name, thing.__defaults__ or ())
@@ -168,13 +168,6 @@ def _parts(name: str, thing: Any) -> Iterable[tuple[str, Any]]:
 
 def _numbered(name: str, things: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     return ((f"{name}[{number}]", thing) for number, thing in enumerate(things))
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a name that the enclosing function has not bound yet
-        return None
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -1,10 +1,11 @@
-"""Tensors inside nested containers."""
+"""Tensors inside nested containers, and the parts of other objects."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -88,3 +89,22 @@ def _with_mapped_fields(kind: type, function: Callable[[Any], Any], value: Any) 
     for name, item in mapped.items():
         object.__setattr__(made, name, item)  # it may be frozen
     return made
+
+
+def cells(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Return the values that a function takes from the one around it."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not bound yet
+            yield name, None
+
+
+def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Return attributes that an object holds itself, also in slots."""
+    yield from getattr(value, "__dict__", {}).items()
+    for each in type(value).__mro__:
+        slots = vars(each).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)

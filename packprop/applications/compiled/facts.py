@@ -105,11 +105,11 @@ class _Describer:
         kind = type(value)
         if kind in PLAIN:
             return plain_fact(value)
+        if isinstance(value, Tensor):
+            return ("tensor", self._tensors[id(value)]) if id(value) in self._tensors else Same(value)
         self._parts += 1
         if self._parts > MOST_PARTS:
             return Unlike(value)
-        if isinstance(value, Tensor):
-            return self._tensors.get(id(value), Same(value))
         if id(value) in self._modules:
             return Same(value)
         if id(value) in self._inside:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +48,8 @@ def state_of(modules: Sequence[nn.Module], loss: Any, batch: Any) -> State:
     registered = {*map(id, parts)}
     key: list[Any] = [_described(module, parameters, seen, registered) for module in parts]
     key.append(facts_of(loss, registered))
-    given: dict[int, Tensor] = {}
-    key.append(_structure(batch, given))
+    given = {id(tensor): tensor for tensor in tensors_in(batch)}
+    key.append(facts_of(batch, registered, {tensor: place for place, tensor in enumerate(given)}))
     key += map(_kind, parameters.values())
     key += map(_kind, given.values())
     key.append(_surroundings([*parameters.values(), *given.values()]))
@@ -105,21 +105,6 @@ def _number(tensor: Tensor, known: dict[int, Tensor]) -> int:
         known[id(tensor)] = tensor
         return len(known) - 1
     return list(known).index(id(tensor))
-
-
-def _structure(value: Any, given: dict[int, Tensor]) -> Any:
-    """Describe the nesting of a batch, its tensors by number, everything else as it is."""
-    if isinstance(value, Tensor):
-        return ("tensor", _number(value, given))
-    kind = type(value)
-    if kind in PLAIN:
-        return (kind, value)
-    if isinstance(value, Mapping):
-        return (kind, *((name, _structure(each, given)) for name, each in value.items()))
-    if isinstance(value, (tuple, list)):
-        return (kind, *(_structure(each, given) for each in value))
-    numbers = [_number(tensor, given) for tensor in tensors_in(value)]
-    return (kind, *numbers, facts_of(value, tensors={key: place for place, key in enumerate(given)}))
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

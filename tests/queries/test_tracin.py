@@ -95,6 +95,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     first, second, _ = checkpoints
     refused("nothing to add up", [])
     refused("checkpoint 1, rate=nan", [first, dataclasses.replace(second, rate=float("nan"))])
+    text: Any = "0.1"
+    refused("checkpoint 1, rate='0.1'", [first, dataclasses.replace(second, rate=text)])
     refused(
         "checkpoint 0, state(.|\n)*cannot take",
         [dataclasses.replace(first, state=nn.Linear(1, 1).state_dict())],
@@ -108,3 +110,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         packprop.tracin(checkpoints[:2], model, LOSS, iter([(x, y)]))
     with pytest.raises(BadInput, match="the number of its group"):
         called(checkpoints, trained_problem, groups=[0, 1])
+    unread = iter([(x, y)])
+    with pytest.raises(BadInput, match="the number of its group"):  # before any work
+        packprop.tracin([first], model, LOSS, unread, groups=[0, 1])
+    assert next(unread) is not None

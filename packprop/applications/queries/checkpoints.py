@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ def tracin(
     require_number(ASKED, k)
     stores = [each.store if isinstance(each.store, Store) else Store(each.store) for each in given]
     _require_fitting(given, stores)
+    numbers = None if groups is None else numbers_of_groups(ASKED, groups, stores[0].samples)
     if len(given) > 1 and Batches(ASKED, queries, batch_size, whole=loss is None).is_read_once:
         raise BadInput(
             ASKED,
@@ -109,8 +111,7 @@ def tracin(
     rows = [sums.topk(min(k, len(each_alone)), dim=1, largest=largest) for largest in (True, False)]
     largest, smallest = (Found(values, stores[0].identifiers[places], places) for values, places in rows)
     by_group = None
-    if groups is not None:
-        numbers = numbers_of_groups(ASKED, groups, len(each_alone))
+    if numbers is not None:
         by_group = sums.new_zeros(len(sums), int(numbers.max()) + 1).index_add_(1, numbers, sums)
     return dataclasses.replace(
         found[0],
@@ -128,12 +129,10 @@ def _require_fitting(checkpoints: Sequence[Checkpoint], stores: Sequence[Store])
         why = "there is nothing to add up"
         raise BadInput(ASKED, "checkpoints", why, "give at least one packprop.Checkpoint")
     for place, (checkpoint, store) in enumerate(zip(checkpoints, stores, strict=True)):
-        if isinstance(checkpoint.rate, bool) or not math.isfinite(checkpoint.rate):
+        rate = checkpoint.rate
+        if not isinstance(rate, Real) or isinstance(rate, bool) or not math.isfinite(rate):
             raise BadInput(
-                ASKED,
-                f"checkpoint {place}, rate={checkpoint.rate!r}",
-                "it is no number",
-                "give the learning rate",
+                ASKED, f"checkpoint {place}, rate={rate!r}", "it is no number", "give the learning rate"
             )
         if not torch.equal(store.identifiers, stores[0].identifiers):
             raise BadInput(

@@ -27,7 +27,7 @@ from packprop.applications.dataset.sources import (
     source_of,
     states_of,
 )
-from packprop.engine.tensors import LABELS, inputs_and_targets, tensors_in
+from packprop.engine.tensors import LABELS, class_words, inputs_and_targets, tensors_in
 from packprop.errors import BadInput, PackpropError
 
 Data = Dataset[Any] | tuple[Tensor, Tensor] | Iterable[tuple[Any, Any]]
@@ -365,7 +365,7 @@ def described(value: Any) -> str:
         return f"a tensor {shapes(value)}"
     if isinstance(value, (tuple, list)) and len(value) == 2 and _has_tensors(value):
         return f"inputs {shapes(value[0])}, targets {shapes(value[1])}"
-    kind = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+    kind = class_words(value)
     return f"{kind} of tensors {shapes(value)}" if _has_tensors(value) else kind
 
 

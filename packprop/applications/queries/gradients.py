@@ -13,7 +13,7 @@ from packprop.applications.dataset.parts import readings_of
 from packprop.applications.dataset.state import MergedResults
 from packprop.applications.dataset.stored import of_summed_loss
 from packprop.applications.dataset.stream import is_empty
-from packprop.applications.queries.preconditioning import Preconditioner
+from packprop.applications.queries.preconditioning import Preconditioner, together
 from packprop.engine.algebra import KEEP, Dense, EntryOrder, Projection, entry_order_of, projected
 from packprop.engine.memory import chunk_sizes_over_data
 from packprop.engine.tensors import LossFunction, accumulation_dtype, map_tensors, named_parameters
@@ -65,9 +65,7 @@ class QueryGradients:
         self._dtypes = {name: p.dtype for name, p in named_parameters(model) if p.requires_grad}
         options = arrays[""].header.projection if "" in arrays else None
         self._projection = None if options is None else Projection(**options)
-        lists = [[name] for name in self._shapes]
-        if preconditioner is not None and not raw:
-            lists = preconditioner.together(self._shapes)
+        lists = together(None if raw else preconditioner, self._shapes)
         self._together = {name: names for names in lists for name in names}
         self._extension: Extension = BatchGrad()
         if self._projection is not None and preconditioner is None and not raw:

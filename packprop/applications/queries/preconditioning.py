@@ -48,13 +48,6 @@ class Preconditioner:
     as_factors: frozenset[str]
     biases: Mapping[str, str]
 
-    def together(self, names: Iterable[str]) -> list[list[str]]:
-        """Return names in lists of those that share a block, each weight before its bias."""
-        joined = {*self.biases.values()}
-        return [
-            [name, self.biases[name]] if name in self.biases else [name] for name in names if name not in joined
-        ]
-
     def __call__(
         self, asked: str, rows: Mapping[str, Tensor], orders: Mapping[str, EntryOrder | None]
     ) -> dict[str, Tensor]:
@@ -69,15 +62,13 @@ class Preconditioner:
             BadInput: If two factors do not fit the parameter.
         """
         name = next(iter(rows))
-        inverse = self.inverses[name]
+        inverse = map_tensors(lambda tensor: tensor.to(rows[name].device), self.inverses[name])
         if isinstance(inverse, Coupled):
-            inverse = map_tensors(lambda tensor: tensor.to(rows[name].device), inverse)
             return dict(zip(rows, inverse.solve(*rows.values()), strict=True))
-        return {name: self._product(asked, name, rows[name], orders.get(name))}
+        return {name: self._product(asked, name, inverse, rows[name], orders.get(name))}
 
-    def _product(self, asked: str, name: str, rows: Tensor, order: EntryOrder | None) -> Tensor:
+    def _product(self, asked: str, name: str, inverse: Any, rows: Tensor, order: EntryOrder | None) -> Tensor:
         """Multiply rows ``[q, *p]`` of a parameter by its own inverse block."""
-        inverse = map_tensors(lambda tensor: tensor.to(rows.device), self.inverses[name])
         if isinstance(inverse, Tensor):
             return rows * inverse
         if name not in self.as_factors:
@@ -94,6 +85,13 @@ class Preconditioner:
         matrices = rows.reshape(len(rows), *sizes) if order is None else order.to_matrices(rows)
         product = kronecker.multiply(inverse, matrices)
         return product.reshape(rows.shape) if order is None else order.to_parameter(product)
+
+
+def together(preconditioner: Preconditioner | None, names: Iterable[str]) -> list[list[str]]:
+    """Return names in lists of those that share a block, each weight before its bias."""
+    biases = {} if preconditioner is None else preconditioner.biases
+    joined = {*biases.values()}
+    return [[name, biases[name]] if name in biases else [name] for name in names if name not in joined]
 
 
 def preconditioner_of(

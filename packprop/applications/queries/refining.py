@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from packprop.applications.dataset.batches import Batches, Data
 from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.products import DataProduct
-from packprop.applications.queries.preconditioning import Preconditioner
+from packprop.applications.queries.preconditioning import Preconditioner, together
 from packprop.engine.algebra import ConjugateGradients, EntryOrder, NotPositive
 from packprop.engine.curvature import Matrix, indefinite, require_tolerance, warn_of_residuals
 from packprop.engine.tensors import LossFunction, accumulation_dtype, named_parameters
@@ -204,7 +204,7 @@ class Refiner:
         found = torch.empty_like(flat)
         given = dict(zip(self.parameters, self._apart(flat), strict=True))
         places = dict(zip(self.parameters, self._apart(found), strict=True))
-        for names in self._preconditioner.together(self.parameters):
+        for names in together(self._preconditioner, self.parameters):
             products = self._preconditioner(self._asked, {name: given[name] for name in names}, orders)
             for name, product in products.items():
                 places[name].copy_(product)

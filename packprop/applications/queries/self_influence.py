@@ -12,7 +12,7 @@ from torch import Tensor
 from packprop.applications.dataset.result import Result
 from packprop.applications.queries.blocks import blocks_of
 from packprop.applications.queries.checks import gradients_in
-from packprop.applications.queries.preconditioning import Preconditioner, preconditioner_of
+from packprop.applications.queries.preconditioning import Preconditioner, preconditioner_of, together
 from packprop.engine.memory import budget_of
 from packprop.engine.tensors import accumulation_dtype
 from packprop.errors import BadInput
@@ -58,8 +58,9 @@ def self_influence(
         raise BadInput(ASKED, f"memory={memory!r}", why, f"give at least {row}")
     step = max(1, min(BLOCK, budget or BLOCK) // row)
     found = torch.zeros(opened.samples, dtype=torch.float64)
+    lists = together(preconditioner, arrays)
     for start in range(0, opened.samples, step):
-        for names in [[name] for name in arrays] if preconditioner is None else preconditioner.together(arrays):
+        for names in lists:
             lent = {name: arrays[name].lent(start, start + step) for name in names}
             rows = {name: each.to(accumulation_dtype(each.dtype)) for name, each in lent.items()}
             turned = rows if preconditioner is None else preconditioner(ASKED, rows, {})

@@ -38,8 +38,11 @@ def require_loss(asked: str, loss: Any) -> None:
 
 
 def _described(value: Any) -> str:
-    if isinstance(value, str):
-        return repr(value)
+    return repr(value) if isinstance(value, str) else class_words(value)
+
+
+def class_words(value: Any) -> str:
+    """Return the words for a value's class in messages; for a class, its own name."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -76,17 +75,19 @@ def take_turns(
     rounds: int,
     least_seconds: float = 0.05,
     tick: Callable[[], None] = lambda: None,
+    synchronize: Callable[[], None] = lambda: None,
 ) -> dict[str, Timing]:
     """Time contestants in turns; ``calls`` must be warm and must hold ``"plain"``.
 
     A turn repeats its call until ``least_seconds`` have gone by, as found in one trial turn. As in a
     training loop, what a call returns is freed inside the clock, and what a library leaves on
     parameters stays there until its next call. The order is shuffled anew each round (seeded), so that
-    nobody always follows the same neighbour's cache and heap.
+    nobody always follows the same neighbour's cache and heap. ``synchronize`` waits for a device: the clock
+    starts and stops when it has nothing left to do.
     """
     repeats = {}
     for name, call in calls.items():
-        once = _turn(call, 1)
+        once = _turn(call, 1, synchronize)
         repeats[name] = max(1, min(1000, round(least_seconds / max(once, 1e-6))))
     order = list(calls)
     shuffle = random.Random(0)
@@ -94,7 +95,7 @@ def take_turns(
     for _ in range(rounds):
         shuffle.shuffle(order)
         for name in order:
-            taken[name].append(_turn(calls[name], repeats[name]))
+            taken[name].append(_turn(calls[name], repeats[name], synchronize))
             tick()
     plain = taken["plain"]
     return {
@@ -108,11 +109,13 @@ def take_turns(
     }
 
 
-def _turn(call: Call, repeats: int) -> float:
+def _turn(call: Call, repeats: int, synchronize: Callable[[], None]) -> float:
     gc.collect()
+    synchronize()
     start = time.perf_counter()
     for _ in range(repeats):
         call()
+    synchronize()
     return (time.perf_counter() - start) / repeats
 
 
@@ -182,6 +185,8 @@ def peak(problem: str, quantity: str, contestant: str, threads: int, processes: 
     Raises:
         Gap: it cannot take part, or went over the limit.
     """
+    import psutil  # type: ignore[import-untyped]  # steps on a GPU take the rest of this file without it
+
     limit = int(psutil.virtual_memory().available * 3 // 4)
     command = [sys.executable, "-m", "benchmarks.measure", problem, quantity, contestant]
     command += [str(threads), str(limit)]

@@ -22,9 +22,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu.device import ROOT, Options, Record, environment, settle
-from benchmarks.gpu.page import outcome, page
+from benchmarks.gpu.device import Options, settle, surroundings
+from benchmarks.gpu.page import outcome, page, shown
 from benchmarks.gpu.steps import STEPS
+from benchmarks.measure import ROOT
+from benchmarks.run import Record
 
 LEAST = 20.0
 """Seconds below which no step is started."""
@@ -107,7 +109,8 @@ def read(folder: Path) -> dict[str, Record]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}  # type: ignore[no-any-return]
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
 
 
 def write(path: Path, content: Record) -> None:
@@ -130,15 +133,6 @@ def summary(found: dict[str, Record]) -> Table:
     return table
 
 
-def shown(value: Any) -> str:
-    """Format a figure, or several, to three digits."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {shown(each)}" for key, each in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(shown, value))
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
 # -------------------------------------------------------------------------- inside of a step
 
 
@@ -149,7 +143,7 @@ def run_cases(step: str, options: Options, folder: Path, names: Collection[str] 
         torch.set_num_threads(2)
     path = folder / f"{step}.json"
     content = _read(path) or {"step": step, "title": STEPS[step].title, "cases": {}}
-    content["environment"] = environment(options)
+    content["environment"] = surroundings(options)
     for name, case in STEPS[step].cases(options).items():
         if name in content["cases"] or (names and name not in names):
             continue

@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
-import platform
-import random
-import subprocess
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib import metadata
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,10 +12,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.measure import take_turns
+from benchmarks.run import Record, environment
 from packprop.engine.memory.live import LiveBytes
 
-ROOT = Path(__file__).resolve().parents[2]
-Record = dict[str, Any]
 Call = Callable[[], Any]
 
 
@@ -46,30 +37,21 @@ class Options:
     def on_gpu(self) -> bool:
         return self.device != "cpu"
 
+    @property
+    def rounds(self) -> int:
+        """Turns of each call that is timed."""
+        return 3 if self.small else 7
 
-def environment(options: Options) -> Record:
+    def synchronize(self) -> None:
+        """Wait until the device has nothing left to do."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+
+def surroundings(options: Options) -> Record:
     """Return what a reader needs in order to judge or repeat the figures."""
-
-    def version(name: str) -> str | None:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            return None
-
-    def git(*arguments: str) -> str | None:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    found: Record = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain", "--", "packprop", "benchmarks", "tests")),
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "device": options.device,
-        "small": options.small,
-        "versions": {name: version(name) for name in ("torch", "numpy", "opacus")},
-    }
+    found = environment(torch.get_num_threads(), options.rounds, processes=1)
+    found |= {"device": options.device, "small": options.small}
     if options.on_gpu:
         properties = torch.cuda.get_device_properties(0)
         found |= {
@@ -89,44 +71,22 @@ def exact_matrix_products() -> None:
 def settle(options: Options) -> None:
     """Wait for the device, and give back what nobody holds."""
     gc.collect()
+    options.synchronize()
     if options.on_gpu:
-        torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
-def seconds_of(call: Call, repeats: int, options: Options) -> float:
-    """Return the seconds of one call; the clock starts and stops when the device has nothing left to do."""
-    gc.collect()
-    if options.on_gpu:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    if options.on_gpu:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / repeats
-
-
-def in_turns(calls: Mapping[str, Call], rounds: int, options: Options, least: float = 0.1) -> Record:
-    """Time calls in turns; return for each the median seconds, and the median over the first of the same turn.
+def in_turns(calls: Mapping[str, Call], options: Options) -> Record:
+    """Time calls in turns; return for each the median seconds, and the median over ``"plain"`` in a turn.
 
     Each call runs before, so that all are warm.
     """
-    once = {name: min(seconds_of(call, 1, options) for _ in range(2)) for name, call in calls.items()}
-    repeats = {name: max(1, min(200, round(least / max(each, 1e-6)))) for name, each in once.items()}
-    order, shuffle = list(calls), random.Random(0)
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        shuffle.shuffle(order)
-        for name in order:
-            taken[name].append(seconds_of(calls[name], repeats[name], options))
-    base = taken[next(iter(calls))]
+    for call in [*calls.values(), *calls.values()]:
+        call()
+    timings = take_turns(calls, options.rounds, least_seconds=0.1, synchronize=options.synchronize)
     return {
-        name: {
-            "seconds": median(own),
-            "over_first": median(mine / other for mine, other in zip(own, base, strict=True)),
-        }
-        for name, own in taken.items()
+        name: {"seconds": each.seconds.median, "over_plain": each.over_plain.median}
+        for name, each in timings.items()
     }
 
 
@@ -159,7 +119,8 @@ class _Waits(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.operations, self.waits = 0, {}  # type: ignore[var-annotated]
+        self.operations = 0
+        self.waits: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operations += 1

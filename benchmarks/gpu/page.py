@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-Record = dict[str, Any]
+from benchmarks.run import Record
 
 
 def outcome(record: Record) -> str:
@@ -76,6 +76,13 @@ def _figures(record: Record) -> dict[str, str]:
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    return shown(value)
+
+
+def shown(value: Any) -> str:
+    """Format a figure, or several, to three digits."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {shown(each)}" for key, each in value.items())
     if isinstance(value, list):
-        return ", ".join(map(_text, value))
+        return ", ".join(map(shown, value))
     return f"{value:.3g}" if isinstance(value, float) else str(value)

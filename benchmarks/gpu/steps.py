@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 import packprop
+from benchmarks.clipping import opacus_ghost
 from benchmarks.contestants import CONTESTANTS, Gap, Quantity
 from benchmarks.gpu.device import (
-    ROOT,
     Options,
-    Record,
     exact_matrix_products,
     in_turns,
     peak_of,
@@ -33,7 +32,9 @@ from benchmarks.gpu.device import (
 )
 from benchmarks.gpu.problems import LARGE, MEDIUM, SMALL, built, moved
 from benchmarks.matrix import counts
+from benchmarks.measure import ROOT
 from benchmarks.problems import Task
+from benchmarks.run import Record
 from packprop import extensions
 from packprop.engine.algebra import kronecker
 from packprop.engine.memory.plan import BudgetTooSmall
@@ -120,6 +121,10 @@ def source() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
+def _drawing(name: str, **options: Any) -> Any:
+    return getattr(extensions, name)(generator=source(), **options)
+
+
 ASKED: dict[str, Callable[[], Any]] = {
     **{
         name: getattr(extensions, name)
@@ -129,9 +134,11 @@ ASKED: dict[str, Callable[[], Any]] = {
         )
     },
     **{
-        name: lambda name=name: getattr(extensions, name)(generator=source())  # type: ignore[misc]
-        for name in ("DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "KFAC", "EKFAC", "DiagHessianMC")
+        name: partial(_drawing, name)
+        for name in ("DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "KFAC", "DiagHessianMC")
     },
+    # fewer draws than rows leave some eigenvectors arbitrary, along which fresh draws have eigenvalues
+    "EKFAC": partial(_drawing, "EKFAC", mc_samples=16),
     **{name: getattr(extensions, name) for name in ("HMP", "GGNMP", "PCHMP")},
 }
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -238,7 +245,7 @@ def _planned(makers: Any, name: str, quantity: str, options: Options) -> Record:
         for parameter in task.model.parameters():
             vars(parameter).pop(make().savefield, None)
         task.model.zero_grad()
-        real = peak_of(lambda plan=plan: passed(task, make(), memory=plan), there, options)  # type: ignore[misc]
+        real = peak_of(partial(passed, task, make(), memory=plan), there, options)
         points.append({"budget": budget, "predicted": plan.peak, "measured": real["bytes"], "by": real["by"]})
     ratios = [point["measured"] / point["predicted"] for point in points]
     return {
@@ -270,7 +277,7 @@ def _out_of_memory(options: Options) -> Record:
                 passed(task, extensions.Variance())
             said = [str(each.message) for each in caught if issubclass(each.category, PackpropWarning)]
             pairs = zip(task.model.parameters(), expected, strict=True)
-            off = max((p.variance - other).abs().max().item() for p, other in pairs)  # type: ignore[attr-defined]
+            off = max((p.variance - other).abs().max().item() for p, other in pairs)  # type: ignore[attr-defined]  # saved
             largest = max(other.abs().max().item() for other in expected)
             found["tried"].append({"share": share, "warnings": said[:3], "difference": off / largest})
         except torch.OutOfMemoryError as error:
@@ -307,7 +314,7 @@ def _speed(makers: Any, name: str, quantity: str, options: Options) -> Record:
     peers: dict[str, Callable[[], Callable[[], Any]]] = {}
     if quantity == "clipping":
         calls["packprop"] = partial(_clipped, task)
-        peers["Opacus"] = lambda: _opacus_clipping(built(makers, name, options.device, torch.bfloat16))
+        peers["Opacus"] = lambda: opacus_ghost(built(makers, name, options.device, torch.bfloat16))
     else:
         calls["packprop"] = partial(passed, task, getattr(extensions, SPEED[quantity])())
         for shown, contestant in PEERS.get(quantity, {}).items():
@@ -325,7 +332,7 @@ def _speed(makers: Any, name: str, quantity: str, options: Options) -> Record:
         except (Gap, ImportError, torch.OutOfMemoryError, RuntimeError, NotImplementedError) as error:
             calls.pop(peer, None)
             found["skipped_peers"][peer] = f"{type(error).__name__}: {error}"[:300]
-    timings = in_turns(calls, 3 if options.small else 7, options)
+    timings = in_turns(calls, options)
     for key, call in calls.items():
         task.model.zero_grad()
         _forget(task)
@@ -333,7 +340,7 @@ def _speed(makers: Any, name: str, quantity: str, options: Options) -> Record:
         timings[key]["peak"] = peak_of(call, there, options)["bytes"]
     first = timings["plain"]
     return found | {
-        "time_over_plain": {key: each["over_first"] for key, each in timings.items()},
+        "time_over_plain": {key: each["over_plain"] for key, each in timings.items()},
         "peak_over_plain": {key: each["peak"] / first["peak"] for key, each in timings.items()},
         "plain_seconds": first["seconds"],
         "timings": timings,
@@ -345,12 +352,6 @@ def _clipped(task: Task) -> None:
     loss = task.loss(task.model(task.inputs), task.targets)
     with packprop.clipped_gradients(max_norm=1.0):
         loss.backward()
-
-
-def _opacus_clipping(task: Task) -> Callable[[], Any]:
-    from benchmarks.clipping import opacus_ghost  # it needs packages that a machine with a GPU may not have
-
-    return opacus_ghost(task)
 
 
 def _forget(task: Task) -> None:
@@ -446,8 +447,8 @@ def _graphs(makers: Any, name: str, quantity: str, backend: str, options: Option
     both = [tuple(map(list, map(tensors_in, (vars(a)[field], vars(b)[field])))) for a, b in pairs]
     largest = max(other.abs().max().item() for _, others in both for other in others)
     off = max((x - y).abs().max().item() for mine, others in both for x, y in zip(mine, others, strict=True))
-    timings = in_turns(calls, 3 if options.small else 7, options)
-    found: Record = {"time_over_plain": {key: each["over_first"] for key, each in timings.items()}}
+    timings = in_turns(calls, options)
+    found: Record = {"time_over_plain": {key: each["over_plain"] for key, each in timings.items()}}
     if not sampled:  # each of them draws its own numbers
         found["difference"] = off / largest
     return found | {"says": str(step), "timings": timings}

@@ -9,17 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.decoder import Decoder
-from benchmarks.problems import CausalModel, ClassesSecond, First, Task
+from benchmarks.problems import (
+    CausalModel,
+    ClassesSecond,
+    First,
+    Task,
+    random_images,
+    random_vectors,
+    tokens,
+)
 from packprop.engine.tensors.nesting import map_tensors
-
-
-def _images(samples: int, size: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(samples, 3, size, size), torch.randint(10, (samples,))
-
-
-def _tokens(samples: int, words: int, length: int) -> tuple[Tensor, Tensor]:
-    drawn = torch.randint(words, (samples, length + 1))
-    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
 def _mlp() -> nn.Module:
@@ -62,12 +61,12 @@ def _gpt(words: int, width: int, heads: int, layers: int, length: int) -> Callab
 Maker = tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]
 
 SMALL: dict[str, Maker] = {
-    "mlp": (_mlp, lambda: (torch.randn(6, 12), torch.randint(10, (6,)))),
-    "convolutions": (_convolutions, lambda: _images(4, 9)),
-    "lstm": (_recurrent(nn.LSTM), lambda: _tokens(4, 5, 6)),
-    "gru": (_recurrent(nn.GRU), lambda: _tokens(4, 5, 6)),
-    "gpt": (_gpt(13, 16, 2, 2, 6), lambda: _tokens(4, 13, 6)),
-    "llama": (_decoder(13, 2, 16, 2, 24), lambda: _tokens(4, 13, 6)),
+    "mlp": (_mlp, lambda: random_vectors(6, 12, 10)),
+    "convolutions": (_convolutions, lambda: random_images(4, size=9)),
+    "lstm": (_recurrent(nn.LSTM), lambda: tokens(4, 5, 6)),
+    "gru": (_recurrent(nn.GRU), lambda: tokens(4, 5, 6)),
+    "gpt": (_gpt(13, 16, 2, 2, 6), lambda: tokens(4, 13, 6)),
+    "llama": (_decoder(13, 2, 16, 2, 24), lambda: tokens(4, 13, 6)),
 }
 """For values: every kind of node, few numbers."""
 
@@ -76,16 +75,16 @@ MEDIUM: dict[str, Maker] = {
         lambda: nn.Sequential(
             nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
         ),
-        lambda: (torch.randn(256, 784), torch.randint(10, (256,))),
+        lambda: random_vectors(256, 784, 10),
     ),
-    "convolutions": (lambda: _convolutions(64), lambda: _images(64, 32)),
-    "gpt": (_gpt(8192, 256, 4, 4, 256), lambda: _tokens(8, 8192, 256)),
+    "convolutions": (lambda: _convolutions(64), lambda: random_images(64, size=32)),
+    "gpt": (_gpt(8192, 256, 4, 4, 256), lambda: tokens(8, 8192, 256)),
 }
 """For bytes, kernels and graphs: a few milliseconds each."""
 
 LARGE: dict[str, Maker] = {
-    "gpt2": (_gpt(50257, 768, 12, 12, 1024), lambda: _tokens(8, 50257, 512)),
-    "llama-1b": (_decoder(32000, 16, 2048, 32, 5632), lambda: _tokens(8, 32000, 512)),
+    "gpt2": (_gpt(50257, 768, 12, 12, 1024), lambda: tokens(8, 50257, 512)),
+    "llama-1b": (_decoder(32000, 16, 2048, 32, 5632), lambda: tokens(8, 32000, 512)),
 }
 """For speed, in bfloat16: GPT-2's shape with a head of its own, 163 million parameters, and 953 million."""
 

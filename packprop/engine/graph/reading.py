@@ -347,7 +347,8 @@ class Reading:
         The finding is kept for graphs of the same structure.
         """
         is_layer = _is_layer(node, use.recorded.shapes[0], samples) and not _is_contracted(node, given)
-        if is_layer and not self._constants.are_known(node):
+        is_weight = set(given).issubset(WEIGHTS.get(name_of_node(node), ()))  # of a layer whose input is known
+        if is_layer and not (is_weight and self._constants.are_known(node)):
             return False
         if len(_PARAMETRIC) >= MANY:
             _PARAMETRIC.clear()

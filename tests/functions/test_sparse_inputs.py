@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import packprop
-from packprop import extensions
+from packprop import PackpropError, extensions
 from packprop.types import Extension
 from tests.references.running import assert_near
 
@@ -38,3 +39,13 @@ def test_rows_and_curvature(name: str) -> None:
 
     for extension in (extensions.BatchGrad(), extensions.BatchL2Grad(), extensions.DiagGGNExact()):
         assert_near(passed(extension, PRODUCTS[name]), passed(extension, F.linear), name, 1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("name", [name for name in PRODUCTS if name != "sparse.mm"])  # a node of its own
+def test_sparse_inputs_in_checkpoints_are_refused(name: str) -> None:
+    weight = nn.Parameter(torch.ones(3, 4))
+    x = torch.ones(5, 4)
+    loss = F.cross_entropy(checkpoint(PRODUCTS[name], x, weight, use_reentrant=False), torch.arange(5) % 3)
+    with pytest.raises(PackpropError, match="in a checkpoint"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()

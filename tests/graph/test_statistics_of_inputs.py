@@ -1,4 +1,4 @@
-"""Statistics of the batch behind a parameter that meets the inputs entry by entry, as the guide describes them."""
+"""Averages of the batch behind a parameter that meets the inputs entry by entry, as the guide has it."""
 
 from __future__ import annotations
 

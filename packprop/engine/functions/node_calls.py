@@ -27,6 +27,7 @@ from packprop.engine.functions.nodes import RESHAPES, made_by, name_of_node, sav
 from packprop.engine.functions.saved import saved_again, saved_tensor
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.traced import is_traced
+from packprop.errors import PackpropError
 
 MANY = 1024
 """The largest number of nodes to remember."""
@@ -165,9 +166,21 @@ class NodeCall:
         index in its ``ctx.saved_tensors``.
         """
         if not self.holds:
-            return lambda: saved_tensor(self.node, name)
-        tensor: Tensor = saved_tensor(self.node, name)
+            return lambda: self._read(name)
+        tensor = self._read(name)
         return lambda: tensor
+
+    def _read(self, name: str | int) -> Tensor:
+        tensor: Tensor = saved_tensor(self.node, name)
+        if tensor.layout is torch.strided or not isinstance(name, str):  # a user's rule may take any layout
+            return tensor
+        raise PackpropError(
+            "A quantity beyond the gradient was asked for.",
+            f"{self.node.name()}, in a checkpoint",
+            f"it takes a constant of the layout {tensor.layout}: packprop calls such products for each sample, "
+            "and sees the layout only where no checkpoint keeps the constant",
+            "leave this product out of the checkpoint, or give it a dense tensor, x.to_dense()",
+        )
 
     def option(self, name: str) -> Any:
         """Return a number or a list that the node saved."""

@@ -25,7 +25,7 @@ from packprop.engine.functions.nodes import (
     name_of_node,
     names_of_nodes,
 )
-from packprop.engine.functions.saved import raw_names
+from packprop.engine.functions.saved import keeps_elsewhere, raw_names
 
 SUMS = names_of_nodes("Add Sub Rsub Stack Cat")
 """Sums of the inputs, or their concatenation."""
@@ -165,10 +165,14 @@ MATRIX_PRODUCTS = {
 
 
 def takes_sparse(node: Node) -> bool:
-    """Tell whether a product of matrices took a sparse one, which is a constant."""
+    """Tell whether a product of matrices took a sparse one, which is a constant.
+
+    In a checkpoint, which would have to run again, the product counts as one of dense matrices.
+    """
     names = MATRIX_PRODUCTS.get(name_of_node(node), ())
-    constants = names and any(above is None for above, _ in node.next_functions)
-    return bool(constants) and any(is_sparse(getattr(node, name, None)) for name in names)
+    if not names or all(above is not None for above, _ in node.next_functions) or keeps_elsewhere(node):
+        return False
+    return any(is_sparse(getattr(node, name, None)) for name in names)
 
 
 def is_sparse(value: Any) -> bool:

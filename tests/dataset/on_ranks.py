@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -55,6 +56,7 @@ def asked() -> list[Any]:
 def computed(data: Any, reduction: str = "mean", given: list[Any] | None = None, **options: Any) -> Any:
     """The values, number of samples and loss, in a form that can be sent."""
     model, loss = options.pop("model", None) or network(), nn.CrossEntropyLoss(reduction=reduction)
+    loss = options.pop("loss", loss)
     found = packprop.compute(model, loss, data, asked() if given is None else given, progress=False, **options)
     found = found.whole()
     plain = {name: dict(values) for name, values in found.items()}
@@ -116,6 +118,10 @@ def every_form(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+def by_size(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="sum") / len(targets)
+
+
 def refusals(rank: int, world: int) -> dict[str, str]:
     """What is said, on this rank, of what does not go together."""
     x, y = samples()
@@ -138,6 +144,9 @@ def refusals(rank: int, world: int) -> dict[str, str]:
         "read once": lambda: computed(iter([(x, y)])),
         "fails on one": lambda: computed(broken(), given=[mean]),
         "other reductions": lambda: computed([(x, y)], "mean" if first else "sum", given=[mean]),
+        "other factors": lambda: computed(
+            [(x[:9], y[:9]) if first else (x[9:], y[9:])], loss=by_size, given=[mean]
+        ),
         "sampler that pads": lambda: computed(padded),
         "unknown ranks": lambda: computed((x, y), ranks="some"),
         "nothing": lambda: computed([]),

@@ -72,6 +72,7 @@ SAID = {
     "read once": ("these data can be read once", "these data can be read once"),
     "fails on one": ("rank 1\n  why:     it has failed", "the disk is gone"),
     "other reductions": ("by its reduction of the loss: mean there, sum here",) * 2,
+    "other factors": ("multiplies the loss by",) * 2,
     "sampler that pads": ("it gives 1 of them twice",) * 2,
     "unknown ranks": ("it does not say whose samples",) * 2,
     "nothing": ("no samples were in any batch",) * 2,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.applications.compiled.passes import Outcome
-from packprop.applications.dataset.loss_terms import loss_terms, number_of_terms
+from packprop.applications.dataset.loss_terms import add_weights, is_scaled, loss_terms, number_of_terms
 from packprop.applications.dataset.parts import Part, drawn_in_each_reading
 from packprop.applications.dataset.ranks import Ranks
 from packprop.applications.dataset.state import MergedResults
@@ -35,6 +35,7 @@ from packprop.engine.tensors import (
     abandon_forward,
     coming_to_units,
     is_traced,
+    map_tensors,
     named_parameters,
     outputs_and_loss,
     reshard,
@@ -53,12 +54,14 @@ class Found(NamedTuple):
         samples: The number of its samples.
         reduction: The reduction of its loss.
         terms: The divisor of its loss.
+        weights: The weights of its terms.
         rows: Results by the name of the parameter, with its precision.
     """
 
     samples: int
     reduction: str
     terms: Tensor | float
+    weights: Tensor
     rows: dict[str, tuple[torch.dtype, dict[Part, list[Any]]]]
 
 
@@ -111,11 +114,13 @@ class BatchPass:
 
     def run(self, inputs: Any, targets: Any) -> Tensor:
         """Run the pass, and merge the results of each parameter as they come; return the loss."""
-        loss, graph = self._recorded(inputs, targets)
+        outputs, loss, graph = self._recorded(inputs, targets)
         with self._put_together(graph):
             self._settle(graph)
-            reduction, divisor = loss_terms(graph)
+            reduction, divisor, weights = loss_terms(graph)
             terms = number_of_terms(divisor)
+            add_weights(self.merged.weights, weights, terms, graph.samples, self.loss, outputs, targets)
+            del outputs
 
             def done(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
                 name, dtype = self._name_of(graph, leaf), graph.home(leaf).dtype
@@ -128,18 +133,18 @@ class BatchPass:
 
     def take_part(self, inputs: Any, targets: Any) -> None:
         """Run the pass because other ranks need this one in it; merge nothing."""
-        _, graph = self._recorded(inputs, targets)
+        *_, graph = self._recorded(inputs, targets)
         with self._put_together(graph):
             settle_loss_inputs(graph, self.parts)
             check_graph(graph)
-            with _quiet_without(number_of_terms(loss_terms(graph)[1])):
+            with _quiet_without(number_of_terms(loss_terms(graph).divisor)):
                 self._backward(graph, _dropped)
 
     def run_apart(self, parameters: Sequence[Tensor], inputs: Any, targets: Any) -> Outcome:
         """Run the pass, and merge nothing."""
-        loss, graph = self._recorded(inputs, targets)
+        _, loss, graph = self._recorded(inputs, targets)
         self._settle(graph)
-        reduction, terms = loss_terms(graph)
+        reduction, terms, weights = loss_terms(graph)
         rows: dict[str, tuple[torch.dtype, dict[Part, list[Any]]]] = {}
 
         def done(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
@@ -148,12 +153,13 @@ class BatchPass:
         samples = graph.samples
         with contextlib.nullcontext() if is_traced() else _quiet_without(float(terms)):
             self._backward(graph, done)
-        return Outcome(loss, {}, {FOUND: Found(samples, reduction, terms, rows)}, [])
+        return Outcome(loss, {}, {FOUND: Found(samples, reduction, terms, weights, rows)}, [])
 
     def deliver(self, parameters: Sequence[Tensor], outcome: Outcome) -> Tensor:
         """Merge the results of a pass or its graph; return the loss."""
         found: Found = outcome.results[FOUND]
         terms = number_of_terms(found.terms)
+        self.merged.weights.add(found.weights, terms)
         for name, (dtype, rows) in found.rows.items():
             self._merge(name, dtype, found.samples, terms, rows)
         self._count(found.samples, found.reduction, terms, outcome.loss)
@@ -162,8 +168,8 @@ class BatchPass:
     def clear(self, parameters: Sequence[Tensor], outcome: Outcome) -> None:
         """Leave nothing on parameters."""
 
-    def _recorded(self, inputs: Any, targets: Any) -> tuple[Tensor, Graph]:
-        """Run the forward pass; return its loss, and its graph."""
+    def _recorded(self, inputs: Any, targets: Any) -> tuple[Any, Tensor, Graph]:
+        """Run the forward pass; return its outputs if they are needed, its loss, and its graph."""
         if self.sharded is None:
             return self._forward(inputs, targets)
         try:
@@ -175,15 +181,16 @@ class BatchPass:
             raise
         return found
 
-    def _forward(self, inputs: Any, targets: Any) -> tuple[Tensor, Graph]:
+    def _forward(self, inputs: Any, targets: Any) -> tuple[Any, Tensor, Graph]:
         with torch.enable_grad(), record():
-            _, value = outputs_and_loss(self.asked, self.model, self.loss, inputs, targets)
+            outputs, value = outputs_and_loss(self.asked, self.model, self.loss, inputs, targets)
         graph = walk([value], [None], None, unshards=self.sharded is not None)
         if self.sharded is not None:
             require_sharded(graph, self.parts, self.sharded.all, create_graph=False, planned=False)
         if is_traced():
             graph.hooks.require_none()
-        return value.detach(), graph
+        keeps = is_scaled(graph) and not self.merged.weights.own
+        return map_tensors(Tensor.detach, outputs) if keeps else None, value.detach(), graph
 
     def _settle(self, graph: Graph) -> None:
         """Find the samples, and give their losses to the store if it takes them."""

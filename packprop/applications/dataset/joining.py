@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from packprop.applications.dataset.one_loss import require_same_weights
 from packprop.applications.dataset.rank_files import Own
 from packprop.applications.dataset.saved import ASKED
 from packprop.applications.dataset.sources import Samples
@@ -74,5 +75,7 @@ def _join(into: MergedResults, other: MergedResults) -> None:
     into.terms = into.terms + other.terms if is_mean else into.terms or other.terms
     into.loss = into.loss + other.loss
     into.reduction = into.reduction or other.reduction
+    require_same_weights([into.weights, other.weights])
+    into.weights = into.weights if into.weights.own else other.weights
     terms = into.again[1] + other.again[1] if is_mean else into.again[1] or other.again[1]
     into.again = [into.again[0] + other.again[0], terms]

@@ -1,17 +1,37 @@
-"""The reduction of a batch's loss, and its divisor: by these a batch gets its weight among others."""
+"""The reduction of a batch's loss, and its divisor: by these a batch gets its weight among others.
+
+# NOTE [Weights of terms]
+packprop puts the results of batches together as if the loss were a sum over terms, and divides by the number of
+all terms. The divisor of PyTorch's loss function tells how many terms a batch has, but the user may multiply or
+divide the loss afterwards: ``F.cross_entropy(f, y, reduction="sum") / len(y)`` is no sum over the terms of all
+batches. So packprop reads the weight of each term in the backward pass: the factor on the value of the loss
+function, over its divisor. Times the terms of the batch, it is the same in all batches of one loss. Where it is
+not one, batches of equal size may hide that it depends on the size: packprop calls the loss once more on all
+rows but one, and compares.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from packprop.applications.dataset.one_loss import TermWeights, not_one_loss
+from packprop.engine.curvature import factors_on_losses
 from packprop.engine.functions import describe
-from packprop.engine.graph import Graph
+from packprop.engine.graph import Graph, walk
 from packprop.engine.passes import reduction_and_divisor
-from packprop.engine.recording import RecordedLoss
-from packprop.errors import PackpropError
+from packprop.engine.recording import RecordedLoss, record
+from packprop.engine.tensors import (
+    LossFunction,
+    accumulation_dtype,
+    map_tensors,
+    random_states,
+    set_random_states,
+)
 
 TELL = (
     "write it as a module without parameters that takes the model's output and the targets, with an "
@@ -21,18 +41,31 @@ TELL = (
 """Advice on a loss that is none of torch's."""
 
 
-def loss_terms(graph: Graph) -> tuple[str, Tensor | float]:
-    """Return the reduction of the batch's loss (``"mean"`` or ``"sum"``), and its divisor.
+class LossTerms(NamedTuple):
+    """The terms of a batch's loss.
 
-    The divisor of several means is the number of samples, which all have the same part of each; ``NaN`` if they
-    have not.
+    Args:
+        reduction: ``"mean"`` or ``"sum"``.
+        divisor: The divisor of the loss. That of several means is the number of samples, which all have the
+            same part of each; ``NaN`` if they have not.
+        weights: The smallest and the largest weight of a term, times the divisor ``[2]``; see NOTE [Weights of
+            terms].
+    """
+
+    reduction: str
+    divisor: Tensor | float
+    weights: Tensor
+
+
+def loss_terms(graph: Graph) -> LossTerms:
+    """Return the terms of the batch's loss.
 
     Raises:
         PackpropError: If it is not known.
     """
     calls = [loss.call for loss in graph.losses]
     if graph.without_loss or not calls:
-        raise _unknown(
+        raise not_one_loss(
             "the loss of a batch, part of which no loss function makes that packprop knows",
             "nothing tells what that part is divided by, so that batches cannot be given their weight",
             "write it with loss functions of torch, F.mse_loss(a, b) for (a - b).square().mean(), and give "
@@ -42,7 +75,7 @@ def loss_terms(graph: Graph) -> tuple[str, Tensor | float]:
     for call in calls:
         known = reduction_and_divisor(call)
         if known is None:
-            raise _unknown(
+            raise not_one_loss(
                 f"the loss {call.function.__name__}",
                 "what it is divided by is not known, so that batches cannot be given their weight",
                 f"use a loss function of torch with reduction='mean' or reduction='sum'; or {TELL}",
@@ -50,11 +83,84 @@ def loss_terms(graph: Graph) -> tuple[str, Tensor | float]:
         found.append(known)
     if len({reduction for reduction, _ in found}) > 1:
         names = [f"{call.function.__name__} ({each})" for call, (each, _) in zip(calls, found, strict=True)]
-        raise _unknown(
+        raise not_one_loss(
             f"the loss of a batch, made of {', '.join(names)}",
             "a batch has another weight in a mean than in a sum",
             "give all of its loss functions the same reduction",
         )
+    reduction, divisor = _together(graph, calls, found)
+    factors = {id(loss.call): factor.sum() for loss, factor in factors_on_losses(graph)}
+    weights = []
+    for call, (_, own) in zip(calls, found, strict=True):
+        factor = factors[id(call)]
+        weight = factor.to(accumulation_dtype(factor.dtype)) * divisor / own
+        weights.append(weight.to(factor).to(graph.roots[0].device))
+    return LossTerms(reduction, divisor, torch.stack(torch.stack(weights).aminmax()))
+
+
+def is_scaled(graph: Graph) -> bool:
+    """Tell whether the user computes with the value of the loss function, so that it may have a factor."""
+    nodes = {loss.node for loss in graph.losses}
+    return any(root.grad_fn not in nodes for root in graph.roots)
+
+
+def add_weights(
+    before: TermWeights,
+    weights: Tensor,
+    terms: float,
+    samples: int,
+    loss: LossFunction | None,
+    outputs: Any,
+    targets: Any,
+) -> None:
+    """Add the weights of a batch to those of the batches before; see NOTE [Weights of terms].
+
+    Args:
+        before: The weights in the batches before.
+        weights: The weights of the batch.
+        terms: The divisor of its loss.
+        samples: The number of its samples.
+        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
+        outputs: What the model made of the first batch.
+        targets: Its targets.
+
+    Raises:
+        PackpropError: If the weights differ.
+    """
+    is_first = not before.own
+    before.add(weights, terms)
+    if is_first and before.may_depend_on_size and loss is not None and samples > 1:
+        before.fewer = _weights_of_fewer(loss, outputs, targets, samples)
+
+
+def _weights_of_fewer(loss: LossFunction, outputs: Any, targets: Any, samples: int) -> list[float]:
+    """Return the weights of the loss of all samples but the last; see NOTE [Weights of terms].
+
+    Return none if they cannot be had: outputs and targets need not have a row for each sample.
+    """
+
+    def fewer(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()[:-1] if tensor.dim() and len(tensor) == samples else tensor.detach()
+        return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+
+    before = random_states()
+    try:
+        with torch.enable_grad(), record():
+            value = loss(map_tensors(fewer, outputs), map_tensors(lambda t: fewer(t).detach(), targets))
+        graph = walk([value], [None], None)
+        graph.samples = samples - 1
+        found: list[float] = loss_terms(graph).weights.tolist()
+        return found if all(map(math.isfinite, found)) else []
+    except Exception:  # the user's loss may refuse these rows in any way
+        return []
+    finally:
+        set_random_states(before)
+
+
+def _together(
+    graph: Graph, calls: Sequence[RecordedLoss], found: Sequence[tuple[str, Tensor | float]]
+) -> tuple[str, Tensor | float]:
+    """Return the reduction and the divisor of a loss that several loss functions make up."""
     if len(found) == 1 or found[0][0] == "sum":
         return found[0]
     whole = [divisor == _all_terms(call) for call, (_, divisor) in zip(calls, found, strict=True)]
@@ -75,7 +181,7 @@ def number_of_terms(divisor: Tensor | float) -> float:
     """
     terms = float(divisor)
     if math.isnan(terms):
-        raise _unknown(
+        raise not_one_loss(
             "the loss of a batch, made of several means",
             "in one of them some samples count more than others (targets that are ignored, weights), so that a "
             "batch has another weight in it than in the rest",
@@ -89,7 +195,3 @@ def _all_terms(call: RecordedLoss) -> float:
     """Return the number of terms of a loss that counts each of them once."""
     axis = describe(call.function, call.args, call.kwargs).class_axis
     return call.shape.numel() / (1 if axis is None else call.shape[axis])
-
-
-def _unknown(where: str, why: str, instead: str) -> PackpropError:
-    return PackpropError("Quantities of a loss over several batches were asked for.", where, why, instead)

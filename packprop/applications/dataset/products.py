@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from packprop.applications.dataset.batches import Batches, described
 from packprop.applications.dataset.describing import Describer
-from packprop.applications.dataset.loss_terms import loss_terms, number_of_terms
+from packprop.applications.dataset.loss_terms import add_weights, loss_terms, number_of_terms
 from packprop.applications.dataset.progress import progress_bar
 from packprop.applications.dataset.state import MergedResults
 from packprop.applications.dataset.stream import is_empty
@@ -147,8 +147,7 @@ class DataProduct:
             live = LiveBytes()
             live.own([*self._fixed(), *vectors, *sums, *tensors_in(batch)], "")
             with live:
-                graph, value, product = self._forward(batch)
-                terms = self._count(graph, value, number, merged)
+                graph, product, terms = self._forward(batch, number, merged)
                 before = live.now
                 live.restart()
                 self._products(
@@ -157,8 +156,7 @@ class DataProduct:
                 fitting = self._fitting(before, live.peak - before, batch)
             self._sizes.append((size, fitting))
         else:
-            graph, value, product = self._forward(batch)
-            terms = self._count(graph, value, number, merged)
+            graph, product, terms = self._forward(batch, number, merged)
         for start in range(0, count if terms else 0, fitting):  # a mean over no terms: NaN times 0 shall be 0
             found = self._products(vectors, start, start + fitting, product)
             for total, part in zip(sums, found, strict=True):
@@ -169,22 +167,20 @@ class DataProduct:
         """Return the bytes that are there all the time."""
         return [each.detach() for _, each in [*named_parameters(self._model), *named_buffers(self._model)]]
 
-    def _forward(self, batch: Any) -> tuple[Graph, Tensor, Product]:
-        """Run the forward pass of a batch, its loss, and its products."""
+    def _forward(self, batch: Any, number: int, merged: MergedResults) -> tuple[Graph, Product, float]:
+        """Run the forward pass of a batch, and count it; return its products, and the divisor of its loss."""
         inputs, targets = map_tensors(lambda tensor: tensor.to(self._device), batch)
         with torch.enable_grad(), record(), sdpa_kernel(SDPBackend.MATH):
-            _, value = outputs_and_loss(self._asked, self._model, self._loss, inputs, targets)
+            outputs, value = outputs_and_loss(self._asked, self._model, self._loss, inputs, targets)
             graph = walk([value], [None], None)
             require_loss_inputs(graph)
             check_graph(graph)
-            return graph, value.detach(), graph_product(graph, self._matrix, self._parameters)
-
-    def _count(self, graph: Graph, value: Tensor, number: int, merged: MergedResults) -> float:
-        """Count a batch; return the divisor of its loss."""
-        reduction, divisor = loss_terms(graph)
+            product = graph_product(graph, self._matrix, self._parameters)
+        reduction, divisor, weights = loss_terms(graph)
         terms = number_of_terms(divisor)
-        merged.count(number, graph.samples, terms, value, reduction)
-        return terms
+        add_weights(merged.weights, weights, terms, graph.samples, self._loss, outputs, targets)
+        merged.count(number, graph.samples, terms, value.detach(), reduction)
+        return graph, product, terms
 
     def _products(self, vectors: list[Tensor], start: int, stop: int, product: Product) -> list[Tensor]:
         """Return products of a batch with the vectors from ``start`` to ``stop``."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packprop.applications.dataset.one_loss import TermWeights, require_same_weights, two_reductions
 from packprop.applications.dataset.parts import Part, needs_second_reading
 from packprop.applications.dataset.ranks import Ranks
 from packprop.applications.dataset.result import Result, Value
@@ -43,6 +44,7 @@ class MergedResults:
         terms: Terms of the loss so far, under a mean; under a sum the divisor of the loss.
         loss: The sum of all terms.
         reduction: The reduction of the loss.
+        weights: The weights of terms in the losses of batches.
         whole: Says that no batch is half merged; whoever adds batches says so when one is.
         again: Samples and terms so far of a second reading.
         batches: If results grow with the data: the number of each batch among those of all ranks, and the
@@ -58,6 +60,7 @@ class MergedResults:
     terms: float = 0.0
     loss: Tensor | float = 0.0
     reduction: str = ""
+    weights: TermWeights = field(default_factory=TermWeights)
     whole: bool = True
     again: list[float] = field(default_factory=lambda: [0, 0.0])
     batches: list[tuple[int, int]] = field(default_factory=list)
@@ -68,8 +71,10 @@ class MergedResults:
         If samples have results of their own, every batch must use each parameter.
         """
         if self.reduction not in ("", reduction):
-            raise _two_reductions(self.reduction, reduction)
+            raise two_reductions(self.reduction, reduction)
         self.reduction = reduction
+        if self.samples:
+            self.weights.require_any_size()
         self.samples += samples
         if any(row.over_n.grows for extension in self.extensions for row in extension.rows):
             self.batches.append((number, samples))
@@ -208,12 +213,12 @@ class MergedResults:
 
     def _terms_of(self, ranks: Ranks) -> tuple[float, str]:
         """Return terms of the losses of all ranks, and their reduction."""
-        told = [
-            (terms, reduction) for terms, reduction in ranks.each((self.terms, self.reduction)) if reduction
-        ]
+        each = ranks.each((self.terms, self.reduction, self.weights))
+        told = [(terms, reduction) for terms, reduction, _ in each if reduction]
+        require_same_weights([weights for *_, weights in each])
         reductions = {reduction for _, reduction in told}
         if len(reductions) > 1:
-            raise _two_reductions(*sorted(reductions))
+            raise two_reductions(*sorted(reductions))
         if reductions == {"mean"}:
             return sum(terms for terms, _ in told), "mean"
         return told[0] if told else (0.0, "")
@@ -320,6 +325,7 @@ class MergedResults:
             "terms": self.terms,
             "loss": self.loss,
             "reduction": self.reduction,
+            "weights": [self.weights.own, self.weights.fewer],
             "again": self.again,
             "batches": [list(batch) for batch in self.batches],
         }
@@ -336,12 +342,13 @@ class MergedResults:
         self.reached = dict(saved["reached"])
         self.samples, self.terms = saved["samples"], saved["terms"]
         self.loss, self.reduction, self.again = saved["loss"], saved["reduction"], saved["again"]
+        self.weights = TermWeights(*map(list, saved["weights"]))
         self.batches = [(number, samples) for number, samples in saved["batches"]]
 
     def restore_what_is_shared(self, saved: Mapping[str, Any]) -> None:
         """Restore the part for a rank whose own batches are all yet to come."""
         self.rotations = {(position, name): value for position, name, value in saved["rotations"]}
-        self.reduction = saved["reduction"]
+        self.reduction, self.weights = saved["reduction"], TermWeights(*map(list, saved["weights"]))
         self.terms = saved["terms"] if self.reduction == "sum" else 0.0
 
     def grows(self, key: Key) -> bool:
@@ -368,15 +375,6 @@ def _in_order(
         parts = piece.split([samples for _, samples in own], axis) if own else ()
         numbered += zip([number for number, _ in own], parts, strict=True)
     return [piece for _, piece in sorted(numbered, key=itemgetter(0))]
-
-
-def _two_reductions(first: str, second: str) -> PackpropError:
-    return PackpropError(
-        "Quantities of a loss over several batches were asked for.",
-        f"a loss that reduces by {first}, then by {second}",
-        "there is no one loss over all samples that they are parts of",
-        "use the same loss for every batch",
-    )
 
 
 def _require_same_rows(extension: Extension, name: str, axis: int, pieces: Sequence[Tensor]) -> None:

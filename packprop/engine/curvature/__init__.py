@@ -19,6 +19,7 @@ from packprop.engine.curvature.routes import Routes, choose_routes
 from packprop.engine.curvature.sample_losses import sample_losses
 from packprop.engine.curvature.second_order import (
     differentiating_twice,
+    factors_on_losses,
     require_passable,
     require_second_derivatives,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "differentiable_gradients",
     "differentiating_twice",
     "eigenvalues",
+    "factors_on_losses",
     "faulty_jacobian",
     "faulty_node",
     "ggn",

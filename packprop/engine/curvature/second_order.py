@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
@@ -17,7 +18,7 @@ from packprop.engine.functions.nodes import (
     is_without_second_derivative,
     is_wrong_in_second_order,
 )
-from packprop.engine.graph.graph import Graph
+from packprop.engine.graph.graph import Graph, ReachedLoss
 from packprop.engine.graph.own_backward import require_linear_backward, starts_of
 from packprop.engine.graph.pull import derivatives
 from packprop.engine.graph.search import nodes_above
@@ -176,6 +177,20 @@ def require_passable(outputs: Sequence[Tensor | GradientEdge], asked: str) -> No
 def named(graph: Graph) -> Callable[[Tensor], str]:
     """Return the function from a leaf to its name in messages."""
     return lambda leaf: f"parameter {graph.name(leaf)!r}"
+
+
+def factors_on_losses(graph: Graph) -> list[tuple[ReachedLoss, Tensor]]:
+    """Return the losses in the order of their calls, each with its factor, like the value of the loss function.
+
+    The factor is the gradient of the roots with respect to this value.
+    """
+    losses = sorted(graph.losses, key=lambda loss: loss.call.number)
+    if all(any(root.grad_fn is loss.node for root in graph.roots) for loss in losses):
+        seeds = {root.grad_fn: seed for root, seed in zip(graph.roots, graph.root_gradients(), strict=True)}
+        return [(loss, seeds[loss.node]) for loss in losses]
+    with graph.hooks.quiet():
+        found = gradients_at(graph, [loss.value for loss in losses])
+    return [(loss, torch.zeros(()) if each is None else each) for loss, each in zip(losses, found, strict=True)]
 
 
 def gradients_at(graph: Graph, ends: Sequence[Any], create_graph: bool = False) -> list[Tensor | None]:

@@ -8,9 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from packprop.engine.curvature.second_order import gradients_at
+from packprop.engine.curvature.second_order import factors_on_losses
 from packprop.engine.distributed.arriving import arrive
 from packprop.engine.distributed.merging import exchanged
 from packprop.engine.distributed.ranks import ASKED, AllRanks
@@ -81,16 +79,8 @@ def _described(extension: Extension) -> str:
 
 def losses_of(graph: Graph) -> tuple[LossTerms, ...]:
     """Return the loss functions of a rank's loss."""
-    losses = sorted(graph.losses, key=lambda loss: loss.call.number)
-    if all(any(root.grad_fn is loss.node for root in graph.roots) for loss in losses):
-        seeds = {root.grad_fn: seed for root, seed in zip(graph.roots, graph.root_gradients(), strict=True)}
-        factors = [seeds[loss.node] for loss in losses]
-    else:
-        with graph.hooks.quiet():
-            found = gradients_at(graph, [loss.value for loss in losses])
-        factors = [torch.zeros(()) if factor is None else factor for factor in found]
     terms = []
-    for loss, factor in zip(losses, factors, strict=True):
+    for loss, factor in factors_on_losses(graph):
         known = reduction_and_divisor(loss.call) if factor.numel() == 1 else None
         reduction, divisor = known or ("", math.nan)
         terms.append(LossTerms(reduction, float(divisor), float(factor.sum())))

@@ -1,0 +1,93 @@
+"""Refusals of batches whose losses are no parts of one loss over all samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from packprop.errors import PackpropError
+
+ROUNDING = 8
+"""The relative difference of factors on losses that counts as rounding, in units of their precision."""
+
+BETWEEN_SIZES = 1e-5
+"""This difference if the precision is not known: between ranks, and for a batch without a sample."""
+
+
+@dataclass
+class TermWeights:
+    """Weights of terms in the losses of batches, times the terms of a batch; see NOTE [Weights of terms].
+
+    Args:
+        own: The smallest and the largest weight in all batches so far; empty without terms.
+        fewer: Those in the first batch without its last sample; empty if they are not known.
+    """
+
+    own: list[float] = field(default_factory=list)
+    fewer: list[float] = field(default_factory=list)
+
+    @property
+    def may_depend_on_size(self) -> bool:
+        """Tell whether batches of one size may hide that they depend on it."""
+        return bool(self.own) and self.own != [1.0, 1.0]
+
+    def add(self, weights: Tensor, terms: float) -> None:
+        """Add the weights of a batch ``[2]``, whose loss was divided by ``terms``; without terms it has none.
+
+        Raises:
+            PackpropError: If they are not those of the batches before.
+        """
+        found: list[float] = weights.tolist() if terms else []
+        if all(map(math.isfinite, found)):
+            if self.own and found:
+                _require_same(self.own, found, ROUNDING * torch.finfo(weights.dtype).eps)
+            self.own = self.own or found
+
+    def require_any_size(self) -> None:
+        """Refuse further batches if the weights depend on the number of samples.
+
+        Raises:
+            PackpropError: If they do.
+        """
+        if self.fewer:
+            _require_same(self.own, self.fewer, BETWEEN_SIZES)
+
+
+def require_same_weights(weights: Sequence[TermWeights]) -> None:
+    """Refuse the losses of ranks if their terms have other weights."""
+    known = [each for each in weights if each.own]
+    for each in known[1:]:
+        each.require_any_size()
+        known[0].require_any_size()
+        _require_same(known[0].own, each.own, BETWEEN_SIZES)
+
+
+def _require_same(before: Sequence[float], now: Sequence[float], tolerance: float) -> None:
+    for earlier, later in zip(before, now, strict=True):
+        if not math.isclose(earlier, later, rel_tol=tolerance):
+            raise not_one_loss(
+                "what follows the loss function",
+                f"it multiplies the loss by {later:.6g}, and by {earlier:.6g} in another batch or without the "
+                "last sample: quantities would depend on the split of the data into batches",
+                "leave the division to the loss function, reduction='mean' in place of reduction='sum' and a "
+                "division by the size of the batch; multiply by one number in all batches; and add the losses "
+                "of single samples as sums",
+            )
+
+
+def two_reductions(first: str, second: str) -> PackpropError:
+    """Return the error about batches that reduce their losses in two ways."""
+    return not_one_loss(
+        f"a loss that reduces by {first}, then by {second}",
+        "there is no one loss over all samples that they are parts of",
+        "use the same loss for every batch",
+    )
+
+
+def not_one_loss(where: str, why: str, instead: str) -> PackpropError:
+    """Return an error about losses of batches."""
+    return PackpropError("Quantities of a loss over several batches were asked for.", where, why, instead)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -193,3 +194,16 @@ def test_every_parameter_that_is_read_is_noticed(make: Any) -> None:
                 else:
                     assert_near(found, right, "product")
             changed.data.copy_(before)
+
+
+def test_a_model_with_products_says_why_it_cannot_be_pickled() -> None:
+    model = packprop.extend(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)))
+    loss = packprop.extend(nn.MSELoss())(model(torch.ones(3, 2)), torch.zeros(3, 1))
+    with packprop.backpack(extensions.HMP()):
+        loss.backward()
+    packprop.restore(model)
+    with pytest.raises(PackpropError, match=r"del parameter\.hmp"):
+        pickle.dumps(model)
+    for parameter in model.parameters():
+        del parameter.hmp
+    assert pickle.loads(pickle.dumps(model)) is not model

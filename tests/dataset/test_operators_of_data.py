@@ -84,6 +84,25 @@ def test_readings_draw_alike() -> None:
     assert_near(whole(operator), whole(operator).mT, "symmetric", 1e-12)
 
 
+def test_buffers_are_put_back() -> None:
+    """Every batch begins with the buffers of the first one, as in ``compute``, also if it is refused."""
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)).double()
+    model, data = nn.Sequential(layer, nn.Tanh(), nn.Linear(3, 3)).double().train(), classes(4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    operator = operators.of_data(model, nn.CrossEntropyLoss(), data, batch_size=3, progress=False)
+    vector = torch.randn(operator.shape[0], dtype=torch.float64)
+    first = operator @ vector
+    assert torch.equal(operator @ vector, first)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    mixing = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double().train()
+    operator = operators.of_data(mixing, nn.CrossEntropyLoss(), data, batch_size=3, progress=False)
+    for _ in range(2):
+        with pytest.raises(PackpropError, match="BatchNorm1d"):
+            operator @ torch.ones(operator.shape[0], dtype=torch.float64)
+    assert not mixing[1].running_mean.any()
+
+
 def test_a_loss_of_the_model_itself_and_some_parameters() -> None:
     class WithLoss(nn.Module):
         def __init__(self) -> None:

@@ -29,12 +29,11 @@ from packprop.engine.curvature import (
     eigenvalues,
     ggn,
     hessian,
-    snapshots_of,
     solve,
     spectral_density,
     trace,
 )
-from packprop.engine.tensors import LossFunction, named_buffers, named_parameters
+from packprop.engine.tensors import LossFunction, named_parameters
 
 __all__ = [
     "Eigenpairs",
@@ -118,5 +117,4 @@ def of_data(
         device=device or chosen[0].device,
         progress=progress,
     )
-    read = [*own, *(buffer for _, buffer in named_buffers(model))]
-    return Operator(chosen, product, damping, snapshots_of(read))
+    return Operator(chosen, product, damping, product.snapshots)

@@ -18,10 +18,10 @@ from packprop.applications.dataset.loss_terms import add_weights, loss_terms, nu
 from packprop.applications.dataset.progress import progress_bar
 from packprop.applications.dataset.state import MergedResults
 from packprop.applications.dataset.stream import is_empty
-from packprop.engine.curvature import Matrix, Product, Vectors, graph_product
+from packprop.engine.curvature import Matrix, Product, Vectors, graph_product, snapshots_of
 from packprop.engine.graph import Graph, require_loss_inputs, walk
 from packprop.engine.memory import LiveBytes, budget_of, byte_text
-from packprop.engine.recording import extended, record
+from packprop.engine.recording import SameForEachPass, extended, record
 from packprop.engine.samples import check_graph
 from packprop.engine.tensors import (
     LossFunction,
@@ -61,6 +61,8 @@ class DataProduct:
 
     Attributes:
         readings: The number of complete readings of the data.
+        snapshots: Snapshots of what the model reads. Batches write to buffers, which are put back: then the
+            snapshots are taken again.
 
     Raises:
         BadInput: For data that packprop can read only once.
@@ -94,9 +96,11 @@ class DataProduct:
         self._budget, self._device, self._progress = budget_of(memory), torch.device(device), progress
         batches.described(Describer())  # generators in the data have to draw the same in each reading
         self._draws = random_states()
+        self._same = SameForEachPass([each for each in (model, loss) if isinstance(each, nn.Module)])
         self._room = room
         self._sizes: list[tuple[int, int]] = []
         self.readings = 0
+        self.snapshots = snapshots_of(self._fixed())
 
     def __call__(self, vectors: Vectors) -> list[Tensor]:
         """Return products ``[v, *p]`` for each parameter, in at least float32.
@@ -115,7 +119,8 @@ class DataProduct:
             with progress_bar(said, 0, left, self._budget, self._device, self._progress) as advance:
                 for number, batch in enumerate(batches):
                     if not is_empty(batch):
-                        self._add(sums, given, batch, number, merged)
+                        with self._same.around():
+                            self._add(sums, given, batch, number, merged)
                     advance(merged.samples)
         if not merged.samples:
             raise BadInput(self._asked, "data", "no samples were in any batch", "give at least one sample")
@@ -132,9 +137,13 @@ class DataProduct:
                     stack.enter_context(extended(module))
             stack.enter_context(self._batches.explained())
             stack.callback(set_random_states, before)
+            stack.callback(self._renew)
             set_random_states(self._draws)
             self._batches.begin_again()
             yield self._batches
+
+    def _renew(self) -> None:
+        self.snapshots[:] = snapshots_of([each.tensor for each in self.snapshots])
 
     def _add(
         self, sums: list[Tensor], vectors: list[Tensor], batch: Any, number: int, merged: MergedResults

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -60,6 +60,14 @@ class BlockProduct:
     hooks: Hooks
     factor: Tensor | float = 1.0
     _looked_at: bool = False
+
+    def __reduce__(self) -> NoReturn:
+        raise PackpropError(
+            "An object that holds a product with a curvature block was to be pickled or copied.",
+            f"parameter {self.name!r}",
+            "the product refers to the graph of its backward pass, which nothing can copy",
+            "delete the attribute of every parameter first (del parameter.hmp), or save model.state_dict()",
+        )
 
     def scaled(self, factor: Tensor | float) -> BlockProduct:
         """Return the product with a multiple of the block."""

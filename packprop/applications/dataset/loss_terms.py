@@ -5,9 +5,9 @@ packprop puts the results of batches together as if the loss were a sum over ter
 all terms. The divisor of PyTorch's loss function tells how many terms a batch has, but the user may multiply or
 divide the loss afterwards: ``F.cross_entropy(f, y, reduction="sum") / len(y)`` is no sum over the terms of all
 batches. So packprop reads the weight of each term in the backward pass: the factor on the value of the loss
-function, over its divisor. Times the terms of the batch, it is the same in all batches of one loss. Where it is
-not one, batches of equal size may hide that it depends on the size: packprop calls the loss once more on all
-rows but one, and compares.
+function, over its divisor. Times the terms of the batch, it is the same in all batches of one loss. Batches of
+one size may hide that it depends on the size. If anything follows the loss function, packprop calls the loss
+once more on the first batch, with the last sample twice, and compares.
 """
 
 from __future__ import annotations
@@ -93,8 +93,9 @@ def loss_terms(graph: Graph) -> LossTerms:
     weights = []
     for call, (_, own) in zip(calls, found, strict=True):
         factor = factors[id(call)]
-        weight = factor.to(accumulation_dtype(factor.dtype)) * divisor / own
-        weights.append(weight.to(factor).to(graph.roots[0].device))
+        if own is not divisor:
+            factor = (factor.to(accumulation_dtype(factor.dtype)) * divisor / own).to(factor)
+        weights.append(factor.to(graph.roots[0].device))
     return LossTerms(reduction, divisor, torch.stack(torch.stack(weights).aminmax()))
 
 
@@ -121,7 +122,7 @@ def add_weights(
         terms: The divisor of its loss.
         samples: The number of its samples.
         loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
-        outputs: What the model made of the first batch.
+        outputs: What the model made of the first batch, if anything follows the loss function.
         targets: Its targets.
 
     Raises:
@@ -129,26 +130,29 @@ def add_weights(
     """
     is_first = not before.own
     before.add(weights, terms)
-    if is_first and before.may_depend_on_size and loss is not None and samples > 1:
-        before.fewer = _weights_of_fewer(loss, outputs, targets, samples)
+    if is_first and loss is not None and outputs is not None:
+        before.of_more = _weights_of_more(loss, outputs, targets, samples)
 
 
-def _weights_of_fewer(loss: LossFunction, outputs: Any, targets: Any, samples: int) -> list[float]:
-    """Return the weights of the loss of all samples but the last; see NOTE [Weights of terms].
+def _weights_of_more(loss: LossFunction, outputs: Any, targets: Any, samples: int) -> list[float]:
+    """Return the weights of the loss with the last sample twice; see NOTE [Weights of terms].
 
     Return none if they cannot be had: outputs and targets need not have a row for each sample.
     """
 
-    def fewer(tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()[:-1] if tensor.dim() and len(tensor) == samples else tensor.detach()
-        return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+    def more(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        return torch.cat([tensor, tensor[-1:]]) if tensor.dim() and len(tensor) == samples else tensor
+
+    def leaf(tensor: Tensor) -> Tensor:
+        return more(tensor).requires_grad_() if tensor.is_floating_point() else more(tensor)
 
     before = random_states()
     try:
         with torch.enable_grad(), record():
-            value = loss(map_tensors(fewer, outputs), map_tensors(lambda t: fewer(t).detach(), targets))
+            value = loss(map_tensors(leaf, outputs), map_tensors(more, targets))
         graph = walk([value], [None], None)
-        graph.samples = samples - 1
+        graph.samples = samples + 1
         found: list[float] = loss_terms(graph).weights.tolist()
         return found if all(map(math.isfinite, found)) else []
     except Exception:  # the user's loss may refuse these rows in any way

@@ -15,7 +15,7 @@ ROUNDING = 8
 """The relative difference of factors on losses that counts as rounding, in units of their precision."""
 
 BETWEEN_SIZES = 1e-5
-"""This difference if the precision is not known: between ranks, and for a batch without a sample."""
+"""This difference if the precision is not known: between ranks, and for a batch with a sample more."""
 
 
 @dataclass
@@ -24,16 +24,11 @@ class TermWeights:
 
     Args:
         own: The smallest and the largest weight in all batches so far; empty without terms.
-        fewer: Those in the first batch without its last sample; empty if they are not known.
+        of_more: Those in the first batch with its last sample twice; empty if they are not known.
     """
 
     own: list[float] = field(default_factory=list)
-    fewer: list[float] = field(default_factory=list)
-
-    @property
-    def may_depend_on_size(self) -> bool:
-        """Tell whether batches of one size may hide that they depend on it."""
-        return bool(self.own) and self.own != [1.0, 1.0]
+    of_more: list[float] = field(default_factory=list)
 
     def add(self, weights: Tensor, terms: float) -> None:
         """Add the weights of a batch ``[2]``, whose loss was divided by ``terms``; without terms it has none.
@@ -53,8 +48,8 @@ class TermWeights:
         Raises:
             PackpropError: If they do.
         """
-        if self.fewer:
-            _require_same(self.own, self.fewer, BETWEEN_SIZES)
+        if self.of_more:
+            _require_same(self.own, self.of_more, BETWEEN_SIZES)
 
 
 def require_same_weights(weights: Sequence[TermWeights]) -> None:
@@ -71,8 +66,8 @@ def _require_same(before: Sequence[float], now: Sequence[float], tolerance: floa
         if not math.isclose(earlier, later, rel_tol=tolerance):
             raise not_one_loss(
                 "what follows the loss function",
-                f"it multiplies the loss by {later:.6g}, and by {earlier:.6g} in another batch or without the "
-                "last sample: quantities would depend on the split of the data into batches",
+                f"it multiplies the loss by {later:.6g}, and by {earlier:.6g} in another batch or with the "
+                "last sample twice: quantities would depend on the split of the data into batches",
                 "leave the division to the loss function, reduction='mean' in place of reduction='sum' and a "
                 "division by the size of the batch; multiply by one number in all batches; and add the losses "
                 "of single samples as sums",

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from packprop.applications.dataset.batches import Batches, described
 from packprop.applications.dataset.describing import Describer
-from packprop.applications.dataset.loss_terms import add_weights, loss_terms, number_of_terms
+from packprop.applications.dataset.loss_terms import add_weights, is_scaled, loss_terms, number_of_terms
 from packprop.applications.dataset.progress import progress_bar
 from packprop.applications.dataset.state import MergedResults
 from packprop.applications.dataset.stream import is_empty
@@ -187,6 +187,7 @@ class DataProduct:
             product = graph_product(graph, self._matrix, self._parameters)
         reduction, divisor, weights = loss_terms(graph)
         terms = number_of_terms(divisor)
+        outputs = outputs if is_scaled(graph) else None
         add_weights(merged.weights, weights, terms, graph.samples, self._loss, outputs, targets)
         merged.count(number, graph.samples, terms, value.detach(), reduction)
         return graph, product, terms

@@ -325,7 +325,7 @@ class MergedResults:
             "terms": self.terms,
             "loss": self.loss,
             "reduction": self.reduction,
-            "weights": [self.weights.own, self.weights.fewer],
+            "weights": [self.weights.own, self.weights.of_more],
             "again": self.again,
             "batches": [list(batch) for batch in self.batches],
         }

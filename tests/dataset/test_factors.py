@@ -79,6 +79,16 @@ def test_any_split_gives_the_same_values(name: str, sizes: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("sizes", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("name", SAME)
+def test_rounding_is_no_other_factor(name: str, sizes: tuple[int, ...]) -> None:
+    model, x, y = case()
+    found = packprop.compute(
+        model.bfloat16(), SAME[name], split(x.bfloat16(), y, sizes), BatchL2Grad(), progress=False
+    )
+    assert found["batch_l2"]
+
+
+@pytest.mark.parametrize("sizes", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("name", OTHER)
 def test_other_factors_are_refused(name: str, sizes: tuple[int, ...]) -> None:
     model, x, y = case()

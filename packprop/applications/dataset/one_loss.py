@@ -11,11 +11,9 @@ from torch import Tensor
 
 from packprop.errors import PackpropError
 
-ROUNDING = 8
-"""The relative difference of factors on losses that counts as rounding, in units of their precision."""
-
-BETWEEN_SIZES = 1e-5
-"""This difference if the precision is not known: between ranks, and for a batch with a sample more."""
+ROUNDING = 4
+"""The relative difference of factors on losses that counts as rounding, in units of their precision: 3 % in
+bfloat16."""
 
 
 @dataclass
@@ -25,10 +23,12 @@ class TermWeights:
     Args:
         own: The smallest and the largest weight in all batches so far; empty without terms.
         of_more: Those in the first batch with its last sample twice; empty if they are not known.
+        rounding: The relative difference that counts as rounding, in the precision of the loss.
     """
 
     own: list[float] = field(default_factory=list)
     of_more: list[float] = field(default_factory=list)
+    rounding: float = 0.0
 
     def add(self, weights: Tensor, terms: float) -> None:
         """Add the weights of a batch ``[2]``, whose loss was divided by ``terms``; without terms it has none.
@@ -38,9 +38,10 @@ class TermWeights:
         """
         found: list[float] = weights.tolist() if terms else []
         if all(map(math.isfinite, found)):
-            if self.own and found:
-                _require_same(self.own, found, ROUNDING * torch.finfo(weights.dtype).eps)
-            self.own = self.own or found
+            self.rounding = max(self.rounding, ROUNDING * torch.finfo(weights.dtype).eps)
+            if found:
+                self.own = self.own or found
+                self.require(found)
 
     def require_any_size(self) -> None:
         """Refuse further batches if the weights depend on the number of samples.
@@ -49,7 +50,24 @@ class TermWeights:
             PackpropError: If they do.
         """
         if self.of_more:
-            _require_same(self.own, self.of_more, BETWEEN_SIZES)
+            self.require(self.of_more)
+
+    def require(self, other: Sequence[float]) -> None:
+        """Refuse other weights than these.
+
+        Raises:
+            PackpropError: If they differ by more than rounding.
+        """
+        for before, now in zip(self.own, other, strict=True):
+            if not math.isclose(before, now, rel_tol=self.rounding):
+                raise not_one_loss(
+                    "what follows the loss function",
+                    f"it multiplies the loss by {now:.6g}, and by {before:.6g} in another batch or with the "
+                    "last sample twice: quantities would depend on the split of the data into batches",
+                    "leave the division to the loss function, reduction='mean' in place of reduction='sum' and "
+                    "a division by the size of the batch; multiply by one number in all batches; and add the "
+                    "losses of single samples as sums",
+                )
 
 
 def require_same_weights(weights: Sequence[TermWeights]) -> None:
@@ -58,20 +76,7 @@ def require_same_weights(weights: Sequence[TermWeights]) -> None:
     for each in known[1:]:
         each.require_any_size()
         known[0].require_any_size()
-        _require_same(known[0].own, each.own, BETWEEN_SIZES)
-
-
-def _require_same(before: Sequence[float], now: Sequence[float], tolerance: float) -> None:
-    for earlier, later in zip(before, now, strict=True):
-        if not math.isclose(earlier, later, rel_tol=tolerance):
-            raise not_one_loss(
-                "what follows the loss function",
-                f"it multiplies the loss by {later:.6g}, and by {earlier:.6g} in another batch or with the "
-                "last sample twice: quantities would depend on the split of the data into batches",
-                "leave the division to the loss function, reduction='mean' in place of reduction='sum' and a "
-                "division by the size of the batch; multiply by one number in all batches; and add the losses "
-                "of single samples as sums",
-            )
+        known[0].require(each.own)
 
 
 def two_reductions(first: str, second: str) -> PackpropError:

@@ -325,7 +325,7 @@ class MergedResults:
             "terms": self.terms,
             "loss": self.loss,
             "reduction": self.reduction,
-            "weights": [self.weights.own, self.weights.of_more],
+            "weights": [self.weights.own, self.weights.of_more, self.weights.rounding],
             "again": self.again,
             "batches": [list(batch) for batch in self.batches],
         }
@@ -342,13 +342,13 @@ class MergedResults:
         self.reached = dict(saved["reached"])
         self.samples, self.terms = saved["samples"], saved["terms"]
         self.loss, self.reduction, self.again = saved["loss"], saved["reduction"], saved["again"]
-        self.weights = TermWeights(*map(list, saved["weights"]))
+        self.weights = TermWeights(*saved["weights"])
         self.batches = [(number, samples) for number, samples in saved["batches"]]
 
     def restore_what_is_shared(self, saved: Mapping[str, Any]) -> None:
         """Restore the part for a rank whose own batches are all yet to come."""
         self.rotations = {(position, name): value for position, name, value in saved["rotations"]}
-        self.reduction, self.weights = saved["reduction"], TermWeights(*map(list, saved["weights"]))
+        self.reduction, self.weights = saved["reduction"], TermWeights(*saved["weights"])
         self.terms = saved["terms"] if self.reduction == "sum" else 0.0
 
     def grows(self, key: Key) -> bool:

@@ -17,6 +17,7 @@ from benchmarks.run import Record, environment
 from packprop.engine.memory.live import LiveBytes
 
 Call = Callable[[], Any]
+Cases = dict[str, Callable[[], Record]]
 
 
 @dataclass(frozen=True)

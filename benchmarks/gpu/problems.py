@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import packprop
 from benchmarks.decoder import Decoder
 from benchmarks.problems import (
     CausalModel,
@@ -114,3 +116,27 @@ def moved(task: Task, device: str, dtype: torch.dtype) -> Task:
         inputs=map_tensors(move, task.inputs),
         targets=move(task.targets),
     )
+
+
+def passed(task: Task, *asked: Any, memory: Any = None) -> Tensor:
+    """One forward and backward pass of an extended model; returns the loss."""
+    task.model.zero_grad()
+    loss: Tensor = task.loss(task.model(task.inputs), task.targets)
+    if asked:
+        with packprop.backpack(*asked, memory=memory):
+            loss.backward()
+    else:
+        loss.backward()
+    return loss.detach()
+
+
+def extended(task: Task) -> Task:
+    """Extend a task's model and loss; its passes without extensions cost what they cost before."""
+    packprop.extend(task.model)
+    packprop.extend(task.loss)
+    return task
+
+
+def source() -> torch.Generator:
+    """The same draws on every device: they come from the CPU."""
+    return torch.Generator().manual_seed(0)

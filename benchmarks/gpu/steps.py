@@ -5,10 +5,6 @@ A record with ``"skipped"`` says why there is none. What raises an error is reco
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,12 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 import packprop
 from benchmarks.clipping import opacus_ghost
 from benchmarks.contestants import CONTESTANTS, Gap, Quantity
+from benchmarks.gpu.agreement import agreement, tests
 from benchmarks.gpu.device import (
+    Cases,
     Options,
     exact_matrix_products,
     in_turns,
@@ -30,18 +27,13 @@ from benchmarks.gpu.device import (
     settle,
     work_of,
 )
-from benchmarks.gpu.problems import LARGE, MEDIUM, SMALL, built, moved
-from benchmarks.matrix import counts
-from benchmarks.measure import ROOT
+from benchmarks.gpu.problems import LARGE, MEDIUM, SMALL, built, extended, passed
 from benchmarks.problems import Task
 from benchmarks.run import Record
 from packprop import extensions
-from packprop.engine.algebra import kronecker
 from packprop.engine.memory.plan import BudgetTooSmall
 from packprop.engine.tensors.nesting import tensors_in
-from packprop.errors import PackpropError, PackpropWarning
-
-Cases = dict[str, Callable[[], Record]]
+from packprop.errors import PackpropWarning
 
 
 class Step(NamedTuple):
@@ -58,154 +50,6 @@ class Step(NamedTuple):
     minutes: float
     cases: Callable[[Options], Cases]
     figures: tuple[str, ...]
-
-
-def passed(task: Task, *asked: Any, memory: Any = None) -> Tensor:
-    """One forward and backward pass of an extended model; returns the loss."""
-    task.model.zero_grad()
-    loss: Tensor = task.loss(task.model(task.inputs), task.targets)
-    if asked:
-        with packprop.backpack(*asked, memory=memory):
-            loss.backward()
-    else:
-        loss.backward()
-    return loss.detach()
-
-
-def extended(task: Task) -> Task:
-    """Extend a task's model and loss; its passes without extensions cost what they cost before."""
-    packprop.extend(task.model)
-    packprop.extend(task.loss)
-    return task
-
-
-# ---------------------------------------------------------------------------------- tests
-
-
-TESTS = {
-    "cases": ["tests/extensions/test_cases.py"],
-    "laws": ["tests/extensions/test_laws.py", "tests/extensions/test_token_passes.py"],
-    "branches on a GPU": ["tests/eager/test_accelerators.py"],
-}
-SMOKE = {"cases": ["tests/extensions/test_cases.py", "-k", "test_everything and linear-2d"]}
-
-
-def tests(options: Options) -> Cases:
-    """Run the cases and the laws with ``PACKPROP_TEST_DEVICE``."""
-    return {
-        name: partial(_run_tests, arguments, options)
-        for name, arguments in (SMOKE if options.small else TESTS).items()
-    }
-
-
-def _run_tests(arguments: list[str], options: Options) -> Record:
-    surroundings = {**os.environ, "PACKPROP_TEST_DEVICE": options.device, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-x" if options.small else "--maxfail=200"]
-        command += ["-m", "not thorough", f"--junitxml={report}", *arguments]
-        command += ["-n", str(options.jobs)] if options.jobs > 1 else []
-        done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, check=False)
-        if not report.exists():
-            raise RuntimeError((done.stdout + done.stderr).strip()[-2000:])
-        found = counts(report.read_text())
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("E   ", "FAILED", "ERROR"))]
-    return found | {"failures": found["failures"][:60], "said": failed[:60]}
-
-
-# ------------------------------------------------------------------------------- agreement
-
-
-def source() -> torch.Generator:
-    """The same draws on every device: they come from the CPU."""
-    return torch.Generator().manual_seed(0)
-
-
-def _drawing(name: str, **options: Any) -> Any:
-    return getattr(extensions, name)(generator=source(), **options)
-
-
-ASKED: dict[str, Callable[[], Any]] = {
-    **{
-        name: getattr(extensions, name)
-        for name in (
-            *("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "BatchDotGrad"),
-            *("DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "KFLR", "DiagHessian", "BatchDiagHessian"),
-        )
-    },
-    **{
-        name: partial(_drawing, name)
-        for name in ("DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "KFAC", "DiagHessianMC")
-    },
-    # fewer draws than rows leave some eigenvectors arbitrary, along which fresh draws have eigenvalues
-    "EKFAC": partial(_drawing, "EKFAC", mc_samples=16),
-    **{name: getattr(extensions, name) for name in ("HMP", "GGNMP", "PCHMP")},
-}
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-TOLERANCES = {"float32": 2e-4, "bfloat16": 0.1}
-"""Differences from single precision on the CPU, over the largest entry of the same value of all parameters."""
-
-
-def agreement(options: Options) -> Cases:
-    """Compare every extension with single precision on the CPU, with the same weights and draws."""
-    names = ("mlp",) if options.small else tuple(SMALL)
-    return {
-        f"{name}, {precision}": partial(_agreement, name, precision, options)
-        for name in names
-        for precision in PRECISIONS
-    }
-
-
-def _agreement(name: str, precision: str, options: Options) -> Record:
-    exact_matrix_products()
-    differences, others = {}, {}
-    for extension, make in ASKED.items():
-        reference = _values(name, make, "cpu", torch.float32, PRECISIONS[precision])
-        found = _values(name, make, options.device, PRECISIONS[precision])
-        if isinstance(reference, str) or isinstance(found, str):
-            same = isinstance(reference, str) and isinstance(found, str)
-            others[extension] = (
-                f"both refuse: {reference}" if same else f"CPU: {reference}; here: {found}"[:500]
-            )
-            continue
-        largest = max(tensor.abs().max().item() for tensor in reference) or 1.0
-        pairs = zip(found, reference, strict=True)
-        differences[extension] = max((mine - other).abs().max().item() for mine, other in pairs) / largest
-    bound = TOLERANCES[precision]
-    beyond = {key: value for key, value in differences.items() if not value <= bound}
-    unequal = [key for key, text in others.items() if not text.startswith("both refuse")]
-    return {
-        "agree": not beyond and not unequal,
-        "tolerance": bound,
-        "largest_difference": max(differences.values(), default=None),
-        "beyond": beyond,
-        "differences": differences,
-        "refused": others,
-    }
-
-
-def _values(
-    name: str,
-    make: Callable[[], Any],
-    device: str,
-    dtype: torch.dtype,
-    rounded: torch.dtype | None = None,
-) -> list[Tensor] | str:
-    """Return what an extension saves, on the CPU in single precision; or what it says instead."""
-    task = built(SMALL, name, "cpu", rounded or dtype)
-    task = extended(moved(task, device, dtype))
-    extension = make()
-    try:
-        passed(task, extension)
-        saved = [getattr(p, extension.savefield) for p in task.model.parameters()]
-        if callable(saved[0]):
-            parameters = task.model.parameters()
-            vectors = (torch.linspace(-1, 1, p.numel()).view_as(p).to(p) for p in parameters)
-            saved = [product(vector) for product, vector in zip(saved, vectors, strict=True)]
-    except (PackpropError, RuntimeError, TypeError) as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    dense = [kronecker.dense(each) if isinstance(each, kronecker.Eigen) else each for each in saved]
-    return [tensor.float().cpu() for each in dense for tensor in tensors_in(each)]
 
 
 # ---------------------------------------------------------------------------------- memory

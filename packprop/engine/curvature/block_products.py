@@ -63,11 +63,14 @@ class BlockProduct:
 
     def __reduce__(self) -> NoReturn:
         raise PackpropError(
-            "An object that holds a product with a curvature block was to be pickled or copied.",
+            "An object that holds a product with a curvature block was to be pickled.",
             f"parameter {self.name!r}",
             "the product refers to the graph of its backward pass, which nothing can copy",
             "delete the attribute of every parameter first (del parameter.hmp), or save model.state_dict()",
         )
+
+    def __copy__(self) -> BlockProduct:
+        return replace(self)
 
     def scaled(self, factor: Tensor | float) -> BlockProduct:
         """Return the product with a multiple of the block."""

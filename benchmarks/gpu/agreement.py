@@ -1,0 +1,155 @@
+"""Steps about values: the tests on a device, and the agreement of every extension with the CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.device import Cases, Options, exact_matrix_products
+from benchmarks.gpu.problems import SMALL, built, extended, moved, passed, source
+from benchmarks.matrix import counts
+from benchmarks.measure import ROOT
+from benchmarks.run import Record
+from packprop import extensions
+from packprop.engine.algebra import kronecker
+from packprop.engine.tensors.nesting import tensors_in
+from packprop.errors import PackpropError
+
+TESTS = {
+    "cases": ["tests/extensions/test_cases.py"],
+    "laws": ["tests/extensions/test_laws.py", "tests/extensions/test_token_passes.py"],
+    "branches on a GPU": ["tests/eager/test_accelerators.py"],
+}
+SMOKE = {"cases": ["tests/extensions/test_cases.py", "-k", "test_everything and linear-2d"]}
+
+
+def tests(options: Options) -> Cases:
+    """Run the cases and the laws with ``PACKPROP_TEST_DEVICE``."""
+    return {
+        name: partial(_run_tests, arguments, options)
+        for name, arguments in (SMOKE if options.small else TESTS).items()
+    }
+
+
+def _run_tests(arguments: list[str], options: Options) -> Record:
+    surroundings = {**os.environ, "PACKPROP_TEST_DEVICE": options.device, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-x" if options.small else "--maxfail=200"]
+        command += ["-m", "not thorough", f"--junitxml={report}", *arguments]
+        command += ["-n", str(options.jobs)] if options.jobs > 1 else []
+        done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, check=False)
+        if not report.exists():
+            raise RuntimeError((done.stdout + done.stderr).strip()[-2000:])
+        found = counts(report.read_text())
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("E   ", "FAILED", "ERROR"))]
+    return found | {"failures": found["failures"][:60], "said": failed[:60]}
+
+
+def _drawing(name: str, **options: Any) -> Any:
+    return getattr(extensions, name)(generator=source(), **options)
+
+
+ASKED: dict[str, Callable[[], Any]] = {
+    **{
+        name: getattr(extensions, name)
+        for name in (
+            *("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "BatchDotGrad"),
+            *("DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "KFLR", "DiagHessian", "BatchDiagHessian"),
+        )
+    },
+    **{
+        name: partial(_drawing, name)
+        for name in ("DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "KFAC", "DiagHessianMC")
+    },
+    # fewer draws than rows leave some eigenvectors arbitrary, along which fresh draws have eigenvalues
+    "EKFAC": partial(_drawing, "EKFAC", mc_samples=16),
+    **{name: getattr(extensions, name) for name in ("HMP", "GGNMP", "PCHMP")},
+}
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TOLERANCES = {"float32": 2e-4, "bfloat16": 0.1}
+"""Differences from single precision on the CPU, over the largest entry of the same value of all parameters."""
+ROUNDING = 2.0
+"""In low precision, times the difference that the CPU has itself: rounding flips draws and signs."""
+
+
+def agreement(options: Options) -> Cases:
+    """Compare every extension with single precision on the CPU, with the same weights and draws."""
+    names = ("mlp",) if options.small else tuple(SMALL)
+    return {
+        f"{name}, {precision}": partial(_agreement, name, precision, options)
+        for name in names
+        for precision in PRECISIONS
+    }
+
+
+def _agreement(name: str, precision: str, options: Options) -> Record:
+    exact_matrix_products()
+    differences, others, bounds = {}, {}, {}
+    dtype = PRECISIONS[precision]
+    for extension, make in ASKED.items():
+        reference = _values(name, make, "cpu", torch.float32, dtype)
+        found = _values(name, make, options.device, dtype)
+        if isinstance(reference, str) or isinstance(found, str):
+            same = isinstance(reference, str) and isinstance(found, str)
+            others[extension] = (
+                f"both refuse: {reference}" if same else f"CPU: {reference}; here: {found}"[:500]
+            )
+            continue
+        differences[extension] = _difference(found, reference)
+        bounds[extension] = TOLERANCES[precision]
+        if not differences[extension] <= bounds[extension] and dtype != torch.float32:
+            usual = _values(name, make, "cpu", dtype)
+            if not isinstance(usual, str):
+                bounds[extension] = max(bounds[extension], ROUNDING * _difference(usual, reference))
+    beyond = {key: value for key, value in differences.items() if not value <= bounds[key]}
+    unequal = [key for key, text in others.items() if not text.startswith("both refuse")]
+    return {
+        "agree": not beyond and not unequal,
+        "tolerance": TOLERANCES[precision],
+        "wider": {key: bound for key, bound in bounds.items() if bound > TOLERANCES[precision]},
+        "largest_difference": max(differences.values(), default=None),
+        "beyond": beyond,
+        "differences": differences,
+        "refused": others,
+    }
+
+
+def _difference(found: list[Tensor], reference: list[Tensor]) -> float:
+    """Return the largest difference between entries, over the largest entry."""
+    largest = max(tensor.abs().max().item() for tensor in reference) or 1.0
+    pairs = zip(found, reference, strict=True)
+    return max((mine - other).abs().max().item() for mine, other in pairs) / largest
+
+
+def _values(
+    name: str,
+    make: Callable[[], Any],
+    device: str,
+    dtype: torch.dtype,
+    rounded: torch.dtype | None = None,
+) -> list[Tensor] | str:
+    """Return what an extension saves, on the CPU in single precision; or what it says instead."""
+    task = built(SMALL, name, "cpu", rounded or dtype)
+    task = extended(moved(task, device, dtype))
+    extension = make()
+    try:
+        passed(task, extension)
+        saved = [getattr(p, extension.savefield) for p in task.model.parameters()]
+        if callable(saved[0]):
+            parameters = task.model.parameters()
+            vectors = (torch.linspace(-1, 1, p.numel()).view_as(p).to(p) for p in parameters)
+            saved = [product(vector) for product, vector in zip(saved, vectors, strict=True)]
+    except (PackpropError, RuntimeError, TypeError) as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    dense = [kronecker.dense(each) if isinstance(each, kronecker.Eigen) else each for each in saved]
+    return [tensor.float().cpu() for each in dense for tensor in tensors_in(each)]

@@ -103,6 +103,31 @@ def test_buffers_are_put_back() -> None:
     assert not mixing[1].running_mean.any()
 
 
+@pytest.mark.parametrize("change", ["other storage", "in the forward pass"])
+def test_changes_of_parameters_are_seen_after_a_product(change: str) -> None:
+    """Buffers alone are put back; a product with other parameters is one of another matrix."""
+
+    class Shrinking(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x.detach())
+            if change == "in the forward pass":
+                self.extra.detach().mul_(0.5)
+            return out
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Shrinking(4, 3)).double()
+    model[0].register_parameter("extra", nn.Parameter(torch.ones(2).double()))
+    operator = operators.of_data(
+        model, nn.CrossEntropyLoss(), classes(4), progress=False, parameters=[model[0].weight]
+    )
+    vector = torch.ones(operator.shape[0], dtype=torch.float64)
+    operator @ vector
+    if change == "other storage":
+        model[0].weight.data = model[0].weight.data * 2
+    with pytest.raises(PackpropError, match="changed in place"):
+        operator @ vector
+
+
 def test_a_loss_of_the_model_itself_and_some_parameters() -> None:
     class WithLoss(nn.Module):
         def __init__(self) -> None:

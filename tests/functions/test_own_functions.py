@@ -176,6 +176,31 @@ def test_a_function_that_saves_its_output(has_rule: bool, reentrant: bool | None
     assert first.weight.grad is not None
 
 
+def test_a_rule_may_read_that_nothing_was_saved() -> None:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight, None)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+            x, weight, _ = ctx.saved_tensors
+            return gradient * weight, (gradient * x).sum(0)
+
+    @packprop.register_use(Scaled)
+    def rule(call: NodeCall) -> Entry | None:
+        assert call.saved(2)() is None
+        return scaled(call, call.saved(0)) if call.place == 1 else None
+
+    weight, x = nn.Parameter(torch.ones(3)), torch.arange(6.0).view(2, 3)
+    with packprop.record():
+        loss = nn.functional.mse_loss(Scaled.apply(x, weight), torch.zeros(2, 3), reduction="sum")
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    torch.testing.assert_close(weight.grad_batch, 2 * x * x)
+
+
 def test_a_parameter_in_another_form_is_what_the_function_got() -> None:
     packprop.register_use(Square)(square_rule)
 

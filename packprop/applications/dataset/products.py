@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from packprop.applications.dataset.batches import Batches, described
 from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.loss_terms import add_weights, is_scaled, loss_terms, number_of_terms
+from packprop.applications.dataset.one_loss import TermWeights
 from packprop.applications.dataset.progress import progress_bar
 from packprop.applications.dataset.state import MergedResults
 from packprop.applications.dataset.stream import is_empty
@@ -61,8 +62,8 @@ class DataProduct:
 
     Attributes:
         readings: The number of complete readings of the data.
-        snapshots: Snapshots of what the model reads. Batches write to buffers, which are put back: then the
-            snapshots are taken again.
+        snapshots: Snapshots of what the model reads: parameters, then buffers. Batches write to buffers, which
+            are put back; then their snapshots are taken again.
 
     Raises:
         BadInput: For data that packprop can read only once.
@@ -100,7 +101,9 @@ class DataProduct:
         self._room = room
         self._sizes: list[tuple[int, int]] = []
         self.readings = 0
-        self.snapshots = snapshots_of(self._fixed())
+        self._weights = TermWeights()
+        self.snapshots = [*snapshots_of(self._own()), *snapshots_of(self._buffers())]
+        self._first_buffer = len(self._own())
 
     def __call__(self, vectors: Vectors) -> list[Tensor]:
         """Return products ``[v, *p]`` for each parameter, in at least float32.
@@ -112,7 +115,7 @@ class DataProduct:
         """
         given = [vector.detach().to(self._device) for vector in vectors]
         sums = [torch.zeros_like(vector, dtype=accumulation_dtype(vector.dtype)) for vector in given]
-        merged = MergedResults([])
+        merged = MergedResults([], weights=self._weights)
         said = f"packprop, reading {self.readings + 1}"
         with self._reading() as batches:
             left = operator.length_hint(batches)
@@ -143,7 +146,14 @@ class DataProduct:
             yield self._batches
 
     def _renew(self) -> None:
-        self.snapshots[:] = snapshots_of([each.tensor for each in self.snapshots])
+        buffers = [each.tensor for each in self.snapshots[self._first_buffer :]]
+        self.snapshots[self._first_buffer :] = snapshots_of(buffers)
+
+    def _own(self) -> list[Tensor]:
+        return [parameter for _, parameter in named_parameters(self._model)]
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for _, buffer in named_buffers(self._model)]
 
     def _add(
         self, sums: list[Tensor], vectors: list[Tensor], batch: Any, number: int, merged: MergedResults
@@ -174,7 +184,7 @@ class DataProduct:
 
     def _fixed(self) -> list[Tensor]:
         """Return the bytes that are there all the time."""
-        return [each.detach() for _, each in [*named_parameters(self._model), *named_buffers(self._model)]]
+        return [each.detach() for each in [*self._own(), *self._buffers()]]
 
     def _forward(self, batch: Any, number: int, merged: MergedResults) -> tuple[Graph, Product, float]:
         """Run the forward pass of a batch, and count it; return its products, and the divisor of its loss."""

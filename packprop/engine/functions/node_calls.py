@@ -24,6 +24,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.engine.functions.nodes import RESHAPES, made_by, name_of_node, saved_option
+from packprop.engine.functions.operands import is_sparse
 from packprop.engine.functions.saved import saved_again, saved_tensor
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.traced import is_traced
@@ -172,7 +173,7 @@ class NodeCall:
 
     def _read(self, name: str | int) -> Tensor:
         tensor: Tensor = saved_tensor(self.node, name)
-        if tensor.layout is torch.strided or not isinstance(name, str):  # a user's rule may take any layout
+        if not isinstance(name, str) or not is_sparse(tensor):  # a user's rule may take any layout
             return tensor
         raise PackpropError(
             "A quantity beyond the gradient was asked for.",

@@ -22,6 +22,7 @@ from packprop.applications.compiled.facts import MOST_PARTS, Same, facts_of
 from packprop.errors import PackpropWarning
 from packprop.extensions import BatchL2Grad
 from tests.compiled.steps import replays
+from tests.selection import one_in
 
 CALLS = 6
 
@@ -96,6 +97,83 @@ def test_values_of_attributes(name: str) -> None:
     model = Model(make(2.0), take)
     step, x, y = settled(model)
     model.held = make(3.0)
+    check(step, model, x, y)
+
+
+class Numbers(list[float]):
+    """A list that has an attribute, as any class of one's own may."""
+
+    factor = 1.0
+
+
+def with_attribute(value: float) -> Any:
+    def factor() -> float:
+        return float(factor.value)  # type: ignore[attr-defined]
+
+    factor.value = value  # type: ignore[attr-defined]
+    return factor
+
+
+def setting(name: str) -> Callable[[Any, float], None]:
+    return lambda held, value: setattr(held, name, value)
+
+
+def first(held: Any, value: float) -> None:
+    held[0] = value
+
+
+SECOND = np.timedelta64(1, "s")
+IN_PLACE: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any, float], None]]] = {
+    "array": (lambda: np.ones(1), lambda held: float(held[0]), first),
+    "times": (
+        lambda: np.array([SECOND]),
+        lambda h: float(h[0] / SECOND),
+        lambda h, v: first(h, int(v) * SECOND),
+    ),
+    "attribute of a list": (Numbers, lambda held: held.factor, setting("factor")),
+    "attribute of a function": (lambda: with_attribute(1.0), lambda held: held(), setting("value")),
+    "object": (lambda: nested(1.0), lambda held: held.inner.value, lambda h, v: setattr(h.inner, "value", v)),
+    "generator": (random.Random, lambda held: held.getstate()[1][0] % 7 + 1.0, lambda h, v: h.seed(v)),
+}
+
+
+@one_in(3)
+@pytest.mark.parametrize("place", ["attribute", "private list", "closure", "hook"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_values_that_change_in_place(name: str, place: str) -> None:
+    torch.manual_seed(0)
+    make, take, change = IN_PLACE[name]
+    held, model = make(), Model(1.0, float)
+    change(held, 2.0)
+    if place == "attribute":
+        model.held, model._take = held, take
+    elif place == "private list":
+        model._held = [held]
+        model._take = lambda _: take(model._held[0])
+    elif place == "closure":
+        model.held, model._take = lambda: take(held), lambda function: function()
+    else:
+        model.head.register_forward_hook(Scaled(held, take))
+    step, x, y = settled(model)
+    change(held, 3.0)
+    check(step, model, x, y)
+
+
+class Scaled:
+    """A hook that is an object."""
+
+    def __init__(self, held: Any, take: Callable[[Any], float]) -> None:
+        self.held, self.take = held, take
+
+    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out * self.take(self.held)
+
+
+def test_the_sign_of_zero() -> None:
+    torch.manual_seed(0)
+    model = Model(0.0, lambda held: float(np.copysign(2.0, held)))
+    step, x, y = settled(model)
+    model.held = -0.0
     check(step, model, x, y)
 
 

@@ -2,20 +2,22 @@
 
 # NOTE [What a description holds]
 Containers, configurations and any other objects are described by their classes and contents, numbers with their
-types, arrays by their bytes. Functions, classes and objects without contents in Python equal themselves alone;
-of the variables that a function closes over, plain ones count. A description keeps what it names alive, so that
-nothing else can take its identity. Objects of more parts than ``MOST_PARTS``, and arrays of more than
+types, arrays by their bytes, objects that are not written in Python by what pickle would write. Classes and
+objects that show no contents equal themselves alone; a function does, too, and its attributes, defaults and the
+variables that it closes over must be as they were. A description keeps what it names alive, so that nothing
+else can take its identity. Objects of more parts than ``MOST_PARTS``, and arrays of more than
 ``MOST_BYTES``, are unlike everything, even themselves: a pass that may depend on them is not replayed.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections import deque
 from collections.abc import Container, Mapping, Set
 from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from packprop.engine.tensors import PLAIN, attributes_of, cells
@@ -25,6 +27,9 @@ MOST_PARTS = 2048
 
 MOST_BYTES = 2**20
 """The largest array that a description takes in."""
+
+
+CONTAINERS = (tuple, list, dict)
 
 
 class Same:
@@ -52,6 +57,8 @@ class Number:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Number) or type(other.value) is not type(self.value):
             return False
+        if self.value == 0:
+            return repr(other.value) == repr(self.value)  # zero has a sign
         return bool(other.value == self.value) or (other.value != other.value and self.value != self.value)
 
     def __hash__(self) -> int:
@@ -121,28 +128,36 @@ class _Describer:
             self._inside.discard(id(value))
 
     def _composed(self, kind: type, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return (kind, *((self.described(name), self.described(each)) for name, each in value.items()))
-        if isinstance(value, (list, tuple, deque)):
-            return (kind, *map(self.described, value))
-        if isinstance(value, Set):
-            return (kind, frozenset(map(self.described, value)))
-        if isinstance(value, functools.partial):
-            return (kind, *map(self.described, (value.func, value.args, value.keywords)))
-        if isinstance(value, MethodType):
-            return (kind, self.described(value.__self__), Same(value.__func__))
+        if kind in CONTAINERS:  # most values; they have no attributes
+            return (kind, *map(self.described, itertools.chain(*value.items()) if kind is dict else value))
+        if isinstance(value, type) or kind is torch.Generator:  # a graph draws from one as a pass does
+            return Same(value)
         if isinstance(value, FunctionType):
-            around = [each for _, each in cells(value) if type(each) in PLAIN]
-            return (Same(value), *map(self.described, (value.__defaults__, value.__kwdefaults__, *around)))
-        if isinstance(value, type):
+            around = [each for _, each in cells(value)]
+            parts = (value.__defaults__, value.__kwdefaults__, vars(value), *around)
+            return (Same(value), *map(self.described, parts))
+        attributes = [*attributes_of(value)]  # first: a partial function has these once somebody has looked
+        contents = self._contents(value)
+        if contents is None and not attributes:
             return Same(value)
-        contents = _bytes_of(value)
-        if contents is not None:
-            return (kind, *contents)
-        attributes = [*attributes_of(value)]
-        if not attributes:
-            return Same(value)
-        return (kind, *((name, self.described(each)) for name, each in attributes))
+        return (kind, contents, *((name, self.described(each)) for name, each in attributes))
+
+    def _contents(self, value: Any) -> tuple[Any, ...] | None:
+        """Describe what a value holds beside its attributes; ``None`` if Python cannot tell."""
+        parts: Any
+        if isinstance(value, Mapping):
+            parts = itertools.chain.from_iterable(value.items())
+        elif isinstance(value, (list, tuple, deque)):
+            parts = value
+        elif isinstance(value, Set):
+            parts = sorted(value, key=hash)
+        elif isinstance(value, MethodType):
+            parts = value.__self__, value.__func__
+        elif (array := _bytes_of(value)) is not None:
+            return array
+        else:
+            parts = _pickled(value)
+        return None if parts is None else tuple(map(self.described, parts))
 
 
 def _bytes_of(value: Any) -> tuple[Any, ...] | None:
@@ -154,3 +169,15 @@ def _bytes_of(value: Any) -> tuple[Any, ...] | None:
     if view.nbytes > MOST_BYTES or "O" in view.format:
         return (Unlike(value),)
     return view.shape, view.format, view.tobytes()
+
+
+def _pickled(value: Any) -> tuple[Any, ...] | None:
+    """Return the parts that pickle would write, if the class says itself what these are; else ``None``."""
+    kind = type(value)
+    if kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__:
+        return None
+    try:
+        parts = value.__reduce_ex__(4)
+    except Exception:  # anything: it may be the user's code
+        return None
+    return parts if isinstance(parts, tuple) else None

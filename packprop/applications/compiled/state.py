@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packprop.applications.compiled.facts import Same, facts_of, plain_fact
+from packprop.applications.compiled.facts import CONTAINERS, Same, facts_of, plain_fact
 from packprop.engine.passes import AutocastRegions
 from packprop.engine.recording import is_recording_disabled
 from packprop.engine.tensors import PLAIN, has_late_hooks, is_hooked, tensors_in
 
 REGISTERED = ("_parameters", "_buffers")
-CONTAINERS = (tuple, list, dict)
+OWN = "_packprop"
+"""The beginning of names of attributes that packprop gives to modules."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,11 @@ def _described(
         elif name == "_modules":
             found += [(own, id(child)) for own, child in value.items()]
         elif name.endswith("_hooks"):  # of all kinds, as torch.nn.Module has them
-            others = [Same(hook) for hook in value.values() if not _is_own(hook)] if value else ()
+            others = (
+                [facts_of(hook, registered) for hook in value.values() if not _is_own(hook)] if value else ()
+            )
             found += (name, *others) if others else ()
-        elif name.startswith("_"):
+        elif name.startswith("_") and (kind not in CONTAINERS or name in REGISTERED or name.startswith(OWN)):
             continue
         elif id(value) in seen:  # a configuration, which many modules may share
             found += (name, Same(value))

@@ -342,6 +342,20 @@ def test_signal_to_noise_has_an_interval(profile: Profile) -> None:
     assert f"place it above {float(f'{1 / interval[1]:.1e}'):g}." in profile.to_html()
 
 
+def test_long_names_of_many_layers_keep_their_number_and_their_end() -> None:
+    ends = ("self.query", "self.dropout.projection", "output.dense", "output.LayerNorm")
+    names = [f"bert.encoder.layer.{layer}.attention.{end}" for layer in range(2) for end in ends]
+    labels = naming.short_labels(["bert.embeddings.token_type_embeddings", *names])
+    assert [*labels.values()][:5] == [
+        "…token_type_embeddings",
+        "…0.attention.self.query",
+        "…0.attention…projection",
+        "…0.attention.output.dense",
+        "…0.attention…LayerNorm",
+    ]
+    assert len({*labels.values()}) == len(names) + 1
+
+
 def test_names_of_many_layers_are_folded_and_whole_on_hover() -> None:
     names = [f"encoder.layers.{at}.attention.projection" for at in range(12)] + ["classifier"]
     folded = naming.folded_names(names)

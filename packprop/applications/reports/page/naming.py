@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 LONGEST_LABEL = 28
 """Characters of a layer's name in a figure."""
@@ -27,9 +27,27 @@ def folded_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def short_labels(names: Sequence[str]) -> dict[str, str]:
-    """Return a short label for each layer by its name: folded, and only the end of a long name."""
+    """Return a short label for each layer by its name, no two alike; a folded name, with middle parts left out.
+
+    >>> [*short_labels(["bert.layer.0.attention.output.LayerNorm", "bert.layer.1.query"]).values()]
+    ['…0.attention…LayerNorm', '…1.query']
+    """
     labels: dict[str, str] = {}
     for name, folded in folded_names(names).items():
-        label = f"…{folded[1 - LONGEST_LABEL :]}" if len(folded) > LONGEST_LABEL else folded
-        labels[name] = name if label in labels.values() else label
+        taken = labels.values()
+        labels[name] = next((label for label in _shortened(folded) if label not in taken), name)
     return labels
+
+
+def _shortened(folded: str) -> Iterator[str]:
+    """Yield labels that fit, the plainest first: the first parts and the end of a folded name, or its end."""
+    if len(folded) <= LONGEST_LABEL:
+        yield folded
+    parts = folded.removeprefix("…").split(".")
+    for kept in (2, 1, 0) if folded.startswith("…") else (0,):
+        beginning = f"…{'.'.join(parts[:kept])}…" if kept else "…"
+        for start in range(kept + 1, len(parts)):
+            label = beginning + ".".join(parts[start:])
+            if len(label) <= LONGEST_LABEL:
+                yield label
+    yield f"…{folded[1 - LONGEST_LABEL :]}"

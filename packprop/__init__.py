@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from packprop.applications.queries.refining import Refinement
     from packprop.applications.queries.result import Influence
     from packprop.applications.queries.self_influence import self_influence
+    from packprop.applications.queries.token_influence import token_influence
     from packprop.applications.reports.compare.comparison import Comparison, compare
     from packprop.applications.reports.coverage import coverage
     from packprop.applications.reports.coverage_values import Coverage
@@ -101,6 +102,7 @@ _HOMES = {
     "register_use": "packprop.engine.functions.registry",
     "restore": "packprop.engine.recording.switch",
     "self_influence": "packprop.applications.queries.self_influence",
+    "token_influence": "packprop.applications.queries.token_influence",
     "tracin": "packprop.applications.queries.checkpoints",
 }
 # Modules that are asked for as attributes: name -> where they are.
@@ -174,6 +176,7 @@ __all__ = [
     "self_influence",
     "store",
     "testing",
+    "token_influence",
     "tracin",
     "types",
 ]

@@ -108,9 +108,9 @@ class Numbers(list[float]):
 
 def with_attribute(value: float) -> Any:
     def factor() -> float:
-        return float(factor.value)  # type: ignore[attr-defined]
+        return float(factor.value)  # type: ignore[attr-defined]  # functions take any
 
-    factor.value = value  # type: ignore[attr-defined]
+    factor.value = value  # type: ignore[attr-defined]  # functions take any
     return factor
 
 

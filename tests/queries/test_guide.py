@@ -19,7 +19,7 @@ def test_the_guide_runs(
     scope: dict[str, Any] = {}
     for block in blocks:
         exec(block, scope)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     assert scope["found"].largest.identifiers.shape == (2, 5)
     assert scope["near"].quantity == "grad_batch_projected"
     assert float(scope["exact"].residuals.max()) <= 1e-3

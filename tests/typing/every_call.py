@@ -128,6 +128,7 @@ def rows_on_disk(x: Tensor, y: Tensor, folder: Path) -> Result:
     assert_type(packprop.optimizer_curvature(model, optimizer), dict[str, Tensor])
     moment = packprop.Checkpoint(read, model.state_dict(), rate=0.1)
     assert_type(packprop.tracin([moment], model, loss, (x, y), k=2), Influence)
+    assert_type(packprop.token_influence(model, loss, (x, y), (x, y)), Tensor)
     return {"self": assert_type(packprop.self_influence(read, curvature=curved, damping=0.1), Tensor)}
 
 

@@ -173,7 +173,7 @@ def _bytes_of(value: Any) -> tuple[Any, ...] | None:
 
 def _pickled(value: Any) -> tuple[Any, ...] | None:
     """Return the parts that pickle would write, if the class says itself what these are; else ``None``."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__:
         return None
     try:

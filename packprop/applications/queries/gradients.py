@@ -30,6 +30,15 @@ class EntryOrders(Extension):
     rows = (Row(GRADIENT, entry_order_of, over_n=KEEP, over_v=KEEP, degree=0),)
 
 
+def run_batch(step: BatchPass, batch: tuple[Any, Any], device: torch.device | str) -> Found:
+    """Run a pass over a batch, and return its results, which nothing is merged with."""
+    inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
+    step.batch = batch
+    step.chunk_sizes = chunk_sizes_over_data(step.model, step.loss, batch, step.extensions, None, device)
+    found: Found = step.run_apart((), inputs, targets).results[FOUND]
+    return found
+
+
 class QueryGradients:
     """Gradients of batches of queries, preconditioned, then projected as those in the store.
 
@@ -40,7 +49,7 @@ class QueryGradients:
         asked: The call of the user, for messages.
         model: The model, which is extended meanwhile.
         loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
-        arrays: Stored rows by parameter; of all together by ``""``.
+        arrays: Stored rows, or empty tensors like them, by parameter; of all together by ``""``.
         preconditioner: The preconditioner of gradients, if there is one.
         device: The device of batches.
         raw: Leaves gradients as they are until ``projected_rows``: refining comes before that.
@@ -54,7 +63,7 @@ class QueryGradients:
         asked: str,
         model: nn.Module,
         loss: LossFunction | None,
-        arrays: Mapping[str, StoredArray],
+        arrays: Mapping[str, StoredArray | Tensor],
         preconditioner: Preconditioner | None,
         device: torch.device | str,
         raw: bool = False,
@@ -63,7 +72,8 @@ class QueryGradients:
         self._asked, self._arrays, self._preconditioner, self._device = asked, arrays, preconditioner, device
         self._shapes = {name: p.shape for name, p in named_parameters(model) if p.requires_grad}
         self._dtypes = {name: p.dtype for name, p in named_parameters(model) if p.requires_grad}
-        options = arrays[""].header.projection if "" in arrays else None
+        whole = arrays.get("")  # of a store: all parameters together
+        options = whole.header.projection if isinstance(whole, StoredArray) else None
         self._projection = None if options is None else Projection(**options)
         lists = together(None if raw else preconditioner, self._shapes)
         self._together = {name: names for names in lists for name in names}
@@ -76,6 +86,11 @@ class QueryGradients:
             self._extensions.append(EntryOrders())
         self._step = BatchPass(asked, model, loss, MergedResults([]), self._extensions, None)
         self._step.parts = readings_of(self._extensions)[0]
+
+    @property
+    def curvature(self) -> str | None:
+        """The name of the preconditioner, if there is one."""
+        return None if self._preconditioner is None else self._preconditioner.name
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -114,11 +129,7 @@ class QueryGradients:
         """
         if is_empty(batch):
             return 0, {}
-        inputs, targets = map_tensors(lambda tensor: tensor.to(self._device), batch)
-        step, device = self._step, self._device
-        step.batch = batch
-        step.chunk_sizes = chunk_sizes_over_data(step.model, step.loss, batch, step.extensions, None, device)
-        found: Found = step.run_apart((), inputs, targets).results[FOUND]
+        found = run_batch(self._step, batch, self._device)
         rows: dict[str, Tensor] = {}
         waiting: dict[str, Tensor] = {}
         for name in list(found.rows):

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from packprop.applications.dataset.batches import BATCH_SIZE, Batches, Data
 from packprop.applications.dataset.given import require_model_and_loss
-from packprop.applications.dataset.products import ROOM
 from packprop.applications.dataset.result import Result
 from packprop.applications.dataset.sharded import require_whole_parameters
 from packprop.applications.dataset.sources import Samples
-from packprop.applications.queries.blocks import blocks_of
 from packprop.applications.queries.checks import (
     gradients_in,
     numbers_of_groups,
@@ -26,13 +24,13 @@ from packprop.applications.queries.checks import (
     warn_of_empty,
 )
 from packprop.applications.queries.gradients import QueryGradients
-from packprop.applications.queries.preconditioning import Preconditioner, preconditioner_of, require_damping
 from packprop.applications.queries.refined_search import Ends, RefinedSearch
 from packprop.applications.queries.refining import Refinement, Refiner
 from packprop.applications.queries.result import Influence
+from packprop.applications.queries.vectors import Inverse, vectors_of
 from packprop.engine.memory import budget_of, byte_text
 from packprop.engine.recording import extended
-from packprop.engine.tensors import LossFunction, named_parameters
+from packprop.engine.tensors import LossFunction
 from packprop.errors import BadInput, PackpropError
 from packprop.store.reading import BLOCK, Store
 from packprop.store.search import Found, bytes_of_a_row, require_number, summed_products
@@ -120,19 +118,10 @@ def influence(
     arrays = opened.arrays(name)
     require_same_model(ASKED, opened, model)
     _require_real(arrays)
-    preconditioner = _preconditioner(
-        curvature, damping, factored, model, None if "" in arrays else [*arrays], refine is not None
-    )
-    place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
-    gradients = QueryGradients(ASKED, model, loss, arrays, preconditioner, place, raw=refine is not None)
+    inverse = Inverse(curvature, damping, factored, refine)
     budget = budget_of(memory) or sys.maxsize
-    refiner = None
-    if refine is not None:
-        assert damping is not None
-        asked = refine if isinstance(refine, Refinement) else Refinement(refine)
-        room = min(budget // 4, ROOM)
-        names = gradients.names
-        refiner = Refiner(ASKED, model, loss, asked, names, preconditioner, damping, room, place)
+    place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+    gradients, refiner = vectors_of(ASKED, model, loss, arrays, inverse, budget, place)
     most = _most_queries(gradients, arrays, budget, refiner)
     batches = Batches(ASKED, queries, batch_size, whole=loss is None)
     if batch_size is None and isinstance(batches.source, Samples) and most < BATCH_SIZE:
@@ -173,7 +162,7 @@ def influence(
         samples=opened.samples,
         terms=opened.terms,
         quantity=name,
-        curvature=None if preconditioner is None else preconditioner.name,
+        curvature=gradients.curvature,
         damping=damping,
         readings=len(found),
         refined_by=None if refiner is None else refiner.matrix,
@@ -257,34 +246,3 @@ def _require_real(arrays: Mapping[str, Any]) -> None:
                 "inner products of complex rows have no order",
                 "give a model with real parameters",
             )
-
-
-def _preconditioner(
-    curvature: Result | Mapping[str, Any] | str | Path | None,
-    damping: float | None,
-    factored: bool,
-    model: nn.Module,
-    names: list[str] | None,
-    refined: bool,
-) -> Preconditioner | None:
-    """Return the preconditioner of gradients, if there is one."""
-    if refined:
-        require_damping(ASKED, damping, "the matrix of the data")
-    if curvature is None:
-        if refined and not factored:
-            return None
-        if damping is not None or factored:
-            raise BadInput(
-                ASKED,
-                f"damping={damping!r}, factored={factored!r} without curvature",
-                "there is nothing that it would be added to",
-                "give curvature=..., such as packprop.compute(..., [EKFAC()]), or leave it out",
-            )
-        return None
-    name, blocks = blocks_of(ASKED, curvature)
-    shapes = {
-        each: p.shape
-        for each, p in named_parameters(model)
-        if p.requires_grad and (names is None or each in names)
-    }
-    return preconditioner_of(ASKED, name, blocks, damping, factored, shapes)

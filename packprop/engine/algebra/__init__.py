@@ -9,6 +9,7 @@ from packprop.engine.algebra.factors import cotangent_gram, input_gram
 from packprop.engine.algebra.joining import join
 from packprop.engine.algebra.kronecker import Eigen
 from packprop.engine.algebra.monoid import (
+    ADD_IN_PLACE,
     CAT,
     KEEP,
     MOMENTS,
@@ -25,8 +26,10 @@ from packprop.engine.algebra.projecting import projected
 from packprop.engine.algebra.projections import Projection
 from packprop.engine.algebra.statistics import along, batch_sq, gram, moments, sq_norm, sum_sq, total_grad
 from packprop.engine.algebra.structures import Dense, Lookup, Structure, entry_order_of, rows
+from packprop.engine.algebra.tokens import token_along
 
 __all__ = [
+    "ADD_IN_PLACE",
     "CAT",
     "KEEP",
     "MOMENTS",
@@ -66,5 +69,6 @@ __all__ = [
     "rows",
     "sq_norm",
     "sum_sq",
+    "token_along",
     "total_grad",
 ]

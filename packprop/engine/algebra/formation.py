@@ -26,6 +26,7 @@ from packprop.engine.algebra.statistics import (
 )
 from packprop.engine.algebra.structures import entry_order_of
 from packprop.engine.algebra.tokens import (
+    token_along,
     token_batch_sq,
     token_grads,
     token_moments,
@@ -35,7 +36,7 @@ from packprop.engine.algebra.tokens import (
 from packprop.engine.tensors.device import device_kind
 from packprop.engine.tensors.precision import accumulation_dtype, wider_dtype
 
-OF_TOKENS = (token_grads, token_sum_sq, token_batch_sq, token_sq_norm, token_moments)
+OF_TOKENS = (token_grads, token_sum_sq, token_batch_sq, token_sq_norm, token_moments, token_along)
 """Statistics that are functions of the gradients of single tokens."""
 
 OF_ROWS = frozenset(

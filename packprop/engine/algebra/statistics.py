@@ -99,6 +99,9 @@ def along(structure: Structure, first: Sequence[Any]) -> Tensor:
         structure: Structure of a parameter.
         first: The results of the first pass. The first of them is the direction ``[*p]``, the rest are ignored.
     """
+    if isinstance(structure, Tied) and not structure.formed:
+        one, other = (along(part, first) for part in structure.parts)
+        return one + other
     direction: Tensor = first[0]
     cotangent = None if isinstance(structure, Dense) or structure.formed else structure.cotangent
     if cotangent is None:

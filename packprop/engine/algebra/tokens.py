@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from packprop.engine.algebra.monoid import Moments
-from packprop.engine.algebra.statistics import Statistic, batch_sq, sq_norm, sum_sq
+from packprop.engine.algebra.statistics import Statistic, along, batch_sq, sq_norm, sum_sq
 from packprop.engine.algebra.structures import ByToken, rows
 
 
@@ -32,6 +33,20 @@ def token_moments(structure: ByToken) -> Moments:
     mean = gradients.sum(0) / number.clamp(min=1)
     deviations = (gradients - mean) * counts.reshape(-1, *[1] * mean.dim())
     return Moments(number, mean, deviations.square().sum(0))
+
+
+def token_along(structure: ByToken, directions: Mapping[str, Tensor], name: str, shape: object) -> Tensor:
+    """Return inner products of gradients of tokens, one column each, with several directions ``[t, n, q]``.
+
+    Args:
+        structure: Structure of the parameter.
+        directions: The directions ``[q, *p]`` by name of the parameter.
+        name: Name of the parameter.
+        shape: Its shape, which the directions have already.
+    """
+    products = torch.stack([along(structure.folded, [each]) for each in directions[name]], -1)
+    by_token: Tensor = products.unflatten(0, (structure.tokens, -1))
+    return by_token
 
 
 def _by_token(statistic: Statistic) -> Callable[[ByToken], Tensor]:

@@ -1,0 +1,198 @@
+"""Inner products of gradients of single tokens with those of queries."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.applications.dataset.batch_pass import BatchPass, Found
+from packprop.applications.dataset.batches import Batches, Data
+from packprop.applications.dataset.given import require_model_and_loss
+from packprop.applications.dataset.parts import readings_of
+from packprop.applications.dataset.result import Result
+from packprop.applications.dataset.sharded import require_whole_parameters
+from packprop.applications.dataset.state import MergedResults
+from packprop.applications.dataset.stored import of_summed_loss
+from packprop.applications.dataset.stream import is_empty
+from packprop.applications.queries.checks import queries_without_gradient, warn_of_empty
+from packprop.applications.queries.gradients import run_batch
+from packprop.applications.queries.refining import Refinement
+from packprop.applications.queries.vectors import Inverse, vectors_of
+from packprop.engine.algebra import ADD_IN_PLACE, CAT, token_along
+from packprop.engine.memory import budget_of, byte_text
+from packprop.engine.recording import extended
+from packprop.engine.tensors import LossFunction, named_parameters
+from packprop.errors import BadInput
+from packprop.types import GRADIENT_BY_TOKEN, Extension, Row
+
+ASKED = "token_influence(...) was called."
+
+
+class AlongQueries(Extension):
+    """Inner products of gradients of tokens with vectors of queries, ``along_queries``: ``[n, t, q]``.
+
+    Args:
+        vectors: Those of the queries ``[q, *p]`` by parameter.
+    """
+
+    savefield = "along_queries"
+
+    def __init__(self, vectors: Mapping[str, Tensor]) -> None:
+        statistic = functools.partial(token_along, directions=vectors)
+        self._row = Row(
+            GRADIENT_BY_TOKEN,
+            statistic,
+            over_n=CAT[1],
+            over_v=ADD_IN_PLACE,
+            of_parameter=True,
+            condenses=True,
+        )
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The products."""
+        return (self._row,)
+
+    def finish(self, values: list[Any], samples: int) -> Tensor:
+        """Move samples before tokens."""
+        products: Tensor = values[0]
+        return products.transpose(0, 1)
+
+
+def token_influence(
+    model: nn.Module,
+    loss: LossFunction | None,
+    data: Data,
+    queries: Data,
+    *,
+    curvature: Result | Mapping[str, Any] | str | Path | None = None,
+    damping: float | None = None,
+    factored: bool = False,
+    refine: Data | Refinement | None = None,
+    memory: int | str | None = "500MiB",
+    batch_size: int | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Split the products of ``influence`` by the tokens of each sample ``[q, n, t]``.
+
+    Entry ``[q, n, t]`` is ``<g_nt, g_q>``, or ``<g_nt, (F + damping I)^-1 g_q>``, with the gradient ``g_nt`` of
+    the loss of token t of sample n through the whole model, attention to earlier tokens included. Sums over t
+    are the products of ``influence``. So a large entry is a token that teaches the model what the query asks
+    for. Tokens that do not count in the loss (``ignore_index``, padding) have zeros.
+
+    It reads no store. Give it the few samples that ``influence`` found: it takes as many backward passes as a
+    sample has tokens.
+
+    Args:
+        model: As for ``influence``.
+        loss: As for ``influence``; its terms are those of tokens, as for ``BatchGrad(per="token")``.
+        data: The samples to split, of one length, in any form that ``compute`` takes.
+        queries: As for ``influence``.
+        curvature: As for ``influence``.
+        damping: As for ``influence``.
+        factored: As for ``influence``.
+        refine: As for ``influence``.
+        memory: Bytes for the vectors of all queries at once; ``None``: any number. It does not count the model,
+            its activations and the curvature with its inverse.
+        batch_size: Samples, and queries, in a batch; 128 by default. Not for data that come in batches.
+        device: The device of batches; by default that of the model's parameters.
+
+    Raises:
+        BadInput: As ``influence`` does; for samples of different lengths.
+        PackpropError: As ``influence`` does; for a loss without tokens.
+    """
+    require_model_and_loss(ASKED, model, loss, "multiplied")
+    require_whole_parameters(ASKED, model)
+    place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+    inverse = Inverse(curvature, damping, factored, refine)
+    vectors = _vectors(model, loss, queries, inverse, memory, batch_size, place)
+    extension = AlongQueries({name: each.to(place) for name, each in vectors.items()})
+    step = BatchPass(ASKED, model, loss, MergedResults([]), [extension], None)
+    step.parts = readings_of([extension])[0]
+    batches = Batches(ASKED, data, batch_size, whole=loss is None)
+    found: list[Tensor] = []
+    with contextlib.ExitStack() as stack:
+        for module in step.modules:
+            stack.enter_context(extended(module))
+        for batch in batches:
+            with batches.explained():
+                if is_empty(batch):
+                    continue
+                found.append(_summed(extension, run_batch(step, batch, place)))
+    if not found:
+        raise BadInput(ASKED, "data", "no samples were in any batch", "give at least one sample")
+    lengths = sorted({each.shape[1] for each in found})
+    if len(lengths) > 1:
+        raise BadInput(
+            ASKED,
+            "data",
+            f"its samples have {', '.join(map(str, lengths))} tokens",
+            "give samples of one length: pad them with targets that the loss ignores (ignore_index)",
+        )
+    return torch.cat(found).permute(2, 0, 1).contiguous()
+
+
+def _summed(extension: Extension, run: Found) -> Tensor:
+    """Add up the products of a batch over parameters ``[n, t, q]``, at the scale of a loss that is summed."""
+    products = [
+        of_summed_loss(extension, values, dtype, run.samples, float(run.terms))
+        for dtype, results in run.rows.values()
+        for values in results.values()
+    ]
+    return torch.stack([each.to("cpu", torch.float64) for each in products]).sum(0)
+
+
+def _vectors(
+    model: nn.Module,
+    loss: LossFunction | None,
+    queries: Data,
+    inverse: Inverse,
+    memory: int | str | None,
+    batch_size: int | None,
+    device: torch.device | str,
+) -> dict[str, Tensor]:
+    """Return the vectors of all queries ``[q, *p]`` by parameter, on the processor."""
+    if isinstance(inverse.refine, Refinement) and inverse.refine.checkpoint is not None:
+        raise BadInput(
+            ASKED,
+            "refine=Refinement(..., checkpoint=...)",
+            "the folder belongs to a search in a store",
+            "leave checkpoint out",
+        )
+    trained = {name: p for name, p in named_parameters(model) if p.requires_grad}
+    arrays = {name: torch.empty(0, *p.shape, dtype=p.dtype, device="meta") for name, p in trained.items()}
+    budget = budget_of(memory) or sys.maxsize
+    gradients, refiner = vectors_of(ASKED, model, loss, arrays, inverse, budget, device)
+    query = gradients.kept_bytes if refiner is None else refiner.query_bytes
+    batches = Batches(ASKED, queries, batch_size, whole=loss is None)
+    parts: list[dict[str, Tensor]] = []
+    count = 0
+    with contextlib.ExitStack() as stack:
+        for module in gradients.modules:
+            stack.enter_context(extended(module))
+        for batch in batches:
+            with batches.explained():
+                number, rows = gradients.of(batch)
+            count += number
+            if count * query > budget:
+                raise BadInput(
+                    ASKED,
+                    f"memory={memory!r}, and {count} queries or more",
+                    f"the vectors of a query take {byte_text(query)}, and all are held at once",
+                    "give fewer queries, or more memory",
+                )
+            parts += [rows] if number else []
+        if not parts:
+            raise BadInput(ASKED, "queries", "no samples were in any batch", "give at least one query")
+        joined = {name: torch.cat([rows.pop(name) for rows in parts]) for name in list(parts[0])}
+        warn_of_empty(ASKED, queries_without_gradient(joined), count)
+        if refiner is None:
+            return joined
+        return refiner(joined, gradients.orders, None, budget // query, lambda iterations: None)

@@ -1,0 +1,100 @@
+"""Vectors that stand for queries in inner products: their gradients, and what turns these into solutions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.applications.dataset.batches import Data
+from packprop.applications.dataset.products import ROOM
+from packprop.applications.dataset.result import Result
+from packprop.applications.queries.blocks import blocks_of
+from packprop.applications.queries.gradients import QueryGradients
+from packprop.applications.queries.preconditioning import Preconditioner, preconditioner_of, require_damping
+from packprop.applications.queries.refining import Refinement, Refiner
+from packprop.engine.tensors import LossFunction, named_parameters
+from packprop.errors import BadInput
+from packprop.store.reading import StoredArray
+
+
+@dataclass(frozen=True)
+class Inverse:
+    """The matrix whose damped inverse multiplies gradients of queries, as ``influence`` takes it.
+
+    Args:
+        curvature: The preconditioner; ``None`` for none.
+        damping: Added to the matrix.
+        factored: Whether two factors share the damping.
+        refine: The data to refine by; ``None`` for none.
+    """
+
+    curvature: Result | Mapping[str, Any] | str | Path | None = None
+    damping: float | None = None
+    factored: bool = False
+    refine: Data | Refinement | None = None
+
+
+def vectors_of(
+    asked: str,
+    model: nn.Module,
+    loss: LossFunction | None,
+    arrays: Mapping[str, StoredArray | Tensor],
+    inverse: Inverse,
+    budget: int,
+    device: torch.device | str,
+) -> tuple[QueryGradients, Refiner | None]:
+    """Return the maker of queries' gradients, and the refiner if there is one.
+
+    Args:
+        asked: The call of the user, for messages.
+        model: The model.
+        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
+        arrays: What the vectors multiply, by parameter; of all together by ``""``.
+        inverse: The matrix.
+        budget: Bytes for current vectors.
+        device: The device of batches.
+    """
+    names = None if "" in arrays else [*arrays]
+    preconditioner = _preconditioner(asked, inverse, model, names)
+    raw = inverse.refine is not None
+    gradients = QueryGradients(asked, model, loss, arrays, preconditioner, device, raw=raw)
+    if inverse.refine is None:
+        return gradients, None
+    assert inverse.damping is not None
+    refinement = inverse.refine if isinstance(inverse.refine, Refinement) else Refinement(inverse.refine)
+    room, damping = min(budget // 4, ROOM), inverse.damping
+    refiner = Refiner(asked, model, loss, refinement, gradients.names, preconditioner, damping, room, device)
+    return gradients, refiner
+
+
+def _preconditioner(
+    asked: str, inverse: Inverse, model: nn.Module, names: list[str] | None
+) -> Preconditioner | None:
+    """Return the preconditioner of gradients, if there is one."""
+    curvature, damping, factored = inverse.curvature, inverse.damping, inverse.factored
+    refined = inverse.refine is not None
+    if refined:
+        require_damping(asked, damping, "the matrix of the data")
+    if curvature is None:
+        if refined and not factored:
+            return None
+        if damping is not None or factored:
+            raise BadInput(
+                asked,
+                f"damping={damping!r}, factored={factored!r} without curvature",
+                "there is nothing that it would be added to",
+                "give curvature=..., such as packprop.compute(..., [EKFAC()]), or leave it out",
+            )
+        return None
+    name, blocks = blocks_of(asked, curvature)
+    shapes = {
+        each: p.shape
+        for each, p in named_parameters(model)
+        if p.requires_grad and (names is None or each in names)
+    }
+    return preconditioner_of(asked, name, blocks, damping, factored, shapes)

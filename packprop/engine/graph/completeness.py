@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from packprop.engine.graph.graph import EAGER, Graph
-from packprop.engine.graph.search import nodes_above
+from packprop.engine.graph.search import leaves_above
 from packprop.engine.recording.marks import EXTENDED
 from packprop.engine.recording.reentrant import is_reentrant, refused
 from packprop.engine.recording.unrecorded import is_compiled_region, refused_compiled
@@ -78,7 +78,7 @@ def require_derivatives(graph: Graph, cut: Sequence[Node]) -> None:
                 "train it in float32, bfloat16 or float16, and convert it in the forward pass; or set "
                 "requires_grad=False on it",
             )
-    above = {id(getattr(node, "variable", None)) for node in nodes_above(cut)} if cut else set()
+    above = set(map(id, leaves_above(cut)))
     lost = next((leaf for leaf in leaves if id(leaf) in above), None)
     if lost is not None:
         raise PackpropError(
@@ -153,19 +153,6 @@ def find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequ
         for leaf, node in consumed
         if id(leaf) in owned and id(leaf) in chosen and id(leaf) not in data
     ]
-
-
-def reached_without_loss(graph: Graph, starts: list[Node], neighbours: dict[Node, list[Node]]) -> set[Node]:
-    """Return the nodes that a path from the roots reaches without passing a recorded loss."""
-    losses = {loss.node for loss in graph.losses}
-    stack = [node for node in starts if node not in losses]
-    seen = set(stack)
-    while stack:
-        for upstream in neighbours.get(stack.pop(), ()):
-            if upstream not in seen and upstream not in losses:
-                seen.add(upstream)
-                stack.append(upstream)
-    return seen
 
 
 def require_unsharded(modules: Iterable[nn.Module], hooks: Hooks) -> None:

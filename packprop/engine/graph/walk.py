@@ -20,7 +20,6 @@ from packprop.engine.graph.completeness import (
     find_missing,
     freed,
     is_owned,
-    reached_without_loss,
     require_alive,
     require_derivatives,
     require_known_shards,
@@ -30,10 +29,9 @@ from packprop.engine.graph.hooks import hooks_on
 from packprop.engine.graph.open_paths import find_open_places
 from packprop.engine.graph.reading import Reading
 from packprop.engine.graph.reorderings import axes_reordered, is_opaque, own_options
-from packprop.engine.graph.search import leaves_of, nodes_above
+from packprop.engine.graph.search import depth_first, leaves_above, nodes_above
 from packprop.engine.graph.site import Site
 from packprop.engine.graph.terms import settle_terms
-from packprop.engine.graph.traversal import depth_first
 from packprop.engine.recording.marks import EXTENDED, LOSS, OUTPUT, RecordedLoss, marks_of
 from packprop.engine.recording.reentrant import NAME as REENTRANT
 from packprop.engine.recording.reentrant import is_reentrant, refused
@@ -133,7 +131,8 @@ def walk(
     if graph.missing or (trail.consumed and graph.losses):
         settle_terms(graph, starts)
     find_open_places(graph, starts, trail.neighbours)
-    without_loss = reached_without_loss(graph, starts, trail.neighbours)
+    losses = {loss.node for loss in graph.losses}
+    without_loss = set(nodes_above((start for start in starts if start not in losses), losses))
     graph.without_loss = [
         graph.label(use) for use in graph.uses if any(node in without_loss for node in use.anchors)
     ]
@@ -226,7 +225,7 @@ def _read_losses(graph: Graph, trail: _Trail) -> None:
     """Find the losses without marks, from their nodes."""
     inside: set[Node] = set()
     for loss in graph.losses:
-        inside.update(nodes_above([loss.node], loss.call.edge.node))
+        inside.update(nodes_above([loss.node], [loss.call.edge.node]))
     named = zip(trail.places, trail.names, strict=True)
     try:
         for node in [node for node, name in named if short_name(name) in LOSS_NODES and node not in inside]:
@@ -273,7 +272,7 @@ def _read_uses(graph: Graph, trail: _Trail, wanted: Sequence[Tensor] | None, end
         if node not in settled and node not in reading.made_of_parameters:
             for above in trail.neighbours[node]:
                 if above in settled and above in reading.made_of_parameters:
-                    trail.consumed += [(leaf, node) for leaf in leaves_of(above)]
+                    trail.consumed += [(leaf, node) for leaf in leaves_above([above])]
     chosen = None if wanted is None else {id(leaf) for leaf in wanted}
     for node in reversed(trail.order):
         use = reading.uses.get(node)
@@ -304,9 +303,7 @@ def _takes_statistics(node: Any) -> bool:
 
 def _layer_of(graph: Graph, node: Node) -> str:
     """Return the words for a layer in messages, from the parameters that enter its node."""
-    leaves = {
-        id(leaf) for above, _ in node.next_functions[1:] if above is not None for leaf in leaves_of(above)
-    }
+    leaves = set(map(id, leaves_above(above for above, _ in node.next_functions[1:])))
     for module in [*graph.modules, *EXTENDED]:
         for path, child in module.named_modules():
             if any(id(parameter) in leaves for parameter in child.parameters(recurse=False)):
@@ -355,7 +352,7 @@ def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None, trail: _
     """Trace the parameters of a use to the leaves that they are computed from."""
     for entry in use.recorded.entries:
         parameter = entry.parameter
-        own = [parameter] if isinstance(parameter, Tensor) else leaves_of(parameter.grad_fn)
+        own = [parameter] if isinstance(parameter, Tensor) else leaves_above([parameter.grad_fn])
         use.sites += [Site(entry, leaf) for leaf in own if chosen is None or id(leaf) in chosen]
     for site in use.sites:
         if site.entry.refusal is not None:

@@ -210,10 +210,10 @@ Tensor.register_hook = _noted  # type: ignore[method-assign]  # there is no othe
 Tensor.retain_grad = _retained  # type: ignore[assignment,method-assign]  # nor this
 
 
-def nodes_above(nodes: Iterable[Node | None], end: Node | None = None) -> Iterator[Node]:
-    """Some nodes and everything that they were computed from, each once; not what lies behind ``end`` alone."""
+def nodes_above(nodes: Iterable[Node | None], ends: Iterable[Node | None] = ()) -> Iterator[Node]:
+    """Some nodes and everything that they were computed from, each once; not ``ends``, nor what is behind."""
     stack = [node for node in dict.fromkeys(nodes) if node is not None]
-    seen = {*stack, end}
+    seen = {*stack, *ends}
     while stack:
         node = stack.pop()
         yield node

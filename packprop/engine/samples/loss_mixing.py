@@ -31,6 +31,7 @@ from packprop.engine.functions.nodes import made_by
 from packprop.engine.functions.operands import has_kinks, is_linear
 from packprop.engine.graph.graph import Graph, OpenPlace, ReachedLoss
 from packprop.engine.graph.pull import pull_columns
+from packprop.engine.graph.search import depth_first
 from packprop.engine.graph.sweep import unmasked
 from packprop.engine.samples.feeding import Feed, ModelOutput
 from packprop.engine.samples.hidden_mixing import parts
@@ -145,26 +146,21 @@ class _Part:
         """The nodes that lead to an end, those nearest to the roots first, with the places where they do."""
         ends = {(edge.node, edge.output_nr) for edge in self._edges}
         leads: dict[Node, list[int]] = {}
-        order: list[Node] = []
-        stack = [(edge.node, False) for edge in self._roots if (edge.node, edge.output_nr) not in ends]
-        while stack:
-            node, done = stack.pop()
+
+        def upstream(node: Node) -> list[Node]:
+            return [
+                each for each, output in node.next_functions if each is not None and (each, output) not in ends
+            ]
+
+        starts = [edge.node for edge in self._roots if (edge.node, edge.output_nr) not in ends]
+        for node, done in depth_first(starts, upstream, {}):
             if done:
                 leads[node] = [
                     place
                     for place, (above, output) in enumerate(node.next_functions)
                     if above is not None and ((above, output) in ends or leads.get(above))
                 ]
-                order.append(node)
-            elif node not in leads:
-                leads[node] = []
-                stack.append((node, True))
-                stack += [
-                    (above, False)
-                    for above, output in node.next_functions
-                    if above is not None and above not in leads and (above, output) not in ends
-                ]
-        return [(node, leads[node]) for node in reversed(order) if leads[node]]
+        return [(node, places) for node, places in reversed(leads.items()) if places]
 
     def _gradients_of(self, edge: GradientEdge, along: Tensor) -> Products:
         """The gradients of a tensor inside, along numbers of its shape, in the values."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.engine.functions.entry import Entry
-from packprop.engine.functions.losses import Loss
 from packprop.engine.graph.links import Entrance, entrance_of
 from packprop.engine.graph.site import Site
 from packprop.engine.recording.marks import EXTENDED, ForwardCall, RecordedLoss, Use
@@ -149,25 +148,6 @@ class ReachedLoss:
         return entrance_of(self.call)
 
 
-@dataclass(frozen=True)
-class OpenPlace:
-    """A place where a path from the roots that passes no recorded loss meets the model; see NOTE [Open paths].
-
-    Args:
-        edge: The edge of the tensor there.
-        shape: Its shape.
-        loss: The rule of the loss that takes it; ``None`` if the loss is unknown.
-        value: The edge of that loss's value.
-        is_open: Whether a path leads there without passing any loss.
-    """
-
-    edge: GradientEdge
-    shape: torch.Size
-    loss: Loss | None = None
-    value: GradientEdge | None = None
-    is_open: bool = True
-
-
 @dataclass
 class Graph:
     """Uses and losses between the roots of a backward pass and its leaves.
@@ -178,8 +158,8 @@ class Graph:
         uses: The uses, nearest to the roots first.
         losses: The recorded losses.
         outputs: Outputs of outermost calls, with their shapes.
-        open: Places where paths from the roots that pass no recorded loss meet the model, if there is a loss
-            elsewhere, or one that its node tells.
+        open: Edges where paths from the roots that pass no recorded loss meet the model, if there is a loss
+            elsewhere; see NOTE [Open paths].
         without_loss: Labels of uses that some path from the roots reaches without passing a recorded loss.
         reorderings: Edges of tensors whose rows may be in another order, with their shapes and these axes.
         hides_order: Whether data that packprop does not read decide somewhere which rows meet.
@@ -209,7 +189,7 @@ class Graph:
     outputs: list[tuple[GradientEdge, ForwardCall, torch.Size]] = field(default_factory=list)
     reorderings: list[tuple[GradientEdge, torch.Size, frozenset[int]]] = field(default_factory=list)
     hides_order: bool = False
-    open: list[OpenPlace] = field(default_factory=list)
+    open: list[GradientEdge] = field(default_factory=list)
     without_loss: list[str] = field(default_factory=list)
     mixers: list[str] = field(default_factory=list)
     missing: list[tuple[Tensor, Node]] = field(default_factory=list)

@@ -231,7 +231,7 @@ def _read_losses(graph: Graph, trail: _Trail) -> None:
         for node in [node for node, name in named if short_name(name) in LOSS_NODES and node not in inside]:
             read = loss_of_node(node)
             if read is not None:
-                given = read.args[0]
+                given = read[1][0]
                 call = RecordedLoss(*read, given.shape, version(given))
                 graph.losses.append(ReachedLoss(call, node, 0))
     except RuntimeError as error:
@@ -379,6 +379,7 @@ def _signature(graph: Graph, trail: _Trail) -> int:
         for loss in graph.losses
     )
     declared = tuple(forward.declared for forward in graph.forwards)
-    open_paths = tuple(place.shape for place in graph.open), tuple(loss.is_open for loss in graph.losses)
+    met = tuple(tuple(made_by(edge.node)[edge.output_nr].shape) for edge in graph.open)
+    open_paths = met, tuple(loss.is_open for loss in graph.losses)
     named = tuple(trail.names), tuple(trail.options), tuple(trail.extents), trail.edges
     return hash((named, uses, losses, declared, open_paths, bool(graph.without_loss)))

@@ -29,7 +29,7 @@ from packprop.engine.functions.losses import LOSSES
 from packprop.engine.functions.losses.description import without_classes
 from packprop.engine.functions.nodes import made_by
 from packprop.engine.functions.operands import has_kinks, is_linear
-from packprop.engine.graph.graph import Graph, OpenPlace, ReachedLoss
+from packprop.engine.graph.graph import Graph
 from packprop.engine.graph.pull import pull_columns
 from packprop.engine.graph.search import depth_first
 from packprop.engine.graph.sweep import unmasked
@@ -62,8 +62,7 @@ def require_separate_losses(graph: Graph, outputs: Sequence[ModelOutput], chosen
         if function not in LOSSES:
             name = f"the loss {getattr(function, '__name__', function)}"
             one = torch.ones((), dtype=output.dtype, device=output.device)
-            value = GradientEdge(loss.node, loss.output)
-            lasting &= _Part(graph, name, [value], [one], [output], [layout]).is_separate()
+            lasting &= _Part(graph, name, [loss.value], [one], [output], [layout]).is_separate()
     ends, layouts = zip(*_ends(graph, outputs, chosen), strict=True)
     return _Part(graph, "", roots, seeds, ends, layouts).is_separate() and lasting
 
@@ -72,15 +71,14 @@ def _ends(
     graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout]
 ) -> list[tuple[ModelOutput, Layout]]:
     """The tensors where the user's own arithmetic begins: values of losses, and what it takes beside these."""
-    records: list[ReachedLoss | OpenPlace | None] = [*graph.losses, *graph.open]
+    given = list(zip(outputs, chosen, strict=True))
     ends = []
-    for record, output, layout in zip(records or [None] * len(outputs), outputs, chosen, strict=True):
-        if record is not None and record.value is not None:
-            value = ModelOutput.at(record.value)
-            ends.append((value, _layout_of_value(value.shape, output, layout)))
-        if record is None or record.is_open:
+    for loss, (output, layout) in zip(graph.losses, given, strict=False):  # those of losses come first
+        value = ModelOutput.at(loss.value)
+        ends.append((value, _layout_of_value(value.shape, output, layout)))
+        if loss.is_open:
             ends.append((output, layout))
-    return ends
+    return ends + given[len(graph.losses) :]
 
 
 def _layout_of_value(shape: torch.Size, output: ModelOutput, layout: Layout) -> Layout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packprop.engine.functions.losses.description import NODES, Loss, Root, register_loss
+from packprop.engine.functions.losses.description import Loss, Root, register_loss
 from packprop.engine.functions.losses.links import EXPONENTIAL, LOG_SOFTMAX, SIGMOID
 from packprop.engine.functions.losses.roots import bernoulli_root, gaussian_root, poisson_root, softmax_root
 from packprop.engine.tensors.precision import accumulation_dtype
@@ -217,15 +217,8 @@ def _generic(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
     return Loss(None, 1.0, None, None)
 
 
-def _terms_of_ctc(shape: Sequence[int]) -> Loss:
-    """Describe a loss with one term for each sample; the axis of samples comes after that of time."""
-    batched = len(shape) == 3
-    return Loss(None, 1.0, None, None, sample_axis=1 if batched else None, one_sample=not batched)
-
-
 @register_loss(F.ctc_loss, input_name="log_probs")
 def _ctc_loss(log_probs: Tensor, *args: Any, **kwargs: Any) -> Loss:
-    return _terms_of_ctc(log_probs.shape)
-
-
-NODES.update(CtcLossBackward=_terms_of_ctc, CudnnCtcLossBackward=_terms_of_ctc)
+    """Describe a loss with one term for each sample; the axis of samples comes after that of time."""
+    batched = log_probs.dim() == 3
+    return Loss(None, 1.0, None, None, sample_axis=1 if batched else None, one_sample=not batched)

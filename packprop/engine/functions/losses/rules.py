@@ -170,12 +170,12 @@ def _poisson_nll_loss(
 
 
 @_rule_of(F.l1_loss)
-def _l1_loss(input: Tensor, reduction: str = "mean", **options: Any) -> Loss:
+def _l1_loss(input: Tensor, target: Tensor, reduction: str = "mean", weight: Tensor | None = None) -> Loss:
     refusal = (
         "the Hessian of l1_loss is zero wherever it exists",
         "use smooth_l1_loss, huber_loss or mse_loss",
     )
-    return replace(_generic_entries(input, reduction), refusal=refusal)
+    return replace(_mse_loss(input, target, reduction, weight), root=None, refusal=refusal)
 
 
 @_rule_of(F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss)

@@ -11,7 +11,6 @@ from torch.autograd.graph import Node
 from packprop.engine.graph.graph import EAGER, Graph
 from packprop.engine.graph.search import leaves_above
 from packprop.engine.recording.marks import EXTENDED
-from packprop.engine.recording.reentrant import is_reentrant, refused
 from packprop.engine.recording.unrecorded import is_compiled_region, refused_compiled
 from packprop.engine.tensors.hooks import Hooks
 from packprop.engine.tensors.precision import is_for_storage
@@ -202,14 +201,6 @@ def require_known_shards(graph: Graph, unshards: bool) -> None:
         )
 
 
-def require_differentiable(graph: Graph) -> None:
-    """Raise if the pass goes through a function that PyTorch cannot differentiate twice."""
-    if graph.checkpoints:
-        raise refused(
-            "PyTorch does not differentiate reentrant checkpoints twice, as create_graph=True asks for"
-        )
-
-
 def require_complete(graph: Graph) -> None:
     """Raise unless packprop knows every use of every wanted parameter."""
     if not graph.missing:
@@ -220,8 +211,6 @@ def require_complete(graph: Graph) -> None:
     if node == EAGER:
         why = "eager_backward() has already summed this parameter's gradient over the samples"
         instead = "leave the branch outside eager_backward(), or set requires_grad=False on the parameter"
-    elif is_reentrant(consumer):
-        raise refused("a parameter is one of its arguments, where reentrant checkpointing cuts the graph")
     elif is_compiled_region(consumer):
         raise refused_compiled(f"parameter {name!r}")
     elif node == "AccumulateGrad":

@@ -1,4 +1,4 @@
-"""Values that describe the graph of one backward pass: its uses, losses and checkpoints."""
+"""Values that describe the graph of one backward pass: its uses and losses."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ class ReachedUse:
         sites: The leaves that enter it.
         is_end: Whether a sweep may end here, because no other use lies upstream.
         layouts: The layouts of its outputs; set when packprop locates the samples.
-        checkpoint: The reentrant checkpoint that contains it; such a use has no nodes.
-        through: Reentrant checkpoints without uses that a sweep to it may come through.
         prepare: Puts its parameters together, if they are sharded between processes.
         reordered: Whether its inputs come from a function that takes rows as data say.
         undecided: Takes the use and the number of samples, if they meet behind it. Notes this, and returns
@@ -59,8 +57,6 @@ class ReachedUse:
     sites: list[Site] = field(default_factory=list)
     is_end: bool = False
     layouts: list[Layout] = field(default_factory=list)
-    checkpoint: ReentrantCheckpoint | None = None
-    through: Sequence[ReentrantCheckpoint] = ()
     prepare: Callable[[], None] | None = None
     reordered: bool = False
     undecided: Callable[[ReachedUse, int], bool] | None = None
@@ -71,52 +67,19 @@ class ReachedUse:
 
     @property
     def anchors(self) -> list[Node]:
-        """The nodes that stand for it in the graph: its own, or the node of its checkpoint."""
-        own = [node for node, _ in self.nodes.values()]
-        return own if self.checkpoint is None else [self.checkpoint.node]
-
-    def is_ready(self) -> bool:
-        """Tell whether the inputs are at hand."""
-        return self.recorded.source is None or self.recorded.source.ready() is not None
+        """Its nodes in the graph."""
+        return [node for node, _ in self.nodes.values()]
 
     def entries(self) -> list[Entry]:
         """Return the entries with their inputs."""
-        source = self.recorded.source
-        if source is not None:
-            return source.fetch()
         return self.recorded.entries if self.read is None else self.read()
 
     def take(self) -> list[Site]:
         """Return the sites with their inputs; keep no reference to inputs that were recomputed."""
-        source, entries = self.recorded.source, self.recorded.entries
-        if source is not None:
-            with_inputs = source.fetch()
-            source.taken()
-            return [site.renewed(entries, with_inputs) for site in self.sites]
         if self.read is None or not self.waits:
             return self.sites
-        held = {id(entry): own for entry, own in zip(entries, self.read(), strict=True)}
+        held = {id(entry): own for entry, own in zip(self.recorded.entries, self.read(), strict=True)}
         return [Site(held[id(site.entry)], site.leaf) for site in self.sites]
-
-
-@dataclass(eq=False)
-class ReentrantCheckpoint:
-    """A reentrant checkpoint that the pass goes through; see NOTE [Reentrant checkpoints].
-
-    Args:
-        node: The checkpoint's node.
-        walk: Takes tensors inside the checkpoint, and returns the graph that leads to them.
-        uses: The uses in it that lead to the roots.
-        reached: The numbers of its outputs that lead to the roots.
-        signature, is_opaque: Those of the graph inside.
-    """
-
-    node: Any
-    walk: Callable[[Sequence[Tensor]], Graph]
-    uses: list[ReachedUse] = field(default_factory=list)
-    reached: set[int] = field(default_factory=set)
-    signature: int = 0
-    is_opaque: bool = False
 
 
 @dataclass(eq=False)
@@ -167,7 +130,6 @@ class Graph:
         missing: Parameters that the pass reaches outside of all uses, each with the node that takes it.
         terms: Edges of terms that no sample enters, where they are added to the rest of the loss.
         in_terms: The leaves that enter such a term, by identity.
-        checkpoints: Reentrant checkpoints that the pass goes through.
         hooks: The user's hooks on nodes and tensors of the pass, known after the walk.
         is_opaque: Whether later passes of equal signature may compute something else.
         kept: Whether another pass through the same graph may follow.
@@ -195,7 +157,6 @@ class Graph:
     missing: list[tuple[Tensor, Node]] = field(default_factory=list)
     terms: list[GradientEdge] = field(default_factory=list)
     in_terms: dict[int, Tensor] = field(default_factory=dict)
-    checkpoints: list[ReentrantCheckpoint] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
     is_opaque: bool = False
     kept: bool = True
@@ -264,7 +225,7 @@ class Graph:
     @property
     def holds_inputs(self) -> bool:
         """Tell whether every use holds its inputs, so that packprop recomputes none."""
-        return not any(use.recomputed or use.recorded.source is not None for use in self.uses)
+        return not any(use.recomputed for use in self.uses)
 
     @property
     def calls_nodes(self) -> bool:
@@ -351,14 +312,8 @@ class Graph:
         for loss in self.losses:
             loss.call.drop_input()
 
-    def drop_checkpoint_uses(self) -> None:
-        """Drop the uses of reentrant checkpoints after the last pass: they refer back to their checkpoint."""
-        for checkpoint in self.checkpoints:
-            checkpoint.uses = []
-
     def release(self, keep: bool) -> None:
-        """End the pass: drop the uses of checkpoints, and the inputs of losses unless the graph is retained."""
-        self.drop_checkpoint_uses()
+        """End the pass: drop the inputs of losses unless the graph is retained."""
         for loss in self.losses:
             loss.call.held = False
             if not keep:

@@ -57,7 +57,6 @@ from packprop.engine.graph.completeness import nested
 from packprop.engine.graph.graph import EAGER, Graph, ReachedUse
 from packprop.engine.graph.search import nodes_above
 from packprop.engine.recording.marks import EXTENDED, ForwardCall, Use
-from packprop.engine.recording.reentrant import is_reentrant
 from packprop.engine.recording.unrecorded import is_compiled_region
 from packprop.engine.tensors.dry import is_dry_run, is_of_batch, storage_key
 from packprop.engine.tensors.layout import possible_layouts
@@ -211,7 +210,7 @@ class Reading:
                 continue
             above = [each for each, _ in self._inputs[node]]
             given = [place for place, each in enumerate(above) if each in parameters]
-            if not given or is_reentrant(node) or node in after_losses or not _can_be_called(node):
+            if not given or node in after_losses or not _can_be_called(node):
                 data.add(node)
                 continue
             kind = "use" if not data.isdisjoint(above) else self._kind(node, given)

@@ -40,7 +40,6 @@ from packprop.engine.graph.completeness import nested
 from packprop.engine.graph.graph import Graph
 from packprop.engine.graph.search import depth_first, leaves_above, nodes_above, upstream_of
 from packprop.engine.recording.marks import EXTENDED
-from packprop.engine.recording.reentrant import is_reentrant
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.sharding import named_wholes
 from packprop.engine.tensors.state import storage_of
@@ -143,15 +142,13 @@ class _Terms:
 
     def _upstream(self, node: Node) -> list[Node]:
         use = self._use_at.get(node)
-        if use is None or use.checkpoint is not None:
-            return upstream_of(node)
-        return [edge.node for edge in use.recorded.edges]
+        return upstream_of(node) if use is None else [edge.node for edge in use.recorded.edges]
 
     def _sort(self, node: Node) -> None:
         """Sort one node, after everything upstream of it."""
         use = self._use_at.get(node)
         leaf = getattr(node, "variable", None)
-        if use is not None or is_reentrant(node):
+        if use is not None:
             self._data.add(node)
             for above in self._upstream(node):
                 self._spoilt |= self._joins_above.get(above, 0)

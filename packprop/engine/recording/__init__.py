@@ -1,4 +1,4 @@
-"""The forward pass: marks at losses and at the outputs of models, hooks, reentrant checkpoints."""
+"""The forward pass: marks at losses and at the outputs of models, and hooks."""
 
 from packprop.engine.recording import switch
 from packprop.engine.recording.marks import (

@@ -15,7 +15,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,6 @@ class Use:
         edges: Where its other inputs came from.
         shapes: Shapes of its outputs.
         forward: A call of an extended module that it stands for, for extensions that look at modules.
-        source: Where its inputs are found, if they are not on the node.
     """
 
     name: str
@@ -113,20 +112,6 @@ class Use:
     edges: list[GradientEdge]
     shapes: list[torch.Size]
     forward: ForwardCall | None = None
-    source: InputSource | None = None
-
-
-class InputSource(Protocol):
-    """The place of a use's inputs if its node is in no graph."""
-
-    def ready(self) -> list[Entry] | None:
-        """Entries with their inputs, if these are at hand."""
-
-    def fetch(self) -> list[Entry]:
-        """Entries with their inputs, even if these must be computed again."""
-
-    def taken(self) -> None:
-        """The caller has taken the entries: do not keep them any longer."""
 
 
 @dataclass(eq=False)

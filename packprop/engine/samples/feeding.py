@@ -128,7 +128,7 @@ class Feed:
         sizes: Sizes = {}
 
         def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
-            for index, layouts in enumerate(fitting.get(use, ())):  # none for others in checkpoints on the way
+            for index, layouts in enumerate(fitting.get(use, ())):
                 cotangent = cotangents[index]
                 if cotangent is None:
                     continue

@@ -130,7 +130,7 @@ def captured(case: Case) -> tuple[Problem, Graph]:
 
 def rows_of(found: ReachedUse, site: Site, layer: str, times: int) -> Iterator[str]:
     """The rows that one use of one parameter belongs to."""
-    name = found.recorded.name
+    name = found.name
     yield title_of(rule_for(found.anchors[0]), name)
     if not site.direct:
         yield DERIVED

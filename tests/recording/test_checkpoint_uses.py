@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import packprop
 from packprop import extensions
-from packprop.engine.recording.marks import Use
+from packprop.engine.graph.graph import ReachedUse
 from packprop.errors import PackpropError
 from tests.recording.saving import WAYS, Net, Wrap, assert_equal, plain
 from tests.references.running import ROWS, as_tensors, assert_rows_of_terms, generator
@@ -268,7 +268,7 @@ def test_a_training_loop_does_not_grow(way: str) -> None:
     """The garbage collector is off, so reference cycles in what a pass leaves behind would be seen."""
 
     def living() -> int:
-        return sum(isinstance(obj, (Tensor, Use)) for obj in gc.get_objects())
+        return sum(isinstance(obj, (Tensor, ReachedUse)) for obj in gc.get_objects())
 
     torch.manual_seed(0)
     model, loss = packprop.extend(Net(WAYS[way])), packprop.extend(nn.CrossEntropyLoss())

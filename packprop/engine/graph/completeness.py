@@ -101,10 +101,7 @@ def require_data(graph: Graph) -> None:
             "step takes is found without data by packprop.plan",
         )
     made_nested = [
-        use
-        for use in graph.uses
-        for shape in use.recorded.shapes
-        if any(isinstance(n, torch.SymInt) for n in shape)
+        use for use in graph.uses for shape in use.shapes if any(isinstance(n, torch.SymInt) for n in shape)
     ]
     if made_nested:
         raise nested(graph.label(made_nested[-1]))

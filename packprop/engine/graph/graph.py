@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.engine.functions.entry import Entry
 from packprop.engine.graph.links import Entrance, entrance_of
 from packprop.engine.graph.site import Site
-from packprop.engine.recording.marks import EXTENDED, ForwardCall, RecordedLoss, Use
+from packprop.engine.recording.marks import EXTENDED, ForwardCall, RecordedLoss
 from packprop.engine.tensors.hooks import Hooks
 from packprop.engine.tensors.layout import Layout
 from packprop.engine.tensors.names import named_parameters
@@ -32,10 +32,13 @@ EAGER = "EagerBackward"
 
 @dataclass(eq=False)
 class ReachedUse:
-    """A use that the backward pass will reach.
+    """A node in which parameters meet samples, which the backward pass will reach.
 
     Args:
-        recorded: The use as it was read off the graph.
+        name: Name of the function.
+        entries: How each parameter enters it.
+        edges: Where its other inputs came from.
+        shapes: Shapes of its outputs.
         nodes: The outputs that the pass reaches: index of the output -> its node, and its number among the
             outputs of that node.
         sites: The leaves that enter it.
@@ -52,7 +55,10 @@ class ReachedUse:
         read: Makes the entries again, with the tensors that the node saved, if the use was read off the graph.
     """
 
-    recorded: Use
+    name: str
+    entries: list[Entry]
+    edges: list[GradientEdge]
+    shapes: list[torch.Size]
     nodes: dict[int, tuple[Node, int]] = field(default_factory=dict)
     sites: list[Site] = field(default_factory=list)
     is_end: bool = False
@@ -70,15 +76,15 @@ class ReachedUse:
         """Its nodes in the graph."""
         return [node for node, _ in self.nodes.values()]
 
-    def entries(self) -> list[Entry]:
+    def with_inputs(self) -> list[Entry]:
         """Return the entries with their inputs."""
-        return self.recorded.entries if self.read is None else self.read()
+        return self.entries if self.read is None else self.read()
 
     def take(self) -> list[Site]:
         """Return the sites with their inputs; keep no reference to inputs that were recomputed."""
         if self.read is None or not self.waits:
             return self.sites
-        held = {id(entry): own for entry, own in zip(self.recorded.entries, self.read(), strict=True)}
+        held = {id(entry): own for entry, own in zip(self.entries, self.read(), strict=True)}
         return [Site(held[id(site.entry)], site.leaf) for site in self.sites]
 
 
@@ -289,7 +295,7 @@ class Graph:
     def label(self, use: ReachedUse) -> str:
         """Return the words for a use in messages: its function and its parameters."""
         names = ", ".join(repr(self.name(site.leaf)) for site in use.sites)
-        return f"{use.recorded.name} of {names}"
+        return f"{use.name} of {names}"
 
     def hold(self, keep: bool) -> None:
         """Keep the inputs of losses while this pass runs, even if autograd frees the graph.

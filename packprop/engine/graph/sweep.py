@@ -92,7 +92,7 @@ class Watch:
 
     def note(self, use: ReachedUse, index: int, cotangent: Tensor | None) -> None:
         """Note one cotangent ``[v, *y]``, and visit the use if it was the last."""
-        nothing = ArrivedCotangents([None] * len(use.recorded.shapes))
+        nothing = ArrivedCotangents([None] * len(use.shapes))
         cotangents = self._pending.setdefault(use, nothing)
         cotangents[index] = cotangent
         missing = self._missing[use] = self._missing.get(use, len(use.nodes)) - 1

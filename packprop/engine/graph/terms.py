@@ -142,7 +142,7 @@ class _Terms:
 
     def _upstream(self, node: Node) -> list[Node]:
         use = self._use_at.get(node)
-        return upstream_of(node) if use is None else [edge.node for edge in use.recorded.edges]
+        return upstream_of(node) if use is None else [edge.node for edge in use.edges]
 
     def _sort(self, node: Node) -> None:
         """Sort one node, after everything upstream of it."""

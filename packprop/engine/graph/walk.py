@@ -257,7 +257,7 @@ def _read_uses(graph: Graph, trail: _Trail, wanted: Sequence[Tensor] | None) -> 
         use = reading.uses.get(node)
         if use is not None:
             graph.uses.append(use)
-            trail.neighbours[node] = [edge.node for edge in use.recorded.edges]
+            trail.neighbours[node] = [edge.node for edge in use.edges]
             _find_sites(graph, use, chosen)
 
 
@@ -304,7 +304,7 @@ def _mark_ends(graph: Graph, trail: _Trail) -> None:
 
 def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None) -> None:
     """Trace the parameters of a use to the leaves that they are computed from."""
-    for entry in use.recorded.entries:
+    for entry in use.entries:
         parameter = entry.parameter
         own = [parameter] if isinstance(parameter, Tensor) else leaves_above([parameter.grad_fn])
         use.sites += [Site(entry, leaf) for leaf in own if chosen is None or id(leaf) in chosen]
@@ -312,7 +312,7 @@ def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None) -> None:
         if site.entry.refusal is not None:
             raise PackpropError(
                 "A quantity beyond the gradient was asked for.",
-                f"parameter {graph.name(site.leaf)!r} in {use.recorded.name}",
+                f"parameter {graph.name(site.leaf)!r} in {use.name}",
                 *site.entry.refusal,
             )
 
@@ -320,14 +320,12 @@ def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None) -> None:
 def _structure(graph: Graph, trail: _Trail) -> int:
     """Return a number that is equal for passes of equal structure, of any extents."""
     functions = tuple((loss.call.function, loss.call.documents is None) for loss in graph.losses)
-    return hash(
-        (tuple(trail.names), tuple(trail.options), tuple(use.recorded.name for use in graph.uses), functions)
-    )
+    return hash((tuple(trail.names), tuple(trail.options), tuple(use.name for use in graph.uses), functions))
 
 
 def _signature(graph: Graph, trail: _Trail) -> int:
     """Return a number that is equal for passes of equal structure, shapes and options."""
-    uses = tuple((use.recorded.name, tuple(use.recorded.shapes)) for use in graph.uses)
+    uses = tuple((use.name, tuple(use.shapes)) for use in graph.uses)
     losses = tuple(
         (loss.call.function, loss.call.shape, loss.call.declared, loss.call.documents is None)
         for loss in graph.losses

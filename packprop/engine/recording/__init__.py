@@ -6,7 +6,6 @@ from packprop.engine.recording.marks import (
     EXTENDED,
     ForwardCall,
     RecordedLoss,
-    Use,
     graph_is_kept,
     marks_of,
 )
@@ -19,7 +18,6 @@ __all__ = [
     "ForwardCall",
     "RecordedLoss",
     "SameForEachPass",
-    "Use",
     "disable",
     "extend",
     "extended",

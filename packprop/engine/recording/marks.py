@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.losses.description import input_of
 from packprop.engine.tensors.dry import TensorSpec, is_dry_run
 from packprop.engine.tensors.hooks import dictionary_of
@@ -93,25 +92,6 @@ class ForwardCall:
         """Tell whether the module that was called has parameters; assumed of one that is gone."""
         module = self.module()
         return module is None or next(module.parameters(), None) is not None
-
-
-@dataclass(eq=False)
-class Use:
-    """A node in which parameters meet samples, as it was read off the graph.
-
-    Args:
-        name: Name of the function.
-        entries: How each parameter enters it.
-        edges: Where its other inputs came from.
-        shapes: Shapes of its outputs.
-        forward: A call of an extended module that it stands for, for extensions that look at modules.
-    """
-
-    name: str
-    entries: list[Entry]
-    edges: list[GradientEdge]
-    shapes: list[torch.Size]
-    forward: ForwardCall | None = None
 
 
 @dataclass(eq=False)

@@ -61,8 +61,7 @@ class Watch:
 
     def __init__(self, uses: Sequence[ReachedUse], visit: Visit, hooks: Hooks = NO_HOOKS) -> None:
         self._hooks, self._visit = hooks, visit
-        self._pending: dict[ReachedUse, list[Tensor | None]] = {}  # some cotangents are missing
-        self._missing: dict[ReachedUse, int] = {}  # the number of these
+        self._pending: dict[ReachedUse, dict[int, Tensor | None]] = {}  # by output; some have not arrived
         self._visiting = False
         self._thread, self._context = threading.get_ident(), contextvars.copy_context()
         self._handles = [
@@ -92,16 +91,14 @@ class Watch:
 
     def note(self, use: ReachedUse, index: int, cotangent: Tensor | None) -> None:
         """Note one cotangent ``[v, *y]``, and visit the use if it was the last."""
-        nothing = ArrivedCotangents([None] * len(use.shapes))
-        cotangents = self._pending.setdefault(use, nothing)
-        cotangents[index] = cotangent
-        missing = self._missing[use] = self._missing.get(use, len(use.nodes)) - 1
-        if missing == 0:
+        arrived = self._pending.setdefault(use, {})
+        arrived[index] = cotangent
+        if len(arrived) == len(use.nodes):
             self._finish(use)
 
     def _finish(self, use: ReachedUse) -> None:
-        cotangents = self._pending.pop(use)
-        del self._missing[use]
+        arrived = self._pending.pop(use)
+        cotangents = ArrivedCotangents([arrived.get(index) for index in range(len(use.shapes))])
         if all(cotangent is None for cotangent in cotangents):
             return
         self._visiting = True

@@ -76,7 +76,6 @@ class Instance:
         picked[rows_of(numbers, self.reading)[mask].flatten()] = True
         return torch.where(picked.view_as(one), one, other)
 
-
     def rows_as(self, alone: Tensor, f: Tensor, n: int) -> Tensor:
         """The loss inputs of sample n out of those of all samples, in the shape that they have alone."""
         numbers = rows_of(torch.arange(f.numel()).view_as(f), self.reading)[n]

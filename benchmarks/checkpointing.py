@@ -37,7 +37,6 @@ def _offloaded(function: Callable[..., Any], *inputs: Any) -> Any:
 WAYS: dict[str, Callable[..., Any]] = {
     "plain": lambda function, *inputs: function(*inputs),
     "checkpoint": partial(checkpoint, use_reentrant=False),
-    "reentrant checkpoint": partial(checkpoint, use_reentrant=True),
     "save_on_cpu": _offloaded,
 }
 EXTENSIONS = ("BatchL2Grad", "SumGradSquared", "Variance", "DiagGGNExact", "DiagGGNMC", "KFAC")

@@ -30,7 +30,7 @@ from torch.nn.modules import loss
 from packprop.compat.custom_module.branching import Branch, Parallel
 from packprop.compat.custom_module.reduce_tuple import ReduceTuple
 from packprop.engine.graph import ReachedUse
-from packprop.engine.recording import ForwardCall, Use, graph_is_kept, is_recording_disabled, marks_of
+from packprop.engine.recording import graph_is_kept, is_recording_disabled, marks_of
 from packprop.engine.tensors import tensors_in, version
 from packprop.errors import PackpropError
 
@@ -61,16 +61,22 @@ def are_calls_kept() -> bool:
 
 
 @dataclass(eq=False)
-class ModuleCall(Use):
+class ModuleCall:
     """One call of an extended module, hung on the nodes that made its outputs.
 
     Args:
+        name: Name of its class.
+        shapes: Shapes of its outputs.
+        reference: The module.
         held: Whether the tensors are kept although a backward pass frees the graph.
         order: Later calls have larger numbers.
         kind: The class of the module.
         taken: A name for a tensor that the module itself uses for something else.
     """
 
+    name: str
+    shapes: list[torch.Size]
+    reference: weakref.ref[nn.Module]
     held: bool = False
     order: int = 0
     kind: type[nn.Module] = nn.Module
@@ -79,7 +85,7 @@ class ModuleCall(Use):
     @property
     def module(self) -> nn.Module | None:
         """The module, as long as it lives."""
-        return None if self.forward is None else self.forward.module()
+        return self.reference()
 
     def release(self, _: Any = None) -> None:
         """Forget the tensors when a backward pass frees the graph that they belong to."""
@@ -158,9 +164,8 @@ def _keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     attributes = {f"input{place}": given for place, given in enumerate(args)} | {"output": outputs[0]}
     taken = next((name for name in attributes if hasattr(module, name)), None)
     shapes = [tensor.shape for tensor in outputs]
-    forward = ForwardCall(weakref.ref(module))
     kind = type(module)
-    call = ModuleCall(kind.__name__, [], [], shapes, forward, order=next(_number), kind=kind, taken=taken)
+    call = ModuleCall(kind.__name__, shapes, weakref.ref(module), order=next(_number), kind=kind, taken=taken)
     if taken is None:
         saved = [SavedTensor(t, call.name) for t in attributes.values() if isinstance(t, Tensor)]
         module.__dict__.update(attributes, **{KEPT: _Kept(call, list(attributes), saved)})
@@ -179,7 +184,8 @@ def calls_below(roots: Sequence[Tensor]) -> dict[ModuleCall, ReachedUse]:
     while stack:
         node = stack.pop()
         for call, index, output in marks_of(node).get(CALL, ()):
-            uses.setdefault(call, ReachedUse(call, is_end=True)).nodes[index] = (node, output)
+            use = uses.setdefault(call, ReachedUse(call.name, [], [], call.shapes, is_end=True))
+            use.nodes[index] = (node, output)
         for upstream, _ in node.next_functions:
             if upstream is not None and upstream not in seen:
                 seen.add(upstream)

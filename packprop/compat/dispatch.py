@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,7 +96,7 @@ def run_on_modules(
     cotangents = _cotangents(start, list(calls.values()))
     with torch.set_grad_enabled(start.create_graph), _saving(extensions):
         for extension in extensions:
-            given = _columns_for(extension, list(calls.values()), start)
+            given = _columns_for(extension, calls, start)
             extension.__dict__["saved_quantities"] = SavedQuantities(given)
         for call, use in calls.items():
             module = call.module
@@ -166,7 +166,7 @@ def _require_unneeded(call: ModuleCall, extensions: Sequence[BackpropExtension])
 
 
 def _columns_for(
-    extension: BackpropExtension, uses: Sequence[ReachedUse], start: Start
+    extension: BackpropExtension, calls: Mapping[ModuleCall, ReachedUse], start: Start
 ) -> dict[Any, Tensor] | None:
     """Return columns of the GGN's root at the outputs of modules, unless the extension propagates its own.
 
@@ -175,10 +175,9 @@ def _columns_for(
     if not extension.expects_backpropagation_quantities():
         return None
     known = extension.module_extensions
-    modules = {use: None if use.recorded.forward is None else use.recorded.forward.module() for use in uses}
     if not isinstance(extension, Catalogued) and any(map(is_loss_class, known)):
         return None
-    wanted = [use for use, module in modules.items() if type(module) in known and 0 in use.nodes]
+    wanted = [use for call, use in calls.items() if type(call.module) in known and 0 in use.nodes]
     columns_of = _ggn_columns(extension, wanted, start)
     samples = start.graph.samples
     subsampling = extension.get_subsampling()
@@ -189,7 +188,7 @@ def _columns_for(
             if stacked.shape[1] != samples:
                 raise Unsupported(
                     f"{type(extension).__name__}(subsampling=...) was to run a module extension.",
-                    f"a module of type {use.recorded.name}",
+                    f"a module of type {use.name}",
                     f"the leading axis of its output has {stacked.shape[1]} entries, the batch {samples}",
                     "keep samples on the leading axis, or leave subsampling out",
                 )
@@ -212,6 +211,6 @@ def _ggn_columns(
             sweep(group.edges, seeds, wanted, cotangents.__setitem__, options)
             for use in wanted:
                 cotangent = cotangents.get(use, [None])[0]
-                zeros = start.roots[0].new_zeros(1, *use.recorded.shapes[0])
+                zeros = start.roots[0].new_zeros(1, *use.shapes[0])
                 columns_of[use].append(zeros if cotangent is None else cotangent)
     return columns_of

@@ -68,7 +68,7 @@ def clipped_gradients(
         BadInput: For arguments that are none of these. In the backward pass, if packprop cannot tell whether
             the loss is a mean, if it is not what ``reduction`` says, or for a name without bound.
         PackpropError: In the backward pass, before any work, for mixed samples, hooks inside the model,
-            reentrant checkpoints, sharded or complex parameters, ``create_graph`` and ``inputs``.
+            sharded or complex parameters, ``create_graph`` and ``inputs``.
 
     >>> import packprop
     >>> _ = torch.manual_seed(0)

@@ -23,12 +23,7 @@ from packprop.engine.curvature.columns import Columns
 from packprop.engine.distributed.joint import JointPass
 from packprop.engine.distributed.ranks import AllRanks
 from packprop.engine.distributed.sharded import require_sharded, swept
-from packprop.engine.graph.completeness import (
-    MARK_THE_LOSS,
-    UNKNOWN_LOSS,
-    require_complete,
-    require_differentiable,
-)
+from packprop.engine.graph.completeness import MARK_THE_LOSS, UNKNOWN_LOSS, require_complete
 from packprop.engine.graph.graph import Graph
 from packprop.engine.graph.terms import meets_samples_unseen
 from packprop.engine.graph.walk import walk
@@ -170,8 +165,6 @@ class _Pass:
         options, graph, joint = self.options, self.graph, self.joint
         with self._swept():
             check_graph(graph, self._is_of_samples or (joint is not None and joint.finds_samples))
-        if self.call.create_graph:
-            require_differentiable(graph)
         extensions, groups = by_groups(graph, options.probes, options.extensions, self._is_plain)
         clip = None
         if options.clipping is not None:

@@ -46,11 +46,11 @@ class Swept:
         for number, use in enumerate(self.uses):
             if all(cotangent is None for cotangent in self.arrived[number]):
                 continue
-            recorded = use.recorded.entries
+            recorded = use.entries
             entries = recorded
             if not by_rule:
                 with without_rules():
-                    entries = use.entries()
+                    entries = use.with_inputs()
             for site in use.sites:
                 if site.leaf is leaf:
                     place = next(k for k, entry in enumerate(recorded) if entry is site.entry)
@@ -179,7 +179,7 @@ def _at_uses(graph: Graph, outputs: Sequence[Tensor], fed: Sequence[Tensor | Non
         )
         for v in range(columns)
     ]
-    arrived: Arrived = [[None] * len(use.recorded.shapes) for use in graph.uses]
+    arrived: Arrived = [[None] * len(use.shapes) for use in graph.uses]
     for (number, output, _), gradients in zip(places, zip(*pulled, strict=True), strict=True):
         own = [gradient for gradient in gradients if gradient is not None]
         arrived[number][output] = torch.stack(own) if own else None

@@ -84,7 +84,7 @@ def _require_rules(ledger: Ledger, problem: Problem, graph: Graph, allow_fallbac
             is_registered = rule_for(node) is not None
             raise CheckFailed(
                 f"{ledger.subject}: the registered rule was looked for.",
-                f"parameter {label!r} in {use.recorded.name}",
+                f"parameter {label!r} in {use.name}",
                 "its rule says nothing of this parameter: it returned None"
                 if is_registered
                 else "no rule is registered for it: the fallback is used",

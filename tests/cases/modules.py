@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -186,12 +185,4 @@ def cases() -> Iterator[Case]:
         4,
     )
     yield use("dropout-eval", lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)), (3,), 4)
-    for reentrant in (False, True):
-        yield Case(
-            "checkpoint-reentrant" if reentrant else "checkpoint",
-            partial(Checkpointed, reentrant),
-            nn.CrossEntropyLoss,
-            classes((3,), 3),
-            output=lambda model, x: model.plain(x),
-            total=lambda model, loss, x, y: loss(model(x), y),
-        )
+    yield Case("checkpoint", Checkpointed, nn.CrossEntropyLoss, classes((3,), 3))

@@ -27,7 +27,6 @@ NOT_TWICE = {
     "ctc": "_ctc_loss_backward",
     "multi-margin": "multi_margin_loss_backward",
     "multilabel-margin": "multilabel_margin_loss_backward",
-    "checkpoint-reentrant": "use_reentrant=False",
     # It has one, and a wrong one.
     "weight-norm": "WeightNormInterface",
     "weight-norm-convolution": "WeightNormInterface",

@@ -89,6 +89,6 @@ def test_groups_against_a_loop_over_samples(samples: int) -> None:
 def test_each_group_is_an_affine_use() -> None:
     model = packprop.extend(Direct())
     y = model(torch.randn(2, 4, 4))
-    uses = [use.recorded for use in walk([y], [None], None).uses]
+    uses = walk([y], [None], None).uses
     found = [entry for use in uses if "grouped" in use.name for entry in use.entries]
     assert [(entry.structure, entry.by_rule) for entry in found] == [("Outer", True)] * 2

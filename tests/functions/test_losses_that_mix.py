@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from packprop.engine.functions.losses.read import LOSS_NODES
 from packprop.engine.samples import locating as located
 from packprop.errors import PackpropError
 from tests.cases.models.wrapping import Apply
@@ -141,3 +142,13 @@ def test_samples_of_ctc(reduction: str, how: str, batch_first: bool) -> None:
     rows = [torch.autograd.grad(term, list(model.parameters()), retain_graph=True) for term in terms]
     for parameter, expected in zip(model.parameters(), zip(*rows, strict=True), strict=True):
         assert_near(parameter.grad_batch, torch.stack(expected), "rows")
+
+
+def test_a_loss_whose_axis_of_samples_nothing_tells_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node of cuDNN's CTC keeps no input: rows of time are no samples, and are not taken for any."""
+    monkeypatch.delitem(LOSS_NODES, "CtcLoss")
+    model = packprop.extend(double(nn.Sequential(nn.Linear(2, 5), nn.LogSoftmax(2))))
+    lengths = torch.full((3,), 6), torch.full((3,), 2)
+    loss = F.ctc_loss(model(torch.randn(6, 3, 2).double()), torch.randint(1, 5, (3, 2)), *lengths)
+    with pytest.raises(PackpropError, match="CtcLoss"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()

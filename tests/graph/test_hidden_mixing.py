@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
@@ -361,7 +360,6 @@ def with_attention(function: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
 
 
 ONCE = {
-    "reentrant checkpoint": lambda function, h: checkpoint(function, h, use_reentrant=True),
     "attention": with_attention,
     "distances": lambda function, h: torch.cdist(function(h), h) @ h,
 }

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
@@ -205,7 +204,6 @@ OPAQUE: dict[str, Callable[[Tensor, int], Any]] = {
     "objects": lambda h, axis: Centred.apply(h, Options(axis)),  # type: ignore[no-untyped-call]  # torch's own
     "class made inside": lambda h, axis: made_inside(axis)(h),
     "scripted": scripted,
-    "reentrant checkpoint": lambda h, axis: checkpoint(centred, h, axis, use_reentrant=True),
 }
 
 

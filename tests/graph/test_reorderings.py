@@ -97,8 +97,7 @@ def test_an_order_that_was_right_once(name: str) -> None:
         assert_rows_of_terms((model(x) - y).square() / y.numel(), loss(model(x), y), model.parameters())
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
-def test_a_reordering_above_a_checkpoint_with_parameters(reentrant: bool) -> None:
+def test_a_reordering_above_a_checkpoint_with_parameters() -> None:
     """Where it holds the samples is looked for through the checkpoint."""
 
     def go(through: Callable[..., Tensor]) -> list[Tensor]:
@@ -117,7 +116,7 @@ def test_a_reordering_above_a_checkpoint_with_parameters(reentrant: bool) -> Non
             loss.backward()
         return [value for p in model.parameters() for value in (p.grad_batch, p.diag_ggn_exact)]
 
-    found = go(lambda module, h: checkpoint(module, h, use_reentrant=reentrant))
+    found = go(lambda module, h: checkpoint(module, h, use_reentrant=False))
     torch.testing.assert_close(found, go(lambda module, h: module(h)))
 
 

@@ -114,7 +114,7 @@ ENTRIES = "another function, entry by entry"
 DERIVED = "a tensor computed from parameters first"
 NORMALISED = "a weight that `weight_norm` makes"
 SHARED = "one parameter used more than once"
-REGION = "a layer inside a checkpoint (not reentrant)"
+REGION = "a layer inside a checkpoint"
 TWO, OWN, NONE = (
     "several losses in one pass",
     "a loss module of one's own",
@@ -130,16 +130,15 @@ def captured(case: Case) -> tuple[Problem, Graph]:
 
 def rows_of(found: ReachedUse, site: Site, layer: str, times: int) -> Iterator[str]:
     """The rows that one use of one parameter belongs to."""
-    name = found.recorded.name
-    is_inside = found.checkpoint is not None  # its nodes are not on the graph
-    yield f"`{plain(name)}`" if is_inside else title_of(rule_for(found.anchors[0]), name)
+    name = found.name
+    yield title_of(rule_for(found.anchors[0]), name)
     if not site.direct:
         yield DERIVED
         if any(map(is_wrong_in_second_order, nodes_above([site.entry.parameter.grad_fn]))):
             yield NORMALISED
     if times > 1:
         yield SHARED
-    if is_inside or any(map(keeps_elsewhere, found.anchors)):
+    if any(map(keeps_elsewhere, found.anchors)):
         yield REGION
 
 

@@ -35,8 +35,6 @@ DOCUMENTED = {
     "_saved_dim": ({"graph/reorderings.py"}, SAVED),
     "_saved_indices": ({"graph/reorderings.py"}, SAVED),
     "_saved_reduction": ({"functions/losses/read.py"}, SAVED),
-    "_saved_self": ({"functions/losses/read.py"}, SAVED),
-    "_saved_target": ({"functions/losses/read.py"}, SAVED),
     "_raw_saved_tensors": ({"functions/saved.py"}, SAVED),
     "_saved_training": ({"functions/nodes.py", "graph/walk.py"}, SAVED),
     "_saved_weight": ({"functions/nodes.py"}, SAVED),

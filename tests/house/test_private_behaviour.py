@@ -434,26 +434,6 @@ def test_outside_of_a_pass_a_checkpoint_keeps_nothing() -> None:
     assert not frame.recomputed
 
 
-def test_the_node_of_a_reentrant_checkpoint_can_be_stood_in_for() -> None:
-    """The engine calls ``apply`` of the node itself, which knows what it was made of."""
-    from packprop.engine.recording import reentrant
-
-    x = torch.full((2,), 0.5, requires_grad=True)
-    y = checkpoint.checkpoint(lambda x, factor: x.exp() * factor, x, 3.0, use_reentrant=True)
-    node: Any = y.grad_fn
-    assert reentrant.is_reentrant(node)
-    rerun = reentrant.run_again(node)
-    assert rerun.inputs[1] == 3.0
-    assert rerun.outputs[0] is not None
-    assert torch.equal(rerun.outputs[0], y)
-    assert rerun.gradients({id(rerun.inputs[0]): x}) == (None, None, x, None)
-    node.apply = lambda gradient: (None, None, gradient * 7, None)
-    assert torch.equal(torch.autograd.grad(y.sum(), x, retain_graph=True)[0], torch.full((2,), 7.0))
-    del node.apply
-    y.sum().backward()
-    assert torch.equal(x.grad, y)  # type: ignore[arg-type]  # it has a gradient
-
-
 def test_the_stack_of_modes_names_the_outermost_first() -> None:
     """Leaving a mode takes the innermost off, whichever it is called on."""
     outer, inner, tensor = OwnMode(), OwnMode(), torch.ones(1)

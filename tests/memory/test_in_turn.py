@@ -12,11 +12,8 @@ import packprop
 from packprop import extensions
 from packprop.engine.memory.live import LiveBytes
 from packprop.engine.memory.plan import BudgetTooSmall
-from packprop.engine.passes.chunks import ChunkSizes
 from packprop.errors import BadInput
-from tests.cases.models.wrapping import Checkpointed
 from tests.memory.steps import step
-from tests.references.running import assert_all_near
 from tests.selection import thorough
 
 
@@ -73,13 +70,3 @@ def test_a_plan_that_counts_on_a_hook_is_refused_without_one() -> None:
     plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, [asked], freed=True)
     with pytest.raises(BadInput, match="no extension hook"):
         step(model, batch, asked, memory=plan)
-
-
-def test_parameters_in_turn_leave_reentrant_checkpoints_whole(monkeypatch: Any) -> None:
-    torch.manual_seed(0)
-    model, batch = Checkpointed(True), (torch.randn(4, 3), torch.randint(3, (4,)))
-    step(model, batch, extensions.DiagGGNExact())
-    expected = {name: p.diag_ggn_exact.clone() for name, p in model.named_parameters()}
-    monkeypatch.setattr(packprop.engine.context, "default_chunk_sizes", lambda device: ChunkSizes(0, 0, 0, 1))
-    step(model, batch, extensions.DiagGGNExact())
-    assert_all_near({n: p.diag_ggn_exact for n, p in model.named_parameters()}, expected, "in turn", 1e-5)

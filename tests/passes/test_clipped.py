@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
@@ -21,7 +20,7 @@ from tests.references.oracle import Named
 from tests.references.running import assert_all_near, assert_near, forward, reference
 from tests.selection import STRUCTURES, often, one_in
 
-CLIPPED = [case for case in CASES if not case.refuses and case.name != "checkpoint-reentrant"]
+CLIPPED = [case for case in CASES if not case.refuses]
 
 
 def expected_sums(
@@ -447,12 +446,6 @@ def test_passes_that_are_refused_leave_nothing() -> None:
             {"max_norm": {"0": 1.0, "2": 1.0, "3": 1.0}, "per": "module"},
             {},
             "no module of this name",
-        ),
-        (
-            lambda: F.cross_entropy(checkpoint(model, x.requires_grad_(), use_reentrant=True), y),
-            {},
-            {},
-            "reentrant",
         ),
         (lambda: F.cross_entropy(model(x).clone().log_softmax(0), y), {}, {}, "mixed"),
     ]

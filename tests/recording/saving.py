@@ -54,34 +54,7 @@ def checkpointed_offload(function: Callable[..., Any], x: Tensor) -> Any:
     return checkpoint(lambda x: offloaded(function, torch.tanh(x)), x, use_reentrant=False)
 
 
-def reentrant(function: Callable[..., Any], x: Tensor) -> Any:
-    return checkpoint(function, x, use_reentrant=True)
-
-
-def reentrant_twice(function: Callable[..., Any], x: Tensor) -> Any:
-    """One inside the other, and one beside it that shares its parameters."""
-    return reentrant(lambda x: reentrant(function, torch.sin(x)) * 1.5, reentrant(function, x) + 1.0)
-
-
-def reentrant_inside(function: Callable[..., Any], x: Tensor) -> Any:
-    return checkpoint(lambda x: reentrant(function, torch.tanh(x)) + x, x, use_reentrant=False)
-
-
-def reentrant_around(function: Callable[..., Any], x: Tensor) -> Any:
-    return reentrant(lambda x: checkpoint(function, torch.tanh(x), use_reentrant=False) + x, x)
-
-
-def reentrant_under_save_on_cpu(function: Callable[..., Any], x: Tensor) -> Any:
-    with save_on_cpu():
-        return reentrant(function, x)
-
-
 WAYS: dict[str, Wrap] = {
-    "reentrant": reentrant,
-    "reentrant twice": reentrant_twice,
-    "reentrant in checkpoint": reentrant_inside,
-    "checkpoint in reentrant": reentrant_around,
-    "reentrant under save_on_cpu": reentrant_under_save_on_cpu,
     "checkpoint": partial(checkpoint, use_reentrant=False),
     "save_on_cpu": offloaded,
     "copied": copied,
@@ -94,9 +67,6 @@ if HAS_EARLY_STOP:
     WAYS["without early stop"] = partial(checkpoint, use_reentrant=False, early_stop=False)
 # The same function without anything saved elsewhere
 REFERENCE: dict[str, Wrap] = {
-    "reentrant twice": lambda function, x: function(torch.sin(function(x) + 1.0)) * 1.5,
-    "reentrant in checkpoint": lambda function, x: function(torch.tanh(x)) + x,
-    "checkpoint in reentrant": lambda function, x: function(torch.tanh(x)) + x,
     "twice": lambda function, x: function(torch.sin(function(x) + 1.0)) * 1.5,
     "save_on_cpu in checkpoint": lambda function, x: function(torch.tanh(x)),
 }

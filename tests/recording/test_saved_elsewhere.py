@@ -31,7 +31,7 @@ def test_numbers_are_the_same(way: str) -> None:
 @one_in(5)
 @often(lambda way, row: way == "checkpoint")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-@pytest.mark.parametrize("way", ["checkpoint", "reentrant", "save_on_cpu"])
+@pytest.mark.parametrize("way", ["checkpoint", "save_on_cpu"])
 def test_each_extension_alone(way: str, row: Row) -> None:
     assert_equal(run(WAYS[way], [row]), run(plain, [row]))
 
@@ -45,15 +45,15 @@ def plain_training(way: str) -> Bytes:
 
 
 @thorough
-@often(lambda way, extension: extension == "Variance")
-@pytest.mark.parametrize("way", [pytest.param("checkpoint", marks=needs_hooks), "reentrant checkpoint"])
+@often(lambda extension: extension == "Variance")
+@needs_hooks
 @pytest.mark.parametrize("extension", EXTENSIONS)
-def test_the_peak_is_that_of_checkpointing(way: str, extension: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_is_that_of_checkpointing(extension: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 10 % above plain training with checkpointing plus the results, in tracked bytes."""
     # chunks as small beside this network as the default ones beside a large one
     monkeypatch.setattr(chunks, "SCRATCH", 2**16 if extension == "Variance" else 2**19)
     monkeypatch.setattr(cells, "IN_CACHE", 2**12)
-    base, mine = plain_training(way), Step(way, extension, SMALL).bytes()
+    base, mine = plain_training("checkpoint"), Step("checkpoint", extension, SMALL).bytes()
     assert mine.peak < 1.1 * (base.peak + mine.results)
     assert mine.kept < 1.01 * base.kept
     assert plain_training("plain").kept > 1.1 * base.peak  # so that the bound tells

@@ -16,7 +16,7 @@ from packprop.engine.algebra import Dense, join
 from packprop.engine.curvature import Routes, choose_routes, columns, require_second_derivatives
 from packprop.engine.functions import Entry, without_rules
 from packprop.engine.graph import Graph, walk
-from packprop.engine.recording import Use, record, unchanged
+from packprop.engine.recording import record, unchanged
 from packprop.engine.samples import check_graph
 from packprop.engine.tensors import call, class_before_sharding, named_modules, named_parameters, tensors_in
 from packprop.errors import BadInput, PackpropError
@@ -140,7 +140,7 @@ def _refused(values: Sequence[Tensor]) -> Graph | None:
     except PackpropError:
         return None
     for use in graph.uses:
-        by_rules = dict(zip(map(id, use.recorded.entries), use.entries(), strict=True))
+        by_rules = dict(zip(map(id, use.entries), use.with_inputs(), strict=True))
         use.sites = [replace(site, entry=by_rules[id(site.entry)]) for site in use.sites]
     return graph
 
@@ -148,24 +148,23 @@ def _refused(values: Sequence[Tensor]) -> Graph | None:
 def _uses_by_leaf(values: Sequence[Tensor], graph: Graph | None) -> dict[int, list[Consumption]]:
     """Return the uses of each leaf; none if the walk failed."""
     walked = [] if graph is None else graph.uses
-    triples = [(use.recorded, site.entry, site.leaf) for use in walked for site in use.sites]
     uses: dict[int, list[Consumption]] = {}
-    for recorded, entry, leaf in triples:
-        uses.setdefault(id(leaf), []).append(_consumption(recorded, entry, leaf))
+    for name, entry, leaf in [(use.name, site.entry, site.leaf) for use in walked for site in use.sites]:
+        uses.setdefault(id(leaf), []).append(_consumption(name, entry, leaf))
     return uses
 
 
-def _consumption(recorded: Use, entry: Entry, leaf: Tensor) -> Consumption:
+def _consumption(name: str, entry: Entry, leaf: Tensor) -> Consumption:
     refusal = "" if entry.refusal is None else entry.refusal[0]
     fallback = not entry.by_rule and not refusal
-    return Consumption(recorded.name, entry.structure, entry.parameter is leaf, refusal, fallback)
+    return Consumption(name, entry.structure, entry.parameter is leaf, refusal, fallback)
 
 
 def _factors(graph: Graph) -> dict[int, str]:
     """Return the Kronecker factors of each leaf, from its structure for one sample without cotangents."""
     structures: dict[int, list[Any]] = {}
     for use in graph.uses:
-        no_cotangents: list[Tensor | None] = [None] * len(use.recorded.shapes)
+        no_cotangents: list[Tensor | None] = [None] * len(use.shapes)
         for site in use.sites:
             structure = site.structure_of(no_cotangents, use.layouts, slice(0, 1))
             structures.setdefault(id(site.leaf), []).append(structure)

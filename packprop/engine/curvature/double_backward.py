@@ -73,11 +73,11 @@ def hessian_columns(
             unit = unit_columns(gradient.shape, layout, gradient, start, stop)
             with doing(BY_DOUBLE_BACKWARD, stop - start):
                 columns = _derivatives_along(graph.label(use), gradient, edges, unit, create_graph)
-            units: list[list[Tensor | None]] = [[None] * len(each.recorded.shapes) for each in uses]
-            products: list[list[Tensor | None]] = [[None] * len(each.recorded.shapes) for each in uses]
+            units: list[list[Tensor | None]] = [[None] * len(each.shapes) for each in uses]
+            products: list[list[Tensor | None]] = [[None] * len(each.shapes) for each in uses]
             for place, (other, output) in enumerate(places):
                 column = columns[place]
-                zeros = unit.new_zeros(stop - start, *other.recorded.shapes[output])
+                zeros = unit.new_zeros(stop - start, *other.shapes[output])
                 units[uses.index(other)][output] = unit if place == active else zeros
                 products[uses.index(other)][output] = zeros if column is None else column
             yield units, products
@@ -85,7 +85,7 @@ def hessian_columns(
 
 def _zeros_at(use: ReachedUse, index: int) -> Tensor:
     leaf = use.sites[0].leaf
-    return torch.zeros(use.recorded.shapes[index], device=leaf.device, dtype=leaf.dtype)
+    return torch.zeros(use.shapes[index], device=leaf.device, dtype=leaf.dtype)
 
 
 def _derivatives_along(
@@ -108,7 +108,7 @@ def parameter_diagonals(
     with differentiating_twice(f"parameter {graph.name(leaves[0])!r}"), torch.enable_grad():
         gradients = _sample_gradients(graph, leaves) if per_sample else _whole_gradients(graph, leaves)
     expect(BY_DOUBLE_BACKWARD, sum(gradient.numel() for gradient in gradients))
-    held = sum(shape.numel() for use in graph.uses for shape in use.recorded.shapes)
+    held = sum(shape.numel() for use in graph.uses for shape in use.shapes)
     at_once = max(1, LARGEST_COLUMNS // max(1, held))
     for leaf, gradient in zip(leaves, gradients, strict=True):
         yield leaf, diagonals(f"parameter {graph.name(leaf)!r}", leaf, gradient, create_graph, at_once)

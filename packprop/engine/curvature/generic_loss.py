@@ -69,8 +69,7 @@ def linear_factor(graph: Graph, loss: ReachedLoss, asked: str) -> Tensor:
 
 def _ends(graph: Graph) -> list[GradientEdge]:
     """Return the edges that the factor of a loss may depend on: values of all losses, and open paths."""
-    losses = [GradientEdge(loss.node, loss.output) for loss in graph.losses]
-    return losses + [place.edge for place in graph.open if place.is_open]
+    return [loss.value for loss in graph.losses] + graph.open
 
 
 def generic_root(

@@ -154,7 +154,9 @@ def hessian(
     """
     chosen = chosen_parameters("operators.hessian(...) was called.", parameters)
     product, value = hessian_product("operators.hessian", loss, chosen)
-    return Operator(chosen, _of_parameters(chosen, product), damping, snapshots_of(leaves_above(value)))
+    return Operator(
+        chosen, _of_parameters(chosen, product), damping, snapshots_of(leaves_above([value.grad_fn]))
+    )
 
 
 def ggn(
@@ -176,7 +178,9 @@ def ggn(
     """
     chosen = chosen_parameters("operators.ggn(...) was called.", parameters)
     product, loss = ggn_product("operators.ggn", graph, chosen)
-    return Operator(chosen, _of_parameters(chosen, product), damping, snapshots_of(leaves_above(loss)))
+    return Operator(
+        chosen, _of_parameters(chosen, product), damping, snapshots_of(leaves_above([loss.grad_fn]))
+    )
 
 
 def block_diagonal(parameters: Sequence[Tensor], blocks: Sequence[Block], damping: float = 0.0) -> Operator:

@@ -63,7 +63,7 @@ class OutputDiagonals:
     def take(self) -> Iterator[tuple[ReachedUse, list[Tensor | None]]]:
         """Yield uses with their diagonals, as cotangents of one column ``[1, *y]``."""
         for use, total in self._totals.values():
-            layout, shape = use.layouts[0], use.recorded.shapes[0]
+            layout, shape = use.layouts[0], use.shapes[0]
             yield use, [layout.from_front(total.view(layout.front_shape(shape)))[None]]
 
     def _add(self, use: ReachedUse, diagonal: Tensor) -> None:
@@ -79,7 +79,7 @@ def flat(front: Tensor, kept: int) -> Tensor:
 
 def _has_squares(use: ReachedUse) -> bool:
     """Tell whether a diagonal at the output of a use gives the diagonals of all its leaves."""
-    single = list(use.nodes) == [0] and len(use.recorded.shapes) == 1
+    single = list(use.nodes) == [0] and len(use.shapes) == 1
     return single and all(site.has_squares for site in use.sites)
 
 
@@ -87,7 +87,7 @@ def _enters_once(use: ReachedUse, site: Site, samples: int) -> bool:
     """Tell whether each entry of a leaf enters one entry of each sample's output, as far as is known."""
     if not site.direct or not site.entry.linear:
         return False
-    entries, fans = use.recorded.shapes[0].numel() // samples, site.entry.fans
+    entries, fans = use.shapes[0].numel() // samples, site.entry.fans
     if fans is not None:
         return entries == fans.groups * fans.fan_out
     return entries == site.leaf.numel() and site.entry.structure == "Scale"

@@ -114,7 +114,7 @@ def choose_routes(graph: Graph, known_losses: bool, per_sample: bool, create_gra
         else:
             outputs.setdefault(tuple(uses), []).append(leaf)
     for shared, leaves in outputs.items():
-        columns = sum(shape.numel() for use in shared for shape in use.recorded.shapes) // max(graph.samples, 1)
+        columns = sum(shape.numel() for use in shared for shape in use.shapes) // max(graph.samples, 1)
         if not per_sample and sum(leaf.numel() for leaf in leaves) < columns:
             routes.parameter += leaves  # the parameter needs fewer columns than the outputs
         else:
@@ -159,4 +159,4 @@ def _is_affine(leaf: Tensor, uses: Sequence[ReachedUse], bits: int, masks: dict[
     sites = [site for use in uses for site in use.sites if site.leaf is leaf]
     if not all(site.direct and site.entry.linear for site in sites):
         return False
-    return not any(masks.get(edge.node, -1) & bits for use in uses for edge in use.recorded.edges)
+    return not any(masks.get(edge.node, -1) & bits for use in uses for edge in use.edges)

@@ -22,7 +22,7 @@ from packprop.engine.graph.graph import Graph, ReachedLoss
 from packprop.engine.graph.own_backward import require_linear_backward, starts_of
 from packprop.engine.graph.pull import derivatives
 from packprop.engine.graph.search import nodes_above
-from packprop.engine.recording.reentrant import NAME, OTHER_KIND
+from packprop.engine.recording.unrecorded import NOT_REENTRANT, REENTRANT
 from packprop.errors import PackpropError
 
 ASKED = "A diagonal of the Hessian was asked for."
@@ -64,9 +64,9 @@ CHECKPOINT = (
 )
 
 
-REENTRANT = (
+HIDING_LAYERS = (
     "PyTorch goes through reentrant checkpoints in backward() alone, and once: they would count as zero",
-    OTHER_KIND,
+    NOT_REENTRANT,
 )
 
 
@@ -93,7 +93,7 @@ def differentiating_twice(
         if isinstance(error, CheckpointError):
             raise PackpropError(asked, where, *CHECKPOINT) from error
         if "use_reentrant" in said:
-            raise PackpropError(asked, where, *REENTRANT) from error
+            raise PackpropError(asked, where, *HIDING_LAYERS) from error
         if not NOT_TWICE.search(said):
             raise
         why = f"PyTorch cannot differentiate twice what lies above: {said}"
@@ -169,8 +169,8 @@ def require_passable(outputs: Sequence[Tensor | GradientEdge], asked: str) -> No
     Raises:
         PackpropError: With the name of the function.
     """
-    if any(node.name() == NAME for node in nodes_above(starts_of(outputs))):
-        raise PackpropError(asked, "a part of the model inside torch.utils.checkpoint", *REENTRANT)
+    if any(node.name() == REENTRANT for node in nodes_above(starts_of(outputs))):
+        raise PackpropError(asked, "a part of the model inside torch.utils.checkpoint", *HIDING_LAYERS)
     require_linear_backward(asked, starts_of(outputs))
 
 

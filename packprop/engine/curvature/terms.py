@@ -20,7 +20,7 @@ from packprop.engine.functions.nodes import ENTRYWISE, made_by, name_of_node
 from packprop.engine.functions.operands import ENTRY_BY_ENTRY, REARRANGING, SUMS, is_linear
 from packprop.engine.graph.graph import Graph
 from packprop.engine.graph.pull import derivatives
-from packprop.engine.graph.search import nodes_above
+from packprop.engine.graph.search import leaves_above
 from packprop.engine.tensors.precision import accumulation_dtype
 
 Entries = tuple[Node, int] | None
@@ -100,5 +100,4 @@ def _coupled_leaves(graph: Graph) -> set[int]:
                 arranged[node, output] = entries[0] if same_shape else None
             elif not is_linear(node, places):
                 coupled.add(node)
-    leaves = (getattr(node, "variable", None) for node in nodes_above(coupled))
-    return {id(leaf) for leaf in leaves if leaf is not None}
+    return set(map(id, leaves_above(coupled)))

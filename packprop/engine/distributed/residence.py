@@ -99,7 +99,7 @@ class Residence:
 
     def _units_of(self, use: ReachedUse) -> frozenset[int]:
         parameters = [site.leaf for site in use.sites]
-        parameters += [entry.parameter for entry in use.recorded.entries or ()]
+        parameters += [entry.parameter for entry in use.entries or ()]
         return frozenset(self._place[id(each)] for each in parameters if id(each) in self._place)
 
     def _need(self, places: frozenset[int], *_: Any) -> None:

@@ -36,14 +36,6 @@ def require_sharded(
     """
     if not graph.units:
         return
-    if graph.checkpoints:
-        raise PackpropError(
-            ASKED,
-            "a part of the model inside torch.utils.checkpoint",
-            "a reentrant checkpoint runs modules again in every sweep, which would put parameters together on "
-            "this rank alone",
-            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
-        )
     if create_graph or planned:
         raise PackpropError(
             ASKED,

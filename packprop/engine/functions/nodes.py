@@ -221,11 +221,6 @@ def made_by(node: Any) -> list[Any]:
     return list(node._input_metadata) if leaf is None else [leaf]
 
 
-def axis_of_rows(node: Node, axes: int) -> int:
-    """Return the axis of a softmax, for a tensor with this number of axes."""
-    return int(saved_option(node, "dim")) % axes
-
-
 def saved_option(node: Node, name: str) -> Any:
     """Return a saved value that is not a tensor, such as ``dim``; autograd shows negative numbers unsigned."""
     value = getattr(node, f"_saved_{name}")

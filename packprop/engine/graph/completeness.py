@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from packprop.engine.graph.graph import EAGER, Graph
-from packprop.engine.graph.search import nodes_above
+from packprop.engine.graph.search import leaves_above
 from packprop.engine.recording.marks import EXTENDED
-from packprop.engine.recording.reentrant import is_reentrant, refused
 from packprop.engine.recording.unrecorded import is_compiled_region, refused_compiled
 from packprop.engine.tensors.hooks import Hooks
 from packprop.engine.tensors.precision import is_for_storage
@@ -78,7 +77,7 @@ def require_derivatives(graph: Graph, cut: Sequence[Node]) -> None:
                 "train it in float32, bfloat16 or float16, and convert it in the forward pass; or set "
                 "requires_grad=False on it",
             )
-    above = {id(getattr(node, "variable", None)) for node in nodes_above(cut)} if cut else set()
+    above = set(map(id, leaves_above(cut)))
     lost = next((leaf for leaf in leaves if id(leaf) in above), None)
     if lost is not None:
         raise PackpropError(
@@ -102,10 +101,7 @@ def require_data(graph: Graph) -> None:
             "step takes is found without data by packprop.plan",
         )
     made_nested = [
-        use
-        for use in graph.uses
-        for shape in use.recorded.shapes
-        if any(isinstance(n, torch.SymInt) for n in shape)
+        use for use in graph.uses for shape in use.shapes if any(isinstance(n, torch.SymInt) for n in shape)
     ]
     if made_nested:
         raise nested(graph.label(made_nested[-1]))
@@ -155,19 +151,6 @@ def find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequ
     ]
 
 
-def reached_without_loss(graph: Graph, starts: list[Node], neighbours: dict[Node, list[Node]]) -> set[Node]:
-    """Return the nodes that a path from the roots reaches without passing a recorded loss."""
-    losses = {loss.node for loss in graph.losses}
-    stack = [node for node in starts if node not in losses]
-    seen = set(stack)
-    while stack:
-        for upstream in neighbours.get(stack.pop(), ()):
-            if upstream not in seen and upstream not in losses:
-                seen.add(upstream)
-                stack.append(upstream)
-    return seen
-
-
 def require_unsharded(modules: Iterable[nn.Module], hooks: Hooks) -> None:
     """Raise if parameters are sharded between processes: extensions for modules see shards alone."""
     modules = list(modules)
@@ -215,14 +198,6 @@ def require_known_shards(graph: Graph, unshards: bool) -> None:
         )
 
 
-def require_differentiable(graph: Graph) -> None:
-    """Raise if the pass goes through a function that PyTorch cannot differentiate twice."""
-    if graph.checkpoints:
-        raise refused(
-            "PyTorch does not differentiate reentrant checkpoints twice, as create_graph=True asks for"
-        )
-
-
 def require_complete(graph: Graph) -> None:
     """Raise unless packprop knows every use of every wanted parameter."""
     if not graph.missing:
@@ -233,8 +208,6 @@ def require_complete(graph: Graph) -> None:
     if node == EAGER:
         why = "eager_backward() has already summed this parameter's gradient over the samples"
         instead = "leave the branch outside eager_backward(), or set requires_grad=False on the parameter"
-    elif is_reentrant(consumer):
-        raise refused("a parameter is one of its arguments, where reentrant checkpointing cuts the graph")
     elif is_compiled_region(consumer):
         raise refused_compiled(f"parameter {name!r}")
     elif node == "AccumulateGrad":

@@ -1,4 +1,4 @@
-"""Values that describe the graph of one backward pass: its uses, losses and checkpoints."""
+"""Values that describe the graph of one backward pass: its uses and losses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.engine.functions.entry import Entry
-from packprop.engine.functions.losses import Loss
 from packprop.engine.graph.links import Entrance, entrance_of
 from packprop.engine.graph.site import Site
-from packprop.engine.recording.marks import EXTENDED, ForwardCall, RecordedLoss, Use
+from packprop.engine.recording.marks import EXTENDED, ForwardCall, RecordedLoss
 from packprop.engine.tensors.hooks import Hooks
 from packprop.engine.tensors.layout import Layout
 from packprop.engine.tensors.names import named_parameters
@@ -33,17 +32,18 @@ EAGER = "EagerBackward"
 
 @dataclass(eq=False)
 class ReachedUse:
-    """A use that the backward pass will reach.
+    """A node in which parameters meet samples, which the backward pass will reach.
 
     Args:
-        recorded: The use as it was read off the graph.
+        name: Name of the function.
+        entries: How each parameter enters it.
+        edges: Where its other inputs came from.
+        shapes: Shapes of its outputs.
         nodes: The outputs that the pass reaches: index of the output -> its node, and its number among the
             outputs of that node.
         sites: The leaves that enter it.
         is_end: Whether a sweep may end here, because no other use lies upstream.
         layouts: The layouts of its outputs; set when packprop locates the samples.
-        checkpoint: The reentrant checkpoint that contains it; such a use has no nodes.
-        through: Reentrant checkpoints without uses that a sweep to it may come through.
         prepare: Puts its parameters together, if they are sharded between processes.
         reordered: Whether its inputs come from a function that takes rows as data say.
         undecided: Takes the use and the number of samples, if they meet behind it. Notes this, and returns
@@ -55,13 +55,14 @@ class ReachedUse:
         read: Makes the entries again, with the tensors that the node saved, if the use was read off the graph.
     """
 
-    recorded: Use
+    name: str
+    entries: list[Entry]
+    edges: list[GradientEdge]
+    shapes: list[torch.Size]
     nodes: dict[int, tuple[Node, int]] = field(default_factory=dict)
     sites: list[Site] = field(default_factory=list)
     is_end: bool = False
     layouts: list[Layout] = field(default_factory=list)
-    checkpoint: ReentrantCheckpoint | None = None
-    through: Sequence[ReentrantCheckpoint] = ()
     prepare: Callable[[], None] | None = None
     reordered: bool = False
     undecided: Callable[[ReachedUse, int], bool] | None = None
@@ -72,52 +73,19 @@ class ReachedUse:
 
     @property
     def anchors(self) -> list[Node]:
-        """The nodes that stand for it in the graph: its own, or the node of its checkpoint."""
-        own = [node for node, _ in self.nodes.values()]
-        return own if self.checkpoint is None else [self.checkpoint.node]
+        """Its nodes in the graph."""
+        return [node for node, _ in self.nodes.values()]
 
-    def is_ready(self) -> bool:
-        """Tell whether the inputs are at hand."""
-        return self.recorded.source is None or self.recorded.source.ready() is not None
-
-    def entries(self) -> list[Entry]:
+    def with_inputs(self) -> list[Entry]:
         """Return the entries with their inputs."""
-        source = self.recorded.source
-        if source is not None:
-            return source.fetch()
-        return self.recorded.entries if self.read is None else self.read()
+        return self.entries if self.read is None else self.read()
 
     def take(self) -> list[Site]:
         """Return the sites with their inputs; keep no reference to inputs that were recomputed."""
-        source, entries = self.recorded.source, self.recorded.entries
-        if source is not None:
-            with_inputs = source.fetch()
-            source.taken()
-            return [site.renewed(entries, with_inputs) for site in self.sites]
         if self.read is None or not self.waits:
             return self.sites
-        held = {id(entry): own for entry, own in zip(entries, self.read(), strict=True)}
+        held = {id(entry): own for entry, own in zip(self.entries, self.read(), strict=True)}
         return [Site(held[id(site.entry)], site.leaf) for site in self.sites]
-
-
-@dataclass(eq=False)
-class ReentrantCheckpoint:
-    """A reentrant checkpoint that the pass goes through; see NOTE [Reentrant checkpoints].
-
-    Args:
-        node: The checkpoint's node.
-        walk: Takes tensors inside the checkpoint, and returns the graph that leads to them.
-        uses: The uses in it that lead to the roots.
-        reached: The numbers of its outputs that lead to the roots.
-        signature, is_opaque: Those of the graph inside.
-    """
-
-    node: Any
-    walk: Callable[[Sequence[Tensor]], Graph]
-    uses: list[ReachedUse] = field(default_factory=list)
-    reached: set[int] = field(default_factory=set)
-    signature: int = 0
-    is_opaque: bool = False
 
 
 @dataclass(eq=False)
@@ -149,25 +117,6 @@ class ReachedLoss:
         return entrance_of(self.call)
 
 
-@dataclass(frozen=True)
-class OpenPlace:
-    """A place where a path from the roots that passes no recorded loss meets the model; see NOTE [Open paths].
-
-    Args:
-        edge: The edge of the tensor there.
-        shape: Its shape.
-        loss: The rule of the loss that takes it; ``None`` if the loss is unknown.
-        value: The edge of that loss's value.
-        is_open: Whether a path leads there without passing any loss.
-    """
-
-    edge: GradientEdge
-    shape: torch.Size
-    loss: Loss | None = None
-    value: GradientEdge | None = None
-    is_open: bool = True
-
-
 @dataclass
 class Graph:
     """Uses and losses between the roots of a backward pass and its leaves.
@@ -178,8 +127,8 @@ class Graph:
         uses: The uses, nearest to the roots first.
         losses: The recorded losses.
         outputs: Outputs of outermost calls, with their shapes.
-        open: Places where paths from the roots that pass no recorded loss meet the model, if there is a loss
-            elsewhere, or one that its node tells.
+        open: Edges where paths from the roots that pass no recorded loss meet the model, if there is a loss
+            elsewhere; see NOTE [Open paths].
         without_loss: Labels of uses that some path from the roots reaches without passing a recorded loss.
         reorderings: Edges of tensors whose rows may be in another order, with their shapes and these axes.
         hides_order: Whether data that packprop does not read decide somewhere which rows meet.
@@ -187,7 +136,6 @@ class Graph:
         missing: Parameters that the pass reaches outside of all uses, each with the node that takes it.
         terms: Edges of terms that no sample enters, where they are added to the rest of the loss.
         in_terms: The leaves that enter such a term, by identity.
-        checkpoints: Reentrant checkpoints that the pass goes through.
         hooks: The user's hooks on nodes and tensors of the pass, known after the walk.
         is_opaque: Whether later passes of equal signature may compute something else.
         kept: Whether another pass through the same graph may follow.
@@ -209,13 +157,12 @@ class Graph:
     outputs: list[tuple[GradientEdge, ForwardCall, torch.Size]] = field(default_factory=list)
     reorderings: list[tuple[GradientEdge, torch.Size, frozenset[int]]] = field(default_factory=list)
     hides_order: bool = False
-    open: list[OpenPlace] = field(default_factory=list)
+    open: list[GradientEdge] = field(default_factory=list)
     without_loss: list[str] = field(default_factory=list)
     mixers: list[str] = field(default_factory=list)
     missing: list[tuple[Tensor, Node]] = field(default_factory=list)
     terms: list[GradientEdge] = field(default_factory=list)
     in_terms: dict[int, Tensor] = field(default_factory=dict)
-    checkpoints: list[ReentrantCheckpoint] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
     is_opaque: bool = False
     kept: bool = True
@@ -284,7 +231,7 @@ class Graph:
     @property
     def holds_inputs(self) -> bool:
         """Tell whether every use holds its inputs, so that packprop recomputes none."""
-        return not any(use.recomputed or use.recorded.source is not None for use in self.uses)
+        return not any(use.recomputed for use in self.uses)
 
     @property
     def calls_nodes(self) -> bool:
@@ -348,7 +295,7 @@ class Graph:
     def label(self, use: ReachedUse) -> str:
         """Return the words for a use in messages: its function and its parameters."""
         names = ", ".join(repr(self.name(site.leaf)) for site in use.sites)
-        return f"{use.recorded.name} of {names}"
+        return f"{use.name} of {names}"
 
     def hold(self, keep: bool) -> None:
         """Keep the inputs of losses while this pass runs, even if autograd frees the graph.
@@ -371,14 +318,8 @@ class Graph:
         for loss in self.losses:
             loss.call.drop_input()
 
-    def drop_checkpoint_uses(self) -> None:
-        """Drop the uses of reentrant checkpoints after the last pass: they refer back to their checkpoint."""
-        for checkpoint in self.checkpoints:
-            checkpoint.uses = []
-
     def release(self, keep: bool) -> None:
-        """End the pass: drop the uses of checkpoints, and the inputs of losses unless the graph is retained."""
-        self.drop_checkpoint_uses()
+        """End the pass: drop the inputs of losses unless the graph is retained."""
         for loss in self.losses:
             loss.call.held = False
             if not keep:

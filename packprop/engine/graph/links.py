@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from packprop.engine.functions.losses.description import Loss, describe, from_canonical
 from packprop.engine.functions.losses.links import CARRYING, Link
-from packprop.engine.functions.nodes import axis_of_rows, made_by, name_of_node
+from packprop.engine.functions.nodes import made_by, name_of_node, saved_option
 from packprop.engine.graph.pull import pull_columns
 from packprop.engine.recording.marks import RecordedLoss
 from packprop.engine.tensors.dry import is_dry_run
@@ -96,7 +96,7 @@ def _axis_of_rows(call: RecordedLoss, made: GradientEdge, node: Node, wanted: in
     pulled back to it.
     """
     shape = torch.Size(made_by(made.node)[made.output_nr].shape)
-    own = axis_of_rows(node, max(1, len(shape)))
+    own = saved_option(node, "dim") % max(1, len(shape))
     if made == call.edge or not shape:
         return own if wanted in (own, None) else None
     axes = range(len(call.shape)) if wanted is None else [wanted]

@@ -13,7 +13,6 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.engine.functions.nodes import is_identity, made_by
 from packprop.engine.graph.graph import EAGER
 from packprop.engine.graph.search import nodes_above
-from packprop.engine.recording.reentrant import NAME
 from packprop.engine.recording.unrecorded import is_compiled_region
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.traced import is_traced
@@ -56,7 +55,7 @@ def starts_of(outputs: Sequence[Tensor | GradientEdge]) -> list[Node | None]:
 
 
 def _is_own(node: Node) -> bool:
-    if not isinstance(node, BackwardCFunction) or node.name() in (NAME, EAGER):
+    if not isinstance(node, BackwardCFunction) or node.name() == EAGER:
         return False
     return not is_identity(node) and not is_compiled_region(node)
 

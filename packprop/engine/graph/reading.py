@@ -56,8 +56,7 @@ from packprop.engine.functions.saved import keeps_elsewhere
 from packprop.engine.graph.completeness import nested
 from packprop.engine.graph.graph import EAGER, Graph, ReachedUse
 from packprop.engine.graph.search import nodes_above
-from packprop.engine.recording.marks import EXTENDED, ForwardCall, Use
-from packprop.engine.recording.reentrant import is_reentrant
+from packprop.engine.recording.marks import EXTENDED, ForwardCall
 from packprop.engine.recording.unrecorded import is_compiled_region
 from packprop.engine.tensors.dry import is_dry_run, is_of_batch, storage_key
 from packprop.engine.tensors.layout import possible_layouts
@@ -211,7 +210,7 @@ class Reading:
                 continue
             above = [each for each, _ in self._inputs[node]]
             given = [place for place, each in enumerate(above) if each in parameters]
-            if not given or is_reentrant(node) or node in after_losses or not _can_be_called(node):
+            if not given or node in after_losses or not _can_be_called(node):
                 data.add(node)
                 continue
             kind = "use" if not data.isdisjoint(above) else self._kind(node, given)
@@ -336,7 +335,10 @@ class Reading:
             if above is not None and place not in places
         ]
         return ReachedUse(
-            Use(readable_name(node), entries, edges, shapes),
+            readable_name(node),
+            entries,
+            edges,
+            shapes,
             {number: (node, number) for number in sorted(outputs)},
             read=functools.partial(entries_of_node, node, places, shapes, True),
         )
@@ -346,7 +348,7 @@ class Reading:
 
         The finding is kept for graphs of the same structure.
         """
-        is_layer = _is_layer(node, use.recorded.shapes[0], samples) and not _is_contracted(node, given)
+        is_layer = _is_layer(node, use.shapes[0], samples) and not _is_contracted(node, given)
         is_weight = set(given).issubset(WEIGHTS.get(name_of_node(node), ()))  # of a layer whose input is known
         if is_layer and not (is_weight and self._constants.are_known(node)):
             return False

@@ -20,7 +20,6 @@ from packprop.engine.functions.nodes import (
     saved_option,
 )
 from packprop.engine.functions.operands import BY_DATA, EXPANDING, MATRIX_PRODUCTS, is_sparse, takes_sparse
-from packprop.engine.recording.reentrant import is_reentrant
 from packprop.engine.tensors.dry import is_dry_run
 
 ALONG_AXIS = names_of_nodes(
@@ -80,9 +79,9 @@ def is_opaque(node: Node) -> bool:
 
     These are functions in C++ without a class in Python, such as scripted regions; those of a class that was
     made inside a function, such as compiled regions; and those that keep objects other than tensors, numbers
-    and texts. Reentrant checkpoints are walked, and identities do nothing.
+    and texts. Identities do nothing.
     """
-    if not is_from_outside(node) or is_identity(node) or is_reentrant(node):
+    if not is_from_outside(node) or is_identity(node):
         return False
     if not isinstance(node, BackwardCFunction):
         return True

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from packprop.engine.graph.graph import Graph
-from packprop.engine.graph.traversal import upstream_of
+from packprop.engine.graph.search import upstream_of
 
 
 def split_leaves(graph: Graph, candidates: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

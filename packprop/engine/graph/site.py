@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from packprop.engine.algebra.structures import Dense, Outer, Structure, rows, with_squares
 from packprop.engine.functions.entry import Entry, Samples
 from packprop.engine.functions.node_calls import Computed
 from packprop.engine.graph.pull import pull_columns
-from packprop.engine.recording.reentrant import differs
 from packprop.engine.tensors.layout import Layout
 from packprop.engine.tensors.precision import accumulation_dtype
 
@@ -23,28 +22,6 @@ class Site:
 
     entry: Entry
     leaf: Tensor
-
-    def renewed(self, entries: Sequence[Entry], remade: Sequence[Entry]) -> Site:
-        """Return the same site with an entry that was made again.
-
-        Args:
-            entries: All entries of the use, as recorded.
-            remade: The same entries, made again in the same order.
-
-        Raises:
-            PackpropError: If the new entry has another parameter.
-        """
-        place = next(number for number, entry in enumerate(entries) if entry is self.entry)
-        parameter = remade[place].parameter if place < len(remade) else None
-        if parameter is None:
-            same = False
-        elif not self.direct:
-            same = isinstance(parameter, Computed)
-        else:  # a function that makes its own leaf makes a new one each time
-            same = parameter is self.leaf or _is_made_alike(parameter, self.leaf)
-        if not same:
-            raise differs("a function", "it consumed other parameters")
-        return Site(remade[place], self.leaf)
 
     @property
     def direct(self) -> bool:
@@ -87,13 +64,6 @@ class Site:
         if structure.rows is None:
             return Dense(None)
         return Dense(_pull_back(self.entry.parameter, self.leaf, rows(structure)))
-
-
-def _is_made_alike(tensor: Tensor, other: Tensor) -> bool:
-    """Tell whether two leaves can replace each other: they look alike, and neither is an ``nn.Parameter``."""
-    if isinstance(tensor, nn.Parameter) or isinstance(other, nn.Parameter):
-        return False
-    return tensor.is_leaf and tensor.shape == other.shape and tensor.dtype == other.dtype
 
 
 def _pull_back(parameter: Computed, leaf: Tensor, gradients: Tensor) -> Tensor:

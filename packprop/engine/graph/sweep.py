@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from packprop.engine.functions.entry import ArrivedCotangents
 from packprop.engine.functions.nodes import MASKS, name_of_node
-from packprop.engine.graph.checkpoint_uses import ReentrantInputs, walk_again
-from packprop.engine.graph.graph import Graph, ReachedUse, ReentrantCheckpoint
-from packprop.engine.graph.hooks import refusing_changed_sums
+from packprop.engine.graph.graph import ReachedUse
 from packprop.engine.graph.pull import pull_columns
 from packprop.engine.graph.search import nodes_above
-from packprop.engine.recording.reentrant import refused
 from packprop.engine.tensors.hooks import Hooks
+from packprop.errors import PackpropError
 
 Visit = Callable[[ReachedUse, list[Tensor | None]], None]
 """A function of a use and the cotangents at its outputs ``[v, *y]``; ``None`` where nothing arrived."""
@@ -53,61 +50,18 @@ NO_HOOKS = Hooks()
 ONE_COLUMN_WITHOUT_INPUTS = SweepOptions(needs_inputs=False)
 
 
-def checkpoints_of(uses: Sequence[ReachedUse]) -> list[ReentrantCheckpoint]:
-    """Return the reentrant checkpoints that contain some uses, each once."""
-    return list({id(use.checkpoint): use.checkpoint for use in uses if use.checkpoint is not None}.values())
-
-
-def empty_checkpoints(uses: Sequence[ReachedUse]) -> list[ReentrantCheckpoint]:
-    """Return the reentrant checkpoints without uses that sweeps to some uses may come through, each once."""
-    return list({id(checkpoint): checkpoint for use in uses for checkpoint in use.through}.values())
-
-
-@contextlib.contextmanager
-def passing_nothing(checkpoints: Sequence[ReentrantCheckpoint]) -> Iterator[None]:
-    """Make derivatives end at reentrant checkpoints, where PyTorch's own function raises an error."""
-
-    def nothing(count: int, *_: Tensor | None) -> tuple[None, ...]:
-        return (None,) * count
-
-    for checkpoint in checkpoints:
-        checkpoint.node.apply = functools.partial(nothing, 2 + len(checkpoint.node.inputs))
-    try:
-        yield
-    finally:
-        for checkpoint in checkpoints:
-            checkpoint.node.__dict__.pop("apply", None)
-
-
 class Watch:
     """Hooks that hand the cotangents at uses to ``visit`` while a backward pass runs.
 
     Args:
         uses: The uses to watch.
         visit: Called with a use and the cotangents at its outputs ``[1, *y]``, as soon as all have arrived.
-        needs_inputs: Whether visits need the inputs of uses; a visit waits for inputs that are recomputed.
-        accumulate: Whether the pass accumulates gradients of leaves, as the user's own pass does.
         hooks: Hooks of the user that run in this pass, but not while visits differentiate.
-        options: Options of the sweep, for sweeps inside reentrant checkpoints.
-        empty: Reentrant checkpoints without uses on the way, where PyTorch's own function raises an error.
     """
 
-    def __init__(
-        self,
-        uses: Sequence[ReachedUse],
-        visit: Visit,
-        needs_inputs: bool = True,
-        accumulate: bool = False,
-        hooks: Hooks = NO_HOOKS,
-        options: SweepOptions = ONE_COLUMN,
-        empty: Sequence[ReentrantCheckpoint] = (),
-    ) -> None:
-        self._hooks = hooks
-        self._visit, self._needs_inputs, self._accumulate = visit, needs_inputs, accumulate
-        self._options = options
-        self._late: dict[ReachedUse, list[Tensor | None]] = {}  # all cotangents are there, inputs are not
-        self._pending: dict[ReachedUse, list[Tensor | None]] = {}  # some cotangents are missing
-        self._missing: dict[ReachedUse, int] = {}  # the number of these
+    def __init__(self, uses: Sequence[ReachedUse], visit: Visit, hooks: Hooks = NO_HOOKS) -> None:
+        self._hooks, self._visit = hooks, visit
+        self._pending: dict[ReachedUse, dict[int, Tensor | None]] = {}  # by output; some have not arrived
         self._visiting = False
         self._thread, self._context = threading.get_ident(), contextvars.copy_context()
         self._handles = [
@@ -115,17 +69,6 @@ class Watch:
             for use in uses
             for index, (node, output) in use.nodes.items()
         ]
-        self._checkpoints = [*checkpoints_of(uses), *empty]
-        for checkpoint in self._checkpoints:
-            # the engine calls ``apply``: the watch replaces it on this node alone, for as long as it lasts
-            checkpoint.node.apply = self._in_context(functools.partial(self._run_checkpoint, checkpoint))
-        if needs_inputs:  # the node's own function may recompute the inputs
-            self._handles += [
-                node.register_hook(self._in_context(lambda *_: self._catch_up()))
-                for use in uses
-                if use.recorded.source is not None
-                for node, _ in use.nodes.values()
-            ]
 
     def _in_context(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return the hook with this thread's context variables: autograd has a thread for each accelerator."""
@@ -141,88 +84,23 @@ class Watch:
         def note_cotangent(gradients: Sequence[Tensor | None]) -> None:
             if self._visiting:  # a visit pulls back through this very node
                 return
-            self._catch_up()
             cotangent = gradients[output]
             self.note(use, index, None if cotangent is None else cotangent.unsqueeze(0))
 
         return note_cotangent
 
-    def _run_checkpoint(
-        self, checkpoint: ReentrantCheckpoint, *cotangents: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        """Run a reentrant checkpoint again and sweep it, in place of its node's own backward pass."""
-        rerun, graph = walk_again(checkpoint)
-        use_outside = dict(zip(graph.uses, checkpoint.uses, strict=True))
-
-        def visit(inside: ReachedUse, cotangents: list[Tensor | None]) -> None:
-            use = use_outside[inside]
-            if self._needs_inputs:
-                assert isinstance(use.recorded.source, ReentrantInputs)
-                use.recorded.source.live = inside.entries()
-            self._call(use, cotangents)
-
-        pairs = [
-            (value, cotangent)
-            for number, (value, cotangent) in enumerate(zip(rerun.outputs, cotangents, strict=True))
-            if value is not None and value.requires_grad and cotangent is not None
-            if self._accumulate or number in checkpoint.reached
-        ]
-        outputs, seeds = [value for value, _ in pairs], [cotangent for _, cotangent in pairs]
-        leaves = [value for value in rerun.inputs if isinstance(value, Tensor) and value.requires_grad]
-        gradients: Sequence[Tensor | None]
-        if self._accumulate:
-            self._accumulate_in(graph, outputs, seeds, visit)
-            gradients = [leaf.grad for leaf in leaves]
-        else:
-            edges = [get_gradient_edge(value) for value in outputs]
-            options = replace(self._options, needs_inputs=self._needs_inputs, batched=False, frees=False)
-            with graph.hooks.quiet():
-                empty = [] if graph.uses else graph.checkpoints
-                gradients = sweep(edges, seeds, graph.uses, visit, options, leaves, empty)
-        graph.drop_checkpoint_uses()
-        return rerun.gradients(dict(zip(map(id, leaves), gradients, strict=True)))
-
-    def _accumulate_in(
-        self, graph: Graph, outputs: Sequence[Tensor], seeds: Sequence[Tensor], visit: Visit
-    ) -> None:
-        """Accumulate gradients in a pass through a checkpoint's graph, and watch the uses in it."""
-        graph.hold(False)
-        watch = Watch(graph.uses, visit, self._needs_inputs, accumulate=True, hooks=graph.hooks)
-        complete = False
-        try:
-            with refusing_changed_sums(graph):
-                torch.autograd.backward(outputs, seeds)
-            complete = True
-        finally:
-            watch.close(complete)
-
     def note(self, use: ReachedUse, index: int, cotangent: Tensor | None) -> None:
         """Note one cotangent ``[v, *y]``, and visit the use if it was the last."""
-        nothing = ArrivedCotangents([None] * len(use.recorded.shapes))
-        cotangents = self._pending.setdefault(use, nothing)
-        cotangents[index] = cotangent
-        missing = self._missing[use] = self._missing.get(use, len(use.nodes)) - 1
-        if missing == 0:
+        arrived = self._pending.setdefault(use, {})
+        arrived[index] = cotangent
+        if len(arrived) == len(use.nodes):
             self._finish(use)
 
     def _finish(self, use: ReachedUse) -> None:
-        cotangents = self._pending.pop(use)
-        del self._missing[use]
+        arrived = self._pending.pop(use)
+        cotangents = ArrivedCotangents([arrived.get(index) for index in range(len(use.shapes))])
         if all(cotangent is None for cotangent in cotangents):
             return
-        if self._needs_inputs and not use.is_ready():
-            self._late[use] = cotangents
-        else:
-            self._call(use, cotangents)
-
-    def _catch_up(self) -> None:
-        """Visit uses whose inputs have arrived in the meantime."""
-        if self._visiting:
-            return
-        for use in [use for use in self._late if use.is_ready()]:
-            self._call(use, self._late.pop(use))
-
-    def _call(self, use: ReachedUse, cotangents: list[Tensor | None]) -> None:
         self._visiting = True
         try:
             with self._hooks.quiet():
@@ -234,13 +112,9 @@ class Watch:
         """Remove the hooks; if the pass is complete, visit uses with outputs that it did not reach."""
         for handle in self._handles:
             handle.remove()
-        for checkpoint in self._checkpoints:
-            checkpoint.node.__dict__.pop("apply", None)
         if complete:
             for use in list(self._pending):
                 self._finish(use)
-            for use in list(self._late):
-                self._call(use, self._late.pop(use))
 
 
 def sweep(
@@ -249,9 +123,7 @@ def sweep(
     uses: Sequence[ReachedUse],
     visit: Visit,
     options: SweepOptions = ONE_COLUMN,
-    leaves: Sequence[Tensor] = (),
-    empty: Sequence[ReentrantCheckpoint] = (),
-) -> Sequence[Tensor | None]:
+) -> None:
     """Pull one column (or many) back from ``outputs`` to every use that it reaches.
 
     Args:
@@ -261,8 +133,6 @@ def sweep(
             weight.
         visit: Called as ``visit(use, cotangents)``; cotangents have a leading axis of columns.
         options: Options of the sweep.
-        leaves: Tensors whose gradients the sweep returns.
-        empty: Reentrant checkpoints without uses that a sweep to the leaves may come through.
     """
     batched, create_graph = options.batched, options.create_graph
     calling = {use: _operands_of_called(use) for use in uses} if options.needs_inputs and not batched else {}
@@ -273,17 +143,9 @@ def sweep(
         if batched or (use.is_end and not calling.get(use))
         for index, (node, output) in use.nodes.items()
     ]
-    above_checkpoints = [_edge_above(checkpoint) for checkpoint in checkpoints_of(uses)]
-    called = [edge for edges in calling.values() for edge in edges]
-    wanted = [
-        *(edge for _, _, edge in ends),
-        *above_checkpoints,
-        *called,
-        *map(get_gradient_edge, leaves),
-    ]
+    wanted = [edge for _, _, edge in ends] + [edge for edges in calling.values() for edge in edges]
     gradients: Sequence[Tensor | None]
-    empty = [*empty, *empty_checkpoints(uses)]
-    watch = Watch(watched, visit, options.needs_inputs, options=options, empty=empty)
+    watch = Watch(watched, visit)
     unmasking = unmasked(outputs) if options.unmasked else contextlib.nullcontext()
     complete = False
     with torch.set_grad_enabled(create_graph), unmasking:
@@ -306,11 +168,15 @@ def sweep(
             complete = True
         except RuntimeError as error:
             if "selective activation checkpoint" in str(error):
-                raise refused("a selective one gives what it kept to one pass alone") from error
+                raise PackpropError(
+                    "A quantity beyond the gradient was asked for.",
+                    "a part of the model inside torch.utils.checkpoint",
+                    "a selective one gives what it kept to one pass alone",
+                    "leave out context_fn, so that it keeps nothing",
+                ) from error
             raise
         finally:
             watch.close(complete)
-    return gradients[len(wanted) - len(leaves) :]
 
 
 def _operands_of_called(use: ReachedUse) -> list[GradientEdge]:
@@ -339,9 +205,3 @@ def unmasked(outputs: Sequence[GradientEdge]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _edge_above(checkpoint: ReentrantCheckpoint) -> GradientEdge:
-    """Return an edge upstream of a checkpoint: autograd runs a node only to get something upstream of it."""
-    above = checkpoint.node.next_functions
-    return next(GradientEdge(node, output) for node, output in above if node is not None)

@@ -38,10 +38,8 @@ from packprop.engine.functions.operands import (
 )
 from packprop.engine.graph.completeness import nested
 from packprop.engine.graph.graph import Graph
-from packprop.engine.graph.search import nodes_above
-from packprop.engine.graph.traversal import depth_first, upstream_of
+from packprop.engine.graph.search import depth_first, leaves_above, nodes_above, upstream_of
 from packprop.engine.recording.marks import EXTENDED
-from packprop.engine.recording.reentrant import is_reentrant
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.sharding import named_wholes
 from packprop.engine.tensors.state import storage_of
@@ -60,9 +58,7 @@ def settle_terms(graph: Graph, starts: Sequence[Node]) -> None:
     graph.missing = [pair for pair in graph.missing if not found.is_free_of_samples(pair[1])]
     graph.losses = [loss for loss in graph.losses if loss.node not in found.free]
     graph.terms = found.edges(graph)
-    above = nodes_above(edge.node for edge in graph.terms)
-    leaves = [leaf for node in above if (leaf := getattr(node, "variable", None)) is not None]
-    graph.in_terms = {id(leaf): leaf for leaf in leaves}
+    graph.in_terms = {id(leaf): leaf for leaf in leaves_above(edge.node for edge in graph.terms)}
 
 
 def meets_samples_unseen(graph: Graph) -> bool:
@@ -118,10 +114,7 @@ class _Terms:
             if self._spoilt >> place & 1
             for above in terms
         ]
-        dirty = set(self._bad)
-        for suspect in [*self._suspects, *self._bad]:
-            dirty.update(nodes_above([suspect]))
-        self.free = self._parametric - dirty
+        self.free = self._parametric - set(nodes_above([*self._suspects, *self._bad]))
 
     def is_free_of_samples(self, node: Node) -> bool:
         """Tell whether a node takes a leaf as part of a term that no sample enters."""
@@ -149,15 +142,13 @@ class _Terms:
 
     def _upstream(self, node: Node) -> list[Node]:
         use = self._use_at.get(node)
-        if use is None or use.checkpoint is not None:
-            return upstream_of(node)
-        return [edge.node for edge in use.recorded.edges]
+        return upstream_of(node) if use is None else [edge.node for edge in use.edges]
 
     def _sort(self, node: Node) -> None:
         """Sort one node, after everything upstream of it."""
         use = self._use_at.get(node)
         leaf = getattr(node, "variable", None)
-        if use is not None or is_reentrant(node):
+        if use is not None:
             self._data.add(node)
             for above in self._upstream(node):
                 self._spoilt |= self._joins_above.get(above, 0)

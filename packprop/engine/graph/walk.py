@@ -9,34 +9,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
 from packprop.engine.functions.losses.read import LOSS_NODES, loss_of_node
 from packprop.engine.functions.nodes import NORMALISATIONS, WITHOUT_DERIVATIVE, made_by, short_name
 from packprop.engine.functions.operands import extents_of, options_of
 from packprop.engine.functions.saved import keeps_elsewhere
-from packprop.engine.graph.checkpoint_uses import uses_inside
 from packprop.engine.graph.completeness import (
     find_missing,
     freed,
     is_owned,
-    reached_without_loss,
     require_alive,
     require_derivatives,
     require_known_shards,
 )
-from packprop.engine.graph.graph import Graph, ReachedLoss, ReachedUse, ReentrantCheckpoint
+from packprop.engine.graph.graph import Graph, ReachedLoss, ReachedUse
 from packprop.engine.graph.hooks import hooks_on
 from packprop.engine.graph.open_paths import find_open_places
 from packprop.engine.graph.reading import Reading
 from packprop.engine.graph.reorderings import axes_reordered, is_opaque, own_options
-from packprop.engine.graph.search import leaves_of, nodes_above
+from packprop.engine.graph.search import depth_first, leaves_above, nodes_above
 from packprop.engine.graph.site import Site
 from packprop.engine.graph.terms import settle_terms
-from packprop.engine.graph.traversal import depth_first
 from packprop.engine.recording.marks import EXTENDED, LOSS, OUTPUT, RecordedLoss, marks_of
-from packprop.engine.recording.reentrant import NAME as REENTRANT
-from packprop.engine.recording.reentrant import is_reentrant, refused
+from packprop.engine.recording.unrecorded import REENTRANT, refused_reentrant
 from packprop.engine.tensors.state import version
 from packprop.errors import PackpropError
 
@@ -55,11 +51,10 @@ class _Trail:
         places: The number of each node, in the order in which they were met.
         inputs: What each node takes: the node that made it, and the number of the output.
         options: Options of nodes.
-        extents: Extents that they have saved, and the signatures of checkpoints.
+        extents: Extents that they have saved.
         leaves: The nodes of leaves, with these.
         consumed: Leaves, each with a node that takes it.
         cut: Nodes of functions without a derivative.
-        reentrant: Reentrant checkpoints by their nodes.
     """
 
     neighbours: dict[Node, list[Node]] = field(default_factory=dict)
@@ -72,7 +67,6 @@ class _Trail:
     leaves: dict[Node, Tensor] = field(default_factory=dict)
     consumed: list[tuple[Tensor, Node]] = field(default_factory=list)
     cut: list[Node] = field(default_factory=list)
-    reentrant: dict[Node, ReentrantCheckpoint] = field(default_factory=dict)
 
     @functools.cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
@@ -85,8 +79,7 @@ class _Trail:
 
     def structure(self) -> int:
         """Return a number that is equal for graphs of the same nodes, edges and shapes."""
-        own = self.names[: len(self.places)]  # without those of uses inside of checkpoints
-        return hash((tuple(own), self.edges, self._shapes()))
+        return hash((tuple(self.names), self.edges, self._shapes()))
 
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of first outputs; empty for tensors without one."""
@@ -105,7 +98,6 @@ def walk(
     wanted: Sequence[Tensor] | None,
     *,
     unshards: bool = False,
-    inside: bool = False,
 ) -> Graph:
     """Return the graph of a backward pass from ``roots``, with its uses and losses.
 
@@ -114,47 +106,44 @@ def walk(
         gradients: The gradient of each root; ``None`` for ones.
         wanted: Leaves to restrict to; ``None`` for all.
         unshards: Whether the caller puts sharded parameters together for its sweeps.
-        inside: Whether the roots are outputs of a reentrant checkpoint.
 
     Raises:
         PackpropError: If a parameter has no gradients of samples, or an earlier pass has freed the graph.
     """
     graph = Graph(roots, gradients)
     starts = [root.grad_fn for root in roots if root.grad_fn is not None]
-    trail = _follow(graph, starts, wanted)
+    trail = _follow(graph, starts)
     require_alive(graph)
     _read_losses(graph, trail)
     _drop_inner_outputs(graph)
-    _read_uses(graph, trail, wanted, starts if inside else None)
-    _look_inside(graph, trail)
+    _read_uses(graph, trail, wanted)
     _note_order(graph, trail)
     require_derivatives(graph, trail.cut)
     find_missing(graph, trail.consumed, wanted)
     if graph.missing or (trail.consumed and graph.losses):
         settle_terms(graph, starts)
     find_open_places(graph, starts, trail.neighbours)
-    without_loss = reached_without_loss(graph, starts, trail.neighbours)
+    losses = {loss.node for loss in graph.losses}
+    without_loss = set(nodes_above((start for start in starts if start not in losses), losses))
     graph.without_loss = [
         graph.label(use) for use in graph.uses if any(node in without_loss for node in use.anchors)
     ]
     _mark_ends(graph, trail)
-    empty = [checkpoint for checkpoint in graph.checkpoints if not checkpoint.uses]
     times = Counter(id(site.leaf) for use in graph.uses for site in use.sites)
     for use in graph.uses:
-        use.through = empty
         tied = any(times[id(site.leaf)] > 1 for site in use.sites)
         use.recomputed = any(keeps_elsewhere(node) for node, _ in use.nodes.values())
         use.waits = tied or use.recomputed
     tensors = [*roots, *(loss.call.input for loss in graph.losses), *graph.leaves()]
     graph.hooks = hooks_on(trail.order, tensors)
     require_known_shards(graph, unshards)
-    graph.again = lambda: walk(roots, gradients, wanted, unshards=unshards, inside=inside)
+    graph.again = lambda: walk(roots, gradients, wanted, unshards=unshards)
     graph.structure, graph.signature = _structure(graph, trail), _signature(graph, trail)
     return graph
 
 
-def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -> _Trail:
-    """Visit each node once; note marked losses and outputs, checkpoints, and layers that mix samples."""
+def _follow(graph: Graph, starts: list[Node]) -> _Trail:
+    """Visit each node once; note marked losses and outputs, and layers that mix samples."""
     trail = _Trail()
 
     def upstream(node: Node) -> list[Node]:
@@ -172,12 +161,8 @@ def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -
         trail.extents += extents_of(node)
         if marks:
             _note_marks(graph, node, marks)
-        if name == REENTRANT and is_reentrant(node):
-            checkpoint = ReentrantCheckpoint(
-                node, lambda roots: walk(roots, [None] * len(roots), wanted, unshards=True, inside=True)
-            )
-            graph.checkpoints.append(checkpoint)
-            trail.reentrant[node] = checkpoint
+        if name == REENTRANT:
+            raise refused_reentrant()
         if short_name(name) in NORMALISATIONS and _takes_statistics(node):
             graph.mixers.append(_layer_of(graph, node))
         if name == WITHOUT_DERIVATIVE:
@@ -206,7 +191,7 @@ def _note_order(graph: Graph, trail: _Trail) -> None:
     losses = {loss.node for loss in graph.losses}
     for node in trail.order:
         above = trail.inputs[node][0][0] if trail.inputs[node] else None
-        if node in trail.leaves or above in parameters or node in losses or node in trail.reentrant:
+        if node in trail.leaves or above in parameters or node in losses:
             axes: frozenset[int] | None = frozenset()
         else:
             axes = axes_reordered(node)
@@ -226,13 +211,13 @@ def _read_losses(graph: Graph, trail: _Trail) -> None:
     """Find the losses without marks, from their nodes."""
     inside: set[Node] = set()
     for loss in graph.losses:
-        inside.update(nodes_above([loss.node], loss.call.edge.node))
+        inside.update(nodes_above([loss.node], [loss.call.edge.node]))
     named = zip(trail.places, trail.names, strict=True)
     try:
         for node in [node for node, name in named if short_name(name) in LOSS_NODES and node not in inside]:
             read = loss_of_node(node)
             if read is not None:
-                given = read.args[0]
+                given = read[1][0]
                 call = RecordedLoss(*read, given.shape, version(given))
                 graph.losses.append(ReachedLoss(call, node, 0))
     except RuntimeError as error:
@@ -247,43 +232,36 @@ def _drop_inner_outputs(graph: Graph) -> None:
         graph.outputs = [each for each in graph.outputs if id(each[1].module()) not in parts]
 
 
-def _read_uses(graph: Graph, trail: _Trail, wanted: Sequence[Tensor] | None, ends: list[Node] | None) -> None:
-    """Read the uses off the graph; see NOTE [Uses in the graph].
-
-    ``ends`` are the nodes that samples reach; ``None`` for those of losses and outputs of models.
-    """
-    inside = ends is not None
-    leaves = _parameters(graph, trail, inside)
+def _read_uses(graph: Graph, trail: _Trail, wanted: Sequence[Tensor] | None) -> None:
+    """Read the uses off the graph; see NOTE [Uses in the graph]."""
+    leaves = _parameters(graph, trail)
     if not leaves:
         return
-    if ends is None:
-        ends = [loss.call.edge.node for loss in graph.losses]
-        ends += [edge.node for edge, forward, _ in graph.outputs if forward.has_parameters]
+    ends = [loss.call.edge.node for loss in graph.losses]
+    ends += [edge.node for edge, forward, _ in graph.outputs if forward.has_parameters]
     after = {loss.node for loss in graph.losses}
     for node in trail.order:
         if not after.isdisjoint(trail.neighbours[node]):
             after.add(node)
     graph.reading = reading = Reading(graph, trail.leaves, trail.inputs, trail.places, leaves, trail.structure)
     reading.sort(set(nodes_above(ends)), after)
-    if inside and any(start in reading.made_of_parameters for start in ends):
-        raise refused("a tensor made of parameters alone leaves it, and what becomes of it is out of sight")
     settled = reading.settled
     trail.consumed = [(leaf, node) for leaf, node in trail.consumed if node not in settled]
     for node in trail.order:
         if node not in settled and node not in reading.made_of_parameters:
             for above in trail.neighbours[node]:
                 if above in settled and above in reading.made_of_parameters:
-                    trail.consumed += [(leaf, node) for leaf in leaves_of(above)]
+                    trail.consumed += [(leaf, node) for leaf in leaves_above([above])]
     chosen = None if wanted is None else {id(leaf) for leaf in wanted}
     for node in reversed(trail.order):
         use = reading.uses.get(node)
         if use is not None:
             graph.uses.append(use)
-            trail.neighbours[node] = [edge.node for edge in use.recorded.edges]
-            _find_sites(graph, use, chosen, trail)
+            trail.neighbours[node] = [edge.node for edge in use.edges]
+            _find_sites(graph, use, chosen)
 
 
-def _parameters(graph: Graph, trail: _Trail, inside: bool) -> dict[int, Tensor]:
+def _parameters(graph: Graph, trail: _Trail) -> dict[int, Tensor]:
     """Return the leaves that count as parameters, by identity.
 
     Other tensors that require gradients are data, unless they replace all parameters, as in
@@ -291,7 +269,7 @@ def _parameters(graph: Graph, trail: _Trail, inside: bool) -> dict[int, Tensor]:
     """
     leaves = {id(leaf): leaf for leaf, _ in trail.consumed}
     own = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, nn.Parameter) or is_owned(leaf)}
-    if own or inside:
+    if own:
         return own
     given = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
     return {key: leaf for key, leaf in leaves.items() if key not in given}
@@ -304,9 +282,7 @@ def _takes_statistics(node: Any) -> bool:
 
 def _layer_of(graph: Graph, node: Node) -> str:
     """Return the words for a layer in messages, from the parameters that enter its node."""
-    leaves = {
-        id(leaf) for above, _ in node.next_functions[1:] if above is not None for leaf in leaves_of(above)
-    }
+    leaves = set(map(id, leaves_above(above for above, _ in node.next_functions[1:])))
     for module in [*graph.modules, *EXTENDED]:
         for path, child in module.named_modules():
             if any(id(parameter) in leaves for parameter in child.parameters(recurse=False)):
@@ -314,33 +290,8 @@ def _layer_of(graph: Graph, node: Node) -> str:
     return "batch_norm"
 
 
-def _look_inside(graph: Graph, trail: _Trail) -> None:
-    """Find the uses in reentrant checkpoints, and sort them in among the others."""
-    if not graph.checkpoints:
-        return
-    reached: dict[Node, set[int]] = {checkpoint.node: set() for checkpoint in graph.checkpoints}
-    edges = [get_gradient_edge(root) for root in graph.roots if root.grad_fn is not None]
-    for node in trail.order:
-        edges += [GradientEdge(above, output) for above, output in node.next_functions if above is not None]
-    for node, output, *_ in edges:
-        if node in reached:
-            reached[node].add(output)
-    place = {node: number for number, node in enumerate(reversed(trail.order))}
-    for node in sorted(trail.reentrant, key=lambda node: place[node]):
-        checkpoint = trail.reentrant[node]
-        inside = uses_inside(checkpoint, reached[node])
-        trail.names += [use.recorded.name for use in inside]
-        trail.extents.append(checkpoint.signature)
-        graph.is_opaque |= checkpoint.is_opaque
-        graph.uses += inside
-        for use in inside:
-            _find_sites(graph, use, None, trail)
-    numbers = {id(use): number for number, use in enumerate(graph.uses)}
-    graph.uses.sort(key=lambda use: (min(place.get(each, 0) for each in use.anchors), numbers[id(use)]))
-
-
 def _mark_ends(graph: Graph, trail: _Trail) -> None:
-    """Mark the uses without a use upstream, except those in checkpoints, which have no nodes."""
+    """Mark the uses without a use upstream."""
     from_here = {node for use in graph.uses for node in use.anchors}
     below: set[Node] = set()
     for node in trail.order:
@@ -348,20 +299,20 @@ def _mark_ends(graph: Graph, trail: _Trail) -> None:
             below.add(node)
             from_here.add(node)
     for use in graph.uses:
-        use.is_end = use.checkpoint is None and below.isdisjoint(use.anchors)
+        use.is_end = below.isdisjoint(use.anchors)
 
 
-def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None, trail: _Trail) -> None:
+def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None) -> None:
     """Trace the parameters of a use to the leaves that they are computed from."""
-    for entry in use.recorded.entries:
+    for entry in use.entries:
         parameter = entry.parameter
-        own = [parameter] if isinstance(parameter, Tensor) else leaves_of(parameter.grad_fn)
+        own = [parameter] if isinstance(parameter, Tensor) else leaves_above([parameter.grad_fn])
         use.sites += [Site(entry, leaf) for leaf in own if chosen is None or id(leaf) in chosen]
     for site in use.sites:
         if site.entry.refusal is not None:
             raise PackpropError(
                 "A quantity beyond the gradient was asked for.",
-                f"parameter {graph.name(site.leaf)!r} in {use.recorded.name}",
+                f"parameter {graph.name(site.leaf)!r} in {use.name}",
                 *site.entry.refusal,
             )
 
@@ -369,19 +320,18 @@ def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None, trail: _
 def _structure(graph: Graph, trail: _Trail) -> int:
     """Return a number that is equal for passes of equal structure, of any extents."""
     functions = tuple((loss.call.function, loss.call.documents is None) for loss in graph.losses)
-    return hash(
-        (tuple(trail.names), tuple(trail.options), tuple(use.recorded.name for use in graph.uses), functions)
-    )
+    return hash((tuple(trail.names), tuple(trail.options), tuple(use.name for use in graph.uses), functions))
 
 
 def _signature(graph: Graph, trail: _Trail) -> int:
     """Return a number that is equal for passes of equal structure, shapes and options."""
-    uses = tuple((use.recorded.name, tuple(use.recorded.shapes)) for use in graph.uses)
+    uses = tuple((use.name, tuple(use.shapes)) for use in graph.uses)
     losses = tuple(
         (loss.call.function, loss.call.shape, loss.call.declared, loss.call.documents is None)
         for loss in graph.losses
     )
     declared = tuple(forward.declared for forward in graph.forwards)
-    open_paths = tuple(place.shape for place in graph.open), tuple(loss.is_open for loss in graph.losses)
+    met = tuple(tuple(made_by(edge.node)[edge.output_nr].shape) for edge in graph.open)
+    open_paths = met, tuple(loss.is_open for loss in graph.losses)
     named = tuple(trail.names), tuple(trail.options), tuple(trail.extents), trail.edges
     return hash((named, uses, losses, declared, open_paths, bool(graph.without_loss)))

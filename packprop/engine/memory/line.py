@@ -47,7 +47,7 @@ def line_of(
     size, in_chunk = leaf.numel() * accumulation_dtype(leaf.dtype).itemsize, min(samples, graph.samples)
     return Line(
         graph.name(leaf),
-        " + ".join(use.recorded.name for use in uses),
+        " + ".join(use.name for use in uses),
         type(structure).__name__,
         _algorithm(structure),
         in_chunk,

@@ -167,7 +167,7 @@ class Plan:
 
 def use_shapes(graph: Graph) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return the uses and the shapes of their outputs."""
-    return tuple((use.recorded.name, tuple(shape)) for use in graph.uses for shape in use.recorded.shapes)
+    return tuple((use.name, tuple(shape)) for use in graph.uses for shape in use.shapes)
 
 
 def leaf_shapes(graph: Graph) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:

@@ -123,7 +123,7 @@ class BackwardPass:
         uses = self._request.graph.uses
         collector = Collector(self.results, uses, tasks)
         for use in uses:
-            collector.visit(use, ArrivedCotangents([None] * len(use.recorded.shapes)))
+            collector.visit(use, ArrivedCotangents([None] * len(use.shapes)))
 
 
 def long_work_of(extensions: Sequence[Extension], bar: bool = True) -> contextlib.AbstractContextManager[Any]:

@@ -138,7 +138,7 @@ def _leaves_kept_by_rows(request: Request) -> set[int]:
     """Return the leaves whose per-sample gradients take no more memory than their inputs and cotangents."""
     graph, made_of = request.graph, dict[int, int]()
     for use in graph.uses:
-        outputs = sum(shape.numel() for shape in use.recorded.shapes)
+        outputs = sum(shape.numel() for shape in use.shapes)
         for site in use.sites:
             inputs = _input_entries(use, site, request)
             made_of[id(site.leaf)] = made_of.get(id(site.leaf), 0) + outputs + inputs

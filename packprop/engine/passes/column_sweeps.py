@@ -142,7 +142,7 @@ def groups_of_uses(request: Request, waits: bool) -> list[list[ReachedUse]]:
     do not pay if every result ``waits`` for the gradient's pass.
     """
     graph, most = request.graph, request.chunk_sizes.parameters
-    if most is None or waits or graph.checkpoints:  # the node of a checkpoint runs for all of its uses
+    if most is None or waits:
         return [graph.uses]
     groups: list[tuple[list[ReachedUse], set[int]]] = []
     for use in graph.uses:

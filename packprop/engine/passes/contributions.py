@@ -94,7 +94,7 @@ def uses_of(contributions: Sequence[Contribution]) -> Sequence[ReachedUse]:
 def unreached(use: ReachedUse, site: Site, like: Tensor, columns: int = 1) -> Contribution:
     """Return zeros for a use that no cotangent has reached, in the precision and on the device of ``like``."""
     dtype = like.dtype.to_real()  # real zeros also fit complex outputs
-    return use, site, [like.new_zeros(columns, *shape, dtype=dtype) for shape in use.recorded.shapes]
+    return use, site, [like.new_zeros(columns, *shape, dtype=dtype) for shape in use.shapes]
 
 
 def extents_of(use: ReachedUse, site: Site, samples: int, held: int | None) -> Extents | None:
@@ -109,7 +109,7 @@ def extents_of(use: ReachedUse, site: Site, samples: int, held: int | None) -> E
         return None
     layout, rows = use.layouts[0], fans.rows
     if rows is None:
-        rows = use.recorded.shapes[0].numel() // (fans.groups * fans.fan_out)
+        rows = use.shapes[0].numel() // (fans.groups * fans.fan_out)
     positions = rows // samples if layout.rows is None else layout.parts
     channels = 0 if layout.folded else fans.channels  # folded: several images of a sample
     return Extents(

@@ -166,7 +166,7 @@ class GradientPass:
             with self._autocast.switched(False):
                 collector.visit(use, cotangents)
 
-        watch = Watch(graph.uses, visit, accumulate=True, hooks=graph.hooks)
+        watch = Watch(graph.uses, visit, graph.hooks)
         complete = False
         terms = term_gradients(graph, summed)
         try:
@@ -194,9 +194,7 @@ class GradientPass:
         ends, would miss gradients in a restricted pass. In these cases packprop restricts nothing.
         """
         graph = self._request.graph
-        if graph.hooks.are_inside:
-            return [], []
-        if self._request.create_graph or graph.checkpoints:  # a reentrant checkpoint refuses a restricted pass
+        if graph.hooks.are_inside or self._request.create_graph:
             return [], []
         statistics = [task.row.statistic for task in tasks if task.extension.subsampling is None]
         chosen: dict[int, Tensor] = {}

@@ -281,9 +281,6 @@ def require_no_other_pass(graph: Graph, asked: str, instead: str) -> None:
     if graph.hooks.are_inside:
         why = "it would see gradients of all samples, or would not be called"
         raise PackpropError(asked, "a hook on a tensor, a node or a module inside the model", why, instead)
-    if graph.checkpoints:
-        where = "a part of the model inside reentrant torch.utils.checkpoint"
-        raise PackpropError(asked, where, "gradients of all samples are accumulated while it runs", instead)
 
 
 def _refusal(asked: str, where: str, why: str) -> PackpropError:

@@ -18,7 +18,6 @@ from packprop.engine.graph.graph import Graph
 from packprop.engine.passes.chunks import ChunkSizes
 from packprop.engine.passes.clipping import Clip
 from packprop.engine.passes.probes import Groups, OfGroup
-from packprop.engine.recording.reentrant import OTHER_KIND
 from packprop.engine.samples.locating import require_terms
 from packprop.errors import BadInput, PackpropError
 from packprop.types import GRADIENT, INPUTS, Extension, Row, Seed
@@ -130,8 +129,7 @@ def require_possible(request: Request, seeds: Iterable[Seed]) -> None:
 
     Raises:
         BadInput: For a sample that is not in the batch, or a row of a second pass that does not fit.
-        PackpropError: For a loss that mixes samples; for second derivatives through a reentrant checkpoint, or
-            products of gradients of a complex parameter.
+        PackpropError: For a loss that mixes samples; for products of gradients of a complex parameter.
     """
     require_indices(request.extensions, request.graph.samples)
     _require_second_passes(request.extensions)
@@ -140,13 +138,6 @@ def require_possible(request: Request, seeds: Iterable[Seed]) -> None:
     of_samples = any(seed.kind in ("gradient", "ggn", "empirical") for seed in seeds)
     if of_samples or request.groups or request.clip or _asks_hessians_of_samples(request):
         require_terms(request.graph)
-    if request.graph.checkpoints and any(seed.kind in ("hessian", "hessian_mc", "graph") for seed in seeds):
-        raise PackpropError(
-            "Second derivatives were asked for.",
-            "a part of the model inside torch.utils.checkpoint",
-            "reentrant checkpointing cannot be differentiated twice",
-            OTHER_KIND,
-        )
 
 
 def _asks_hessians_of_samples(request: Request) -> bool:

@@ -68,7 +68,7 @@ class SampleMemory(NamedTuple):
         """Count the entries of temporary tensors that one contribution takes for each of ``samples``."""
         use, site, cotangents = contribution
         columns = column_count(cotangents)
-        outputs = sum(map(Layout.entries_of_sample, use.layouts, use.recorded.shapes))
+        outputs = sum(map(Layout.entries_of_sample, use.layouts, use.shapes))
         extents = extents_of(use, site, samples, held)
         if isinstance(site, JoinedSite) and extents is not None:
             outputs = extents.positions * extents.groups * extents.fan_out

@@ -1,4 +1,4 @@
-"""The forward pass: marks at losses and at the outputs of models, hooks, reentrant checkpoints."""
+"""The forward pass: marks at losses and at the outputs of models, and hooks."""
 
 from packprop.engine.recording import switch
 from packprop.engine.recording.marks import (
@@ -6,7 +6,6 @@ from packprop.engine.recording.marks import (
     EXTENDED,
     ForwardCall,
     RecordedLoss,
-    Use,
     graph_is_kept,
     marks_of,
 )
@@ -19,7 +18,6 @@ __all__ = [
     "ForwardCall",
     "RecordedLoss",
     "SameForEachPass",
-    "Use",
     "disable",
     "extend",
     "extended",

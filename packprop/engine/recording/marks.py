@@ -15,14 +15,13 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.losses.description import input_of
 from packprop.engine.tensors.dry import TensorSpec, is_dry_run
 from packprop.engine.tensors.hooks import dictionary_of
@@ -93,40 +92,6 @@ class ForwardCall:
         """Tell whether the module that was called has parameters; assumed of one that is gone."""
         module = self.module()
         return module is None or next(module.parameters(), None) is not None
-
-
-@dataclass(eq=False)
-class Use:
-    """A node in which parameters meet samples, as it was read off the graph.
-
-    Args:
-        name: Name of the function.
-        entries: How each parameter enters it.
-        edges: Where its other inputs came from.
-        shapes: Shapes of its outputs.
-        forward: A call of an extended module that it stands for, for extensions that look at modules.
-        source: Where its inputs are found, if they are not on the node.
-    """
-
-    name: str
-    entries: list[Entry]
-    edges: list[GradientEdge]
-    shapes: list[torch.Size]
-    forward: ForwardCall | None = None
-    source: InputSource | None = None
-
-
-class InputSource(Protocol):
-    """The place of a use's inputs if its node is in no graph."""
-
-    def ready(self) -> list[Entry] | None:
-        """Entries with their inputs, if these are at hand."""
-
-    def fetch(self) -> list[Entry]:
-        """Entries with their inputs, even if these must be computed again."""
-
-    def taken(self) -> None:
-        """The caller has taken the entries: do not keep them any longer."""
 
 
 @dataclass(eq=False)
@@ -210,10 +175,10 @@ Tensor.register_hook = _noted  # type: ignore[method-assign]  # there is no othe
 Tensor.retain_grad = _retained  # type: ignore[assignment,method-assign]  # nor this
 
 
-def nodes_above(nodes: Iterable[Node | None], end: Node | None = None) -> Iterator[Node]:
-    """Some nodes and everything that they were computed from, each once; not what lies behind ``end`` alone."""
+def nodes_above(nodes: Iterable[Node | None], ends: Iterable[Node | None] = ()) -> Iterator[Node]:
+    """Some nodes and everything that they were computed from, each once; not ``ends``, nor what is behind."""
     stack = [node for node in dict.fromkeys(nodes) if node is not None]
-    seen = {*stack, end}
+    seen = {*stack, *ends}
     while stack:
         node = stack.pop()
         yield node

@@ -206,7 +206,7 @@ def _has_loss(out: Tensor, loss_input: Tensor) -> bool:
     assert out.grad_fn is not None
     if out.grad_fn is loss_input.grad_fn:
         return False
-    return any(LOSS in marks_of(node) for node in nodes_above([out.grad_fn], loss_input.grad_fn))
+    return any(LOSS in marks_of(node) for node in nodes_above([out.grad_fn], [loss_input.grad_fn]))
 
 
 def drop_stale_recording() -> None:

@@ -1,4 +1,4 @@
-"""Forward passes that are not recorded: compiled ones."""
+"""Forward passes that are not recorded: compiled ones, and those of reentrant checkpoints."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ from packprop.errors import PackpropError, PackpropWarning
 
 UNCOMPILED = "call the model without torch.compile (the module itself: compiled_model._orig_mod)"
 """The advice in messages."""
+
+
+REENTRANT = "CheckpointFunctionBackward"
+"""The name of the node of a reentrant checkpoint: of PyTorch's own, and of other libraries'."""
+
+
+NOT_REENTRANT = (
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); a model of Hugging Face: "
+    "gradient_checkpointing_enable({'use_reentrant': False})"
+)
+"""The advice where a reentrant checkpoint does not work, in messages."""
 
 
 class _Traced:
@@ -57,4 +68,14 @@ def refused_compiled(what: str) -> PackpropError:
         what,
         "it is used in what torch.compile compiled, and compiled regions are not recorded",
         UNCOMPILED,
+    )
+
+
+def refused_reentrant() -> PackpropError:
+    """The error for a reentrant checkpoint, of which the graph has a single node."""
+    return PackpropError(
+        "A quantity beyond the gradient was asked for.",
+        "a part of the model inside torch.utils.checkpoint",
+        "a reentrant checkpoint hides its layers from autograd's graph",
+        NOT_REENTRANT,
     )

@@ -75,7 +75,7 @@ def model_outputs(graph: Graph) -> list[ModelOutput]:
     """
     calls = [(loss.call, loss.call.edge) for loss in graph.losses]
     outputs = [ModelOutput.at(edge, describe(call.function, call.args, call.kwargs)) for call, edge in calls]
-    outputs += [ModelOutput.at(place.edge, place.loss, place.loss is not None) for place in graph.open]
+    outputs += [ModelOutput.at(edge, decides=False) for edge in graph.open]
     return outputs or [ModelOutput.at(edge) for edge, forward, _ in graph.outputs if forward.has_parameters]
 
 
@@ -128,7 +128,7 @@ class Feed:
         sizes: Sizes = {}
 
         def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
-            for index, layouts in enumerate(fitting.get(use, ())):  # none for others in checkpoints on the way
+            for index, layouts in enumerate(fitting.get(use, ())):
                 cotangent = cotangents[index]
                 if cotangent is None:
                     continue

@@ -33,13 +33,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.graph.graph import Graph, ReachedUse
-from packprop.engine.graph.sweep import (
-    ONE_COLUMN_WITHOUT_INPUTS,
-    SweepOptions,
-    checkpoints_of,
-    passing_nothing,
-    sweep,
-)
+from packprop.engine.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
 from packprop.engine.samples.feeding import UNMASKED, Feed, Fitting
 from packprop.engine.tensors.state import version
 
@@ -149,7 +143,6 @@ def find_hidden(
     generator = torch.Generator().manual_seed(samples)
     noise = feed.noise()
     tolerance = max(torch.finfo(output.dtype).eps for output in feed.outputs) ** 0.5
-    checkpoints = [*graph.checkpoints, *checkpoints_of(graph.uses)]
 
     def leaks(fed: Tensor, options: SweepOptions) -> list[tuple[ReachedUse, Tensor]]:
         """Rows of samples that were fed zeros: without a graph if they are not zero, else with theirs."""
@@ -175,14 +168,12 @@ def find_hidden(
 
     for fed in parts(samples, every=True):
         try:
-            found = leaks(fed, _DIFFERENTIABLE)
-            with passing_nothing(checkpoints):
-                for use, leak in found:
-                    if not leak.requires_grad:
-                        return use, None
-                    leaf = _leaf_that_moves(leak, graph.leaves(), generator)
-                    if leaf is not None:
-                        return use, leaf
+            for use, leak in leaks(fed, _DIFFERENTIABLE):
+                if not leak.requires_grad:
+                    return use, None
+                leaf = _leaf_that_moves(leak, graph.leaves(), generator)
+                if leaf is not None:
+                    return use, leaf
         except (RuntimeError, NotImplementedError):  # it cannot be differentiated twice
             found = leaks_of(graph.leaves(), fed)
             if found:

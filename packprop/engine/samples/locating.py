@@ -113,7 +113,7 @@ def check_graph(graph: Graph, of_samples: bool = True) -> None:
     elif not of_samples:
         graph.samples = 1
         for use in graph.uses:
-            use.layouts = [WHOLE] * len(use.recorded.shapes)
+            use.layouts = [WHOLE] * len(use.shapes)
 
 
 class Reread(Exception):
@@ -198,7 +198,7 @@ def _usual_locations(graph: Graph) -> _SampleLocations:
     samples, (chosen, *_) = locate_rows(graph, outputs)
     uses = []
     for use in graph.uses:
-        layouts = [admitted_layouts(use, index, samples) for index in range(len(use.recorded.shapes))]
+        layouts = [admitted_layouts(use, index, samples) for index in range(len(use.shapes))]
         if not all(layouts):
             if _are_reclassified([use], samples):
                 raise Reread
@@ -281,7 +281,7 @@ def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> Pa
             where,
             "documents meet there: the loss of one depends on the inputs of another one, as with a mask that "
             "does not keep them apart, or in a layer that runs over all positions of a row; or no axes of the "
-            f"output, of shape {list(mixing.recorded.shapes[0])}, hold them",
+            f"output, of shape {list(mixing.shapes[0])}, hold them",
             "keep documents apart (a block-diagonal mask), or leave record(documents=...) out: a row is a "
             "sample then",
         )
@@ -291,7 +291,7 @@ def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> Pa
         graph.asked,
         where,
         f"the samples are mixed there: the loss of one of {graph.samples} depends on the inputs of others, or "
-        f"no axis of the output, of shape {list(mixing.recorded.shapes[0])}, holds them. Sample n is row n of "
+        f"no axis of the output, of shape {list(mixing.shapes[0])}, holds them. Sample n is row n of "
         f"what the loss takes{declaration(graph)}",
         f"{one_row}keep the samples apart (no statistics over the batch); declare their axis if the loss takes "
         "another one first, extend(model, sample_axis=1); if several rows of the loss are of one sample, "

@@ -29,8 +29,9 @@ from packprop.engine.functions.losses import LOSSES
 from packprop.engine.functions.losses.description import without_classes
 from packprop.engine.functions.nodes import made_by
 from packprop.engine.functions.operands import has_kinks, is_linear
-from packprop.engine.graph.graph import Graph, OpenPlace, ReachedLoss
+from packprop.engine.graph.graph import Graph
 from packprop.engine.graph.pull import pull_columns
+from packprop.engine.graph.search import depth_first
 from packprop.engine.graph.sweep import unmasked
 from packprop.engine.samples.feeding import Feed, ModelOutput
 from packprop.engine.samples.hidden_mixing import parts
@@ -61,8 +62,7 @@ def require_separate_losses(graph: Graph, outputs: Sequence[ModelOutput], chosen
         if function not in LOSSES:
             name = f"the loss {getattr(function, '__name__', function)}"
             one = torch.ones((), dtype=output.dtype, device=output.device)
-            value = GradientEdge(loss.node, loss.output)
-            lasting &= _Part(graph, name, [value], [one], [output], [layout]).is_separate()
+            lasting &= _Part(graph, name, [loss.value], [one], [output], [layout]).is_separate()
     ends, layouts = zip(*_ends(graph, outputs, chosen), strict=True)
     return _Part(graph, "", roots, seeds, ends, layouts).is_separate() and lasting
 
@@ -71,15 +71,14 @@ def _ends(
     graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout]
 ) -> list[tuple[ModelOutput, Layout]]:
     """The tensors where the user's own arithmetic begins: values of losses, and what it takes beside these."""
-    records: list[ReachedLoss | OpenPlace | None] = [*graph.losses, *graph.open]
+    given = list(zip(outputs, chosen, strict=True))
     ends = []
-    for record, output, layout in zip(records or [None] * len(outputs), outputs, chosen, strict=True):
-        if record is not None and record.value is not None:
-            value = ModelOutput.at(record.value)
-            ends.append((value, _layout_of_value(value.shape, output, layout)))
-        if record is None or record.is_open:
+    for loss, (output, layout) in zip(graph.losses, given, strict=False):  # those of losses come first
+        value = ModelOutput.at(loss.value)
+        ends.append((value, _layout_of_value(value.shape, output, layout)))
+        if loss.is_open:
             ends.append((output, layout))
-    return ends
+    return ends + given[len(graph.losses) :]
 
 
 def _layout_of_value(shape: torch.Size, output: ModelOutput, layout: Layout) -> Layout:
@@ -145,26 +144,21 @@ class _Part:
         """The nodes that lead to an end, those nearest to the roots first, with the places where they do."""
         ends = {(edge.node, edge.output_nr) for edge in self._edges}
         leads: dict[Node, list[int]] = {}
-        order: list[Node] = []
-        stack = [(edge.node, False) for edge in self._roots if (edge.node, edge.output_nr) not in ends]
-        while stack:
-            node, done = stack.pop()
+
+        def upstream(node: Node) -> list[Node]:
+            return [
+                each for each, output in node.next_functions if each is not None and (each, output) not in ends
+            ]
+
+        starts = [edge.node for edge in self._roots if (edge.node, edge.output_nr) not in ends]
+        for node, done in depth_first(starts, upstream, {}):
             if done:
                 leads[node] = [
                     place
                     for place, (above, output) in enumerate(node.next_functions)
                     if above is not None and ((above, output) in ends or leads.get(above))
                 ]
-                order.append(node)
-            elif node not in leads:
-                leads[node] = []
-                stack.append((node, True))
-                stack += [
-                    (above, False)
-                    for above, output in node.next_functions
-                    if above is not None and above not in leads and (above, output) not in ends
-                ]
-        return [(node, leads[node]) for node in reversed(order) if leads[node]]
+        return [(node, places) for node, places in reversed(leads.items()) if places]
 
     def _gradients_of(self, edge: GradientEdge, along: Tensor) -> Products:
         """The gradients of a tensor inside, along numbers of its shape, in the values."""

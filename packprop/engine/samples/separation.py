@@ -26,7 +26,6 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.engine.functions.nodes import ENTRYWISE, made_by, name_of_node
 from packprop.engine.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.engine.graph.search import nodes_above
-from packprop.engine.recording.marks import Use
 from packprop.engine.samples.feeding import Feed, Fitting, ModelOutput, Sizes, first_of, model_outputs
 from packprop.engine.samples.rows import RowSearch, differ, levels
 from packprop.engine.tensors.dry import is_dry_run
@@ -47,10 +46,9 @@ def separate(graph: Graph, feed: Feed, samples: int) -> tuple[Fitting, list[Reac
         nearest to the loss first.
     """
     if samples == 1:
-        return {use: [[WHOLE]] * len(use.recorded.shapes) for use in graph.uses}, []
+        return {use: [[WHOLE]] * len(use.shapes) for use in graph.uses}, []
     fitting = {
-        use: [admitted_layouts(use, index, samples) for index in range(len(use.recorded.shapes))]
-        for use in graph.uses
+        use: [admitted_layouts(use, index, samples) for index in range(len(use.shapes))] for use in graph.uses
     }
     dtypes = _dtypes_on_the_way(feed.outputs)
     largest = min(torch.finfo(dtype).max for dtype in dtypes)
@@ -97,7 +95,7 @@ def _add_layouts_of_rows(fitting: Fitting, unfit: Sequence[ReachedUse], search: 
     places: Fitting = {}
     for use, outputs in fitting.items():
         if use.reordered or use in unfit:
-            shapes = use.recorded.shapes
+            shapes = use.shapes
             each = [
                 _by_row(shape, search.documents) if not own or own[0].folded else []
                 for shape, own in zip(shapes, outputs, strict=True)
@@ -142,9 +140,7 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
         A layout for each; or the index of the first tensor for which no layout fits.
     """
     known: dict[tuple[Node | None, int], tuple[torch.Size, Layout]] = {
-        key: (use.recorded.shapes[index], use.layouts[index])
-        for use in graph.uses
-        for index, key in use.nodes.items()
+        key: (use.shapes[index], use.layouts[index]) for use in graph.uses for index, key in use.nodes.items()
     }
     for loss in graph.losses:
         known[loss.call.edge.node, loss.call.edge.output_nr] = loss.call.shape, loss.layout
@@ -159,12 +155,7 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
 
     layouts = [known_layout(edge, shape) for edge, shape in places]
     stand_ins = {
-        place: ReachedUse(
-            Use("", [], [], [shape]),
-            {0: (edge.node, edge.output_nr)},
-            is_end=True,
-            through=graph.checkpoints,
-        )
+        place: ReachedUse("", [], [], [shape], {0: (edge.node, edge.output_nr)}, is_end=True)
         for place, (edge, shape) in enumerate(places)
         if layouts[place] is None
     }
@@ -195,7 +186,7 @@ def _found_layouts(unknown: Graph, graph: Graph) -> list[list[Layout]] | int:
 
 def admitted_layouts(use: ReachedUse, index: int, samples: int) -> list[Layout]:
     """The ways in which an output of a use can hold the samples, as far as shape and entries say."""
-    layouts = possible_layouts(use.recorded.shapes[index], samples)
+    layouts = possible_layouts(use.shapes[index], samples)
     return [layout for layout in layouts if _is_admitted(use, index, layout)]
 
 

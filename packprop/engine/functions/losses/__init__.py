@@ -7,7 +7,6 @@ from packprop.engine.functions.losses.description import (
     Root,
     describe,
     input_of,
-    of_node,
     register_loss,
 )
 from packprop.engine.functions.losses.roots import bernoulli_root, gaussian_root, matrix_root, softmax_root
@@ -21,7 +20,6 @@ __all__ = [
     "gaussian_root",
     "input_of",
     "matrix_root",
-    "of_node",
     "register_loss",
     "rules",
     "softmax_root",

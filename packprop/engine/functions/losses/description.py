@@ -81,15 +81,6 @@ INPUT_NAMES: dict[Callable[..., Any], str] = {}
 """Names of the first arguments of loss functions, if they are not ``input``."""
 
 
-NODES: dict[str, Callable[[Sequence[int]], Loss]] = {}
-"""Rules for losses that were not recorded, by the name of their node; a rule takes the shape of the input."""
-
-
-def of_node(name: str) -> Callable[[Sequence[int]], Loss] | None:
-    """Return the rule for the loss of a node, if its samples are not on the usual axis."""
-    return NODES.get(name.rstrip("0123456789"))
-
-
 def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> Callable[[Rule], Rule]:
     """Register a rule for the curvature of a loss function.
 

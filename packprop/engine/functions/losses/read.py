@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge
@@ -17,49 +17,41 @@ REDUCTIONS = ("none", "mean", "sum")
 """Names of reductions, by the number that nodes save."""
 
 
-class ReadLoss(NamedTuple):
-    """A call of a loss function, read from its node.
-
-    Args:
-        function: The loss function.
-        args: Its arguments, the input first.
-        kwargs: Its options.
-        edge: The edge of its input.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    edge: GradientEdge
+OF_TWO = ("self", "target")
+"""Names of the saved arguments of most losses."""
 
 
-LOSS_NODES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "NllLoss": (F.nll_loss, ("weight", "ignore_index")),
-    "NllLoss2D": (F.nll_loss, ("weight", "ignore_index")),
-    "MseLoss": (F.mse_loss, ()),
-    "SmoothL1Loss": (F.smooth_l1_loss, ("beta",)),
-    "HuberLoss": (F.huber_loss, ("delta",)),
-    "SoftMarginLoss": (F.soft_margin_loss, ()),
-    "BinaryCrossEntropy": (F.binary_cross_entropy, ("weight",)),
-    "BinaryCrossEntropyWithLogits": (F.binary_cross_entropy_with_logits, ("weight", "pos_weight")),
+LOSS_NODES: dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]]] = {
+    "NllLoss": (F.nll_loss, OF_TWO, ("weight", "ignore_index")),
+    "NllLoss2D": (F.nll_loss, OF_TWO, ("weight", "ignore_index")),
+    "MseLoss": (F.mse_loss, OF_TWO, ()),
+    "SmoothL1Loss": (F.smooth_l1_loss, OF_TWO, ("beta",)),
+    "HuberLoss": (F.huber_loss, OF_TWO, ("delta",)),
+    "SoftMarginLoss": (F.soft_margin_loss, OF_TWO, ()),
+    "BinaryCrossEntropy": (F.binary_cross_entropy, OF_TWO, ("weight",)),
+    "BinaryCrossEntropyWithLogits": (F.binary_cross_entropy_with_logits, OF_TWO, ("weight", "pos_weight")),
+    "CtcLoss": (
+        F.ctc_loss,
+        ("log_probs", "targets", "input_lengths", "target_lengths"),
+        ("blank", "zero_infinity"),
+    ),
 }
-"""Loss functions by the names of their nodes, with their options other than the reduction."""
+"""Loss functions by the names of their nodes, with saved arguments, and options but for the reduction."""
 
 
-def loss_of_node(node: Any) -> ReadLoss | None:
-    """Return the call of the loss that made a node; ``None`` if it is not a loss, or the node does not tell.
+def loss_of_node(node: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], GradientEdge] | None:
+    """Return function, arguments, options and edge of the input of the loss that made a node of ``LOSS_NODES``.
+
+    Return ``None`` if the input needs no gradient.
 
     Raises:
         RuntimeError: If the graph was freed.
     """
-    name = name_of_node(node)
-    known = LOSS_NODES.get(name)
-    above, number = node.next_functions[0] if known is not None else (None, 0)
-    if known is None or above is None:
+    above, number = node.next_functions[0]
+    if above is None:
         return None
-    function, options = known
+    function, arguments, options = LOSS_NODES[name_of_node(node)]
     kwargs = {option: saved_option(node, option) for option in options}
-    kwargs["reduction"] = REDUCTIONS[node._saved_reduction]
-    given, target = node._saved_self, node._saved_target
-    edge = GradientEdge(above, number)
-    return ReadLoss(function, (given, target), kwargs, edge)
+    # a node without this option has one term for each sample; other nodes reduce them
+    kwargs["reduction"] = REDUCTIONS[getattr(node, "_saved_reduction", 0)]
+    return function, tuple(saved_option(node, name) for name in arguments), kwargs, GradientEdge(above, number)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,39 +12,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packprop.engine.functions.losses.description import NODES, Loss, Root, register_loss
+from packprop.engine.functions.losses.description import Loss, Root, Rule, register_loss
 from packprop.engine.functions.losses.links import EXPONENTIAL, LOG_SOFTMAX, SIGMOID
 from packprop.engine.functions.losses.roots import bernoulli_root, gaussian_root, poisson_root, softmax_root
 from packprop.engine.tensors.precision import accumulation_dtype
 
 
-def _reduction(reduction: str, size_average: bool | None, reduce: bool | None) -> str:
-    """Return the reduction, with torch's deprecated flags taken into account."""
-    if size_average is None and reduce is None:
-        return reduction
-    return "none" if reduce is False else "sum" if size_average is False else "mean"
+def _rule_of(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
+    """Register a rule that takes the arguments of a loss function by name, without torch's deprecated flags."""
+
+    def register(rule: Rule) -> Rule:
+        for function in functions:
+            register_loss(function)(functools.partial(_described, rule, inspect.signature(function)))
+        return rule
+
+    return register
 
 
-@register_loss(F.cross_entropy)
+def _described(rule: Rule, signature: inspect.Signature, *args: Any, **kwargs: Any) -> Loss:
+    given = signature.bind(*args, **kwargs).arguments
+    size_average, reduce = given.pop("size_average", None), given.pop("reduce", None)
+    if size_average is not None or reduce is not None:
+        given["reduction"] = "none" if reduce is False else "sum" if size_average is False else "mean"
+    return rule(**given)
+
+
+@_rule_of(F.cross_entropy)
 def _cross_entropy(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
-    size_average: bool | None = None,
     ignore_index: int = -100,
-    reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Loss:
     axis = 1 if input.dim() > 1 else 0
     alone = input.dim() == 1
     classes = input.shape[axis]
-    mean = _reduction(reduction, size_average, reduce) == "mean"
-    if (
-        weight is None and not target.is_floating_point()
-    ):  # label smoothing keeps the sum over the classes at one
+    if weight is None and not target.is_floating_point():  # label smoothing keeps the sum over classes at one
         counted = target != ignore_index
-        number = torch.count_nonzero(counted) if mean else 1.0
+        number = torch.count_nonzero(counted) if reduction == "mean" else 1.0
         return Loss(axis, counted, number, softmax_root, one_sample=alone)
     each = torch.ones(classes, dtype=input.dtype, device=input.device) if weight is None else weight
     if target.is_floating_point():
@@ -55,40 +64,31 @@ def _cross_entropy(
         own = each[torch.where(counted, target, 0)] * counted
         mass = (1 - label_smoothing) * own + label_smoothing * each.mean() * counted
         divisor = own.sum(dtype=accumulation_dtype(own.dtype))
-    return Loss(axis, mass, divisor if mean else 1.0, softmax_root, one_sample=alone)
+    return Loss(axis, mass, divisor if reduction == "mean" else 1.0, softmax_root, one_sample=alone)
 
 
-@register_loss(F.mse_loss)
-def _mse_loss(
-    input: Tensor,
-    target: Tensor,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    weight: Tensor | None = None,
-) -> Loss:
-    mean = _reduction(reduction, size_average, reduce) == "mean"
+@_rule_of(F.mse_loss)
+def _mse_loss(input: Tensor, target: Tensor, reduction: str = "mean", weight: Tensor | None = None) -> Loss:
     total: Tensor | float = input.numel() if weight is None else weight.sum()
     return _one_term_per_entry(
-        input, target, 1.0 if weight is None else weight, total if mean else 1.0, gaussian_root
+        input, target, 1.0 if weight is None else weight, total if reduction == "mean" else 1.0, gaussian_root
     )
 
 
-@register_loss(F.binary_cross_entropy_with_logits)
+@_rule_of(F.binary_cross_entropy_with_logits)
 def _binary_cross_entropy_with_logits(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
     reduction: str = "mean",
     pos_weight: Tensor | None = None,
 ) -> Loss:
-    mean = _reduction(reduction, size_average, reduce) == "mean"
     each: Tensor | float = 1.0 if weight is None else weight
     if pos_weight is not None:
         each = each * (1 + (pos_weight - 1) * target)
-    return _one_term_per_entry(input, target, each, input.numel() if mean else 1.0, bernoulli_root)
+    return _one_term_per_entry(
+        input, target, each, input.numel() if reduction == "mean" else 1.0, bernoulli_root
+    )
 
 
 def _one_term_per_entry(
@@ -110,17 +110,15 @@ def _one_term_per_entry(
     return Loss(None, weight, divisor, root)
 
 
-@register_loss(F.nll_loss)
+@_rule_of(F.nll_loss)
 def _nll_loss(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
-    size_average: bool | None = None,
     ignore_index: int = -100,
-    reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Loss:
-    terms = _cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction)
+    terms = _cross_entropy(input, target, weight, ignore_index, reduction)
     refusal = (
         "nll_loss is linear in its log-probabilities, so its own Hessian is zero; and no log_softmax over the "
         "classes has made them",
@@ -129,16 +127,8 @@ def _nll_loss(
     return replace(terms, refusal=refusal, link=LOG_SOFTMAX)
 
 
-@register_loss(F.kl_div)
-def _kl_div(
-    input: Tensor,
-    target: Tensor,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    log_target: bool = False,
-) -> Loss:
-    reduction = _reduction(reduction, size_average, reduce)
+@_rule_of(F.kl_div)
+def _kl_div(input: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False) -> Loss:
     divisor = {"mean": input.numel(), "batchmean": len(input) if input.dim() else 1}.get(reduction, 1)
     mass = target.exp() if log_target else target
     terms = _one_term_per_entry(input, target, mass, divisor, softmax_root)
@@ -151,16 +141,11 @@ def _kl_div(
     return replace(terms, refusal=terms.refusal or refusal, link=None if terms.refusal else LOG_SOFTMAX)
 
 
-@register_loss(F.binary_cross_entropy)
+@_rule_of(F.binary_cross_entropy)
 def _binary_cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
+    input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: str = "mean"
 ) -> Loss:
-    terms = _binary_cross_entropy_with_logits(input, target, weight, size_average, reduce, reduction)
+    terms = _binary_cross_entropy_with_logits(input, target, weight, reduction)
     refusal = (
         "its curvature in probabilities is not that in logits, so the matrix would depend on what you call the "
         "model's output; and no sigmoid has made them",
@@ -169,19 +154,11 @@ def _binary_cross_entropy(
     return replace(terms, refusal=refusal, link=SIGMOID)
 
 
-@register_loss(F.poisson_nll_loss)
+@_rule_of(F.poisson_nll_loss)
 def _poisson_nll_loss(
-    input: Tensor,
-    target: Tensor,
-    log_input: bool = True,
-    full: bool = False,
-    size_average: bool | None = None,
-    eps: float = 1e-8,
-    reduce: bool | None = None,
-    reduction: str = "mean",
+    input: Tensor, target: Tensor, log_input: bool = True, reduction: str = "mean", **options: Any
 ) -> Loss:
-    mean = _reduction(reduction, size_average, reduce) == "mean"
-    terms = _one_term_per_entry(input, target, 1.0, input.numel() if mean else 1.0, poisson_root)
+    terms = _one_term_per_entry(input, target, 1.0, input.numel() if reduction == "mean" else 1.0, poisson_root)
     if log_input or terms.refusal:
         return terms
     refusal = (
@@ -192,22 +169,19 @@ def _poisson_nll_loss(
     return replace(terms, refusal=refusal, link=EXPONENTIAL)
 
 
-@register_loss(F.l1_loss)
-def _l1_loss(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
+@_rule_of(F.l1_loss)
+def _l1_loss(input: Tensor, target: Tensor, reduction: str = "mean", weight: Tensor | None = None) -> Loss:
     refusal = (
         "the Hessian of l1_loss is zero wherever it exists",
         "use smooth_l1_loss, huber_loss or mse_loss",
     )
-    return replace(_generic_entries(input, *args, **kwargs), refusal=refusal)
+    return replace(_mse_loss(input, target, reduction, weight), root=None, refusal=refusal)
 
 
-@register_loss(F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss)
-def _generic_entries(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
+@_rule_of(F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss)
+def _generic_entries(input: Tensor, reduction: str = "mean", **options: Any) -> Loss:
     """Describe a loss with one term for each entry, whose curvature double backward computes."""
-    reduction = kwargs.get("reduction", "mean")
-    divisor = {"mean": float(input.numel()), "sum": 1.0, "none": 1.0}.get(reduction)
-    legacy = len(args) > 1 or any(kwargs.get(flag) is not None for flag in ("size_average", "reduce"))
-    return Loss(None, 1.0, None if legacy else divisor, None)
+    return Loss(None, 1.0, float(input.numel()) if reduction == "mean" else 1.0, None)
 
 
 @register_loss(F.gaussian_nll_loss, F.multilabel_soft_margin_loss, F.multi_margin_loss)
@@ -217,15 +191,8 @@ def _generic(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
     return Loss(None, 1.0, None, None)
 
 
-def _terms_of_ctc(shape: Sequence[int]) -> Loss:
-    """Describe a loss with one term for each sample; the axis of samples comes after that of time."""
-    batched = len(shape) == 3
-    return Loss(None, 1.0, None, None, sample_axis=1 if batched else None, one_sample=not batched)
-
-
 @register_loss(F.ctc_loss, input_name="log_probs")
 def _ctc_loss(log_probs: Tensor, *args: Any, **kwargs: Any) -> Loss:
-    return _terms_of_ctc(log_probs.shape)
-
-
-NODES.update(CtcLossBackward=_terms_of_ctc, CudnnCtcLossBackward=_terms_of_ctc)
+    """Describe a loss with one term for each sample; the axis of samples comes after that of time."""
+    batched = log_probs.dim() == 3
+    return Loss(None, 1.0, None, None, sample_axis=1 if batched else None, one_sample=not batched)

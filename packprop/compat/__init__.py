@@ -1,7 +1,8 @@
 """Support for code written for BackPACK: after ``install()``, ``import backpack`` finds packprop.
 
 Every documented name is there, under every module path that leads to it. docs/compat.md lists the names, and
-the numbers that differ because the older library's are wrong.
+the numbers that differ because the older library's are wrong. ``averaged`` holds two extensions of packprop
+that few ask for.
 """
 
 from __future__ import annotations

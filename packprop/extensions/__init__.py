@@ -1,6 +1,7 @@
 """The catalogue of quantities that one backward pass computes, each a class of a few rows."""
 
-from packprop.extensions.averaged import HBP, KFRA
+from typing import TYPE_CHECKING, Any
+
 from packprop.extensions.diagonal import (
     BatchDiagGGNExact,
     BatchDiagGGNMC,
@@ -21,6 +22,12 @@ from packprop.extensions.products import GGNMP, HMP, PCHMP
 from packprop.extensions.projected import Projected
 from packprop.extensions.square_root import SqrtGGNExact, SqrtGGNMC
 from packprop.types import Extension, Row
+
+if TYPE_CHECKING:
+    from packprop.compat.averaged import HBP, KFRA
+
+# Rare ones stand outside the engine, and are imported when they are first asked for: name -> where it is.
+_OUTSIDE = {"HBP": "packprop.compat.averaged", "KFRA": "packprop.compat.averaged"}
 
 __all__ = [
     "EKFAC",
@@ -50,3 +57,20 @@ __all__ = [
     "SumGradSquared",
     "Variance",
 ]
+
+# Type checkers would take this for a module that has every name.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """A rare extension, imported now."""
+        from importlib import import_module
+
+        if name not in _OUTSIDE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = getattr(import_module(_OUTSIDE[name]), name)
+        return globals()[name]
+
+
+def __dir__() -> list[str]:
+    """Every public name, imported or not."""
+    return sorted({*globals(), *__all__})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
+from packprop.engine.algebra.factors import Otherwise as Otherwise
 from packprop.errors import BadInput
 from packprop.types import Extension
 
@@ -21,6 +23,15 @@ def require_one_of(asked: str, where: str, value: object, choices: tuple[str | N
             "it is not one of those that are known",
             f"choose from {', '.join(map(repr, choices))}",
         )
+
+
+def require_otherwise(asked: str, value: object) -> None:
+    """Refuse a treatment of large factors that is not known.
+
+    Raises:
+        BadInput: A ``ValueError``.
+    """
+    require_one_of(asked, "otherwise", value, (*get_args(Otherwise), None))
 
 
 def require_draws(name: str, mc_samples: object) -> None:

@@ -34,7 +34,6 @@ from torch import Tensor
 
 from packprop.engine.algebra.factors import (
     Approximation,
-    Otherwise,
     correlations,
     cotangent_gram,
     homogeneous_sum,
@@ -45,7 +44,7 @@ from packprop.engine.algebra.factors import (
 from packprop.engine.algebra.kronecker import Eigen, eigenvectors
 from packprop.engine.algebra.monoid import KEEP
 from packprop.engine.algebra.structures import entry_order_of
-from packprop.extensions.arguments import require_one_of
+from packprop.extensions.arguments import Otherwise, require_one_of, require_otherwise
 from packprop.extensions.sampled import Sampled
 from packprop.types import EMPIRICAL, EXACT, INPUTS, Extension, Row, Seed
 
@@ -90,7 +89,7 @@ class KFAC(Sampled):
         asked = f"KFAC(approximation={self.approximation!r}, fisher={self.fisher!r}) was asked for."
         require_one_of(asked, "approximation", self.approximation, get_args(Approximation))
         require_one_of(asked, "fisher", self.fisher, get_args(Fisher))
-        require_one_of(asked, "otherwise", self.otherwise, (*get_args(Otherwise), None))
+        require_otherwise(asked, self.otherwise)
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -127,7 +126,7 @@ class KFLR(Extension):
         super().__post_init__()
         asked = f"KFLR(approximation={self.approximation!r}) was asked for."
         require_one_of(asked, "approximation", self.approximation, get_args(Approximation))
-        require_one_of(asked, "otherwise", self.otherwise, (*get_args(Otherwise), None))
+        require_otherwise(asked, self.otherwise)
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -183,7 +182,7 @@ class EKFAC(Sampled):
         asked = f"EKFAC(approximation={self.approximation!r}, fisher={self.fisher!r}) was asked for."
         require_one_of(asked, "approximation", self.approximation, get_args(Approximation))
         require_one_of(asked, "fisher", self.fisher, get_args(Columns))
-        require_one_of(asked, "otherwise", self.otherwise, (*get_args(Otherwise), None))
+        require_otherwise(asked, self.otherwise)
 
     @property
     def rows(self) -> tuple[Row, ...]:

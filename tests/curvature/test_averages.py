@@ -159,3 +159,29 @@ def test_options_that_contradict_each_other() -> None:
         extensions.HBP("hessian", "exact", "sqrt")
     with pytest.raises(BadInput, match="'ggn', 'hessian', 'pch-abs', 'pch-clip'"):
         extensions.HBP("pch")
+
+
+def test_derivatives_of_averages() -> None:
+    """The curvature of a nonlinearity holds the gradient behind it, which depends on the parameters as well."""
+    torch.manual_seed(0)
+    layers = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 3)
+    model, loss = packprop.extend(nn.Sequential(*layers).double()), packprop.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(5, 3, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
+
+    def value(create_graph: bool = False) -> Tensor:
+        with packprop.backpack(extensions.HBP("hessian", "exact", "average")):
+            loss(model(x), y).backward(create_graph=create_graph)
+        B: Tensor = model[0].weight.hbp[0]
+        return B.square().sum()
+
+    weight = model[4].weight
+    (slope,) = torch.autograd.grad(value(create_graph=True), weight)
+    direction, step = torch.randn_like(weight), 1e-5
+    sides = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            weight += sign * step * direction
+        sides.append(value())
+        with torch.no_grad():
+            weight -= sign * step * direction
+    assert_near((slope * direction).sum(), (sides[0] - sides[1]) / (2 * step), "slope", tolerance=1e-6)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions, kronecker
+from packprop.compat.averaged import BOTEV_MARTENS, CHEN
 from packprop.engine.algebra import factors
 from packprop.engine.tensors.nesting import tensors_in
 from packprop.errors import PackpropError, PackpropWarning
-from packprop.extensions.averaged import BOTEV_MARTENS, CHEN
 from tests.references.running import assert_near
 
 SIZE = 10

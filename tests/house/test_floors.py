@@ -50,6 +50,11 @@ APPLICATIONS = (
 )
 FLOORS = (*ENGINE, *APPLICATIONS, ("__init__",))
 
+# Files that offer names which a higher floor holds: these are imported when they are first asked for, from a
+# module that a table names. Only type checkers read an import of them.
+LATE = {("extensions/__init__", "compat/averaged/__init__")}
+MODULE = re.compile(r"\w+(\.\w+)+")
+
 # Who may mention torch.autograd, and what for.
 AUTOGRAD = {
     "functions": "reads what nodes of the graph have saved, and calls them by themselves",
@@ -61,7 +66,7 @@ AUTOGRAD = {
     "memory": "runs a step without data",
     "context": "takes over the backward pass of the user",
     "user_pass": "runs it for some inputs alone",
-    "compat": "hands gradients at modules to extensions written for them",
+    "compat": "hands gradients at modules to extensions written for them, and goes along chains of nodes",
     "eager": "takes the gradient of a branch at once",
     "testing": "is the loop that results are compared with",
 }
@@ -151,8 +156,30 @@ class House:
         """Every import of one file of the house by another: importer, line, imported."""
         for file in self.files.values():
             for line, module in self.modules_imported(file):
-                if (target := self.name_of(module)) is not None:
+                if (target := self.name_of(module)) is not None and not (
+                    (file.name, target) in LATE and line in lines_for_checkers(file)
+                ):
                     yield file, line, target
+
+    def named(self) -> Iterator[tuple[File, int, str]]:
+        """Every text that is the name of another file's module: such a file can be imported late."""
+        for file in self.files.values():
+            for node in ast.walk(file.tree):
+                match node:
+                    case ast.Constant(value=str(text)) if MODULE.fullmatch(text):
+                        target = self.name_of(text)
+                        if target not in (None, "__init__") and (file.name, target) not in LATE:
+                            yield file, node.lineno, str(target)
+
+
+def lines_for_checkers(file: File) -> set[int]:
+    """Lines under ``if TYPE_CHECKING:`` at the top of a file."""
+    blocks = [
+        node.body
+        for node in file.tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    return {node.lineno for block in blocks for node in block}
 
 
 def in_storey(name: str) -> str:
@@ -172,13 +199,14 @@ def unlisted(house: House) -> list[str]:
 
 
 def upward(house: House) -> list[str]:
-    """Imports of a higher floor by a lower one."""
+    """Imports of a higher floor by a lower one, and names of modules there, unless they are in ``LATE``."""
     found = []
-    for file, line, target in house.edges():
-        low, high = floor_of(file.name), floor_of(target)
-        if low is not None and high is not None and low < high:
-            found.append(f"{file.name}.py:{line} (floor {low}) imports {target}.py (floor {high})")
-    return found
+    for does, edges in (("imports", house.edges()), ("names", house.named())):
+        for file, line, target in edges:
+            low, high = floor_of(file.name), floor_of(target)
+            if low is not None and high is not None and low < high:
+                found.append(f"{file.name}.py:{line} (floor {low}) {does} {target}.py (floor {high})")
+    return list(dict.fromkeys(found))
 
 
 def reaching_in(house: House) -> list[str]:
@@ -312,7 +340,10 @@ IN_ORDER = {
     "__init__.py": "from packprop.engine.context import extend\nfrom .applications.reports import cli\n",
     "errors.py": "import torch\nfrom torch import nn\n",
     "types.py": "from packprop.errors import PackpropError\nfrom packprop.engine.algebra import monoid\n",
-    "extensions/__init__.py": "from .first_order import BatchGrad\nfrom ..engine.recording import recorder\n",
+    "extensions/__init__.py": "from .first_order import BatchGrad\nfrom ..engine.recording import recorder\n"
+    "if TYPE_CHECKING:\n    from packprop.compat.averaged import KFRA\n"
+    "HOMES = {'KFRA': 'packprop.compat.averaged'}\n",
+    "compat/averaged/__init__.py": "from packprop.extensions import BatchGrad\n",
     "extensions/first_order.py": "from ..types import Extension\n",
     "store/reading.py": "from packprop.engine.algebra import cat\n"
     "from packprop.engine.context import LEVEL, extend\n",
@@ -368,6 +399,19 @@ FAULTS = [
             "importlib.import_module('...applications.reports.cli', 'packprop.engine.recording')\n"
         },
         "engine/recording/recorder.py:2 (floor 5) imports applications/reports/cli.py (floor 19)",
+    ),
+    (
+        upward,
+        {"types.py": "def late():\n    importlib.import_module(HOME)\nHOME = 'packprop.engine.context'\n"},
+        "types.py:3 (floor 3) names engine/context.py (floor 14)",
+    ),
+    (
+        upward,
+        {
+            "extensions/__init__.py": "from packprop.compat.averaged import KFRA\n",
+            "compat/averaged/__init__.py": "",
+        },
+        "extensions/__init__.py:1 (floor 10) imports compat/averaged/__init__.py (floor 22)",
     ),
     (
         reaching_in,
@@ -501,6 +545,13 @@ def test_no_place_is_listed_twice() -> None:
     assert {in_storey(name).partition("/")[0] for name in house.files} == set(listed)
     named = [*AUTOGRAD, *AUTOGRAD_WITH_NOTE]
     assert all(any(stands_in(name, [place]) for name in house.files) for place in named)
+
+
+def test_late_imports_are_all_there() -> None:
+    house = read_packprop()
+    for name, target in LATE:
+        imported = [house.name_of(module) for _, module in house.modules_imported(house.files[name])]
+        assert target in imported
 
 
 def test_files_are_rooms_of_one_purpose() -> None:

@@ -5,7 +5,7 @@ from packprop.engine.algebra.algorithms import algorithms
 from packprop.engine.algebra.conjugate_gradients import ConjugateGradients, NotPositive
 from packprop.engine.algebra.coupled import Coupled, coupled
 from packprop.engine.algebra.decompositions import eigh, eigvalsh
-from packprop.engine.algebra.factors import cotangent_gram, input_gram
+from packprop.engine.algebra.factors import cotangent_gram, input_gram, input_sum, mean_product
 from packprop.engine.algebra.joining import join
 from packprop.engine.algebra.kronecker import Eigen
 from packprop.engine.algebra.monoid import (
@@ -59,9 +59,11 @@ __all__ = [
     "fold_to",
     "gram",
     "input_gram",
+    "input_sum",
     "join",
     "kronecker",
     "lift",
+    "mean_product",
     "moments",
     "nothing_like",
     "projected",

@@ -311,7 +311,7 @@ def _require_factors(asked: str, factors: Factors) -> None:
             f"kronecker.{asked}(factors, ...) was called.",
             "factors",
             "they are not one or two square matrices, or vectors that stand for diagonal ones",
-            "give the list that KFAC, KFLR or KFRA saved on a parameter, or what EKFAC saved",
+            "give the list that an extension such as KFAC saved on a parameter, or what EKFAC saved",
         )
 
 

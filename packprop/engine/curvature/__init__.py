@@ -12,6 +12,8 @@ from packprop.engine.curvature.linear import (
     vjps,
     with_zeros,
 )
+from packprop.engine.curvature.linearity import kind_of_map
+from packprop.engine.curvature.nonlinearities import residuals
 from packprop.engine.curvature.not_finite import faulty_jacobian, faulty_node, warn_unless_finite
 from packprop.engine.curvature.operators import Operator, block_diagonal, chosen_parameters, ggn, hessian
 from packprop.engine.curvature.products import Product, ggnvp, hessian_product, shown, vjp
@@ -24,6 +26,7 @@ from packprop.engine.curvature.second_order import (
     require_second_derivatives,
 )
 from packprop.engine.curvature.seeds import columns
+from packprop.engine.curvature.shared_rows import shared_rows
 from packprop.engine.curvature.snapshots import snapshots_of
 from packprop.engine.curvature.solving import Solution, indefinite, require_tolerance, solve, warn_of_residuals
 from packprop.engine.curvature.spectra import (
@@ -65,11 +68,14 @@ __all__ = [
     "hessian_product",
     "indefinite",
     "jvps",
+    "kind_of_map",
     "require_passable",
     "require_second_derivatives",
     "require_tolerance",
     "require_vectors",
+    "residuals",
     "sample_losses",
+    "shared_rows",
     "shown",
     "snapshots_of",
     "solve",

@@ -146,9 +146,9 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
     if matrix == "positive":
         routes = choose_routes(graph, known_losses=True, per_sample=True)
         _require_swept(graph, routes)
-        for (nonlinearity, _), weight in zip(routes.nonlinearities, residuals(graph, routes), strict=True):
-            tensors.append(nonlinearity.input)
-            hessians.append(_Scaling(at_least(weight, 0.0) if modify == "clip" else weight.abs()))
+        tensors += [place.edge for _, place in routes.nonlinearities]
+        weights = residuals(graph, [nonlinearity.node for nonlinearity, _ in routes.nonlinearities])
+        hessians += [_Scaling(at_least(each, 0.0) if modify == "clip" else each.abs()) for each in weights]
     for leaf, snapshots in zip(leaves, read, strict=True):
         block = _GaussNewtonBlock(graph, leaf, tensors, hessians)
         yield leaf, BlockProduct(leaf, block, snapshots, graph.name(leaf), graph.hooks)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from typing import Literal
 
-import torch
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.engine.curvature.dependence import upstream_first
 from packprop.engine.functions.node_calls import has_complex_numbers
-from packprop.engine.functions.nodes import kind_of, made_by
+from packprop.engine.functions.nodes import ENTRYWISE, RESHAPES, Kind, kind_of, made_by, name_of_node
 from packprop.engine.graph.graph import Graph
-from packprop.engine.samples.separation import layouts_at
-from packprop.engine.tensors.layout import Layout
+from packprop.engine.samples.separation import Place, places_at
 
 
 @dataclass(frozen=True)
@@ -23,13 +22,11 @@ class Nonlinearity:
     Args:
         node: Its node.
         input: The edge of its input.
-        shape: Shape of its input.
         upstream: Bits of the uses that its input depends on.
     """
 
     node: Node
     input: GradientEdge
-    shape: torch.Size
     upstream: int
 
 
@@ -39,14 +36,14 @@ class NonlinearNodes:
 
     Args:
         elementwise: Elementwise nonlinearities.
-        layouts: The places of samples in their inputs.
+        places: Their inputs, with the places of samples in them.
         products: Products, each by the bits of its factors. A product is linear for a leaf if only one of its
             factors depends on the leaf's uses.
         unknown: Bits of the uses upstream of nodes of any other kind.
     """
 
     elementwise: list[Nonlinearity] = field(default_factory=list)
-    layouts: list[Layout] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
     products: set[tuple[int, ...]] = field(default_factory=set)
     unknown: int = 0
 
@@ -68,12 +65,26 @@ def nonlinear_nodes(graph: Graph, masks: dict[Node, int]) -> NonlinearNodes:
     for node in upstream_first([loss.entrance.edge.node for loss in graph.losses]):
         _classify(node, masks, nodes)
     while nodes.elementwise:
-        layouts = layouts_at(graph, [(each.input, each.shape) for each in nodes.elementwise])
-        if isinstance(layouts, list):
-            nodes.layouts = layouts
+        places = places_at(graph, [each.input for each in nodes.elementwise])
+        if isinstance(places, list):
+            nodes.places = places
             break
-        nodes.unknown |= nodes.elementwise.pop(layouts).upstream  # its layout was not found
+        nodes.unknown |= nodes.elementwise.pop(places).upstream  # its layout was not found
     return nodes
+
+
+def kind_of_map(node: Node, place: int) -> Kind | Literal["complex", "reshape", "piecewise"]:
+    """Return the kind of a node in one of its inputs, and tell three kinds apart from the others.
+
+    A ``"complex"`` node has complex numbers. A ``"reshape"`` keeps all entries in order, and a ``"piecewise"``
+    linear function takes each entry by itself.
+    """
+    if has_complex_numbers(node):
+        return "complex"
+    name, kind = name_of_node(node), kind_of(node, [place])
+    if name in RESHAPES:
+        return "reshape"
+    return "piecewise" if kind == "linear" and name in ENTRYWISE else kind
 
 
 def _classify(node: Node, masks: dict[Node, int], nodes: NonlinearNodes) -> None:
@@ -91,9 +102,8 @@ def _classify(node: Node, masks: dict[Node, int], nodes: NonlinearNodes) -> None
     if kind == "elementwise":
         source, output = edges[places[0]]
         assert source is not None
-        shape = torch.Size(made_by(source)[output].shape)
-        if shape == torch.Size(made_by(node)[0].shape):
-            nodes.elementwise.append(Nonlinearity(node, GradientEdge(source, output), shape, upstream))
+        if made_by(source)[output].shape == made_by(node)[0].shape:
+            nodes.elementwise.append(Nonlinearity(node, GradientEdge(source, output), upstream))
             return
     if kind == "linear":
         return

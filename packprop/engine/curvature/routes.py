@@ -37,7 +37,7 @@ from packprop.engine.curvature.dependence import bits_of, dependence
 from packprop.engine.curvature.linearity import Nonlinearity, NonlinearNodes, nonlinear_nodes
 from packprop.engine.functions.nodes import is_wrong_in_third_order
 from packprop.engine.graph.graph import Graph, ReachedUse
-from packprop.engine.tensors.layout import Layout
+from packprop.engine.samples.separation import Place
 from packprop.engine.tensors.traced import decided
 from packprop.errors import PackpropError
 
@@ -50,7 +50,7 @@ class Routes:
 
     Args:
         swept: Leaves of the route *swept*, from losses and elementwise nonlinearities.
-        nonlinearities: These nonlinearities, with the places of samples in their inputs.
+        nonlinearities: These nonlinearities, with their inputs.
         output: Uses whose outputs get Hessian columns, with the leaves whose diagonals these columns give.
         parameter: Leaves of the route *parameter*.
         bits: The bit of each use.
@@ -58,7 +58,7 @@ class Routes:
     """
 
     swept: list[Tensor] = field(default_factory=list)
-    nonlinearities: list[tuple[Nonlinearity, Layout]] = field(default_factory=list)
+    nonlinearities: list[tuple[Nonlinearity, Place]] = field(default_factory=list)
     output: list[tuple[list[ReachedUse], list[Tensor]]] = field(default_factory=list)
     parameter: list[Tensor] = field(default_factory=list)
     bits: dict[ReachedUse, int] = field(default_factory=dict)
@@ -123,9 +123,9 @@ def choose_routes(graph: Graph, known_losses: bool, per_sample: bool, create_gra
         twice = [*routes.parameter, *(leaf for _, leaves in routes.output for leaf in leaves)]
         require_third_derivatives(graph, twice)
     swept_bits = _bits_of_leaves(routes.swept, routes.bits)
-    pairs = zip(nonlinear.elementwise, nonlinear.layouts, strict=True)
+    pairs = zip(nonlinear.elementwise, nonlinear.places, strict=True)
     routes.nonlinearities = [
-        (nonlinearity, layout) for nonlinearity, layout in pairs if nonlinearity.upstream & swept_bits
+        (nonlinearity, place) for nonlinearity, place in pairs if nonlinearity.upstream & swept_bits
     ]
     return routes
 

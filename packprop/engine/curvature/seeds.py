@@ -27,9 +27,8 @@ from packprop.engine.functions.losses.description import (
     weight_of_terms,
     without_classes,
 )
-from packprop.engine.functions.nodes import made_by
 from packprop.engine.graph.graph import Graph, ReachedLoss
-from packprop.engine.samples.separation import layouts_at
+from packprop.engine.samples.separation import places_at
 from packprop.engine.tensors.state import version
 from packprop.errors import BadInput, PackpropError
 from packprop.types import EMPIRICAL, ENTRYWISE, EXACT, Seed
@@ -56,27 +55,29 @@ def jacobian_columns(graph: Graph, seed: Seed) -> list[Columns]:
             "call one extended module once, and let it return one tensor that is used",
         )
     ((edge, shape),) = outputs.values()
-    layouts = layouts_at(graph, [(edge, shape)])
-    if not isinstance(layouts, list):
+    places = places_at(graph, [edge])
+    if not isinstance(places, list):
         raise PackpropError(
             asked,
             f"the output, of shape {list(shape)}",
             "it holds the samples on no axis, or mixes them",
             "keep the samples on one axis of the output",
         )
-    count = layouts[0].front_shape(shape)[1:].numel()
+    (place,) = places
+    count = place.layout.front_shape(shape)[1:].numel()
     chosen = range(count) if seed.entries is None else seed.entries
     for entry in chosen:
         if not 0 <= entry < count:
             raise BadInput(asked, f"entry {entry}", f"an output has {count} entries", f"give 0 to {count - 1}")
-    made = made_by(edge.node)[edge.output_nr]
-    like = torch.empty(0, dtype=made.dtype, device=made.device)
+    like = torch.empty(0, dtype=place.dtype, device=place.device)
+
+    def units(start: int, stop: int) -> Tensor:
+        return unit_columns(shape, place.layout, like, start, stop)
 
     def chunk(start: int, stop: int) -> list[Tensor]:
         if seed.entries is None:
-            return [unit_columns(shape, layouts[0], like, start, stop)]
-        single = [unit_columns(shape, layouts[0], like, entry, entry + 1) for entry in seed.entries[start:stop]]
-        return [torch.cat(single)]
+            return [units(start, stop)]
+        return [torch.cat([units(entry, entry + 1) for entry in seed.entries[start:stop]])]
 
     return [Columns([edge], len(chosen), chunk)]
 

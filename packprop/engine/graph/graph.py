@@ -130,7 +130,7 @@ class Graph:
         open: Edges where paths from the roots that pass no recorded loss meet the model, if there is a loss
             elsewhere; see NOTE [Open paths].
         without_loss: Labels of uses that some path from the roots reaches without passing a recorded loss.
-        reorderings: Edges of tensors whose rows may be in another order, with their shapes and these axes.
+        reorderings: Edges of tensors whose rows may be in another order, with these axes.
         hides_order: Whether data that packprop does not read decide somewhere which rows meet.
         mixers: Names of layers that mix samples.
         missing: Parameters that the pass reaches outside of all uses, each with the node that takes it.
@@ -155,7 +155,7 @@ class Graph:
     uses: list[ReachedUse] = field(default_factory=list)
     losses: list[ReachedLoss] = field(default_factory=list)
     outputs: list[tuple[GradientEdge, ForwardCall, torch.Size]] = field(default_factory=list)
-    reorderings: list[tuple[GradientEdge, torch.Size, frozenset[int]]] = field(default_factory=list)
+    reorderings: list[tuple[GradientEdge, frozenset[int]]] = field(default_factory=list)
     hides_order: bool = False
     open: list[GradientEdge] = field(default_factory=list)
     without_loss: list[str] = field(default_factory=list)

@@ -198,7 +198,7 @@ def _note_order(graph: Graph, trail: _Trail) -> None:
         if axes is None:
             graph.hides_order = True
         elif axes:
-            graph.reorderings.append((GradientEdge(node, 0), made_by(node)[0].shape, axes))
+            graph.reorderings.append((GradientEdge(node, 0), axes))
         trail.options += [axes, own_options(node)]
         graph.is_opaque |= is_opaque(node)
         if axes is None or axes or (reordered and not reordered.isdisjoint(trail.neighbours[node])):

@@ -157,8 +157,6 @@ INSTEAD = {
     "EKFAC": "KFAC",
     "KFAC": "DiagGGNMC",
     "KFLR": "DiagGGNExact",
-    "KFRA": "DiagGGNMC",
-    "HBP": "DiagGGNMC",
 }
 """Extensions that take less memory."""
 

@@ -26,7 +26,7 @@ from packprop.engine.samples.feeding import Feed, first_of, model_outputs
 from packprop.engine.samples.hidden_mixing import Look, constants_of, dependence, find_hidden
 from packprop.engine.samples.loss_mixing import require_separate_losses
 from packprop.engine.samples.loss_rows import declaration, locate_rows, require_samples
-from packprop.engine.samples.separation import admitted_layouts, layouts_at, separate
+from packprop.engine.samples.separation import admitted_layouts, places_at, separate
 from packprop.engine.samples.tracing import PICKS
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.layout import Layout
@@ -162,10 +162,11 @@ def is_order_of_data(graph: Graph) -> bool:
     if not graph.reorderings or graph.samples == 1:
         return False
     with graph.hooks.quiet():
-        layouts = layouts_at(graph, [(edge, shape) for edge, shape, _ in graph.reorderings])
-    if isinstance(layouts, int):
+        places = places_at(graph, [edge for edge, _ in graph.reorderings])
+    if isinstance(places, int):
         return True
-    return any(layout.axis in axes for layout, (_, _, axes) in zip(layouts, graph.reorderings, strict=True))
+    pairs = zip(places, graph.reorderings, strict=True)
+    return any(place.layout.axis in axes for place, (_, axes) in pairs)
 
 
 def require_terms(graph: Graph) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -126,19 +126,42 @@ def _by_row(shape: torch.Size, documents: Tensor | None) -> list[Layout]:
     ]
 
 
-def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) -> list[Layout] | int:
-    """The places where tensors between the losses and the uses hold the samples.
+@dataclass(frozen=True)
+class Place:
+    """A tensor between the losses and the uses: its edge, its description, and the place of samples in it."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    layout: Layout
+
+
+def places_at(graph: Graph, edges: Sequence[GradientEdge]) -> list[Place] | int:
+    """Describe tensors between the losses and the uses, with the places where they hold the samples.
 
     Some are known already: inputs of losses, outputs of uses, and outputs of entrywise functions of these.
     The others are found by the same check as for uses.
 
     Args:
         graph: With its samples located.
-        places: Where the tensors came from, and their shapes.
+        edges: Where the tensors came from.
 
     Returns:
-        A layout for each; or the index of the first tensor for which no layout fits.
+        One for each; or the index of the first tensor for which no layout fits.
     """
+    made = [made_by(edge.node)[edge.output_nr] for edge in edges]
+    shapes = [torch.Size(each.shape) for each in made]
+    layouts = _layouts_at(graph, list(zip(edges, shapes, strict=True)))
+    if isinstance(layouts, int):
+        return layouts
+    return [
+        Place(edge, shape, each.dtype, each.device, layout)
+        for edge, shape, each, layout in zip(edges, shapes, made, layouts, strict=True)
+    ]
+
+
+def _layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) -> list[Layout] | int:
     known: dict[tuple[Node | None, int], tuple[torch.Size, Layout]] = {
         key: (use.shapes[index], use.layouts[index]) for use in graph.uses for index, key in use.nodes.items()
     }

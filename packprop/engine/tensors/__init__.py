@@ -11,6 +11,7 @@ from packprop.engine.tensors.calling import (
     require_model,
 )
 from packprop.engine.tensors.device import allocated_bytes, free_bytes
+from packprop.engine.tensors.dry import has_fault
 from packprop.engine.tensors.hooks import has_late_hooks, is_hooked
 from packprop.engine.tensors.layout import Layout, possible_layouts
 from packprop.engine.tensors.long_work import doing, expect, waiting
@@ -71,6 +72,7 @@ __all__ = [
     "doing",
     "expect",
     "free_bytes",
+    "has_fault",
     "has_late_hooks",
     "has_sharded_units",
     "inputs_and_targets",

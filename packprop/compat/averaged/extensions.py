@@ -1,7 +1,7 @@
 """Kronecker factors from curvature that is averaged over samples layer by layer: KFRA and HBP.
 
 See NOTE [Kronecker factors] (``packprop/extensions/kronecker.py``) for conventions and scales, and
-NOTE [Averaged recursion] (``engine/curvature/recursion.py``) for the averages.
+NOTE [Averaged recursion] (``recursion.py``) for the averages.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from packprop.engine.algebra.factors import Otherwise, input_gram, input_sum, is_skipped, mean_product
-from packprop.engine.curvature.recursion import Curvature, averaged_factors
+from packprop.compat.averaged.recursion import Curvature, averaged_factors
+from packprop.engine.algebra import input_gram, input_sum, mean_product
 from packprop.errors import BadInput
-from packprop.extensions.arguments import require_one_of
+from packprop.extensions.arguments import Otherwise, require_one_of, require_otherwise
 from packprop.extensions.kronecker import factor_rows, finished_factors
 from packprop.types import EXACT, GRAPH, INPUTS, Extension, Row, Seed
 
@@ -43,7 +43,7 @@ class KFRA(Extension):
     def __post_init__(self) -> None:
         """Refuse bad arguments at once."""
         asked = f"KFRA(otherwise={self.otherwise!r}) was asked for."
-        require_one_of(asked, "otherwise", self.otherwise, (*get_args(Otherwise), None))
+        require_otherwise(asked, self.otherwise)
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -90,7 +90,7 @@ class HBP(Extension):
         require_one_of(asked, "loss_hessian_strategy", self.loss_hessian_strategy, get_args(LossHessian))
         require_one_of(asked, "backprop_strategy", self.backprop_strategy, get_args(Backprop))
         require_one_of(asked, "ea_strategy", self.ea_strategy, (BOTEV_MARTENS, CHEN))
-        require_one_of(asked, "otherwise", self.otherwise, (*get_args(Otherwise), None))
+        require_otherwise(asked, self.otherwise)
         plain = self.curv_type == "ggn" and self.ea_strategy == BOTEV_MARTENS
         if self.backprop_strategy == "sqrt" and not plain:
             raise BadInput(
@@ -111,8 +111,9 @@ class HBP(Extension):
 
     def finish(self, values: list[Any], samples: int) -> list[Tensor] | None:
         """``B``, and ``A`` from moments of the inputs."""
-        if self.ea_strategy == CHEN and values[1] is not None and not is_skipped(values[1]):
-            return [values[0], mean_product(values[1], samples)]
+        cotangents, inputs = values
+        if self.ea_strategy == CHEN and inputs is not None and inputs.numel():
+            return [cotangents, mean_product(inputs, samples)]
         return finished_factors(values, samples)
 
 

@@ -76,8 +76,8 @@ def compute(
         loss: ``loss(model(inputs), targets)``, a loss module or function of torch that reduces by mean or sum.
             ``None`` if the model computes such a loss itself, from the whole batch, and returns it: as entry or
             attribute ``loss``, first in a tuple, or alone.
-        data: A ``Dataset`` of pairs, a tuple of tensors ``(inputs [n, ...], targets [n, ...])``, or
-            batches ``(inputs, targets)`` such as a ``DataLoader``; inputs of a batch may be a tuple
+        data: A ``Dataset`` of pairs, a pair of tensors ``(inputs [n, ...], targets [n, ...])``, or
+            batches ``(inputs, targets)`` such as a ``DataLoader``; inputs may be a tuple
             or a mapping of arguments. A batch may also be one mapping, as Hugging Face's loaders give it:
             its ``labels`` are the targets, the rest goes into the model by name. Without ``loss`` all of a
             batch goes into the model: a tensor, a tuple or a mapping of arguments.

@@ -126,7 +126,8 @@ class ClippedGradients(Backpack):
         """The largest norm that one sample's clipped gradient may have in all parameters ``[]``.
 
         Noise is scaled by it: it is ``max_norm`` itself, or the root of the sum of squares over modules or
-        parameters.
+        parameters. It belongs to a loss that sums: a mean over N samples, or a factor on the loss, divides or
+        multiplies ``.grad``, and with it what one sample can change there.
         """
         bound: Tensor = torch.linalg.vector_norm(self._last.bounds)
         return bound

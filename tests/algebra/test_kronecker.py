@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import packprop
+from packprop import extensions
 from packprop.engine.algebra import kronecker
 from packprop.errors import BadInput
 from tests.references.running import assert_near
@@ -51,3 +56,35 @@ def test_bad_arguments_of_helpers() -> None:
         kronecker.solve([torch.eye(2)], torch.zeros(2), -1.0)
     with pytest.raises(BadInput, match="6 rows"):
         kronecker.multiply([torch.eye(2), torch.eye(3)], torch.zeros(4, 5))
+
+
+INPUTS_FIRST = [
+    (nn.Sequential(nn.Embedding(6, 3), nn.Linear(3, 4)), torch.tensor([0, 2, 2, 5, 1])),
+    (nn.Sequential(nn.ConvTranspose2d(2, 3, 2), nn.Flatten(), nn.Linear(27, 4)), torch.ones(5, 2, 2, 2)),
+]
+
+
+@pytest.mark.parametrize(("model", "inputs"), INPUTS_FIRST, ids=["table", "transposed convolution"])
+def test_vectors_with_inputs_first_are_refused_and_the_advice_works(model: nn.Module, inputs: Tensor) -> None:
+    """A list of factors does not know its parameter: it would mix up entries, and give another number."""
+    torch.manual_seed(0)
+    loss = packprop.extend(nn.CrossEntropyLoss())
+    with packprop.backpack(extensions.KFLR()):
+        loss(packprop.extend(model)(inputs), torch.tensor([0, 1, 2, 3, 0])).backward()
+    weight: Any = next(model.parameters())
+    for vectors in (weight.grad, weight.grad[None], torch.stack([weight.grad] * 2)):
+        for helper in (kronecker.multiply, functools.partial(kronecker.solve, damping=0.1)):
+            with pytest.raises(BadInput, match="inputs first"):
+                helper(weight.kflr, vectors)
+    swapped = weight.grad.transpose(0, 1)
+    solved = kronecker.solve(weight.kflr, swapped, 0.1)
+    whole = kronecker.dense(weight.kflr)
+    expected = torch.linalg.solve(whole + 0.1 * torch.eye(len(whole)), swapped.flatten())
+    assert_near(solved.flatten(), expected, "the advice", 1e-4)
+
+
+def test_flat_vectors_fit_two_factors() -> None:
+    factors, vectors = [spd(3), spd(4)], torch.randn(2, 3, 2, 2, dtype=torch.float64)
+    expected = kronecker.multiply(factors, vectors)
+    assert_near(kronecker.multiply(factors, vectors.flatten(1)), expected.flatten(1), "many")
+    assert_near(kronecker.multiply(factors, vectors[0].flatten()), expected[0].flatten(), "one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,56 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "generator": lambda x, y: ((x[i : i + 1], y[i : i + 1]) for i in range(len(x))),
     "keywords": lambda x, y: [({"input": x}, y)],
     "arguments": lambda x, y: [((x,), y)],
+    "all arguments": lambda x, y: ((x,), y),
+    "all arguments in a list": lambda x, y: ([x], y),
+    "all keywords": lambda x, y: ({"input": x}, y),
 }
+
+
+class Two(nn.Module):
+    """Takes two arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds, self.head = nn.Embedding(3, 2), nn.Linear(4, 3)
+
+    def forward(self, kinds: Tensor, numbers: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.cat([self.kinds(kinds), numbers], 1))
+        return out
+
+
+def two_arguments() -> tuple[nn.Module, tuple[tuple[Tensor, Tensor], Tensor]]:
+    torch.manual_seed(0)
+    inputs = torch.randint(3, (7,)), torch.randn(7, 2)
+    return Two(), (inputs, torch.randint(3, (7,)))
+
+
+def test_several_inputs_and_targets_are_data_as_they_are_a_batch(tmp_path: Path) -> None:
+    """What ``plan`` takes, ``compute`` and ``influence`` take, in batches of any size."""
+    model, data = two_arguments()
+    loss, asked = nn.CrossEntropyLoss(), extensions.BatchGrad()
+    assert packprop.plan(model, loss, data, asked).samples == 7
+    expected = packprop.compute(model, loss, [data], asked, progress=False)["grad_batch"]
+    for size in (2, None):
+        found = packprop.compute(model, loss, data, asked, batch_size=size, progress=False)["grad_batch"]
+        assert_all_near(found, expected, f"batches of {size}", 1e-5)
+    packprop.compute(model, loss, data, asked, store=tmp_path / "rows", progress=False)
+    assert packprop.influence(tmp_path / "rows", model, loss, data, k=1).largest.rows.shape == (7, 1)
+
+
+def test_several_inputs_of_unequal_length_are_refused() -> None:
+    model, ((kinds, numbers), targets) = two_arguments()
+    for data in (((kinds, numbers[1:]), targets), ((kinds, numbers), targets[1:])):
+        with pytest.raises(BadInput, match=r"(?s)\[6.*same number of samples") as caught:
+            packprop.compute(model, nn.CrossEntropyLoss(), data, extensions.BatchGrad())
+        assert "((a, b), targets)" in str(caught.value)
+
+
+def test_a_flat_tuple_of_inputs_and_targets_is_refused_with_the_form_that_works() -> None:
+    model, ((kinds, numbers), targets) = two_arguments()
+    data: Any = (kinds, numbers, targets)
+    with pytest.raises(BadInput, match=re.escape("((a, b), targets)")):
+        packprop.compute(model, nn.CrossEntropyLoss(), data, extensions.BatchGrad())
 
 
 @one_in(2)

@@ -35,6 +35,19 @@ def test_a_result_is_a_mapping(result: Result) -> None:
     assert "'kflr': 4 parameters" in repr(result)
 
 
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_parameters_stand_in_the_order_of_the_model(batch_size: int | None, tmp_path: Path) -> None:
+    """Side by side they fit ``parameters_to_vector`` and operators; a pass ends with the first layer."""
+    model, data = small()
+    names = [name for name, _ in model.named_parameters()]
+    options = {"batch_size": batch_size, "checkpoint": tmp_path / "run"}
+    for _ in range(2):  # the second time, the checkpoint is complete
+        found = compute(model, nn.CrossEntropyLoss(), data, Variance(), KFLR(), **options)
+        assert [list(by_name) for by_name in found.values()] == [names, names]
+    found.save(tmp_path / "values.safetensors")
+    assert list(Result.load(tmp_path / "values.safetensors")["variance"]) == names
+
+
 def test_each_tensor_has_a_line(result: Result) -> None:
     lines = {(line.quantity, line.parameter, line.part): line for line in summary.lines_of(result.tables)}
     assert len(lines) == 6 + 4 + 4

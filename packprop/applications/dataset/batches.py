@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
+from packprop.applications.dataset.all_samples import as_data_set
 from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.ranks import Ranks
 from packprop.applications.dataset.sources import (
@@ -30,8 +31,11 @@ from packprop.applications.dataset.sources import (
 from packprop.engine.tensors import LABELS, class_words, inputs_and_targets, tensors_in
 from packprop.errors import BadInput, PackpropError
 
-Data = Dataset[Any] | tuple[Tensor, Tensor] | Iterable[tuple[Any, Any]]
+Inputs = Tensor | tuple[Tensor, ...] | list[Tensor] | Mapping[str, Tensor]
+"""Inputs of a model that takes one tensor, or several."""
 
+Data = Dataset[Any] | tuple[Inputs, Tensor] | Iterable[tuple[Any, Any]]
+"""Data of any form."""
 
 BATCH_SIZE = 128
 """Samples in a batch if the data come sample by sample."""
@@ -45,8 +49,8 @@ class Batches:
 
     Args:
         asked: The call of the user, for messages.
-        data: A ``Dataset`` of pairs, a tuple of tensors ``(inputs [n, ...], targets [n, ...])``, or
-            batches ``(inputs, targets)`` such as a ``DataLoader``.
+        data: A ``Dataset`` of pairs, tensors ``(inputs [n, ...], targets [n, ...])``, where inputs may be a
+            tuple or a mapping of tensors, or batches ``(inputs, targets)`` such as a ``DataLoader``.
         batch_size: Samples in a batch, 128 if ``None``; only for data that come sample by sample.
         whole: Says that the model takes whole batches, and computes the loss itself.
 
@@ -65,17 +69,7 @@ class Batches:
         self.watched, self.digest = False, ""
         self._current: Any = None
         self._first: list[Any] = []
-        if isinstance(data, (tuple, list)) and data and all(isinstance(x, Tensor) for x in data):
-            sizes = {len(x) if x.dim() else 0 for x in data}
-            if len(sizes) != 1 or (len(data) != 2 and not whole):
-                raise BadInput(
-                    asked,
-                    f"data, tensors {shapes(data)}",
-                    "they are not a pair whose first axes hold the same number of samples",
-                    "give a tensor of inputs [n, ...] and a tensor of targets [n, ...]; or, as batches "
-                    "without targets, dictionaries of the model's arguments by name",
-                )
-            data = TensorDataset(*data)
+        data = as_data_set(asked, data, whole, shapes(data))
         self.source: Source
         if isinstance(data, Dataset):
             self.source = source_of(data, batch_size or BATCH_SIZE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,8 +76,8 @@ def compute(
         loss: ``loss(model(inputs), targets)``, a loss module or function of torch that reduces by mean or sum.
             ``None`` if the model computes such a loss itself, from the whole batch, and returns it: as entry or
             attribute ``loss``, first in a tuple, or alone.
-        data: A ``Dataset`` of pairs, a tuple of tensors ``(inputs [n, ...], targets [n, ...])``, or
-            batches ``(inputs, targets)`` such as a ``DataLoader``; inputs of a batch may be a tuple
+        data: A ``Dataset`` of pairs, a pair of tensors ``(inputs [n, ...], targets [n, ...])``, or
+            batches ``(inputs, targets)`` such as a ``DataLoader``; inputs may be a tuple
             or a mapping of arguments. A batch may also be one mapping, as Hugging Face's loaders give it:
             its ``labels`` are the targets, the rest goes into the model by name. Without ``loss`` all of a
             batch goes into the model: a tensor, a tuple or a mapping of arguments.
@@ -198,6 +198,7 @@ def compute(
         result = run.to_the_end()
         result.replays, result.chunk_sizes = stream.told(), chunk_sizes.first
         shapes = {name: parameter.shape for name, parameter in named_parameters(model)}
+        result.tables = {savefield: _in_order(shapes, each) for savefield, each in result.tables.items()}
         for extension in chosen:
             values = result.tables.get(extension.savefield, {})
             if named := [
@@ -205,6 +206,11 @@ def compute(
             ]:
                 warn_of_diagonals(extension, named)
         return result
+
+
+def _in_order(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by parameter, in the order of the model's parameters; a pass ends with the first layer."""
+    return {name: values[name] for name in names if name in values} | dict(values)
 
 
 def _require_graphs() -> None:

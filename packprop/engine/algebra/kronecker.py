@@ -2,8 +2,9 @@
 
 Every function takes a block as the extensions save it. A list of factors ``[B, A]`` stands for ``B kron A``
 over entries ``[o, i]``, ``[B]`` for ``B`` itself; a factor that is a vector stands for the diagonal matrix.
-Some weights keep fan-in first (transposed convolutions, tables): bring them to ``[o, i]`` before. ``Eigen``,
-which EKFAC saves, knows the order of its parameter.
+Some weights keep fan-in first (transposed convolutions, tables): bring them to ``[o, i]`` before. Functions
+refuse vectors whose shape shows the other order; square ones do not show it. ``Eigen``, which EKFAC saves,
+knows the order of its parameter.
 """
 
 from __future__ import annotations
@@ -311,7 +312,8 @@ def _require_factors(asked: str, factors: Factors) -> None:
             f"kronecker.{asked}(factors, ...) was called.",
             "factors",
             "they are not one or two square matrices, or vectors that stand for diagonal ones",
-            "give the list that an extension such as KFAC saved on a parameter, or what EKFAC saved",
+            "give the list that an extension such as KFAC saved on a parameter, or what EKFAC saved; of a Result "
+            'the block of one parameter, as in result["kfac"]["0.weight"]',
         )
 
 
@@ -347,4 +349,25 @@ def _as_matrices(asked: str, block: Block, vectors: Tensor) -> Tensor:
         )
     if order is not None:
         return order.to_matrices(vectors.reshape(-1, *order.parameter))
+    _require_outputs_first(asked, factors, vectors)
     return vectors.reshape(-1, rows, columns)
+
+
+def _require_outputs_first(asked: str, factors: Factors, vectors: Tensor) -> None:
+    """Refuse vectors for two factors whose shape shows another order of entries than ``[o, i]``.
+
+    A list of factors does not know its parameter. Square ones look alike in both orders.
+    """
+    if len(factors) == 1:
+        return
+    rows, columns = map(len, factors)
+    for shape in (vectors.shape, vectors.shape[1:]):
+        if shape.numel() == rows * columns and (len(shape) == 1 or shape[:1] == (rows,)):
+            return
+    raise BadInput(
+        f"kronecker.{asked}(factors, vectors) was called.",
+        f"vectors of shape {list(vectors.shape)}",
+        f"two factors of {rows} and {columns} rows belong to entries [{rows}, {columns}], outputs first; "
+        "embeddings, transposed convolutions and x @ w keep inputs first",
+        "ask for EKFAC, whose value knows the order; or give vector.transpose(0, 1), and transpose the product",
+    )

@@ -33,6 +33,19 @@ def byte_text(count: float) -> str:
     return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
 
 
+def enough_text(count: int) -> str:
+    """Format a number of bytes as ``byte_text`` does, but never as fewer: a budget of this text holds them.
+
+    >>> [enough_text(n) for n in (1023, 1537, 600 * 2**20, 600 * 2**20 + 1)]
+    ['1023 B', '1.51 KiB', '600 MiB', '601 MiB']
+    """
+    text, more = byte_text(count), count
+    while (byte_count(text) or 0) < count:
+        more += max(1, count // 1000)
+        text = byte_text(more)
+    return text
+
+
 LARGEST_BLOCK = 2**25 - 2**16
 """The largest block that glibc learns from, less room for what glibc puts around it."""
 

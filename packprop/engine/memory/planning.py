@@ -218,7 +218,8 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
             outputs = list(tensors_in(copied(*given, **named)))
             if returns_loss:
                 return next(t for t in outputs if t.shape == graph.roots[0].shape and t.requires_grad)
-            output = next(t for t in outputs if t.numel() == call.shape.numel()).reshape(call.shape)
+            shape = fake(call.shape)
+            output = next(t for t in outputs if t.numel() == shape.numel()).reshape(shape)
             given = (output, *others) if loss_args else ()
             named = options if loss_args else {**options, "input": output}
             value = call.function(*given, **named)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from packprop.engine.memory.bytes import byte_count, byte_text
+from packprop.engine.memory.bytes import byte_count, byte_text, enough_text
 from packprop.engine.memory.dry_run import DryRun
-from packprop.engine.memory.plan import RESULTS_BEFORE, BudgetTooSmall, Plan
+from packprop.engine.memory.plan import BudgetTooSmall, Plan
 from packprop.engine.memory.step import PlannedStep
 from packprop.engine.passes.chunks import ChunkSizes, default_chunk_sizes
-from packprop.errors import BadInput
+from packprop.errors import BadInput, PackpropError
 
 
 def choices(device: torch.device, freed: bool = False) -> list[ChunkSizes]:
@@ -104,7 +104,8 @@ def choose_plan(
     else:
         best = _least(lambda chunk_sizes: tried(chunk_sizes).peak, candidates, budget)
         if tried(best).peak > budget:
-            raise _impossible(tried(best), budget)
+            floor = tried(best)
+            raise _impossible(floor, budget, _fitting_samples(step, floor, budget, whole))
     for name in ("cotangents", "held", "scratch"):  # restored first: the one whose loss costs most time
         best = first_fitting(looser(best, candidates[0], name))
     return tried(best)
@@ -161,13 +162,38 @@ INSTEAD = {
 """Extensions that take less memory."""
 
 
-def _impossible(floor: Plan, budget: int) -> BudgetTooSmall:
+def _fitting_samples(step: PlannedStep, floor: Plan, budget: int, whole: Callable[[Plan], Plan]) -> int:
+    """Return a number of samples that fits the budget with the same chunks; 0 if there may be none.
+
+    It plans each number that it considers: much of a peak may be the same for any number of samples. Between
+    two numbers it takes the one on a straight line, and stops once that fits.
+    """
+
+    def peak(samples: int) -> int | None:
+        try:
+            return whole(DryRun(step.of_fewer(floor.samples, samples), floor.chunk_sizes).run(budget)).peak
+        except (PackpropError, RuntimeError):  # its samples are not on leading axes, or it needs some number
+            return None
+
+    few, least = 1, peak(1)
+    many, most = floor.samples, floor.peak
+    while least is not None and least <= budget and many > few + 1:
+        between = few + (many - few) * (budget - least) // max(1, most - least)
+        between = min(max(between, few + 1), many - 1)
+        found = peak(between)
+        if found is None:
+            return few
+        if found <= budget:
+            return between
+        many, most = between, found
+    return few if least is not None and least <= budget and few < floor.samples else 0
+
+
+def _impossible(floor: Plan, budget: int, fitting: int) -> BudgetTooSmall:
     largest = ", ".join(f"{kind} {byte_text(size)}" for kind, size in list(floor.parts.items())[:3])
-    fixed = sum(floor.parts.get(kind, 0) for kind in ("parameters", "buffers", "gradients", RESULTS_BEFORE))
-    fitting = int((budget - fixed) / (floor.peak - fixed) * floor.samples) if floor.peak > fixed else 0
     advice = []
-    if 0 < fitting < floor.samples:
-        advice.append(f"a batch of {fitting} samples instead of {floor.samples}")
+    if fitting:
+        advice.append(f"a batch of {fitting} sample{'s' * (fitting > 1)} instead of {floor.samples}")
     if any(name.startswith(("Batch", "Sqrt")) for name in floor.extensions):
         advice.append("an extension hook that reduces and deletes each parameter's value")
     advice += [f"{INSTEAD[name]} in place of {name}" for name in floor.extensions if name in INSTEAD]
@@ -175,7 +201,7 @@ def _impossible(floor: Plan, budget: int) -> BudgetTooSmall:
     error = BudgetTooSmall(
         "A budget of memory was given.",
         f"memory={byte_text(budget)} on {floor.device}",
-        f"with the chunks that take least the step still takes {byte_text(floor.peak)}: {largest}",
+        f"with the chunks that take least the step still takes {enough_text(floor.peak)}: {largest}",
         "; or ".join(advice),
     )
     error.floor = floor.peak

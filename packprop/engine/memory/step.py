@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from packprop.engine.memory.mesh import Mesh
 from packprop.engine.tensors.dry import TensorSpec
-from packprop.engine.tensors.nesting import tensors_in
+from packprop.engine.tensors.nesting import map_instances, tensors_in
 from packprop.types import Extension
 
 Forward = Callable[[nn.Module, Callable[[Any], Any]], Tensor]
-"""Computes the loss, given a copy of the model and a function that turns ``TensorSpec`` into tensors."""
+"""Computes the loss, given a copy of the model and a function that turns ``TensorSpec`` into tensors.
+
+Shapes that depend on the number of samples go through the function, too."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,26 @@ class PlannedStep:
     freed: bool = False
     accumulated: bool = False
     mesh: Mesh | None = None
+
+    def of_fewer(self, samples: int, number: int) -> PlannedStep:
+        """Return the step for ``number`` of ``samples`` samples, which lie on the leading axes of its inputs.
+
+        An axis may also hold as many positions of each sample, as in a loss over all tokens.
+        """
+
+        def fewer(shape: torch.Size) -> torch.Size:
+            positions, rest = divmod(shape[0], samples) if shape else (0, 0)
+            return torch.Size((positions * number, *shape[1:])) if positions and not rest else shape
+
+        def made(value: Any) -> Any:
+            if isinstance(value, torch.Size):
+                return fewer(value)
+            return map_instances(TensorSpec, lambda spec: spec._replace(shape=fewer(spec.shape)), value)
+
+        def forward(model: nn.Module, fake: Callable[[Any], Any]) -> Tensor:
+            return self.forward(model, lambda value: fake(made(value)))
+
+        return replace(self, forward=forward)
 
 
 def copy_without_data(model: nn.Module, fake: Callable[[Any], Any]) -> nn.Module:

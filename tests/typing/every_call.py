@@ -128,7 +128,8 @@ def rows_on_disk(x: Tensor, y: Tensor, folder: Path) -> Result:
     assert_type(packprop.optimizer_curvature(model, optimizer), dict[str, Tensor])
     moment = packprop.Checkpoint(read, model.state_dict(), rate=0.1)
     assert_type(packprop.tracin([moment], model, loss, (x, y), k=2), Influence)
-    assert_type(packprop.token_influence(model, loss, (x, y), (x, y)), Tensor)
+    tokens = x[:, None].expand(-1, 5, -1), torch.zeros(len(x), 5, 3)
+    assert_type(packprop.token_influence(model, nn.MSELoss(), tokens, tokens), Tensor)
     return {"self": assert_type(packprop.self_influence(read, curvature=curved, damping=0.1), Tensor)}
 
 

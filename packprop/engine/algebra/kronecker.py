@@ -312,8 +312,8 @@ def _require_factors(asked: str, factors: Factors) -> None:
             f"kronecker.{asked}(factors, ...) was called.",
             "factors",
             "they are not one or two square matrices, or vectors that stand for diagonal ones",
-            "give the list that an extension such as KFAC saved on a parameter, or what EKFAC saved; of a Result "
-            'the block of one parameter, as in result["kfac"]["0.weight"]',
+            "give the list that an extension such as KFAC saved on a parameter, or what EKFAC saved; of a "
+            'Result the block of one parameter, as in result["kfac"]["0.weight"]',
         )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
+import warnings
 from typing import Any, cast
 
 import pytest
@@ -64,6 +66,35 @@ def test_eigenvalues_at_each_end(which: Any, k: int, dtype: torch.dtype) -> None
     assert_near(found.values.double(), expected, "values", 1e-5)
     turned = dense @ found.vectors.double()
     assert_near(turned, found.vectors.double() * expected, "vectors", 1e-3)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_an_eigenvalue_of_which_there_are_many(k: int) -> None:
+    """Zeros of a matrix without full rank, beside eigenvalues that are small."""
+    torch.manual_seed(0)
+    values = torch.cat([torch.zeros(SIZE // 2), torch.logspace(-5, 0, SIZE - SIZE // 2)]).double()
+    turned = torch.linalg.qr(torch.randn(SIZE, SIZE).double()).Q
+    operator = operator_of(turned * values @ turned.mT)
+    draw = torch.Generator().manual_seed(0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = operators.eigenvalues(operator, k, "smallest", generator=draw)
+    assert found.values.abs().max() < 1e-6
+    assert_near(found.vectors.mT @ found.vectors, torch.eye(k).double(), "vectors", 1e-6)
+    accepted = [re.search(r"tolerance=(\S+) accepts", str(each.message)) for each in said]
+    for match in accepted:
+        assert match is not None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            operators.eigenvalues(operator, k, "smallest", float(match[1]), draw)
+
+
+def test_smallest_eigenvalues_that_have_not_converged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packprop.engine.curvature.spectra.READINGS", 2)
+    dense = matrix(-3.0)
+    with pytest.warns(PackpropWarning, match="not converged after 2 readings: residuals are up to"):
+        found = operators.eigenvalues(operator_of(dense), 4, "smallest")
+    assert (found.values >= torch.linalg.eigvalsh(dense)[:4] - 1e-9).all()
 
 
 def test_a_density_with_as_many_steps_as_rows_is_that_of_the_eigenvalues() -> None:
@@ -169,7 +200,7 @@ def test_bad_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
             call()
     with pytest.raises(PackpropError, match="larger tolerance"):
         monkeypatch.setattr("packprop.engine.curvature.spectra.RESTARTS", 1)
-        operators.eigenvalues(operator_of(matrix(1.999)), 8, "smallest", tolerance=1e-15)
+        operators.eigenvalues(operator_of(matrix(1.999)), 6, tolerance=1e-15)
     monkeypatch.setitem(sys.modules, "scipy.sparse.linalg", None)
     with pytest.raises(PackpropError, match=r"\.\[scipy\]"):
         operators.eigenvalues(operator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -10,12 +11,18 @@ import torch
 from torch import Tensor
 
 from packprop.engine.curvature.operators import Operator
-from packprop.errors import BadInput, PackpropError
+from packprop.errors import BadInput, PackpropError, PackpropWarning
 
 RESTARTS = 50
 """The largest number of restarts of Lanczos iterations, each of some twenty products."""
 
-WHICH = {"largest": "LA", "smallest": "SA", "magnitude": "LM"}
+READINGS = 100
+"""The largest number of products with a block of vectors, for the smallest eigenvalues."""
+
+BESIDE = 5
+"""Vectors of that block beside those that you asked for: they speed up the others."""
+
+WHICH = {"largest": "LA", "magnitude": "LM", "smallest": "SA"}
 """Ends of a spectrum, with SciPy's names for them."""
 
 
@@ -96,16 +103,20 @@ def eigenvalues(
     tolerance: float = 1e-6,
     generator: torch.Generator | None = None,
 ) -> Eigenpairs:
-    """Compute eigenvalues at one end of the spectrum, by SciPy's Lanczos iterations (``eigsh``).
+    """Compute eigenvalues at one end of the spectrum, by iterations of SciPy.
 
-    Each iteration is a product with one vector. A few eigenvalues take some tens of iterations.
+    The largest, or those of the largest magnitude, take Lanczos iterations (``eigsh``): some tens of products
+    with one vector. The smallest may be many times the same, such as the zeros of a GGN, and take up to 100
+    products with a block of vectors (``lobpcg``: Knyazev 2001). If these are not enough, a warning gives the
+    residual, and you get the best values, which are upper bounds.
 
     Args:
         operator: Any operator.
         k: Number of eigenvalues.
         which: The largest, the smallest, or those of the largest magnitude.
-        tolerance: Relative accuracy of the eigenvalues.
-        generator: Generator of the first vector; by default the global one of the CPU.
+        tolerance: Relative accuracy of the eigenvalues; for the smallest the residual ``|A v - value v|``, over
+            the largest magnitude.
+        generator: Generator of the first vectors; by default the global one of the CPU.
 
     Raises:
         BadInput: If the operator does not have ``k`` eigenvalues, or ``which`` is not an end of a spectrum.
@@ -117,9 +128,11 @@ def eigenvalues(
         why = "it is no end of a spectrum" if which not in WHICH else f"there are {operator.shape[0]}"
         instead = f"give one of {', '.join(WHICH)}" if which not in WHICH else "give less"
         raise BadInput("operators.eigenvalues(...) was called.", wrong, why, instead)
-    if operator.shape[0] <= max(32, 2 * k + 1):  # too few for Lanczos
+    if operator.shape[0] <= max(32, 5 * (k + BESIDE)):  # too few for iterations
         dense = operator @ torch.eye(operator.shape[0], dtype=operator.dtype, device=operator.device)
         values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
+    elif which == "smallest":
+        values, vectors = _smallest(operator, k, tolerance, generator)
     else:
         given = operator.to_scipy()
         start = torch.randn(operator.shape[0], dtype=torch.float64, generator=generator).numpy()
@@ -144,6 +157,35 @@ def _lanczos(given: Any, k: int, which: str, tolerance: float, start: Any) -> tu
             "ask for fewer, or give a larger tolerance",
         ) from error
     return found
+
+
+def _smallest(
+    operator: Operator, k: int, tolerance: float, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    given = operator.to_scipy(torch.float64)
+    from scipy.sparse.linalg import lobpcg
+
+    place = torch.device("cpu") if generator is None else generator.device
+    shape = operator.shape[0], k + BESIDE
+    start = torch.linalg.qr(torch.randn(shape, dtype=torch.float64, generator=generator, device=place).cpu()).Q
+    largest = float(torch.linalg.vector_norm(torch.from_numpy(given @ start.numpy()), dim=0).max())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of too few iterations
+        found = lobpcg(given, start.numpy(), tol=tolerance * largest, maxiter=READINGS, largest=False)
+    values, vectors = (torch.from_numpy(each) for each in found)
+    order = values.argsort()[:k]
+    values, vectors = values[order], vectors[:, order]
+    residuals = torch.from_numpy(given @ vectors.numpy()) - values * vectors
+    residual = float(torch.linalg.vector_norm(residuals, dim=0).max())
+    if residual > tolerance * largest:
+        warnings.warn(
+            f'operators.eigenvalues(..., k={k}, which="smallest") has not converged after {READINGS} readings: '
+            f"residuals are up to {residual / largest:.1e} of the largest eigenvalue, and the values are upper "
+            f"bounds. tolerance={2 * residual / largest:.0e} accepts them.",
+            PackpropWarning,
+            stacklevel=3,
+        )
+    return values, vectors
 
 
 def spectral_density(

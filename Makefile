@@ -30,7 +30,7 @@ demo: $(VENV)/.installed-examples $(VENV)/.installed-report ## Profile a small n
 TESTS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: test
-test: $(VENV)/.installed-test ## Run the tests that guard every part: four minutes on two cores
+test: $(VENV)/.installed-test ## Run the tests that guard every part: three minutes on two cores
 	$(TESTS) -m "not thorough" $(ARGS)
 
 .PHONY: test-all

@@ -165,7 +165,7 @@ class Truth:
         text = self.program.text
         if re.search(r"F\.binary_cross_entropy\(|nn\.BCELoss\(", text) and bool((f * (1 - f) < 0.03).any()):
             return "probabilities to which PyTorch's second derivative adds 1e-12"
-        if re.search(r"ross_?[eE]ntropy|NLLLoss|nll_loss", text) and _is_saturated(f):
+        if re.search(r"ross_?[eE]ntropy|NLLLoss|nll_loss|kl_div|KLDiv", text) and _is_saturated(f):
             return "probabilities next to 1, whose curvature is lost in rounding"
         return "" if whole.abs() < 1e6 else "too large"
 
@@ -184,7 +184,8 @@ class Truth:
             move(second.model, 0.5, gates=True)
             if _model_mixes(first, others=False):
                 has_slopes = first.inputs.is_floating_point()
-                return IN_OTHER_BATCHES if has_slopes and not _slopes_mix(first, moved=True) else "model"
+                mixes = _slopes_mix(first, moved=True) if has_slopes else not _moves_rows(first)
+                return "model" if mixes else IN_OTHER_BATCHES
             if _model_mixes(first) or _model_mixes(second):
                 return "model elsewhere"
             return "loss" if any(_loss_mixes(made) for made in (first, second) for _ in range(3)) else ""
@@ -352,6 +353,23 @@ def _model_mixes(
             if _differ(rows_of(made.model(changed), reading)[kept], together[kept]):
                 return True
     return made.inputs.is_floating_point() and _slopes_mix(made, reading)
+
+
+def _moves_rows(made: Instance) -> bool:
+    """Whether the samples' loss inputs are those that each has alone, in another order."""
+    reading = made.reading
+    with torch.no_grad():
+        try:
+            left = [*rows_of(made.model(made.inputs), reading)]
+            alone = [rows_of(made.model(made.one(n)), reading, 1)[0] for n in range(reading.samples)]
+        except (RuntimeError, ValueError, IndexError):
+            return False
+    for row in alone:
+        place = next((place for place, other in enumerate(left) if not _differ(row, other)), None)
+        if place is None:
+            return False
+        del left[place]
+    return True
 
 
 def _slopes_mix(made: Instance, reading: Reading | None = None, moved: bool = False) -> bool:

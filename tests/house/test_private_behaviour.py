@@ -29,6 +29,7 @@ from packprop.engine.recording.aside import OwnMode
 from packprop.engine.recording.marks import LOSS, RecordedLoss, nodes_above
 from packprop.engine.tensors.hooks import dictionaries_of_node
 from packprop.engine.tensors.state import taken_over, version
+from packprop.errors import PackpropError
 from tests.cases.models.functions import Cube
 from tests.versions import needs_counting, needs_hooks
 
@@ -444,3 +445,12 @@ def test_the_stack_of_modes_names_the_outermost_first() -> None:
         assert torch.overrides._get_current_function_mode_stack() == [outer]
         TorchFunctionMode.__enter__(inner)
     assert not torch.overrides.has_torch_function((tensor,))
+
+
+def test_versions_that_do_not_show_hooks_say_what_a_checkpoint_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved, "SHOWS_HOOKS", False)
+    with pytest.raises(PackpropError, match="and returns it only once"), saved.explaining_checkpoints():
+        raise checkpoint.CheckpointError("already unpacked once")
+    monkeypatch.setattr(saved, "SHOWS_HOOKS", True)
+    with pytest.raises(checkpoint.CheckpointError), saved.explaining_checkpoints():
+        raise checkpoint.CheckpointError("already unpacked once")

@@ -123,7 +123,7 @@ def test_queries(tmp_path: Path) -> None:
             packprop.influence(tmp_path / "store", model, LOSS, wrong)  # type: ignore[arg-type]  # wrong on purpose
     for wrong in (0, True, 2.0):
         refused("no number of samples", tmp_path / "store", (model, x, y), k=wrong)
-        refused("no number of queries", tmp_path / "store", (model, x, y), batch_size=wrong)
+        refused("no number of samples", tmp_path / "store", (model, x, y), batch_size=wrong)
     for given, words in [((3, LOSS), "not a torch.nn.Module"), ((model, 3), "not a function of outputs")]:
         with pytest.raises(BadInput, match=words):
             packprop.influence(tmp_path / "store", *given, (x, y))  # type: ignore[arg-type]  # wrong on purpose

@@ -71,6 +71,54 @@ def test_sums_over_tokens_are_products(how: str, tmp_path: Path) -> None:
     assert_near(tokens.sum(2), products.to(tokens.dtype), "sums", 1e-7)
 
 
+def twice(scores: Tensor, targets: Tensor) -> Tensor:
+    """Two losses, of which one takes what the other one's input leads to."""
+    scores = scores.mT
+    chances = scores.log_softmax(1)
+    smooth = torch.full_like(chances, 1 / CLASSES)
+    return F.cross_entropy(scores, targets, reduction="sum") + F.kl_div(chances, smooth, reduction="sum")
+
+
+def test_a_loss_whose_input_leads_to_another_one(tmp_path: Path) -> None:
+    model, given, queries = network()
+    store = tmp_path / "store"
+    packprop.compute(model, twice, given, [BatchGrad()], store=store, **QUIET)
+    found = packprop.influence(store, model, twice, queries, k=SAMPLES)
+    products = torch.empty_like(found.largest.products).scatter(1, found.largest.rows, found.largest.products)
+    tokens = packprop.token_influence(model, twice, given, queries)
+    assert_near(tokens.sum(2), products, "sums", 1e-9)
+
+
+def by_hand(scores: Tensor, targets: Tensor) -> Tensor:
+    return class_axis(scores, targets) / len(targets)
+
+
+def several_means(scores: Tensor, targets: Tensor) -> Tensor:
+    return flattened(scores, targets) + 0.1 * F.mse_loss(scores, torch.zeros_like(scores))
+
+
+def test_scales_that_differ_between_batches_are_refused(tmp_path: Path) -> None:
+    model, given, queries = network()
+    with pytest.raises(PackpropError, match="it multiplies the loss by"):
+        packprop.token_influence(model, by_hand, given, queries, batch_size=2)
+    with pytest.raises(PackpropError, match="some samples count more than others"):
+        packprop.token_influence(model, several_means, given, queries)
+    store = tmp_path / "store"
+    packprop.compute(model, by_hand, given, [BatchGrad()], store=store, **QUIET)
+    three = tuple(torch.cat([each, each[:1]]) for each in queries)
+    with pytest.raises(PackpropError, match="it multiplies the loss by"):
+        packprop.influence(store, model, by_hand, three, batch_size=2)
+
+
+def test_a_refused_call_leaves_buffers_alone(tmp_path: Path) -> None:
+    x, y = torch.randn(4, 3, 5), torch.randn(4, 3, 2)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(3), nn.Linear(4, 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(PackpropError, match="batch normalisation in training mode"):
+        packprop.token_influence(model, nn.MSELoss(), (x, y), (x, y))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_the_model_stays_as_it_is() -> None:
     model, given, queries = network()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -106,6 +154,13 @@ def test_bad_input(tmp_path: Path) -> None:
     refinement = Refinement((words, targets), checkpoint=tmp_path)
     with pytest.raises(BadInput, match="the folder belongs to a search in a store"):
         packprop.token_influence(model, flattened, (words, targets), queries, damping=0.1, refine=refinement)
+    for wrong in (0, -1, 1.5):
+        with pytest.raises(BadInput, match="it is no number of samples"):
+            packprop.token_influence(model, flattened, (words, targets), queries, batch_size=wrong)  # type: ignore[arg-type]  # the point of it
+    words_of_one = Short()
+    words_of_one.table.weight.data.fill_(torch.nan)
+    with pytest.raises(PackpropError, match="not finite"):
+        packprop.token_influence(words_of_one, flattened, (words, targets), queries)
     images, x, y = problem()
     with pytest.raises(PackpropError, match="it has one term for each sample"):
         packprop.token_influence(images, nn.CrossEntropyLoss(), (x, y), (x[:1], y[:1]))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,6 +42,9 @@ from packprop.engine.tensors import (
 )
 from packprop.errors import PackpropWarning
 from packprop.types import Extension
+
+Take = Callable[[str, torch.dtype, int, float, dict[Part, list[Any]]], None]
+"""Takes results of a parameter: its name and precision, the samples, the divisor of the loss, the values."""
 
 FOUND = (0, "what a batch brought")
 """The key of a batch's results in an ``Outcome``."""
@@ -114,6 +117,21 @@ class BatchPass:
 
     def run(self, inputs: Any, targets: Any) -> Tensor:
         """Run the pass, and merge the results of each parameter as they come; return the loss."""
+        return self._run(inputs, targets, self._merge)[0]
+
+    def run_alone(self, inputs: Any, targets: Any) -> Found:
+        """Run the pass with the same checks, and return its results instead of merging them."""
+        rows: dict[str, tuple[torch.dtype, dict[Part, list[Any]]]] = {}
+
+        def take(
+            name: str, dtype: torch.dtype, samples: int, terms: float, found: dict[Part, list[Any]]
+        ) -> None:
+            rows[name] = dtype, found
+
+        _, samples, reduction, terms, weights = self._run(inputs, targets, take)
+        return Found(samples, reduction, terms, weights, rows)
+
+    def _run(self, inputs: Any, targets: Any, take: Take) -> tuple[Tensor, int, str, float, Tensor]:
         outputs, loss, graph = self._recorded(inputs, targets)
         with self._put_together(graph):
             self._settle(graph)
@@ -124,12 +142,12 @@ class BatchPass:
 
             def done(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
                 name, dtype = self._name_of(graph, leaf), graph.home(leaf).dtype
-                self._merge(name, dtype, graph.samples, terms, self._kept(found))
+                take(name, dtype, graph.samples, terms, self._kept(found))
 
             with _quiet_without(terms):
                 self._backward(graph, done)
             self._count(graph.samples, reduction, terms, loss)  # inside: if it fails here, others are told
-        return loss
+        return loss, graph.samples, reduction, terms, weights
 
     def take_part(self, inputs: Any, targets: Any) -> None:
         """Run the pass because other ranks need this one in it; merge nothing."""

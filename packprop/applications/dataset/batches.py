@@ -69,6 +69,9 @@ class Batches:
         self.watched, self.digest = False, ""
         self._current: Any = None
         self._first: list[Any] = []
+        if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+            why, instead = "it is no number of samples", "give a whole number of at least 1, or leave it out"
+            raise BadInput(asked, f"batch_size={batch_size!r}", why, instead)
         data = as_data_set(asked, data, whole, shapes(data))
         self.source: Source
         if isinstance(data, Dataset):

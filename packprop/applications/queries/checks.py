@@ -81,14 +81,14 @@ def warn_of_empty(asked: str, empty: Sequence[int], queries: int) -> None:
     """
     if not empty:
         return
-    why = "the gradient of their loss is zero in every parameter that samples of the store depend on"
+    why = "the gradient of their loss is zero in every parameter that the samples depend on"
     if len(empty) == queries:
         instead = "give targets that count in the loss, and a loss that depends on the trained parameters"
         raise BadInput(asked, "all queries", why, instead)
     shown = ", ".join(map(str, empty[:5])) + (f" and {len(empty) - 5} more" if len(empty) > 5 else "")
     warnings.warn(
-        f"influence(...): of queries {shown} {why}: their products are zero, and the order of samples says "
-        "nothing.",
+        f"{asked.removesuffix(' was called.')}: of queries {shown} {why}: their products are zero, and the "
+        "order of samples says nothing.",
         PackpropWarning,
         stacklevel=3,
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from packprop.applications.dataset.batch_pass import FOUND, BatchPass, Found
+from packprop.applications.dataset.batch_pass import BatchPass, Found
 from packprop.applications.dataset.parts import readings_of
 from packprop.applications.dataset.state import MergedResults
 from packprop.applications.dataset.stored import of_summed_loss
@@ -16,6 +16,7 @@ from packprop.applications.dataset.stream import is_empty
 from packprop.applications.queries.preconditioning import Preconditioner, together
 from packprop.engine.algebra import KEEP, Dense, EntryOrder, Projection, entry_order_of, projected
 from packprop.engine.memory import chunk_sizes_over_data
+from packprop.engine.recording import SameForEachPass
 from packprop.engine.tensors import LossFunction, accumulation_dtype, map_tensors, named_parameters
 from packprop.errors import PackpropError
 from packprop.extensions import BatchGrad, Projected
@@ -30,13 +31,46 @@ class EntryOrders(Extension):
     rows = (Row(GRADIENT, entry_order_of, over_n=KEEP, over_v=KEEP, degree=0),)
 
 
-def run_batch(step: BatchPass, batch: tuple[Any, Any], device: torch.device | str) -> Found:
-    """Run a pass over a batch, and return its results, which nothing is merged with."""
-    inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
-    step.batch = batch
-    step.chunk_sizes = chunk_sizes_over_data(step.model, step.loss, batch, step.extensions, None, device)
-    found: Found = step.run_apart((), inputs, targets).results[FOUND]
-    return found
+class PassesApart:
+    """Runs a pass over one batch after the other, and merges nothing; each begins as the first one did.
+
+    Args:
+        asked: The call of the user, for messages.
+        model: The model, which is extended meanwhile.
+        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
+        extensions: The quantities.
+        device: The device of batches.
+    """
+
+    def __init__(
+        self,
+        asked: str,
+        model: nn.Module,
+        loss: LossFunction | None,
+        extensions: Sequence[Extension],
+        device: torch.device | str,
+    ) -> None:
+        self._pass, self._device = BatchPass(asked, model, loss, MergedResults([]), extensions, None), device
+        self._pass.parts = readings_of(extensions)[0]
+        self._same = SameForEachPass(self.modules)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that are called."""
+        return self._pass.modules
+
+    def __call__(self, batch: tuple[Any, Any]) -> Found:
+        """Return the results of a batch.
+
+        Raises:
+            PackpropError: If the weights of its terms, behind the loss function, are others than before.
+        """
+        each, device = self._pass, self._device
+        inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
+        each.batch = batch
+        each.chunk_sizes = chunk_sizes_over_data(each.model, each.loss, batch, each.extensions, None, device)
+        with self._same.around():
+            return each.run_alone(inputs, targets)
 
 
 class QueryGradients:
@@ -69,7 +103,7 @@ class QueryGradients:
         raw: bool = False,
     ) -> None:
         self._raw, self.orders = raw, dict[str, EntryOrder | None]()
-        self._asked, self._arrays, self._preconditioner, self._device = asked, arrays, preconditioner, device
+        self._asked, self._arrays, self._preconditioner = asked, arrays, preconditioner
         self._shapes = {name: p.shape for name, p in named_parameters(model) if p.requires_grad}
         self._dtypes = {name: p.dtype for name, p in named_parameters(model) if p.requires_grad}
         whole = arrays.get("")  # of a store: all parameters together
@@ -84,8 +118,7 @@ class QueryGradients:
         self._extensions: list[Extension] = [self._extension]
         if preconditioner is not None and preconditioner.as_factors:
             self._extensions.append(EntryOrders())
-        self._step = BatchPass(asked, model, loss, MergedResults([]), self._extensions, None)
-        self._step.parts = readings_of(self._extensions)[0]
+        self._run = PassesApart(asked, model, loss, self._extensions, device)
 
     @property
     def curvature(self) -> str | None:
@@ -95,7 +128,7 @@ class QueryGradients:
     @property
     def modules(self) -> list[nn.Module]:
         """The modules that are called."""
-        return self._step.modules
+        return self._run.modules
 
     @property
     def kept_bytes(self) -> int:
@@ -129,7 +162,7 @@ class QueryGradients:
         """
         if is_empty(batch):
             return 0, {}
-        found = run_batch(self._step, batch, self._device)
+        found = self._run(batch)
         rows: dict[str, Tensor] = {}
         waiting: dict[str, Tensor] = {}
         for name in list(found.rows):

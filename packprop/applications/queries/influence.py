@@ -104,13 +104,6 @@ def influence(
         PackpropError: For gradients that are not finite; for a Hessian to refine by that is indefinite.
     """
     require_number(ASKED, k)
-    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
-        raise BadInput(
-            ASKED,
-            f"batch_size={batch_size!r}",
-            "it is no number of queries",
-            "give a whole number of at least 1, or leave it out",
-        )
     require_model_and_loss(ASKED, model, loss, "multiplied")
     require_whole_parameters(ASKED, model)
     opened = store if isinstance(store, Store) else Store(store)

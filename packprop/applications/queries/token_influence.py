@@ -12,24 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packprop.applications.dataset.batch_pass import BatchPass, Found
+from packprop.applications.dataset.batch_pass import Found
 from packprop.applications.dataset.batches import Batches, Data
 from packprop.applications.dataset.given import require_model_and_loss
-from packprop.applications.dataset.parts import readings_of
 from packprop.applications.dataset.result import Result
 from packprop.applications.dataset.sharded import require_whole_parameters
-from packprop.applications.dataset.state import MergedResults
 from packprop.applications.dataset.stored import of_summed_loss
 from packprop.applications.dataset.stream import is_empty
 from packprop.applications.queries.checks import queries_without_gradient, warn_of_empty
-from packprop.applications.queries.gradients import run_batch
+from packprop.applications.queries.gradients import PassesApart
 from packprop.applications.queries.refining import Refinement
 from packprop.applications.queries.vectors import Inverse, vectors_of
 from packprop.engine.algebra import ADD_IN_PLACE, CAT, token_along
 from packprop.engine.memory import budget_of, byte_text
 from packprop.engine.recording import extended
 from packprop.engine.tensors import LossFunction, named_parameters
-from packprop.errors import BadInput
+from packprop.errors import BadInput, PackpropError
 from packprop.types import GRADIENT_BY_TOKEN, Extension, Row
 
 ASKED = "token_influence(...) was called."
@@ -114,18 +112,17 @@ def token_influence(
     inverse = Inverse(curvature, damping, factored, refine)
     vectors = _vectors(model, loss, queries, inverse, memory, batch_size, place)
     extension = AlongQueries({name: each.to(place) for name, each in vectors.items()})
-    step = BatchPass(ASKED, model, loss, MergedResults([]), [extension], None)
-    step.parts = readings_of([extension])[0]
+    run = PassesApart(ASKED, model, loss, [extension], place)
     batches = Batches(ASKED, data, batch_size, whole=loss is None)
     found: list[Tensor] = []
     with contextlib.ExitStack() as stack:
-        for module in step.modules:
+        for module in run.modules:
             stack.enter_context(extended(module))
         for batch in batches:
             with batches.explained():
                 if is_empty(batch):
                     continue
-                found.append(_summed(extension, run_batch(step, batch, place)))
+                found.append(_summed(extension, run(batch)))
     if not found:
         raise BadInput(ASKED, "data", "no samples were in any batch", "give at least one sample")
     lengths = sorted({each.shape[1] for each in found})
@@ -146,7 +143,15 @@ def _summed(extension: Extension, run: Found) -> Tensor:
         for dtype, results in run.rows.values()
         for values in results.values()
     ]
-    return torch.stack([each.to("cpu", torch.float64) for each in products]).sum(0)
+    total = torch.stack([each.to("cpu", torch.float64) for each in products]).sum(0)
+    if not total.isfinite().all():
+        raise PackpropError(
+            ASKED,
+            "a sample of the data",
+            "the gradient of one of its tokens is not finite",
+            "look at the loss of each sample, and leave out those that are not finite",
+        )
+    return total
 
 
 def _vectors(

@@ -105,11 +105,8 @@ class Operator:
         products = torch.cat(flat, 1) + self.damping * columns.to(self.dtype)
         return products.mT.reshape(vectors.shape).to(vectors.device, result_dtype(vectors, products))
 
-    def to_scipy(self, dtype: torch.dtype | None = None) -> Any:
+    def to_scipy(self) -> Any:
         """Return a ``scipy.sparse.linalg.LinearOperator`` for arrays ``[p]`` or ``[p, v]`` on the CPU.
-
-        Args:
-            dtype: The precision of arrays; by default that of products.
 
         Raises:
             PackpropError: If SciPy is not installed.
@@ -124,10 +121,8 @@ class Operator:
                 f"{install('scipy')}, or use the operator on tensors: operator @ vector",
             ) from error
 
-        of_arrays = dtype or self.dtype
-
         def product(array: Any) -> Any:
-            return (self @ torch.tensor(array, dtype=of_arrays)).numpy()
+            return (self @ torch.tensor(array, dtype=self.dtype)).numpy()
 
         return LinearOperator(
             self.shape,
@@ -135,7 +130,7 @@ class Operator:
             rmatvec=product,
             matmat=product,
             rmatmat=product,
-            dtype=torch.empty(0, dtype=of_arrays).numpy().dtype,
+            dtype=torch.empty(0, dtype=self.dtype).numpy().dtype,
         )
 
 

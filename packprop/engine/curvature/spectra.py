@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -13,17 +14,17 @@ from torch import Tensor
 from packprop.engine.curvature.operators import Operator
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 
-RESTARTS = 50
-"""The largest number of restarts of Lanczos iterations, each of some twenty products."""
-
 READINGS = 100
-"""The largest number of products with a block of vectors, for the smallest eigenvalues."""
+"""The largest number of products with a block of vectors, for eigenvalues."""
 
 BESIDE = 5
-"""Vectors of that block beside those that you asked for: they speed up the others."""
+"""Vectors of a block beside those that you asked for: they speed up the others."""
 
-WHICH = {"largest": "LA", "magnitude": "LM", "smallest": "SA"}
-"""Ends of a spectrum, with SciPy's names for them."""
+BLOCKS = 6
+"""Blocks of vectors that are held before the best of them begin again, as a basis."""
+
+WHICH = ("largest", "smallest", "magnitude")
+"""Ends of a spectrum."""
 
 
 class Trace(NamedTuple):
@@ -103,89 +104,101 @@ def eigenvalues(
     tolerance: float = 1e-6,
     generator: torch.Generator | None = None,
 ) -> Eigenpairs:
-    """Compute eigenvalues at one end of the spectrum, by iterations of SciPy.
+    """Compute eigenvalues at one end of the spectrum, by block Lanczos iterations with restarts.
 
-    The largest, or those of the largest magnitude, take Lanczos iterations (``eigsh``): some tens of products
-    with one vector. The smallest may be many times the same, such as the zeros of a GGN, and take up to 100
-    products with a block of vectors (``lobpcg``: Knyazev 2001). If these are not enough, a warning gives the
-    residual, and you get the best values, which are upper bounds.
+    Each iteration is one product with a block of ``k + 5`` vectors; a few eigenvalues take some tens. A block
+    finds all copies of an eigenvalue, such as the zeros of a GGN. The function holds some twenty blocks, in
+    double precision, on the CPU. If 100 products are not enough, a warning gives the residual, and you get the
+    best values: the true ones lie as far out, or further.
 
     Args:
         operator: Any operator.
         k: Number of eigenvalues.
         which: The largest, the smallest, or those of the largest magnitude.
-        tolerance: Relative accuracy of the eigenvalues; for the smallest the residual ``|A v - value v|``, over
-            the largest magnitude.
+        tolerance: The residual ``|A v - value v|``, over the largest magnitude of an eigenvalue, at which a
+            value is done. Its error is at most the residual, and mostly much smaller.
         generator: Generator of the first vectors; by default the global one of the CPU.
 
     Raises:
-        BadInput: If the operator does not have ``k`` eigenvalues, or ``which`` is not an end of a spectrum.
-        PackpropError: If SciPy is not installed, or iterations do not converge.
+        BadInput: If the operator does not have ``k`` eigenvalues, ``which`` is not an end of a spectrum, or the
+            tolerance is not between 0 and 1.
+        PackpropError: If products are not finite.
     """
+    asked = "operators.eigenvalues(...) was called."
     _require_number("operators.eigenvalues", "k", k)
     if which not in WHICH or k > operator.shape[0]:
         wrong = f"which={which!r}" if which not in WHICH else f"k={k}"
         why = "it is no end of a spectrum" if which not in WHICH else f"there are {operator.shape[0]}"
         instead = f"give one of {', '.join(WHICH)}" if which not in WHICH else "give less"
-        raise BadInput("operators.eigenvalues(...) was called.", wrong, why, instead)
-    if operator.shape[0] <= max(32, 5 * (k + BESIDE)):  # too few for iterations
-        dense = operator @ torch.eye(operator.shape[0], dtype=operator.dtype, device=operator.device)
+        raise BadInput(asked, wrong, why, instead)
+    if not isinstance(tolerance, (int, float)) or not 0 < tolerance < 1:
+        raise BadInput(asked, f"tolerance={tolerance!r}", "it is no number between 0 and 1", "give 1e-6, or so")
+    size, block = operator.shape[0], k + BESIDE
+    place = torch.device("cpu") if generator is None else generator.device
+    kind = operator.device, operator.dtype
+    if size <= BLOCKS * block:  # too few for iterations
+        dense = _finite(asked, operator @ torch.eye(size, dtype=torch.float64))
         values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
-    elif which == "smallest":
-        values, vectors = _smallest(operator, k, tolerance, generator)
-    else:
-        given = operator.to_scipy()
-        start = torch.randn(operator.shape[0], dtype=torch.float64, generator=generator).numpy()
-        values, vectors = (torch.from_numpy(each) for each in _lanczos(given, k, which, tolerance, start))
-    keys = values.abs() if which == "magnitude" else values
-    order = keys.argsort(descending=which != "smallest")[:k]
-    return Eigenpairs(values[order].to(operator.device), vectors[:, order].to(operator.device))
+        order = _outermost(values, which)[:k]
+        return Eigenpairs(values[order].to(*kind), vectors[:, order].to(*kind))
 
+    def drawn(count: int) -> Tensor:
+        return torch.randn(size, count, dtype=torch.float64, generator=generator, device=place).cpu()
 
-def _lanczos(given: Any, k: int, which: str, tolerance: float, start: Any) -> tuple[Any, Any]:
-    from scipy.sparse.linalg import ArpackNoConvergence, eigsh
-
-    try:
-        found: tuple[Any, Any] = eigsh(
-            given, k=k, which=WHICH[which], tol=tolerance, v0=start, maxiter=RESTARTS
+    basis = torch.linalg.qr(drawn(block)).Q
+    products = _finite(asked, operator @ basis)
+    for reading in range(1, READINGS + 1):
+        projected = basis.mT @ products
+        values, mixtures = torch.linalg.eigh((projected + projected.mT) / 2)
+        largest = float(values.abs().max())
+        order = _outermost(values, which)
+        values, mixtures = values[order[:block]], mixtures[:, order]
+        vectors = basis @ mixtures[:, :block]
+        rests = products @ mixtures[:, :block] - values * vectors
+        residual = float(torch.linalg.vector_norm(rests[:, :k], dim=0).max())
+        if residual <= tolerance * largest or reading == READINGS:
+            break
+        if basis.shape[1] + block > BLOCKS * block:  # the best begin again
+            basis, products = (each @ mixtures[:, : 2 * block] for each in (basis, products))
+        following = _beside(basis, rests, largest, drawn)
+        basis = torch.cat([basis, following], 1)
+        products = torch.cat([products, _finite(asked, operator @ following)], 1)
+    if residual > tolerance * largest:
+        warnings.warn(
+            f'operators.eigenvalues(..., k={k}, which="{which}") has not converged after {READINGS} readings: '
+            f"residuals are up to {residual / largest:.1e} of the largest magnitude. The true values lie as "
+            "far out as these, or further; a larger tolerance accepts less accurate ones.",
+            PackpropWarning,
+            stacklevel=2,
         )
-    except ArpackNoConvergence as error:
-        raise PackpropError(
-            "operators.eigenvalues(...) was called.",
-            f"k={k}, which={which!r}, tolerance={tolerance:g}",
-            f"{len(error.eigenvalues)} of them have converged after all iterations",
-            "ask for fewer, or give a larger tolerance",
-        ) from error
+    return Eigenpairs(values[:k].to(*kind), vectors[:, :k].to(*kind))
+
+
+def _outermost(values: Tensor, which: str) -> Tensor:
+    """Return the order of eigenvalues, the outermost at an end first."""
+    return (values.abs() if which == "magnitude" else values).argsort(descending=which != "smallest")
+
+
+def _beside(basis: Tensor, rests: Tensor, largest: float, drawn: Callable[[int], Tensor]) -> Tensor:
+    """Return orthonormal vectors, orthogonal to a basis: of rests, or random ones where these are zero."""
+    norms = torch.linalg.vector_norm(rests, dim=0)
+    found = rests / norms.clamp(min=torch.finfo(rests.dtype).tiny)
+    if bool((spent := norms <= 1e-14 * largest).any()):
+        found = torch.where(spent, drawn(rests.shape[1]), found)
+    for _ in range(3):  # what is left of nearly dependent vectors is not orthogonal the first time
+        found = torch.linalg.qr(found - basis @ (basis.mT @ found)).Q
     return found
 
 
-def _smallest(
-    operator: Operator, k: int, tolerance: float, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor]:
-    given = operator.to_scipy(torch.float64)
-    from scipy.sparse.linalg import lobpcg
-
-    place = torch.device("cpu") if generator is None else generator.device
-    shape = operator.shape[0], k + BESIDE
-    start = torch.linalg.qr(torch.randn(shape, dtype=torch.float64, generator=generator, device=place).cpu()).Q
-    largest = float(torch.linalg.vector_norm(torch.from_numpy(given @ start.numpy()), dim=0).max())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of too few iterations
-        found = lobpcg(given, start.numpy(), tol=tolerance * largest, maxiter=READINGS, largest=False)
-    values, vectors = (torch.from_numpy(each) for each in found)
-    order = values.argsort()[:k]
-    values, vectors = values[order], vectors[:, order]
-    residuals = torch.from_numpy(given @ vectors.numpy()) - values * vectors
-    residual = float(torch.linalg.vector_norm(residuals, dim=0).max())
-    if residual > tolerance * largest:
-        warnings.warn(
-            f'operators.eigenvalues(..., k={k}, which="smallest") has not converged after {READINGS} readings: '
-            f"residuals are up to {residual / largest:.1e} of the largest eigenvalue, and the values are upper "
-            f"bounds. tolerance={2 * residual / largest:.0e} accepts them.",
-            PackpropWarning,
-            stacklevel=3,
+def _finite(asked: str, products: Tensor) -> Tensor:
+    if not products.isfinite().all():
+        raise PackpropError(
+            asked,
+            "a product of the operator",
+            "it is not finite",
+            "look at the loss and the parameters, and leave out samples whose loss is not finite",
         )
-    return values, vectors
+    return products
 
 
 def spectral_density(

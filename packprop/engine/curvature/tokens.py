@@ -118,14 +118,18 @@ def gradient_by_token(graph: Graph) -> list[Columns]:
     for loss, rule in zip(losses, rules, strict=True):
         token_count(loss, rule)  # raises before any work
     create_graph = torch.is_grad_enabled()
-    edges = [loss.call.edge for loss in losses]
-    with torch.enable_grad():
-        gradients = derivatives(graph.roots, edges, graph.root_gradients(), create_graph=create_graph)
+    values = [loss.value for loss in losses]
     found = []
-    for loss, rule, gradient in zip(losses, rules, gradients, strict=True):
+    with torch.enable_grad():
+        factors = derivatives(graph.roots, values, graph.root_gradients(), create_graph=create_graph)
+    for loss, rule, value, factor in zip(losses, rules, values, factors, strict=True):
+        if factor is None:
+            continue
+        with torch.enable_grad():  # through this loss alone: its input may lead to those of others, too
+            (gradient,) = derivatives([value], [loss.call.edge], [factor], create_graph=create_graph)
         if gradient is not None:
-            values = canonical(gradient, loss.layout, rule.class_axis)[None]
-            found.append(columns_by_token(graph, loss, Entrance(rule, loss.call.edge), values))
+            columns = canonical(gradient, loss.layout, rule.class_axis)[None]
+            found.append(columns_by_token(graph, loss, Entrance(rule, loss.call.edge), columns))
     return found
 
 

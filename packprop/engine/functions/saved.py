@@ -18,11 +18,18 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
+from packprop.errors import PackpropError
+
 OUTSIDE = 2**64
 """Numbers of passes are smaller than this."""
+
+
+SHOWS_HOOKS = hasattr(torch._C._autograd.SavedTensor, "data")
+"""True where PyTorch shows the hooks on a saved tensor; 2.6 does not."""
 
 
 class _Handle:
@@ -74,6 +81,22 @@ def saved_again(node: Any) -> Iterator[None]:
         for frame in {id(each.frame): each.frame for each in kept}.values():
             for number in [number for number in frame.recomputed if _is_outside(number)]:
                 _drop(frame, number)
+
+
+@contextlib.contextmanager
+def explaining_checkpoints() -> Iterator[None]:
+    """Say why a pass through a checkpoint fails in a version of PyTorch that does not show hooks."""
+    try:
+        yield
+    except checkpoint.CheckpointError as error:
+        if SHOWS_HOOKS:
+            raise
+        raise PackpropError(
+            "A quantity beyond the gradient was asked for.",
+            "a part of the model inside torch.utils.checkpoint",
+            f"PyTorch {torch.__version__} does not show what a checkpoint keeps, and returns it only once",
+            "PyTorch 2.10 or newer; or call the model without checkpoints",
+        ) from error
 
 
 def keeps_elsewhere(node: Any) -> bool:

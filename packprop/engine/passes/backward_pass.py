@@ -12,6 +12,7 @@ from torch import Tensor
 from packprop.engine.curvature.columns import Columns
 from packprop.engine.curvature.seeds import columns
 from packprop.engine.functions.entry import ArrivedCotangents
+from packprop.engine.functions.saved import explaining_checkpoints
 from packprop.engine.passes.accumulator import Accumulator, Done, Log
 from packprop.engine.passes.autocast import AutocastRegions
 from packprop.engine.passes.collector import Collector
@@ -58,6 +59,7 @@ class BackwardPass:
             torch.set_grad_enabled(self._request.create_graph),
             autocast.switched(False),
             quiet,
+            explaining_checkpoints(),
         ):
             self._sweep_in_order(GradientPass(self._request, self.results, user_pass, autocast))
         self.results.finite_check.warn(graph)

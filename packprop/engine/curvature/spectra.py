@@ -182,7 +182,7 @@ def _outermost(values: Tensor, which: str) -> Tensor:
 def _beside(basis: Tensor, rests: Tensor, largest: float, drawn: Callable[[int], Tensor]) -> Tensor:
     """Return orthonormal vectors, orthogonal to a basis: of rests, or random ones where these are zero."""
     norms = torch.linalg.vector_norm(rests, dim=0)
-    found = rests / norms.clamp(min=torch.finfo(rests.dtype).tiny)
+    found: Tensor = rests / norms.clamp(min=torch.finfo(rests.dtype).tiny)
     if bool((spent := norms <= 1e-14 * largest).any()):
         found = torch.where(spent, drawn(rests.shape[1]), found)
     for _ in range(3):  # what is left of nearly dependent vectors is not orthogonal the first time

@@ -1,6 +1,6 @@
 """The catalogue of quantities that one backward pass computes, each a class of a few rows."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from packprop.extensions.diagonal import (
     BatchDiagGGNExact,
@@ -61,7 +61,7 @@ __all__ = [
 # Type checkers would take this for a module that has every name.
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         """A rare extension, imported now."""
         from importlib import import_module
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Container, Mapping, Set
+from collections.abc import Container, Mapping, MappingView, Set, Sized
 from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ MOST_BYTES = 2**20
 
 
 CONTAINERS = (tuple, list, dict)
+VALUES = (int, float, complex, str)
+"""Types of values that subclasses have as well."""
 
 
 class Same:
@@ -88,6 +91,14 @@ def plain_fact(value: Any) -> Any:
     return Number(value) if isinstance(value, (bool, float)) else value
 
 
+Memo = dict[int, Any]
+"""Descriptions of objects, by identity, as long as nothing changes."""
+
+
+class _TooLarge(Exception):
+    """A value has too many parts, or too large ones, to be looked into."""
+
+
 def facts_of(
     value: Any, modules: Container[int] = frozenset(), tensors: Mapping[int, int] = MappingProxyType({})
 ) -> Any:
@@ -99,12 +110,28 @@ def facts_of(
         tensors: The numbers of tensors, by identity, that are inputs of a graph: their values may change.
             Others equal themselves alone.
     """
-    return _Describer(modules, tensors).described(value)
+    return _Describer(modules, tensors, {}, False).described(value)
+
+
+def facts_if_small(value: Any, modules: Container[int], tensors: Mapping[int, int], memo: Memo) -> Any:
+    """Describe a value, or say that it equals itself alone if it has too many parts, plain ones included."""
+    if type(value) in PLAIN:
+        return plain_fact(value)
+    if id(value) not in memo:
+        memo[id(value)] = "itself"  # to what is inside of it
+        try:
+            memo[id(value)] = _Describer(modules, tensors, memo, True).described(value)
+        except _TooLarge:
+            memo[id(value)] = Same(value)
+    return memo[id(value)]
 
 
 class _Describer:
-    def __init__(self, modules: Container[int], tensors: Mapping[int, int]) -> None:
+    def __init__(
+        self, modules: Container[int], tensors: Mapping[int, int], memo: Memo, only_small: bool
+    ) -> None:
         self._modules, self._tensors, self._parts = modules, tensors, 0
+        self._memo, self._only_small = memo, only_small
         self._inside: set[int] = set()
 
     def described(self, value: Any) -> Any:
@@ -115,8 +142,10 @@ class _Describer:
         if isinstance(value, Tensor):
             return ("tensor", self._tensors[id(value)]) if id(value) in self._tensors else Same(value)
         self._parts += 1
+        if self._only_small and isinstance(value, Sized):
+            self._parts += len(value)
         if self._parts > MOST_PARTS:
-            return Unlike(value)
+            return self._too_large(value)
         if id(value) in self._modules:
             return Same(value)
         if id(value) in self._inside:
@@ -127,15 +156,24 @@ class _Describer:
         finally:
             self._inside.discard(id(value))
 
+    def _too_large(self, value: Any) -> Unlike:
+        if self._only_small:
+            raise _TooLarge
+        return Unlike(value)
+
     def _composed(self, kind: type, value: Any) -> Any:
         if kind in CONTAINERS:  # most values; they have no attributes
             return (kind, *map(self.described, itertools.chain(*value.items()) if kind is dict else value))
         if isinstance(value, type) or kind is torch.Generator:  # a graph draws from one as a pass does
             return Same(value)
+        if kind is ReferenceType:
+            return (kind, self.described(value()))
         if isinstance(value, FunctionType):
-            around = [each for _, each in cells(value)]
-            parts = (value.__defaults__, value.__kwdefaults__, vars(value), *around)
-            return (Same(value), *map(self.described, parts))
+            around = (
+                facts_if_small(each, self._modules, self._tensors, self._memo) for _, each in cells(value)
+            )
+            parts = (value.__defaults__, value.__kwdefaults__, vars(value))
+            return (Same(value), Same(value.__code__), *map(self.described, parts), *around)
         attributes = [*attributes_of(value)]  # first: a partial function has these once somebody has looked
         contents = self._contents(value)
         if contents is None and not attributes:
@@ -147,27 +185,29 @@ class _Describer:
         parts: Any
         if isinstance(value, Mapping):
             parts = itertools.chain.from_iterable(value.items())
-        elif isinstance(value, (list, tuple, deque)):
+        elif isinstance(value, (list, tuple, deque, MappingView)):
             parts = value
         elif isinstance(value, Set):
             parts = sorted(value, key=hash)
         elif isinstance(value, MethodType):
             parts = value.__self__, value.__func__
+        elif (plain := next((each for each in VALUES if isinstance(value, each)), None)) is not None:
+            return (Number(plain(value)),)
         elif (array := _bytes_of(value)) is not None:
-            return array
+            return (self._too_large(value),) if array == () else array
         else:
             parts = _pickled(value)
         return None if parts is None else tuple(map(self.described, parts))
 
 
 def _bytes_of(value: Any) -> tuple[Any, ...] | None:
-    """Return the shape, type and bytes of an array, as of NumPy; ``None`` for anything else."""
+    """Return shape, type and bytes of an array, as of NumPy; nothing of a large one; ``None`` for others."""
     try:
         view = memoryview(value)
     except (TypeError, ValueError, BufferError):
         return None
     if view.nbytes > MOST_BYTES or "O" in view.format:
-        return (Unlike(value),)
+        return ()
     return view.shape, view.format, view.tobytes()
 
 

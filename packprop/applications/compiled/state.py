@@ -6,17 +6,28 @@ import random
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from packprop.applications.compiled.facts import CONTAINERS, Same, facts_of, plain_fact
+from packprop.applications.compiled.facts import (
+    CONTAINERS,
+    VALUES,
+    Memo,
+    Same,
+    facts_if_small,
+    facts_of,
+    plain_fact,
+)
 from packprop.engine.passes import AutocastRegions
 from packprop.engine.recording import is_recording_disabled
 from packprop.engine.tensors import PLAIN, has_late_hooks, is_hooked, tensors_in
 
 REGISTERED = ("_parameters", "_buffers")
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+HOOKS = frozenset(name for name in OF_EVERY_MODULE if name.endswith("_hooks"))
+"""Attributes of every module, and those of its hooks among them."""
 OWN = "_packprop"
 """The beginning of names of attributes that packprop gives to modules."""
 
@@ -43,37 +54,56 @@ class State:
 
 def state_of(modules: Sequence[nn.Module], loss: Any, batch: Any) -> State:
     """Describe what a pass of these modules, with a loss that may be a function, on a batch depends on."""
-    parameters: dict[int, Tensor] = {}
-    seen: set[int] = set()
     parts = [module for root in modules for module in root.modules()]
-    registered = {*map(id, parts)}
-    key: list[Any] = [_described(module, parameters, seen, registered) for module in parts]
-    key.append(facts_of(loss, registered))
+    known = _Known([], {}, set(), {*map(id, parts)}, {})
+    key: list[Any] = [_described(module, known) for module in parts]
+    key.append(facts_of(loss, known.modules))
     given = {id(tensor): tensor for tensor in tensors_in(batch)}
-    key.append(facts_of(batch, registered, {tensor: place for place, tensor in enumerate(given)}))
-    key += map(_kind, parameters.values())
+    key.append(facts_of(batch, known.modules, {tensor: place for place, tensor in enumerate(given)}))
+    key += map(_kind, known.parameters)
     key += map(_kind, given.values())
-    key.append(_surroundings([*parameters.values(), *given.values()]))
-    return State([*parameters.values()], [*given.values()], tuple(key))
+    key.append(_surroundings([*known.parameters, *given.values()], known))
+    return State(known.parameters, [*given.values()], tuple(key))
 
 
-def _described(
-    module: nn.Module, parameters: dict[int, Tensor], seen: set[int], registered: set[int]
-) -> tuple[Any, ...]:
-    """Describe a module without its submodules: its class, its tensors by number, its plain attributes.
+class _Known(NamedTuple):
+    """What is described so far.
 
     Args:
-        module: The module.
-        parameters: The known tensors, by identity; this adds the module's own.
-        seen: Other objects that were described, by identity.
-        registered: All modules that are described, by identity.
+        parameters: Parameters and buffers, each once.
+        numbers: Their places, by identity.
+        seen: Objects that were described, by identity.
+        modules: All modules that are described, by identity.
+        memo: Descriptions of small objects.
     """
+
+    parameters: list[Tensor]
+    numbers: dict[int, int]
+    seen: set[int]
+    modules: set[int]
+    memo: Memo
+
+    def number(self, tensor: Tensor) -> int:
+        """Return the place of a parameter or buffer, at the end if it is new."""
+        if id(tensor) not in self.numbers:
+            self.numbers[id(tensor)] = len(self.parameters)
+            self.parameters.append(tensor)
+        return self.numbers[id(tensor)]
+
+    def facts_if_small(self, value: Any) -> Any:
+        """Describe a value that is not part of what is public."""
+        return facts_if_small(value, self.modules, self.numbers, self.memo)
+
+
+def _described(module: nn.Module, known: _Known) -> tuple[Any, ...]:
+    """Describe a module without its submodules: its class, its tensors by number, its attributes."""
     found: list[Any] = [Same(module), type(module)]
     attributes = module.__dict__
+    is_of_torch = type(module).__module__.startswith("torch.")  # a pass may change its private attributes
     for name in REGISTERED:
         for own, tensor in attributes[name].items():
             found.append(own)
-            found.append(None if tensor is None else _number(tensor, parameters))
+            found.append(None if tensor is None else known.number(tensor))
             if tensor is not None and tensor.__dict__:  # results of passes are there too, which are not plain
                 plain = [(key, each) for key, each in tensor.__dict__.items() if type(each) in PLAIN]
                 found += [(key, plain_fact(each)) for key, each in plain if not key.startswith("_")]
@@ -86,28 +116,21 @@ def _described(
                 found += (name, Same(value))
         elif name == "_modules":
             found += [(own, id(child)) for own, child in value.items()]
-        elif name.endswith("_hooks"):  # of all kinds, as torch.nn.Module has them
-            others = (
-                [facts_of(hook, registered) for hook in value.values() if not _is_own(hook)] if value else ()
-            )
+        elif name in HOOKS:
+            others = [known.facts_if_small(hook) for hook in value.values() if not _is_own(hook)]
             found += (name, *others) if others else ()
-        elif name.startswith("_") and (kind not in CONTAINERS or name in REGISTERED or name.startswith(OWN)):
+        elif name in OF_EVERY_MODULE or name.startswith(OWN):
             continue
-        elif id(value) in seen:  # a configuration, which many modules may share
+        elif name.startswith("_"):
+            if isinstance(value, (*CONTAINERS, *VALUES)) and not is_of_torch:
+                found += (name, known.facts_if_small(value))
+        elif id(value) in known.seen:  # a configuration, which many modules may share
             found += (name, Same(value))
         else:
             if kind not in CONTAINERS:
-                seen.add(id(value))
-            found += (name, facts_of(value, registered))
+                known.seen.add(id(value))
+            found += (name, facts_of(value, known.modules))
     return tuple(found)
-
-
-def _number(tensor: Tensor, known: dict[int, Tensor]) -> int:
-    """Return the place of a tensor among the known ones, at the end if it is new."""
-    if id(tensor) not in known:
-        known[id(tensor)] = tensor
-        return len(known) - 1
-    return list(known).index(id(tensor))
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
@@ -132,10 +155,12 @@ def _is_own(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("packprop.")
 
 
-def _surroundings(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
+def _surroundings(tensors: Iterable[Tensor], known: _Known) -> tuple[Any, ...]:
     """Describe the settings around a call."""
     regions = AutocastRegions.now({tensor.device.type for tensor in tensors}).regions
-    hooks = tuple(map(tuple, _GLOBAL_HOOKS))  # their numbers, which no two hooks share
+    hooks = tuple(
+        (number, known.facts_if_small(each)) for kind in _GLOBAL_HOOKS for number, each in kind.items()
+    )
     return regions, is_recording_disabled(), torch.are_deterministic_algorithms_enabled(), hooks
 
 

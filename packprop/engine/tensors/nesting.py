@@ -105,6 +105,8 @@ def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
     yield from getattr(value, "__dict__", {}).items()
     for each in type(value).__mro__:
         slots = vars(each).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            private = slot.startswith("__") and not slot.endswith("__")
+            name = f"_{each.__name__.lstrip('_')}{slot}" if private else slot
+            if slot not in ("__dict__", "__weakref__") and hasattr(value, name):
                 yield name, getattr(value, name)

@@ -67,7 +67,7 @@ def state_of(modules: Sequence[nn.Module], loss: Any, batch: Any) -> State:
 
 
 class _Known(NamedTuple):
-    """What is described so far.
+    """The descriptions so far.
 
     Args:
         parameters: Parameters and buffers, each once.

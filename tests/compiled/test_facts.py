@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import types
@@ -239,6 +240,30 @@ def test_what_does_not_end_replays() -> None:
     for _ in range(CALLS + 4):
         model[0].weight_hh_l0 = nn.Parameter(model[0].weight_hh_l0.detach().clone())
         step(x, y)
+    assert replays(step) > 0
+
+
+class Noisy(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.source = nn.Linear(3, 2), torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) + torch.rand(len(x), 2, generator=self.source)
+        return out
+
+
+def test_a_generator_of_a_module_is_drawn_from_as_in_ordinary_passes() -> None:
+    torch.manual_seed(0)
+    model = Noisy()
+    other = copy.deepcopy(model.layer)
+    x, y, source = torch.randn(5, 3), torch.randint(2, (5,)), torch.Generator().manual_seed(1)
+    step = packprop.compile(model, F.cross_entropy, BatchL2Grad(), backend="eager")
+    for _ in range(CALLS):
+        expected = F.cross_entropy(other(x) + torch.rand(5, 2, generator=source), y)
+        torch.testing.assert_close(step(x, y), expected.detach())
     assert replays(step) > 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -83,7 +84,19 @@ def alike(first: Tensor | None, second: Tensor | None) -> bool:
     return bool((first - second).abs().amax() <= tolerance * first.abs().amax())
 
 
+@contextlib.contextmanager
+def keeping_generators(step: Pass) -> Iterator[None]:
+    """Put the generators of a pass back to where they are, after what is drawn from them inside."""
+    kept = [(each, each.get_state()) for each in _generators(step)]
+    try:
+        yield
+    finally:
+        for generator, before in kept:
+            generator.set_state(before)
+
+
 def _generators(step: Pass) -> Sequence[torch.Generator]:
-    """Return the generators that extensions draw from, each once."""
+    """Return the generators that extensions draw from, and those that are attributes of modules, each once."""
     found = [getattr(extension, "generator", None) for extension in step.extensions]
+    found += [value for root in step.modules for module in root.modules() for value in vars(module).values()]
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())

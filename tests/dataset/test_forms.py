@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -88,6 +89,16 @@ def test_several_inputs_of_unequal_length_are_refused() -> None:
         with pytest.raises(BadInput, match=r"(?s)\[6.*same number of samples") as caught:
             packprop.compute(model, nn.CrossEntropyLoss(), data, extensions.BatchGrad())
         assert "((a, b), targets)" in str(caught.value)
+
+
+def test_mappings_that_cannot_be_mapped_are_no_data() -> None:
+    """Each sample would hold all of them."""
+    x, y = torch.randn(6, 3), torch.randint(2, (6,))
+    model = nn.Linear(3, 2)
+    with pytest.raises(PackpropError):
+        packprop.compute(
+            model, nn.CrossEntropyLoss(), (MappingProxyType({"input": x}), y), [extensions.BatchL2Grad()]
+        )
 
 
 def test_a_flat_tuple_of_inputs_and_targets_is_refused_with_the_form_that_works() -> None:

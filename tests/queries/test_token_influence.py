@@ -89,6 +89,33 @@ def test_a_loss_whose_input_leads_to_another_one(tmp_path: Path) -> None:
     assert_near(tokens.sum(2), products, "sums", 1e-9)
 
 
+def consistent(scores: Tensor, targets: Tensor) -> Tensor:
+    """A loss whose target is made of the model's output, too."""
+    return F.mse_loss(scores, scores.flip(1))
+
+
+def test_a_target_that_requires_gradients_is_refused() -> None:
+    model, given, queries = network()
+    with pytest.raises(
+        PackpropError, match="it requires gradients, as the model's output does, and which tokens"
+    ):
+        packprop.token_influence(model, consistent, given, queries)
+    packprop.extend(model)
+    with packprop.backpack(BatchGrad(per="token")), packprop.record():
+        scores = model(given[0])
+        loss = F.mse_loss(scores, target=scores.flip(1).detach())
+        loss.backward()
+    sums = model.hidden.weight.grad_batch_token.sum((0, 1))
+    assert_near(sums, model.hidden.weight.grad, "sums", 1e-9)
+    with (
+        pytest.raises(PackpropError, match="argument 1 of mse_loss"),
+        packprop.backpack(BatchGrad(per="token")),
+        packprop.record(),
+    ):
+        scores = model(given[0])
+        F.mse_loss(scores, target=scores.flip(1)).backward()
+
+
 def by_hand(scores: Tensor, targets: Tensor) -> Tensor:
     return class_axis(scores, targets) / len(targets)
 

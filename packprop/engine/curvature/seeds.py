@@ -14,6 +14,7 @@ from packprop.engine.curvature.tokens import (
     TOKENS_ASKED,
     columns_by_token,
     counted_tokens,
+    differentiable_argument,
     gradient_by_token,
     in_order,
     require_losses,
@@ -136,17 +137,16 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
             "it was changed in place after the loss was computed",
             "clone it before changing it",
         )
-    others = [*enumerate(call.args[1:], 1), *call.kwargs.items()]
-    for place, value in others:
-        if isinstance(value, Tensor) and value.requires_grad and value is not call.input:
-            raise PackpropError(
-                "A generalized Gauss-Newton quantity was asked for.",
-                f"argument {place!r} of {getattr(call.function, '__name__', call.function)}",
-                "it requires gradients, as the model's output does: the loss curves in both together, and a "
-                "generalized Gauss-Newton matrix is one of what the model's output alone enters",
-                "detach it, if no gradient shall go through it (targets); where one shall (a predicted "
-                "variance), ask for the Hessian: DiagHessian, BatchDiagHessian, HMP",
-            )
+    other = differentiable_argument(call)
+    if other is not None:
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            f"argument {other!r} of {getattr(call.function, '__name__', call.function)}",
+            "it requires gradients, as the model's output does: the loss curves in both together, and a "
+            "generalized Gauss-Newton matrix is one of what the model's output alone enters",
+            "detach it, if no gradient shall go through it (targets); where one shall (a predicted "
+            "variance), ask for the Hessian: DiagHessian, BatchDiagHessian, HMP",
+        )
     factor = loss_factor(graph, loss)
     tokens = token_count(loss, rule) if seed.by_token else 0
     if seed == EMPIRICAL:

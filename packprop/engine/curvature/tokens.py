@@ -19,6 +19,7 @@ loss. A token that does not count has rows of zeros.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from packprop.engine.functions.losses.description import Loss, canonical, weight
 from packprop.engine.graph.graph import Graph, ReachedLoss
 from packprop.engine.graph.links import Entrance
 from packprop.engine.graph.pull import derivatives
+from packprop.engine.recording.marks import RecordedLoss
 from packprop.errors import PackpropError
 
 TOKENS_ASKED = 'Quantities of single tokens were asked for (per="token").'
@@ -57,6 +59,19 @@ def require_losses(graph: Graph, asked: str, unknown: str) -> None:
             "compute that part with a loss function of torch: as an extended module or inside "
             "`with packprop.record():`; or keep it out of this backward pass",
         )
+
+
+def differentiable_argument(call: RecordedLoss) -> int | str | None:
+    """Return the place of an argument beside the input that requires gradients, such as a target."""
+    others: list[tuple[int | str, Any]] = [*enumerate(call.args[1:], 1), *call.kwargs.items()]
+    return next(
+        (
+            place
+            for place, value in others
+            if isinstance(value, Tensor) and value.requires_grad and value is not call.input
+        ),
+        None,
+    )
 
 
 def in_order(losses: Sequence[ReachedLoss]) -> list[ReachedLoss]:
@@ -117,6 +132,15 @@ def gradient_by_token(graph: Graph) -> list[Columns]:
     rules = [loss.entrance.rule for loss in losses]
     for loss, rule in zip(losses, rules, strict=True):
         token_count(loss, rule)  # raises before any work
+        place = differentiable_argument(loss.call)
+        if place is not None:
+            raise PackpropError(
+                TOKENS_ASKED,
+                f"argument {place!r} of {getattr(loss.call.function, '__name__', loss.call.function)}",
+                "it requires gradients, as the model's output does, and which tokens its entries belong to is "
+                "not known",
+                'detach it, if no gradient shall go through it (targets); else ask for per="sample"',
+            )
     create_graph = torch.is_grad_enabled()
     values = [loss.value for loss in losses]
     found = []

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,10 +15,12 @@ import packprop
 from packprop import extensions
 from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.registry import RULES
+from packprop.errors import PackpropError
 from packprop.functions import NodeCall, affine, scaled
 from packprop.testing import check_use
 from tests.references.tensors import R, p
 from tests.selection import one_in
+from tests.versions import needs_recent
 
 
 @pytest.fixture(autouse=True)
@@ -268,3 +271,38 @@ def test_a_function_named_like_one_of_pytorch() -> None:
 
     report = check_use(Mul.apply, lambda n: (R(n, 3), p(3)), allow_fallback=True)
     assert report.structures == {"weight": "Dense, by the fallback"}
+
+
+class Again(torch.autograd.Function):
+    """A checkpoint of one's own, whose parameters no graph shows."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, x: Tensor) -> Any:
+        ctx.function = function
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]  # of one output
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        torch.autograd.backward(y, gradient)
+        return None, x.grad
+
+
+@needs_recent
+@pytest.mark.parametrize(
+    "extension", [extensions.BatchL2Grad(), extensions.KFAC(), extensions.DiagHessian()], ids=str
+)
+def test_a_backward_function_that_runs_a_backward_pass_is_refused(extension: Any) -> None:
+    first, inner, last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+    x, y = torch.randn(5, 3), torch.randint(2, (5,))
+    with (
+        pytest.raises(PackpropError, match="it calls backward"),
+        packprop.backpack(extension),
+        packprop.record(),
+    ):
+        F.cross_entropy(last(Again.apply(inner, first(x))), y).backward()
+    assert all(p.grad is None for layer in (first, inner, last) for p in layer.parameters())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
+from torch.overrides import TorchFunctionMode
 
 from packprop.engine.functions.nodes import is_identity, made_by
 from packprop.engine.graph.graph import EAGER
@@ -47,6 +48,50 @@ def require_linear_backward(asked: str, starts: Iterable[Node | None]) -> None:
                 "clip or normalise gradients after backward(), in a hook or in .grad; or make the backward "
                 "function multiply by what does not depend on the gradient",
             )
+
+
+def require_no_nested_backward(asked: str, starts: Iterable[Node | None]) -> None:
+    """Refuse the user's own functions if their backward function runs a backward pass of its own.
+
+    Such a pass adds to the ``.grad`` of parameters that this graph does not show, whatever is pulled back.
+
+    Raises:
+        PackpropError: With the name of the function.
+    """
+    if is_dry_run() or is_traced():
+        return
+    for each in nodes_above(starts):
+        node: Any = each  # nodes of functions in Python have more than torch's annotations say
+        made = made_by(node) if _is_own(node) else []
+        if made and all(each.dtype.is_floating_point for each in made):
+            given = [torch.ones(each.shape, dtype=each.dtype, device=each.device) for each in made]
+            try:
+                with torch.no_grad(), _NoNestedBackward():
+                    node.apply(*given)
+            except _Nested as nested:
+                name = node.name().removesuffix("Backward")
+                raise PackpropError(
+                    asked,
+                    f"the backward function of {name} (torch.autograd.Function)",
+                    "it calls backward() itself, on parameters that autograd's graph does not show",
+                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); or return gradients by "
+                    "torch.autograd.grad, with the parameters among the arguments of the function",
+                ) from nested
+            except Exception:  # anything: it is the user's code, on numbers of no pass
+                continue
+
+
+class _Nested(Exception):
+    """A backward pass was started inside of a backward function."""
+
+
+class _NoNestedBackward(TorchFunctionMode):
+    """Raises an error where a backward pass is started."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.autograd.backward, Tensor.backward):
+            raise _Nested
+        return func(*args, **(kwargs or {}))
 
 
 def starts_of(outputs: Sequence[Tensor | GradientEdge]) -> list[Node | None]:

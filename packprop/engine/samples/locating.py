@@ -21,7 +21,7 @@ from packprop.engine.graph.completeness import (
     require_separable,
 )
 from packprop.engine.graph.graph import WHOLE, Graph, ReachedUse
-from packprop.engine.graph.own_backward import require_linear_backward, starts_of
+from packprop.engine.graph.own_backward import require_linear_backward, require_no_nested_backward, starts_of
 from packprop.engine.samples.feeding import Feed, first_of, model_outputs
 from packprop.engine.samples.hidden_mixing import Look, constants_of, dependence, find_hidden
 from packprop.engine.samples.loss_mixing import require_separate_losses
@@ -130,6 +130,7 @@ def locate_samples(graph: Graph) -> None:
     reordered = graph.documents is not None
     locations = None if reordered else memory.locations.get(graph.signature)
     if locations is None:
+        require_no_nested_backward("A quantity beyond the gradient was asked for.", starts_of(graph.roots))
         try:
             if is_dry_run():
                 locations = _usual_locations(graph)

@@ -30,20 +30,18 @@ def checked(
     outcome = step.run_apart(state.parameters, inputs, targets)
     after, own_after = random_states(), [each.get_state() for each in generators]
     try:
-        set_random_states(before)
-        for generator, own in zip(generators, own_before, strict=True):
-            generator.set_state(own)
-        outputs = run(apart)
+        with keeping_generators(step):
+            set_random_states(before)
+            for generator, own in zip(generators, own_before, strict=True):
+                generator.set_state(own)
+            outputs = run(apart)
+            drawn = [*random_states().values(), *(each.get_state() for each in generators)]
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         return outcome, f"it fails: {str(error).strip().splitlines()[0]}"
-    else:
-        drawn = [*random_states().values(), *(each.get_state() for each in generators)]
     finally:
         set_random_states(after)
-        for generator, own in zip(generators, own_after, strict=True):
-            generator.set_state(own)
     if not all(map(torch.equal, drawn, [*after.values(), *own_after])):
         return outcome, "it draws more or fewer random numbers"
     pairs = [*_pairs(outcome, traced.outcome(outputs))]

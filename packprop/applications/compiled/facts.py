@@ -6,7 +6,9 @@ types, arrays by their bytes, objects that are not written in Python by what pic
 objects that show no contents equal themselves alone; a function does, too, and its attributes, defaults and the
 variables that it closes over must be as they were. A description keeps what it names alive, so that nothing
 else can take its identity. Objects of more parts than ``MOST_PARTS``, and arrays of more than
-``MOST_BYTES``, are unlike everything, even themselves: a pass that may depend on them is not replayed.
+``MOST_BYTES``, are unlike everything, even themselves: a pass that may depend on them is not replayed. Of what
+is not public (private attributes, hooks, what functions close over) they equal themselves alone, because such
+tables are mostly large and fixed.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ MOST_BYTES = 2**20
 
 
 CONTAINERS = (tuple, list, dict)
+"""Types that most values with parts have; they have no attributes."""
+
 VALUES = (int, float, complex, str)
 """Types of values that subclasses have as well."""
 
@@ -162,7 +166,7 @@ class _Describer:
         return Unlike(value)
 
     def _composed(self, kind: type, value: Any) -> Any:
-        if kind in CONTAINERS:  # most values; they have no attributes
+        if kind in CONTAINERS:
             return (kind, *map(self.described, itertools.chain(*value.items()) if kind is dict else value))
         if isinstance(value, type) or kind is torch.Generator:  # a graph draws from one as a pass does
             return Same(value)

@@ -27,7 +27,7 @@ from packprop.applications.queries.gradients import QueryGradients
 from packprop.applications.queries.refined_search import Ends, RefinedSearch
 from packprop.applications.queries.refining import Refinement, Refiner
 from packprop.applications.queries.result import Influence
-from packprop.applications.queries.vectors import Inverse, vectors_of
+from packprop.applications.queries.vectors import Inverse, joined, vectors_of
 from packprop.engine.memory import budget_of, byte_text
 from packprop.engine.recording import extended
 from packprop.engine.tensors import LossFunction
@@ -176,18 +176,13 @@ def _groups(batches: Batches, gradients: QueryGradients, most: int) -> Iterator[
             what = f"a batch of {count} queries"
             raise _too_small(what, f"{most} fit at once", f"give more, or batches of at most {most}")
         if number and number + count > most:
-            yield _joined(waiting)
+            yield joined(waiting)
             waiting, number = [], 0
         if count:
             waiting.append(rows)
             number += count
     if waiting:
-        yield _joined(waiting)
-
-
-def _joined(waiting: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Join all batches, array by array; release them."""
-    return {name: torch.cat([rows.pop(name) for rows in waiting]) for name in list(waiting[0])}
+        yield joined(waiting)
 
 
 def _most_queries(

@@ -22,7 +22,7 @@ from packprop.applications.dataset.stream import is_empty
 from packprop.applications.queries.checks import queries_without_gradient, warn_of_empty
 from packprop.applications.queries.gradients import PassesApart
 from packprop.applications.queries.refining import Refinement
-from packprop.applications.queries.vectors import Inverse, vectors_of
+from packprop.applications.queries.vectors import Inverse, joined, vectors_of
 from packprop.engine.algebra import ADD_IN_PLACE, CAT, token_along
 from packprop.engine.memory import budget_of, byte_text
 from packprop.engine.recording import extended
@@ -196,8 +196,8 @@ def _vectors(
             parts += [rows] if number else []
         if not parts:
             raise BadInput(ASKED, "queries", "no samples were in any batch", "give at least one query")
-        joined = {name: torch.cat([rows.pop(name) for rows in parts]) for name in list(parts[0])}
-        warn_of_empty(ASKED, queries_without_gradient(joined), count)
+        vectors = joined(parts)
+        warn_of_empty(ASKED, queries_without_gradient(vectors), count)
         if refiner is None:
-            return joined
-        return refiner(joined, gradients.orders, None, budget // query, lambda iterations: None)
+            return vectors
+        return refiner(vectors, gradients.orders, None, budget // query, lambda iterations: None)

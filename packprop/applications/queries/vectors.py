@@ -72,6 +72,11 @@ def vectors_of(
     return gradients, refiner
 
 
+def joined(waiting: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Join all batches, array by array; release them."""
+    return {name: torch.cat([rows.pop(name) for rows in waiting]) for name in list(waiting[0])}
+
+
 def _preconditioner(
     asked: str, inverse: Inverse, model: nn.Module, names: list[str] | None
 ) -> Preconditioner | None:

@@ -19,7 +19,7 @@ from packprop.engine.functions.nodes import (
     is_wrong_in_second_order,
 )
 from packprop.engine.graph.graph import Graph, ReachedLoss
-from packprop.engine.graph.own_backward import require_linear_backward, require_no_nested_backward, starts_of
+from packprop.engine.graph.own_backward import require_linear_backward, starts_of
 from packprop.engine.graph.pull import derivatives
 from packprop.engine.graph.search import nodes_above
 from packprop.engine.recording.unrecorded import NOT_REENTRANT, REENTRANT
@@ -171,7 +171,6 @@ def require_passable(outputs: Sequence[Tensor | GradientEdge], asked: str) -> No
     """
     if any(node.name() == REENTRANT for node in nodes_above(starts_of(outputs))):
         raise PackpropError(asked, "a part of the model inside torch.utils.checkpoint", *HIDING_LAYERS)
-    require_no_nested_backward(asked, starts_of(outputs))
     require_linear_backward(asked, starts_of(outputs))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,15 +34,13 @@ def require_linear_backward(asked: str, starts: Iterable[Node | None]) -> None:
         starts: The nodes where the graph begins.
 
     Raises:
-        PackpropError: With the name of the function.
+        PackpropError: With the name of the function; also if it runs a backward pass of its own.
     """
-    if is_dry_run() or is_traced():
-        return
-    for node in nodes_above(starts):
-        if _is_own(node) and not _is_linear(node):
+    for node in _own_nodes(starts):
+        if not _is_linear(asked, node):
             raise PackpropError(
                 asked,
-                f"the backward function of {node.name().removesuffix('Backward')} (torch.autograd.Function)",
+                _backward_function(node),
                 "it is not linear in the gradient that it is given (it clips, normalises, rounds or draws), "
                 "so no vector but the gradient itself can be pulled back through it",
                 "clip or normalise gradients after backward(), in a hook or in .grad; or make the backward "
@@ -58,27 +56,12 @@ def require_no_nested_backward(asked: str, starts: Iterable[Node | None]) -> Non
     Raises:
         PackpropError: With the name of the function.
     """
-    if is_dry_run() or is_traced():
-        return
-    for each in nodes_above(starts):
-        node: Any = each  # nodes of functions in Python have more than torch's annotations say
-        made = made_by(node) if _is_own(node) else []
-        if made and all(each.dtype.is_floating_point for each in made):
-            given = [torch.ones(each.shape, dtype=each.dtype, device=each.device) for each in made]
-            try:
-                with torch.no_grad(), _NoNestedBackward():
-                    node.apply(*given)
-            except _Nested as nested:
-                name = node.name().removesuffix("Backward")
-                raise PackpropError(
-                    asked,
-                    f"the backward function of {name} (torch.autograd.Function)",
-                    "it calls backward() itself, on parameters that autograd's graph does not show",
-                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); or return gradients by "
-                    "torch.autograd.grad, with the parameters among the arguments of the function",
-                ) from nested
-            except Exception:  # anything: it is the user's code, on numbers of no pass
-                continue
+    for node in _own_nodes(starts):
+        made = made_by(node)
+        if _can_be_tried(made):
+            _products(
+                asked, node, [torch.ones(each.shape, dtype=each.dtype, device=each.device) for each in made]
+            )
 
 
 class _Nested(Exception):
@@ -105,10 +88,47 @@ def _is_own(node: Node) -> bool:
     return not is_identity(node) and not is_compiled_region(node)
 
 
-def _is_linear(node: Any) -> bool:
+def _own_nodes(starts: Iterable[Node | None]) -> Iterator[Any]:
+    """Yield the nodes of the user's own functions; none where nothing has values."""
+    if not (is_dry_run() or is_traced()):
+        yield from filter(_is_own, nodes_above(starts))
+
+
+def _backward_function(node: Node) -> str:
+    return f"the backward function of {node.name().removesuffix('Backward')} (torch.autograd.Function)"
+
+
+def _can_be_tried(made: Sequence[Any]) -> bool:
+    return bool(made) and all(each.dtype.is_floating_point for each in made)
+
+
+def _products(asked: str, node: Any, given: Sequence[Tensor]) -> list[Tensor]:
+    """Return what a node's backward function makes of vectors; nothing if it raises an exception.
+
+    Raises:
+        PackpropError: If it runs a backward pass of its own.
+    """
+    try:
+        with torch.no_grad(), _NoNestedBackward():
+            products = node.apply(*given)
+    except _Nested as nested:
+        raise PackpropError(
+            asked,
+            _backward_function(node),
+            "it calls backward() itself, on parameters that autograd's graph does not show",
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); or return gradients by "
+            "torch.autograd.grad, with the parameters among the arguments of the function",
+        ) from nested
+    except Exception:  # anything: it is the user's code, on numbers of no pass; or its tensors are freed
+        return []
+    products = products if isinstance(products, tuple) else (products,)
+    return [each for each in products if isinstance(each, Tensor)]
+
+
+def _is_linear(asked: str, node: Any) -> bool:
     """Tell whether a node's backward function is linear; true where it cannot be tried."""
     made = made_by(node)
-    if not made or any(each.dtype.is_complex or not each.dtype.is_floating_point for each in made):
+    if not _can_be_tried(made):
         return True
     generator = torch.Generator().manual_seed(len(made))
     shapes = [tuple(each.shape) for each in made]
@@ -118,13 +138,7 @@ def _is_linear(node: Any) -> bool:
 
     def run(fed: Sequence[Tensor]) -> list[Tensor]:
         given = [each.to(like.device, like.dtype) for each, like in zip(fed, made, strict=True)]
-        try:
-            with torch.no_grad():
-                products = node.apply(*given)
-        except Exception:  # anything: it is the user's code, on numbers of no pass; or its tensors are freed
-            return []
-        products = products if isinstance(products, tuple) else (products,)
-        return [each.to(torch.float64) for each in products if isinstance(each, Tensor)]
+        return [each.to(torch.float64) for each in _products(asked, node, given)]
 
     tolerance = max(torch.finfo(each.dtype).eps for each in made) ** 0.5
     one, other = run(first), run(second)

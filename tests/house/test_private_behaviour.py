@@ -25,7 +25,7 @@ from packprop.engine.eager import pieces
 from packprop.engine.functions import saved
 from packprop.engine.functions.nodes import is_identity, is_once_differentiable
 from packprop.engine.functions.operands import saved_constants
-from packprop.engine.recording.aside import OwnMode
+from packprop.engine.recording.aside import OwnMode, unseen
 from packprop.engine.recording.marks import LOSS, RecordedLoss, nodes_above
 from packprop.engine.tensors.hooks import dictionaries_of_node
 from packprop.engine.tensors.state import taken_over, version
@@ -445,6 +445,19 @@ def test_the_stack_of_modes_names_the_outermost_first() -> None:
         assert torch.overrides._get_current_function_mode_stack() == [outer]
         TorchFunctionMode.__enter__(inner)
     assert not torch.overrides.has_torch_function((tensor,))
+
+
+def test_modes_do_not_see_what_is_read_unseen() -> None:
+    class Refusing(TorchFunctionMode):
+        def __torch_function__(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError("a mode sees an attribute")
+
+    tensor = torch.ones(2)
+    with Refusing(), unseen():
+        assert tensor.shape == (2,)
+        assert not tensor.requires_grad
+    with Refusing(), pytest.raises(AssertionError, match="a mode sees"):
+        _ = tensor.shape
 
 
 def test_versions_that_do_not_show_hooks_say_what_a_checkpoint_needs(monkeypatch: pytest.MonkeyPatch) -> None:

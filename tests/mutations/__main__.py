@@ -24,7 +24,7 @@ from tests.mutations.changes import Change, changes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "mutations.json"
-ROOMS = ("engine/passes", "engine/algebra", "engine/curvature", "extensions", "engine/tensors")
+ROOMS = ("engine", "extensions")
 KINDS = ("sign", "axis", "merge", "comparison")
 FIRST = ("tests/extensions/test_cases.py", "tests/extensions", "tests/passes", "tests/curvature")
 """What is tried before everything else, after the tests of the folder itself."""
@@ -70,7 +70,7 @@ def first_failure(tree: Path, paths: Sequence[str], jobs: int) -> str | None:
         return None
     if run.returncode not in (1, 2, 3, 4):
         raise RuntimeError(f"pytest ended with {run.returncode}:\n{run.stdout[-2000:]}\n{run.stderr[-2000:]}")
-    named = re.search(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", run.stdout, re.MULTILINE)
+    named = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", run.stdout, re.MULTILINE)
     return named[1] if named else "a test that hangs" if "Timeout (" in run.stdout + run.stderr else "the start"
 
 
@@ -82,7 +82,7 @@ def examined(tree: Path, change: Change, jobs: int) -> dict[str, Any]:
     begun = time.monotonic()
     try:
         file.write_text(change.applied(source), encoding="utf-8")
-        near = [f"tests/{Path(change.file).parts[-2]}", *FIRST]
+        near = [*(f"tests/{folder}" for folder in Path(change.file).parts[1:-1]), *FIRST]
         by = first_failure(tree, [path for path in near if (tree / path).exists()], 1)
         by = by or first_failure(tree, (), jobs)
     finally:

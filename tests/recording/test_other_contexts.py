@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import packprop
 from packprop import extensions
@@ -112,6 +114,31 @@ def test_inputs_that_require_gradients() -> None:
     check_rows(model, x, y)
     assert x.grad is not None
     assert not hasattr(x, "grad_batch")
+
+
+def test_modes_of_the_user_see_the_calls_of_the_user_alone() -> None:
+    """A torch-function mode sees no attribute that packprop reads: each would cost a call of its function."""
+    seen: list[str] = []
+
+    class Noting(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            seen.append(getattr(func, "__name__", ""))
+            return func(*args, **(kwargs or {}))
+
+    model, loss = network(), nn.CrossEntropyLoss()
+    x, y = batch()
+    with Noting():
+        loss(model(x), y)
+    plain = [*seen]
+    packprop.extend(model)
+    packprop.extend(loss)
+    seen.clear()
+    with Noting(), packprop.backpack(extensions.BatchL2Grad()):
+        out = loss(model(x), y)
+        assert seen == plain
+        out.backward()
 
 
 def test_threads_do_not_see_each_other() -> None:

@@ -33,6 +33,14 @@ TRACER = "torch.fx.experimental.proxy_tensor"
 """The Python module of PyTorch with the mode that is in force while packprop traces a pass."""
 
 
+unseen = torch._C.DisableTorchFunction
+"""A context in which no torch-function mode sees which attributes packprop reads.
+
+It is private. Under a mode each attribute of a tensor costs a call of a Python function, and a mode of the
+user's has no business with what packprop reads.
+"""
+
+
 class OwnMode(TorchFunctionMode):
     """A torch-function mode of packprop's, which can be taken off for a while."""
 

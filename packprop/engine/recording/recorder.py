@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from packprop.engine.functions.composites import COMPOSITES, body_of, has_parts
 from packprop.engine.functions.losses.description import LOSSES, input_of
-from packprop.engine.recording.aside import OwnMode, end_stale_absence
+from packprop.engine.recording.aside import OwnMode, end_stale_absence, unseen
 from packprop.engine.recording.marks import LOSS, OUTPUT, ForwardCall, RecordedLoss, marks_of
 from packprop.engine.tensors.nesting import tensors_in
 from packprop.engine.tensors.state import version
@@ -91,7 +91,8 @@ class LossRecorder(OwnMode):
     def note(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Leave a loss on the node that it made, with what was declared."""
         self.has_loss = True
-        mark_loss(function, args, kwargs, out, self.sample_axis, self.documents)
+        with unseen():
+            mark_loss(function, args, kwargs, out, self.sample_axis, self.documents)
 
 
 def _has_other_classes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -148,7 +148,8 @@ def _is_left_alone() -> bool:
 def _mark_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     # torch.jit.script compiles hooks, and cannot compile this one: call packprop.restore(model) before
     if not _is_left_alone():
-        mark_outputs(module, module.__dict__.get(AXIS), args, kwargs, output)
+        with aside.unseen():
+            mark_outputs(module, module.__dict__.get(AXIS), args, kwargs, output)
 
 
 def _begin_loss(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -167,7 +168,8 @@ def _end_loss(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     if recorder.module is module:  # not a loss inside of the one that began it
         recorder.stop()
     if output is not None:
-        _record_own_loss(recorder, module, args, kwargs, output)
+        with aside.unseen():
+            _record_own_loss(recorder, module, args, kwargs, output)
 
 
 def _record_own_loss(recorder: LossRecorder, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:

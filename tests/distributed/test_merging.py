@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 import packprop
 from packprop.engine.algebra.monoid import CAT, KEEP, MOMENTS, SUM, Moments, Monoid, lift
-from packprop.engine.distributed import merge_over_ranks
+from packprop.engine.distributed import merge_over_ranks, merging
 from tests.distributed.processes import in_processes, needs_groups
 
 pytestmark = needs_groups
@@ -121,3 +123,19 @@ def test_partial_results_of_ranks_merge() -> None:
         assert all(torch.equal(a, b) for a, b in zip(tensors, found[0][0], strict=True))  # bit for bit
         for part in ("'sum'", "rank 0: SUM of [2]", "rank 2: SUM of [4]"):
             assert part in refused
+
+
+def test_results_merge_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as they have so many entries, so that there is no second copy of all."""
+    asked: list[list[str]] = []
+
+    def noted(bucket: Sequence[Any], *_: Any) -> Iterator[tuple[str, Any]]:
+        asked.append([key for key, _, _ in bucket])
+        yield from ((key, value) for key, value, _ in bucket)
+
+    monkeypatch.setattr(merging, "BUCKET", 10)
+    monkeypatch.setattr(merging, "exchanged", lambda value, group: [value])
+    monkeypatch.setattr(merging, "_merged", noted)
+    partial = {name: torch.zeros(2, 2) for name in "abcdefg"}
+    assert merge_over_ranks(partial, lambda key: SUM).keys() == partial.keys()
+    assert asked == [["a", "b", "c"], ["d", "e", "f"], ["g"]]

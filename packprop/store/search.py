@@ -48,7 +48,7 @@ def extreme_products(
     step = max(1, memory // bytes_of_a_row(arrays, count))
     best = [(torch.empty(count, 0, dtype=torch.int64), torch.empty(count, 0, dtype=width)) for _ in largest]
     for start, products in _blocks(asked, arrays, flat, step):
-        best = [_better(known, products, start, k, side) for known, side in zip(best, largest, strict=True)]
+        best = [better(known, products, start, k, side) for known, side in zip(best, largest, strict=True)]
     return best
 
 
@@ -135,10 +135,10 @@ def require_number(asked: str, k: Any) -> None:
         raise BadInput(asked, f"k={k!r}", "it is no number of samples", "give a whole number of at least 1")
 
 
-def _better(
+def better(
     known: tuple[Tensor, Tensor], products: Tensor, start: int, k: int, largest: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the ``k`` best of the known ones, and of the products with rows from ``start`` on."""
+    """Return the ``k`` best of known rows with their products, and of products with rows from ``start`` on."""
     found, where = products.topk(min(k, products.shape[1]), largest=largest)
     rows, best = torch.cat([known[0], where + start], 1), torch.cat([known[1], found], 1)
     best, order = best.topk(min(k, best.shape[1]), largest=largest)

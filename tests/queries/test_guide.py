@@ -19,8 +19,9 @@ def test_the_guide_runs(
     scope: dict[str, Any] = {}
     for block in blocks:
         exec(block, scope)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     assert scope["found"].largest.identifiers.shape == (2, 5)
+    assert scope["read"].largest.rows.equal(scope["found"].largest.rows)
     assert scope["near"].quantity == "grad_batch_projected"
     assert float(scope["exact"].residuals.max()) <= 1e-3
     assert scope["rough"].data_readings <= scope["exact"].data_readings

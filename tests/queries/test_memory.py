@@ -54,7 +54,7 @@ def test_a_budget_is_kept(tmp_path: Path, dtype: Any, projected: bool, curvature
 
 def test_budgets_that_are_too_small(tmp_path: Path) -> None:
     problem, _ = written(tmp_path / "store")
-    with pytest.raises(packprop.BadInput, match=r"gradient of one query(.|\n)*more than a quarter"):
+    with pytest.raises(packprop.BadInput, match=r"gradient of one query(.|\n)*more than its part"):
         influence(tmp_path / "store", problem, memory="3KB")
     with pytest.raises(packprop.BadInput, match="a row of the store"):
         influence(tmp_path / "store", problem, memory=100)

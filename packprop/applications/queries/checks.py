@@ -94,8 +94,10 @@ def warn_of_empty(asked: str, empty: Sequence[int], queries: int) -> None:
     )
 
 
-def numbers_of_groups(asked: str, groups: Tensor | Sequence[int], samples: int) -> Tensor:
-    """Return the groups of rows as whole numbers ``[n]``.
+def numbers_of_groups(
+    asked: str, groups: Tensor | Sequence[int], samples: int, there_are: str = "the store has"
+) -> Tensor:
+    """Return the groups of rows as whole numbers ``[n]``; ``there_are`` begins the reason of the error.
 
     Raises:
         BadInput: If they are none, or not as many as rows.
@@ -105,7 +107,7 @@ def numbers_of_groups(asked: str, groups: Tensor | Sequence[int], samples: int) 
         raise BadInput(
             asked,
             f"groups of shape {list(found.shape)} and {found.dtype}",
-            f"the store has {samples} rows, and each needs the number of its group, from 0 on",
-            "give whole numbers [n] in the order of the store's rows",
+            f"{there_are} {samples} rows, and each needs the number of its group, from 0 on",
+            "give whole numbers [n] in the order of the rows",
         )
     return found.long()

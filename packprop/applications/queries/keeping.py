@@ -19,7 +19,7 @@ from packprop.applications.dataset.values import decode, encode
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.store.schema import Size, Unfit, fitted_as
 
-FORMAT = {"what": "packprop's refined queries", "format": 1}
+FORMAT = {"what": "packprop's refined queries", "format": 2}
 """The first facts of each checkpoint."""
 
 clock = time.monotonic
@@ -29,7 +29,8 @@ clock = time.monotonic
 class DoneGroup:
     """A finished group of queries: what stands for its gradients, its results, and its residuals.
 
-    ``groups``: sums over groups of samples, if you asked for them.
+    ``groups``: sums over groups of samples, if you asked for them; ``samples``: the number of all samples;
+    ``terms``: the divisors of their losses, added up.
     """
 
     digest: str
@@ -37,6 +38,8 @@ class DoneGroup:
     smallest: list[Tensor]
     groups: Tensor | None
     residuals: Tensor
+    samples: Size
+    terms: float
 
 
 @dataclass(frozen=True)

@@ -1,40 +1,30 @@
-"""Refining of queries, group by group, then their search in the store; a folder keeps the work."""
+"""Refining of queries, group by group, then the search for their samples; a folder keeps the work."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
 from packprop.applications.dataset.digests import digest
 from packprop.applications.dataset.identity import identity_of
+from packprop.applications.queries.candidates import Candidates, Ends
 from packprop.applications.queries.gradients import QueryGradients
 from packprop.applications.queries.keeping import DoneGroup, GroupInHand, Keeper, Work
 from packprop.applications.queries.refining import Refiner
 from packprop.engine.algebra import ConjugateGradients
 from packprop.engine.tensors import LossFunction
 from packprop.extensions import BatchGrad
-from packprop.store.reading import Store
 from packprop.store.search import Found
-
-Ends = tuple[Found, Found, Tensor | None]
-"""The samples at both ends, and sums over groups ``[q, g]`` if you asked for them."""
-
-Find = Callable[[dict[str, Tensor]], Ends]
-"""A function from rows of queries by array to the samples that the store has for them."""
 
 
 class RefinedSearch:
-    """Finds, for one group of queries after the other, the stored samples at both ends.
+    """Finds, for one group of queries after the other, the samples at both ends.
 
     Args:
         asked: The call of the user, for messages.
-        store: The store.
-        quantity: The gradients of the store.
-        find: Searches for rows of queries, as the store has them.
-        asks: Describes the search, as JSON has it.
+        candidates: The samples.
         gradients: The maker of the groups.
         refiner: The refiner.
         most: The number of vectors that fit at once in refining.
@@ -43,16 +33,12 @@ class RefinedSearch:
     def __init__(
         self,
         asked: str,
-        store: Store,
-        quantity: str,
-        find: Find,
-        asks: list[Any],
+        candidates: Candidates,
         gradients: QueryGradients,
         refiner: Refiner,
         most: int,
     ) -> None:
-        self._most = most
-        self._asked, self._store, self._quantity, self._find, self._asks = asked, store, quantity, find, asks
+        self._asked, self._candidates, self._most = asked, candidates, most
         self._gradients, self._refiner = gradients, refiner
         self._keeper = Keeper(asked, None, None)
         self._place, self._before = 0, 0
@@ -69,13 +55,7 @@ class RefinedSearch:
         if folder is None:
             yield
             return
-        store: dict[str, Any] = {
-            "quantity": self._quantity,
-            "samples": self._store.samples,
-            "identifiers": digest(self._store.identifiers),
-            "asked for": self._asks,
-        }
-        options = {**self._refiner.facts, "store": store}
+        options = {**self._refiner.facts, "store": self._candidates.facts()}
         identity = identity_of(model, loss, [BatchGrad()], self._refiner.batches, **options)
         self._keeper = Keeper(self._asked, folder, identity)
         with self._keeper.open():
@@ -89,7 +69,7 @@ class RefinedSearch:
         known = self._keeper.known(place, stamp)
         if isinstance(known, DoneGroup):
             self._refiner.residuals.append(known.residuals)
-            return Found(*known.largest), Found(*known.smallest), known.groups
+            return Ends(Found(*known.largest), Found(*known.smallest), known.groups, known.samples, known.terms)
 
         def keep(iterations: ConjugateGradients) -> None:
             done = self._keeper.work.done
@@ -97,7 +77,8 @@ class RefinedSearch:
 
         state = None if known is None else known.state
         solved = self._refiner(rows, self._gradients.orders, state, self._most, keep)
-        largest, smallest, groups = found = self._find(self._gradients.projected_rows(solved))
-        group = DoneGroup(stamp, [*largest], [*smallest], groups, self._refiner.residuals[-1])
+        found = self._candidates.find(self._gradients.projected_rows(solved))
+        largest, smallest, groups, samples, terms = found
+        group = DoneGroup(stamp, [*largest], [*smallest], groups, self._refiner.residuals[-1], samples, terms)
         self._keeper.keep(Work([*self._keeper.work.done, group], None, self.readings), now=True)
         return found

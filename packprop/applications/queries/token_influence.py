@@ -17,8 +17,8 @@ from packprop.applications.dataset.batches import Batches, Data
 from packprop.applications.dataset.given import require_model_and_loss
 from packprop.applications.dataset.result import Result
 from packprop.applications.dataset.sharded import require_whole_parameters
-from packprop.applications.dataset.stored import of_summed_loss
 from packprop.applications.dataset.stream import is_empty
+from packprop.applications.queries.candidates import added_up
 from packprop.applications.queries.checks import queries_without_gradient, warn_of_empty
 from packprop.applications.queries.gradients import PassesApart
 from packprop.applications.queries.refining import Refinement
@@ -138,12 +138,7 @@ def token_influence(
 
 def _summed(extension: Extension, run: Found) -> Tensor:
     """Add up the products of a batch over parameters ``[n, t, q]``, at the scale of a loss that is summed."""
-    products = [
-        of_summed_loss(extension, values, dtype, run.samples, float(run.terms))
-        for dtype, results in run.rows.values()
-        for values in results.values()
-    ]
-    total = torch.stack([each.to("cpu", torch.float64) for each in products]).sum(0)
+    total = added_up(extension, run)
     if not total.isfinite().all():
         raise PackpropError(
             ASKED,

@@ -24,7 +24,16 @@ from packprop.engine.algebra.monoid import (
 from packprop.engine.algebra.order import EntryOrder, Fold, fold_swapped, fold_to
 from packprop.engine.algebra.projecting import projected
 from packprop.engine.algebra.projections import Projection
-from packprop.engine.algebra.statistics import along, batch_sq, gram, moments, sq_norm, sum_sq, total_grad
+from packprop.engine.algebra.statistics import (
+    along,
+    along_each,
+    batch_sq,
+    gram,
+    moments,
+    sq_norm,
+    sum_sq,
+    total_grad,
+)
 from packprop.engine.algebra.structures import Dense, Lookup, Structure, entry_order_of, rows
 from packprop.engine.algebra.tokens import token_along
 
@@ -49,6 +58,7 @@ __all__ = [
     "Structure",
     "algorithms",
     "along",
+    "along_each",
     "batch_sq",
     "cotangent_gram",
     "coupled",

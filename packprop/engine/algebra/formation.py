@@ -15,6 +15,7 @@ from packprop.engine.algebra.factors import (
 from packprop.engine.algebra.statistics import (
     Statistic,
     along,
+    along_each,
     batch_sq,
     gram,
     moments,
@@ -45,6 +46,7 @@ OF_ROWS = frozenset(
         summed_grad,
         total_grad,
         along,
+        along_each,
         sum_sq,
         batch_sq,
         sq_norm,
@@ -58,6 +60,7 @@ OF_ROWS = frozenset(
 FACTORED = (
     total_grad,
     along,
+    along_each,
     sum_sq,
     batch_sq,
     sq_norm,

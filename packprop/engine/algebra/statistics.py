@@ -7,7 +7,7 @@ registered for one structure; the law "fast cell equals default" is tested for e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +118,28 @@ def along(structure: Structure, first: Sequence[Any]) -> Tensor:
         matrices = order.to_matrices(direction[None]).reshape(groups, fan_out, -1)
         images = torch.einsum("nsgi,goi->nsgo", structure.x, matrices)
     return (images * cotangent[0]).flatten(1).sum(1, dtype=first[0].dtype)
+
+
+def along_each(structure: Structure, directions: Mapping[str, Tensor], name: str, shape: object) -> Tensor:
+    """Return inner products of per-sample gradients of one column with several directions, ``[n, d]``.
+
+    Where a weight is shared over positions, forming the gradients costs as much as one direction takes
+    without them.
+
+    Args:
+        structure: Structure of a parameter.
+        directions: The directions ``[d, *p]`` by name of the parameter.
+        name: Name of the parameter.
+        shape: Its shape, which the directions have already.
+    """
+    given = directions[name]
+    if isinstance(structure, Tied) and not structure.formed:
+        one, other = (along_each(part, directions, name, shape) for part in structure.parts)
+        return one + other
+    if len(given) > 1 and isinstance(structure, Outer) and structure.shape[1] > 1:
+        gradients = flat_rows(structure)[0]
+        return (gradients @ given.flatten(1).to(gradients.dtype).mT).to(given.dtype)
+    return torch.stack([along(structure, [each]) for each in given], -1)
 
 
 def moments(structure: Structure) -> Moments:

@@ -1,0 +1,302 @@
+"""The samples that queries are compared with: rows of a store, or data whose gradients are computed anew.
+
+# NOTE [Samples without a store]
+A store of gradients is as large as the data times the parameters. Without one, packprop computes the gradients
+of the samples while it reads the data, multiplies them with the vectors of the current queries, and keeps the
+products alone. It reads the data once for each group of queries, so its time grows with the number of groups.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from packprop.applications.dataset.batch_pass import Found as FoundByBatch
+from packprop.applications.dataset.batches import Batches, described
+from packprop.applications.dataset.digests import digest
+from packprop.applications.dataset.identity import BATCHES, identity_of
+from packprop.applications.dataset.stored import of_summed_loss
+from packprop.applications.dataset.stream import is_empty
+from packprop.applications.queries.checks import gradients_in, numbers_of_groups, require_same_model
+from packprop.applications.queries.gradients import PassesApart
+from packprop.engine.algebra import CAT, along_each
+from packprop.engine.memory import byte_text
+from packprop.engine.tensors import LossFunction, named_parameters
+from packprop.errors import BadInput, PackpropError
+from packprop.store.reading import BLOCK, Store
+from packprop.store.search import Found, better, bytes_of_a_row, summed_products
+from packprop.types import GRADIENT, Extension, Row
+
+
+class Ends(NamedTuple):
+    """The result of a search.
+
+    Args:
+        largest: Samples with the largest products.
+        smallest: Samples with the smallest products.
+        groups: Products added up over groups ``[q, g]``, if that is wanted.
+        samples: The number of all samples.
+        terms: The divisors of their losses, added up.
+    """
+
+    largest: Found
+    smallest: Found
+    groups: Tensor | None
+    samples: int
+    terms: float
+
+
+class Wanted(NamedTuple):
+    """The search for each query.
+
+    Args:
+        k: The number of samples at each end.
+        groups: The group of each sample, if sums over groups are wanted.
+    """
+
+    k: int
+    groups: Any = None
+
+    def facts(self) -> list[Any]:
+        """Return this as JSON has it."""
+        return [self.k, None if self.groups is None else torch.as_tensor(self.groups).tolist()]
+
+
+class Candidates(Protocol):
+    """Samples that queries are compared with.
+
+    Attributes:
+        quantity: The name of their gradients.
+    """
+
+    quantity: str
+
+    @property
+    def arrays(self) -> Mapping[str, Any]:
+        """Gradients by parameter, or empty tensors like them; of all parameters together by ``""``."""
+
+    def room(self, budget: int) -> int:
+        """Return the bytes of a budget that the vectors of a group of queries may take."""
+
+    def facts(self) -> dict[str, Any]:
+        """Describe the search, as JSON has it."""
+
+    def find(self, rows: dict[str, Tensor]) -> Ends:
+        """Search for the vectors of some queries ``[q, ...]``, by array."""
+
+
+class StoredSamples:
+    """Samples whose gradients are in a store.
+
+    Args:
+        asked: The call of the user, for messages.
+        store: The store.
+        model: The model of the queries.
+        quantity: The gradients of the store; ``None`` for the first.
+        wanted: What to find.
+        budget: Bytes for current rows and vectors.
+    """
+
+    def __init__(
+        self, asked: str, store: Store, model: nn.Module, quantity: str | None, wanted: Wanted, budget: int
+    ) -> None:
+        self._asked, self._store, self._wanted = asked, store, wanted
+        self.quantity = gradients_in(asked, store, quantity)
+        self.arrays: Mapping[str, Any] = store.arrays(self.quantity)
+        require_same_model(asked, store, model)
+        groups = wanted.groups
+        self._numbers = None if groups is None else numbers_of_groups(asked, groups, store.samples)
+        self._at_once = min(BLOCK // 2, budget // 2)
+
+    def room(self, budget: int) -> int:
+        """Return a quarter: queries are made in another one, and rows take the other half.
+
+        Raises:
+            BadInput: If no row fits.
+        """
+        row = bytes_of_a_row(self.arrays, 1)
+        if row > budget // 2:
+            raise too_small(
+                self._asked,
+                "a row of the store",
+                f"it takes {byte_text(row)}, which is more than half of it",
+                f"give at least {byte_text(2 * row)}",
+            )
+        return budget // 4
+
+    def facts(self) -> dict[str, Any]:
+        """Describe the search, as JSON has it."""
+        return {
+            "quantity": self.quantity,
+            "samples": self._store.samples,
+            "identifiers": digest(self._store.identifiers),
+            "asked for": self._wanted.facts(),
+        }
+
+    def find(self, rows: dict[str, Tensor]) -> Ends:
+        """Search for the vectors of some queries ``[q, ...]``, by array."""
+        store, sums = self._store, None
+        largest, smallest = store.extremes(self.quantity, rows, self._wanted.k, memory=self._at_once)
+        if self._numbers is not None:
+            sums = summed_products(self._asked, self.arrays, rows, self._numbers, self._at_once)
+        return Ends(largest, smallest, sums, store.samples, store.terms)
+
+
+class AlongVectors(Extension):
+    """Inner products of gradients of samples with some vectors, ``along_vectors``: ``[n, q]``.
+
+    Args:
+        vectors: The vectors ``[q, *p]`` by parameter.
+    """
+
+    savefield = "along_vectors"
+
+    def __init__(self, vectors: Mapping[str, Tensor]) -> None:
+        statistic = functools.partial(along_each, directions=vectors)
+        self._row = Row(GRADIENT, statistic, over_n=CAT[0], of_parameter=True, condenses=True)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The products."""
+        return (self._row,)
+
+
+class ReadSamples:
+    """Samples of data, whose gradients are computed anew in each search; see NOTE [Samples without a store].
+
+    Args:
+        asked: The call of the user, for messages.
+        batches: The data.
+        model: The model, which is extended meanwhile.
+        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
+        wanted: What to find.
+        device: The device of batches.
+    """
+
+    quantity = "gradients"
+
+    def __init__(
+        self,
+        asked: str,
+        batches: Batches,
+        model: nn.Module,
+        loss: LossFunction | None,
+        wanted: Wanted,
+        device: torch.device | str,
+    ) -> None:
+        self._asked, self._batches, self._wanted = asked, batches, wanted
+        self._model, self._loss, self._device = model, loss, device
+        trained = {name: p for name, p in named_parameters(model) if p.requires_grad}
+        self.arrays: Mapping[str, Any] = {
+            name: torch.empty(0, *p.shape, dtype=p.dtype, device="meta") for name, p in trained.items()
+        }
+        self._readings, self._first = 0, (0, "")
+        batches.watched = True
+
+    def room(self, budget: int) -> int:
+        """Return a third: queries are made in another one; vectors on the device take the last one."""
+        return budget // 3
+
+    def facts(self) -> dict[str, Any]:
+        """Describe the search, as JSON has it."""
+        known = identity_of(self._model, self._loss, [], self._batches)
+        return {"data": known["data"], BATCHES: known[BATCHES], "asked for": self._wanted.facts()}
+
+    def find(self, rows: dict[str, Tensor]) -> Ends:
+        """Read the data once, and search for the vectors of some queries ``[q, *p]``, by parameter.
+
+        Raises:
+            BadInput: If the data hold no sample; if they cannot be read again, or are others then.
+            PackpropError: If a product is not finite.
+        """
+        count, (k, groups) = len(next(iter(rows.values()))), self._wanted
+        ends = [(torch.empty(count, 0, dtype=torch.int64), torch.empty(count, 0)) for _ in range(2)]
+        sums: list[Tensor] = []
+        samples, terms = 0, 0.0
+        for products, of_batch in self._products(rows):
+            ends = [
+                better(known, products, samples, k, largest)
+                for known, largest in zip(ends, (True, False), strict=True)
+            ]
+            if groups is not None:
+                sums.append(products)
+            samples += products.shape[1]
+            terms += of_batch
+        self._end_reading(samples)
+        largest, smallest = (Found(products, places, places) for places, products in ends)
+        by_group = None
+        if groups is not None:
+            numbers = numbers_of_groups(self._asked, groups, samples, "there are")
+            by_group = torch.zeros(count, int(numbers.max()) + 1, dtype=torch.float64)
+            by_group.index_add_(1, numbers, torch.cat(sums, 1))
+        return Ends(largest, smallest, by_group, samples, terms)
+
+    def _products(self, rows: dict[str, Tensor]) -> Iterator[tuple[Tensor, float]]:
+        """Yield the products ``[q, n]`` of each batch, and the divisor of its loss."""
+        batches, extension = self._batches, AlongVectors({name: v.to(self._device) for name, v in rows.items()})
+        if self._readings:
+            if batches.is_read_once:
+                raise BadInput(
+                    self._asked,
+                    f"data {described(getattr(batches.source, 'data', batches))}",
+                    "the queries do not fit into memory together, so data are read again; these cannot",
+                    "give more memory, fewer queries, or a data loader, a Dataset or a pair of tensors",
+                )
+            batches.begin_again()
+        run = PassesApart(self._asked, self._model, self._loss, [extension], self._device)
+        done = 0
+        for batch in batches:
+            with batches.explained():
+                if not is_empty(batch):
+                    found = run(batch)
+                    yield self._summed(extension, found, done), float(found.terms)
+                    done += found.samples
+
+    def _summed(self, extension: Extension, found: FoundByBatch, done: int) -> Tensor:
+        """Add up the products of a batch over parameters ``[q, n]``, at the scale of a loss that is summed."""
+        total = added_up(extension, found).T
+        wrong = (~total.isfinite()).nonzero()
+        if len(wrong):
+            query, sample = wrong[0].tolist()
+            raise PackpropError(
+                self._asked,
+                f"query {query} and sample {done + sample} of the data",
+                f"the inner product of their gradients is {total[query, sample].item()}",
+                "look at the loss of each sample, and leave out those that are not finite",
+            )
+        return total
+
+    def _end_reading(self, samples: int) -> None:
+        """Refuse data without samples, and those that are others than in the first reading."""
+        if not samples:
+            raise BadInput(self._asked, "data", "no samples were in any batch", "give at least one sample")
+        read = samples, self._batches.digest
+        self._readings += 1
+        if self._readings == 1:
+            self._first = read
+        elif read != self._first:
+            raise BadInput(
+                self._asked,
+                f"the data, which were read {self._readings} times",
+                "their batches were others than in the first reading, or in another order",
+                "read them without shuffling, or give more memory, so that one reading is enough",
+            )
+
+
+def added_up(extension: Extension, found: FoundByBatch) -> Tensor:
+    """Add up products ``[n, ...]`` of a batch over parameters, at the scale of a loss that is summed."""
+    products = [
+        of_summed_loss(extension, values, dtype, found.samples, float(found.terms))
+        for dtype, results in found.rows.values()
+        for values in results.values()
+    ]
+    return torch.stack([each.to("cpu", torch.float64) for each in products]).sum(0)
+
+
+def too_small(asked: str, where: str, why: str, instead: str) -> PackpropError:
+    """Return the error for a budget that is too small for some part of the work."""
+    return BadInput(asked, f"the budget of memory, and {where}", why, instead)

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,16 @@ def _of_terms(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.movedim(-1, 1), targets, reduction="sum")
 
 
-def _by_kronfluence(model: nn.Module, loss: nn.Module, data: Data, queries: Data, damping: float) -> Tensor:
+def by_kronfluence(
+    model: nn.Module,
+    loss: nn.Module,
+    data: Data,
+    queries: Data,
+    damping: float,
+    batch: int = 128,
+    told: Callable[[str], None] = lambda step: None,
+) -> Tensor:
+    """Products by EKFAC; ``told`` is called with the name of each step that is done."""
     from kronfluence.analyzer import Analyzer, prepare_model
     from kronfluence.arguments import FactorArguments, ScoreArguments
     from kronfluence.task import Task
@@ -50,7 +60,8 @@ def _by_kronfluence(model: nn.Module, loss: nn.Module, data: Data, queries: Data
         analyzer = Analyzer("digits", prepared, task, cpu=True, output_dir=folder, disable_tqdm=True)
         train, asked = TensorDataset(*data), TensorDataset(*queries)
         options = FactorArguments(strategy="ekfac")
-        analyzer.fit_all_factors("ekfac", train, factor_args=options, per_device_batch_size=128)
+        analyzer.fit_all_factors("ekfac", train, factor_args=options, per_device_batch_size=batch)
+        told("factors")
         terms = data[1].numel()
         analyzer.compute_pairwise_scores(
             "scores",
@@ -59,9 +70,10 @@ def _by_kronfluence(model: nn.Module, loss: nn.Module, data: Data, queries: Data
             train_dataset=train,
             score_args=ScoreArguments(damping_factor=damping * (terms / len(data[0]))),
             per_device_query_batch_size=len(queries[0]),
-            per_device_train_batch_size=128,
+            per_device_train_batch_size=batch,
         )
         found: Tensor = analyzer.load_pairwise_scores("scores")["all_modules"]
+        told("scores")
     return found.double()
 
 
@@ -124,7 +136,7 @@ def _by_trak(model: nn.Module, loss: nn.Module, data: Data, queries: Data, dampi
 
 
 if _is_there("kronfluence"):
-    method("kronfluence, EKFAC")(_by_kronfluence)
+    method("kronfluence, EKFAC")(by_kronfluence)
 if _is_there("dattri"):
     method("dattri, CG")(_by_dattri_cg)
 if _is_there("trak"):

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.attribution.costs``: time and memory of influence on a decoder of ten million parameters.
+"""``python -m benchmarks.attribution.costs``: what influence costs on a decoder of ten million parameters.
 
 A decoder of the usual shape with random weights, and random sequences: only the work counts here, not what it
 finds. Each method has a process of its own, which computes the factors of EKFAC over all sequences, and then

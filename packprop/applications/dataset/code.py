@@ -8,17 +8,20 @@ import functools
 import hashlib
 import importlib.metadata
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
-SILENT = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "RESUME"}
+SILENT = {"CACHE", "EXTENDED_ARG", "NOP", "RESUME"}
 """Instructions that do nothing to values."""
 
 FILLING = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "setdefault", "update"}
 """Methods that change the container they belong to."""
+
+INDICES_OF_CHANGES = {"STORE_SUBSCR": 1, "DELETE_SUBSCR": 1, "STORE_SLICE": 2}
+"""Instructions that change entries of a container, with the number of values that say which entries."""
 
 ALL_NAMES = {"__dict__", "getattr", "vars"}
 """Names in code that may read any attribute."""
@@ -32,7 +35,7 @@ class Code:
         digest: Stands for its instructions, and those of functions inside it.
         scope: Names it reads from its module.
         read: Attributes it reads, of whatever object.
-        written: Attributes, and names from around it, that it assigns.
+        written: Attributes of itself or of named objects, and names from around it, that it assigns.
         filled: Attributes and names whose containers it changes.
     """
 
@@ -58,12 +61,11 @@ def code_of(code: CodeType) -> Code:
         f"{code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}",
         f"{code.co_argcount} {code.co_posonlyargcount} {code.co_kwonlyargcount} {code.co_exceptiontable.hex()}",
     ]
-    statement: list[str] = []  # attributes that the current statement has read
-    for step in dis.get_instructions(code):
-        if step.opname in SILENT:
-            continue
-        taken.append(f"{step.opname} {_argument(step, found)}")
-        _note_names(step, statement, found)
+    steps = [step for step in dis.get_instructions(code) if step.opname not in SILENT]
+    for place, step in enumerate(steps):
+        if step.opname != "PRECALL":  # of Python 3.11 alone: it takes the arguments for the call behind it
+            taken.append(f"{step.opname} {_argument(step, found)}")
+        _note_names(steps, place, found)
     found.digest = short_digest("\n".join(taken))
     return found
 
@@ -80,22 +82,78 @@ def _argument(step: dis.Instruction, found: Code) -> str:
     return str(step.argval if named else step.arg)
 
 
-def _note_names(step: dis.Instruction, statement: list[str], found: Code) -> None:
+def _note_names(steps: Sequence[dis.Instruction], place: int, found: Code) -> None:
     """Note the names that an instruction reads and writes."""
+    step = steps[place]
     name, operation = step.argval, step.opname
-    if operation == "STORE_SUBSCR":
-        found.filled.update(statement)
-    if operation.startswith(("STORE_", "POP_", "RETURN_")):
-        statement.clear()
+    if operation in INDICES_OF_CHANGES:  # the container comes before its indices
+        found.filled |= _named(steps, _before(steps, place, INDICES_OF_CHANGES[operation]))
     if step.opcode not in dis.hasname and step.opcode not in dis.hasfree:
         return
-    if operation in ("STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL"):
+    if operation in ("STORE_DEREF", "STORE_GLOBAL"):
         found.written.add(name)
+    elif operation == "STORE_ATTR":
+        end = _before(steps, place, 0)
+        if _named(steps, end) or _last_local(steps, end) == "self":  # not of any object on the way
+            found.written.add(name)
     elif operation.startswith("LOAD_"):
         if name in FILLING:
-            found.filled.update(statement[-1:])
+            found.filled |= _named(steps, place - 1)
         (found.scope if operation in ("LOAD_GLOBAL", "LOAD_NAME") else found.read).add(name)
-        statement.append(name)
+
+
+def _before(steps: Sequence[dis.Instruction], place: int, indices: int) -> int:
+    """Return where the expression ends whose entry or attribute an instruction changes.
+
+    ``a[i] += x`` copies container and index before it reads the entry, and moves them behind the result.
+    """
+    end = place - 1
+    if steps[end].opname == "SWAP":
+        while steps[end].opname != "COPY":
+            end -= 1
+        while steps[end].opname == "COPY":
+            end -= 1
+    for _ in range(indices):
+        end = _start(steps, end) - 1
+    return end
+
+
+def _start(steps: Sequence[dis.Instruction], end: int) -> int:
+    """Return where the expression begins that ends at an instruction: from there on it adds one value."""
+    added, place = 0, end
+    while place >= 0:
+        step = steps[place]
+        argument = step.arg if step.opcode >= dis.HAVE_ARGUMENT else None
+        added += dis.stack_effect(step.opcode, argument, jump=False)
+        if added == 1:
+            return place
+        place -= 1
+    return 0
+
+
+def _named(steps: Sequence[dis.Instruction], end: int) -> set[str]:
+    """Return the name that the expression reads which ends at an instruction, itself or an entry of it."""
+    while end >= 0:
+        step = steps[end]
+        is_entry = step.opname == "BINARY_SUBSCR" or (step.opname == "BINARY_OP" and step.argrepr == "[]")
+        if is_entry or step.opname == "BINARY_SLICE":
+            for _ in range(1 if is_entry else 2):
+                end = _start(steps, end - 1)
+            end -= 1
+        elif step.opname.startswith("LOAD_") and (step.opcode in dis.hasname or step.opcode in dis.hasfree):
+            return {step.argval}
+        else:
+            break
+    return set()
+
+
+def _last_local(steps: Sequence[dis.Instruction], end: int) -> str | None:
+    """Return the local variable that an instruction reads last; ``None`` if it reads none."""
+    step = steps[end]
+    if "LOAD_FAST" not in step.opname:
+        return None
+    name: str = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
+    return name
 
 
 def _constant(value: Any) -> str:

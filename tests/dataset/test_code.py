@@ -1,0 +1,144 @@
+"""What code changes by itself is no option of a run: told from the code of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import BadInput
+from packprop.applications.dataset.code import code_of
+from packprop.extensions import SumGradSquared
+
+TABLE: dict[str, Any] = {"k": 1.0}
+COUNTS = [0]
+
+FILLS: dict[str, tuple[Callable[..., Any], set[str]]] = {
+    "an entry": (lambda self, x: self.cache.__setitem__("a", x), set()),
+    "a method": (lambda self, x: self.seen.append(x * self.scale), {"seen"}),
+    "a method of an entry": (lambda self, x: self.seen[self.now].append(x), {"seen"}),
+    "a method of a result": (lambda self, x: (x * self.factors[0]).add(1.0), set()),
+    "a method of a call": (lambda self, x: torch.tanh(x).mul(self.cfg["k"]).add(self.scale), set()),
+    "a method of a local": (lambda self, x: [].append(self.factors[0] * x), set()),
+    "a global": (lambda self, x: COUNTS.append(self.count), {"COUNTS"}),
+}
+
+
+def entry(self: Any, x: Any) -> None:
+    self.cache[self.key + 1] = x * self.scale
+
+
+def entry_of_entry(self: Any, x: Any) -> None:
+    self.cache[self.key]["a"] = x
+
+
+def augmented_entry(self: Any, x: Any) -> None:
+    self.cache[self.key] += x * self.scale
+
+
+def entry_of_local(self: Any, x: Any) -> Any:
+    h = x.new_zeros(3)
+    h[:2] = torch.tanh(x)[:2] * self.cfg["temperature"]
+    h[0] += self.cfg["shift"]
+    return h
+
+
+def entry_of_global(self: Any, x: Any) -> None:
+    TABLE["last"] = x * self.scale
+
+
+def global_is_read(self: Any, x: Any) -> Any:
+    d: dict[str, Any] = {}
+    d["h"] = torch.tanh(x) * TABLE["k"]
+    return d
+
+
+def sliced(self: Any, x: Any) -> None:
+    self.kept[self.start : self.stop] = x
+
+
+def removed(self: Any, x: Any) -> None:
+    del self.cache[self.key]
+
+
+FILLING = {
+    entry: {"cache"},
+    entry_of_entry: {"cache"},
+    augmented_entry: {"cache"},
+    entry_of_local: set[str](),
+    entry_of_global: {"TABLE"},
+    global_is_read: set[str](),
+    sliced: {"kept"},
+    removed: {"cache"},
+}
+
+
+def own(self: Any, x: Any) -> None:
+    self.count += 1
+    self.last, self.first = x * self.scale, x
+
+
+def of_a_part(self: Any, x: Any) -> None:
+    self.part.total = x
+
+
+def of_a_local(self: Any, x: Any) -> Any:
+    out = SimpleNamespace()
+    out.scale = x * self.scale
+    out.scale += self.shift
+    return out
+
+
+WRITING = {own: {"count", "last", "first"}, of_a_part: {"total"}, of_a_local: set[str]()}
+
+
+@pytest.mark.parametrize("how", FILLS)
+def test_containers_that_methods_change(how: str) -> None:
+    function, expected = FILLS[how]
+    assert code_of(function.__code__).filled == expected
+
+
+@pytest.mark.parametrize("function", FILLING, ids=lambda function: function.__name__)
+def test_containers_whose_entries_change(function: Any) -> None:
+    assert code_of(function.__code__).filled == FILLING[function]
+
+
+@pytest.mark.parametrize("function", WRITING, ids=lambda function: function.__name__)
+def test_attributes_that_are_assigned(function: Any) -> None:
+    assert code_of(function.__code__).written == WRITING[function]
+
+
+class Head(nn.Module):
+    """Counts its calls, and reads an option in the statement that fills a tensor."""
+
+    def __init__(self, temperature: float) -> None:
+        super().__init__()
+        self.cfg, self.calls, self.layer = {"temperature": temperature}, 0, nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = x.new_zeros(len(x), 2)
+        h[:, :2] = torch.tanh(self.layer(x)) * self.cfg["temperature"]
+        return h
+
+
+def test_a_checkpoint_of_another_option_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, data = Head(1.0), (torch.randn(4, 3), torch.randint(2, (4,)))
+
+    def run() -> packprop.Result:
+        options: dict[str, Any] = {"checkpoint": tmp_path / "run", "progress": False}
+        return packprop.compute(model, nn.CrossEntropyLoss(), data, [SumGradSquared()], **options)
+
+    first = run()
+    assert model.calls > 0
+    assert run().samples == first.samples
+    model.cfg = {"temperature": 3.0}
+    with pytest.raises(BadInput, match=r"temperature: 1.0 there, 3.0 here"):
+        run()

@@ -194,6 +194,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         """A public name, imported now; kept, so that this happens once."""
         import gc
+        import random
         from importlib import import_module
 
         if name == "__version__":
@@ -208,11 +209,13 @@ if not TYPE_CHECKING:
         elif name in _HOMES:
             with _ONE_AT_A_TIME:
                 # A collection in between looks at all objects of torch and finds nothing: a third of the time.
-                collects = gc.isenabled()
+                # And rich draws a number when it is imported, from the generator that belongs to the user.
+                collects, drawn = gc.isenabled(), random.getstate()
                 gc.disable()
                 try:
                     found = getattr(import_module(_HOMES[name]), name)
                 finally:
+                    random.setstate(drawn)
                     if collects:
                         gc.enable()
         else:

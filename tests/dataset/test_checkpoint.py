@@ -441,3 +441,30 @@ def test_by_the_clock_a_fiftieth_of_the_time_goes_to_checkpoints(
     assert written[0] < 40  # every="30s"
     assert all(each >= 200 for each in apart[:-1])  # the last one is at the end
     assert len(written) == 6
+
+
+@pytest.mark.parametrize("fails", [2, None])
+def test_random_states_that_nothing_was_drawn_from_stay(fails: int | None, tmp_path: Path) -> None:
+    """In another process than the run began in, with a seed of its own; the run is complete, or goes on."""
+    model = Breaking(fails).eval()
+
+    def states() -> list[str]:
+        drawn = np.random.get_state(legacy=False)  # noqa: NPY002  # it belongs to users
+        return [str(torch.get_rng_state().tolist()), str(random.getstate()), str(drawn)]
+
+    def run(seed: int) -> bool:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002  # as users do
+        before, ended = states(), False
+        try:
+            options: dict[str, Any] = {"batch_size": SIZE, "checkpoint": tmp_path, "every": 1}
+            compute(model, nn.CrossEntropyLoss(), samples(), extensions.Variance(), **options)
+            ended = True
+        except KeyboardInterrupt:
+            pass
+        assert states() == before
+        return ended
+
+    assert run(1) == (fails is None)
+    assert run(2)

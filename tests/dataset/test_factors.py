@@ -29,6 +29,7 @@ SAME: dict[str, Loss] = {
     "two means": lambda f, y: F.cross_entropy(f, y) + 2 * F.mse_loss(f, F.one_hot(y, 3).to(f)),
     "one by one": lambda f, y: looped(f, y) / len(y),
     "ignored": lambda f, y: 3 * F.cross_entropy(f, y, ignore_index=1),
+    "smoothed": lambda f, y: 0.5 * F.cross_entropy(f, y, label_smoothing=0.1),
     "weighted": lambda f, y: 3 * F.cross_entropy(f, y, weight=torch.tensor([0.1, 0.7, 2.0]).to(f)),
 }
 OTHER: dict[str, Loss] = {
@@ -36,6 +37,13 @@ OTHER: dict[str, Loss] = {
     "mean times size": lambda f, y: F.cross_entropy(f, y) * len(y),
     "by data": lambda f, y: F.cross_entropy(f, y) * f.detach().norm(),
     "sum of means": looped,
+}
+OPTIONS: dict[str, Loss] = {
+    "weights of the batch": lambda f, y: F.cross_entropy(f, y, weight=1 / (1 + y.bincount(minlength=3)).to(f)),
+    "weights of positives": lambda f, y: F.binary_cross_entropy_with_logits(
+        f, F.one_hot(y, 3).to(f), pos_weight=F.one_hot(y, 3).sum(0).to(f)
+    ),
+    "smoothed by data": lambda f, y: F.cross_entropy(f, y, label_smoothing=1 / (2 + float(f.detach().norm()))),
 }
 SPLITS = {"equal": (3, 3, 3), "unequal": (4, 3, 2), "one by one": (1,) * 9}
 
@@ -95,6 +103,14 @@ def test_other_factors_are_refused(name: str, sizes: tuple[int, ...]) -> None:
     with pytest.raises(PackpropError, match="multiplies the loss"):
         packprop.compute(model, OTHER[name], split(x, y, sizes), BatchL2Grad())
     assert not any(hasattr(parameter, "batch_l2") for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("sizes", [(4, 3, 2), (1,) * 9], ids=["unequal", "one by one"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_other_options_are_refused(name: str, sizes: tuple[int, ...]) -> None:
+    model, x, y = case()
+    with pytest.raises(PackpropError, match="an option of a loss function"):
+        packprop.compute(model, OPTIONS[name], split(x, y, sizes), BatchL2Grad())
 
 
 @pytest.mark.parametrize("sizes", SPLITS.values(), ids=SPLITS)

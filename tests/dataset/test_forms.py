@@ -108,6 +108,43 @@ def test_a_flat_tuple_of_inputs_and_targets_is_refused_with_the_form_that_works(
         packprop.compute(model, nn.CrossEntropyLoss(), data, extensions.BatchGrad())
 
 
+def test_without_a_loss_a_list_holds_batches_and_a_tuple_arguments() -> None:
+    """The model may have a second argument with a default, so that both would run."""
+    torch.manual_seed(0)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+            return nn.functional.mse_loss(self.layer(x), x if y is None else y)
+
+    model, x = Whole(), torch.randn(6, 3)
+    expected = packprop.compute(model, None, [x], extensions.SumGradSquared(), progress=False)
+    for data in ([x[:3], x[3:]], [x[:2], x[2:4], x[4:]], [x[:4], x[4:]]):
+        found = packprop.compute(model, None, data, extensions.SumGradSquared(), progress=False)
+        assert found.samples == 6
+        assert_all_near(found["sum_grad_squared"], expected["sum_grad_squared"], "batches", 1e-5)
+    assert packprop.compute(model, None, (x, x), extensions.SumGradSquared(), progress=False).samples == 6
+
+
+class Halved(TensorDataset):
+    """Takes many samples at once, as a loader asks for them."""
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, ...]]:
+        x, y = (tensor[indices] for tensor in self.tensors)
+        return [*zip(x / 2, y, strict=True)]
+
+
+def test_a_data_set_that_takes_many_samples_at_once() -> None:
+    model, (x, y) = small()
+    asked = extensions.SumGradSquared()
+    expected = compute(model, nn.CrossEntropyLoss(), [(x / 2, y)], asked)
+    found = compute(model, nn.CrossEntropyLoss(), Halved(x, y), asked)
+    assert_all_near(found["sum_grad_squared"], expected["sum_grad_squared"], "halves", 1e-5)
+
+
 @one_in(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_data_gives_the_same(form: str) -> None:

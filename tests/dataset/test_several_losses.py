@@ -214,6 +214,10 @@ def test_a_loss_module_without_a_rule() -> None:
     assert "@packprop.register_loss(MyLoss)" in error.value.instead
 
 
-def test_batches_of_inputs_alone_are_dictionaries() -> None:
+def test_batches_of_inputs_alone_are_a_list() -> None:
+    """A tuple of tensors holds all samples, an argument of the model each."""
+    given = torch.randn(4, 4), torch.randn(3, 4)
+    found = compute(Quantized(), None, [*given], extensions.Variance())
+    assert found.samples == 7
     with pytest.raises(PackpropError, match="dictionaries of the model's arguments"):
-        compute(Quantized(), None, [torch.randn(4, 4), torch.randn(3, 4)], extensions.Variance())
+        compute(Quantized(), None, given, extensions.Variance())

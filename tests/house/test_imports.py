@@ -143,3 +143,21 @@ def test_threads_may_ask_for_names_at_once() -> None:
     command = [sys.executable, "-c", THREADS]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "[]"
+
+
+def test_imports_on_the_way_draw_nothing() -> None:
+    """Libraries for output are imported where they are first needed, and rich draws a number then."""
+    program = """
+import random, torch
+random.seed(0)
+import packprop
+before = random.getstate()
+model = torch.nn.Linear(2, 2)
+data = torch.randn(4, 2), torch.randint(2, (4,))
+packprop.compute(model, torch.nn.CrossEntropyLoss(), data, packprop.extensions.Variance(), progress=False)
+str(packprop.plan(model, torch.nn.CrossEntropyLoss(), data, packprop.extensions.Variance()))
+assert random.getstate() == before
+from packprop.engine.tensors import plain_text
+assert random.getstate() == before
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -48,8 +48,8 @@ def as_data_set(asked: str, data: Any, whole: bool, shapes: str) -> Any:
     Raises:
         BadInput: For tensors of unequal length, or more than inputs and targets.
     """
-    if not isinstance(data, (tuple, list)) or not data:
-        return data
+    if not isinstance(data, (tuple, list)) or not data or (whole and isinstance(data, list)):
+        return data  # without targets apart, a list holds batches
     alone = all(isinstance(each, Tensor) for each in data)
     if not alone and (whole or not _is_pair(data)):
         return data

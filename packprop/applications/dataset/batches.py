@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from packprop.applications.dataset.sources import (
     set_states,
     source_of,
     states_of,
+    unless_drawn,
 )
 from packprop.engine.tensors import LABELS, class_words, inputs_and_targets, tensors_in
 from packprop.errors import BadInput, PackpropError
@@ -187,6 +188,21 @@ class Batches:
     def _start_or_now(self) -> list[Any]:
         """Return the random states that a reading begins with."""
         return self._start or [self._draws.state, states_of(self._generators)]
+
+    @property
+    def states(self) -> list[Tensor]:
+        """States of the generators that the data draw from, beside the global one of torch."""
+        return states_of(self._generators)
+
+    def end_at(self, place: Mapping[str, Any], number: int) -> None:
+        """Take the place of a run that is complete, with ``number`` batches."""
+        self.count, self._start = number, place["start"]
+        set_states(self._generators, place["generators"])
+
+    def leave_undrawn(self, before: Sequence[Tensor]) -> None:
+        """Restore the states ``before`` of generators that no reading has drawn from."""
+        states = zip(before, self._start_or_now[1], self.states, strict=False)
+        set_states(self._generators, [unless_drawn(*each) for each in states])
 
     def place(self) -> dict[str, Any]:
         """Return the place of this reading, in values that a file can hold; beside the loader's own state.

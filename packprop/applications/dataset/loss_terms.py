@@ -7,11 +7,14 @@ divide the loss afterwards: ``F.cross_entropy(f, y, reduction="sum") / len(y)`` 
 batches. So packprop reads the weight of each term in the backward pass: the factor on the value of the loss
 function, over its divisor. Times the terms of the batch, it is the same in all batches of one loss. Batches of
 one size may hide that it depends on the size. If anything follows the loss function, packprop calls the loss
-once more on the first batch, with the last sample twice, and compares.
+once more on the first batch, with the last sample twice, and compares. Options of the loss function that are no
+values of samples, such as weights of classes, must be the same in all batches, too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -41,6 +44,10 @@ TELL = (
 """Advice on a loss that is none of torch's."""
 
 
+OF_CLASSES = ("weight", "pos_weight")
+"""Arguments of loss functions that have a number for each class, or for each sample."""
+
+
 class LossTerms(NamedTuple):
     """The terms of a batch's loss.
 
@@ -48,8 +55,8 @@ class LossTerms(NamedTuple):
         reduction: ``"mean"`` or ``"sum"``.
         divisor: The divisor of the loss. That of several means is the number of samples, which all have the
             same part of each; ``NaN`` if they have not.
-        weights: The smallest and the largest weight of a term, times the divisor ``[2]``; see NOTE [Weights of
-            terms].
+        weights: The smallest and the largest weight of a term, times the divisor, and numbers that stand for
+            the options of the loss functions, such as weights of classes; see NOTE [Weights of terms].
     """
 
     reduction: str
@@ -96,7 +103,26 @@ def loss_terms(graph: Graph) -> LossTerms:
         if own is not divisor:
             factor = (factor.to(accumulation_dtype(factor.dtype)) * divisor / own).to(factor)
         weights.append(factor.to(graph.roots[0].device))
-    return LossTerms(reduction, divisor, torch.stack(torch.stack(weights).aminmax()))
+    ends = torch.stack(torch.stack(weights).aminmax())
+    options = dict.fromkeys(tuple(_options(call)) for call in calls)  # a loop has as many calls as samples
+    numbers = torch.tensor([number for each in options for number in each], dtype=torch.float64)
+    return LossTerms(reduction, divisor, torch.cat([ends, numbers.to(ends)]))
+
+
+def _options(call: RecordedLoss) -> list[float]:
+    """Return numbers that stand for the options of a loss function that are no values of samples."""
+    given = {str(place): value for place, value in enumerate(call.args[1:])} | call.kwargs
+    with contextlib.suppress(ValueError, TypeError):  # of a function without a signature
+        given = inspect.signature(call.function).bind(*call.args, **call.kwargs).arguments
+    found: list[float] = []
+    for name, value in given.items():
+        if isinstance(value, (bool, int, float)):
+            found.append(float(value))
+        elif name in OF_CLASSES and isinstance(value, Tensor) and value.dim() < 2 and value.shape != call.shape:
+            flat = value.detach().flatten().to("cpu", torch.float64)
+            places = torch.arange(1, 1 + len(flat), dtype=torch.float64)
+            found += [float(flat.sum()), float((flat * places.sqrt()).sum())]
+    return found
 
 
 def is_scaled(graph: Graph) -> bool:
@@ -144,13 +170,13 @@ def _weights_of_more(loss: LossFunction, outputs: Any, targets: Any, samples: in
         tensor = tensor.detach()
         return torch.cat([tensor, tensor[-1:]]) if tensor.dim() and len(tensor) == samples else tensor
 
-    def leaf(tensor: Tensor) -> Tensor:
-        return more(tensor).requires_grad_() if tensor.is_floating_point() else more(tensor)
+    def computed(tensor: Tensor) -> Tensor:  # as the model's outputs are: losses of leaves are not recorded
+        return more(tensor).requires_grad_().clone() if tensor.is_floating_point() else more(tensor)
 
     before = random_states()
     try:
         with torch.enable_grad(), record():
-            value = loss(map_tensors(leaf, outputs), map_tensors(more, targets))
+            value = loss(map_tensors(computed, outputs), map_tensors(more, targets))
         graph = walk([value], [None], None)
         graph.samples = samples + 1
         found: list[float] = loss_terms(graph).weights.tolist()

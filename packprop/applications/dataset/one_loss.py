@@ -21,7 +21,8 @@ class TermWeights:
     """Weights of terms in the losses of batches, times the terms of a batch; see NOTE [Weights of terms].
 
     Args:
-        own: The smallest and the largest weight in all batches so far; empty without terms.
+        own: The smallest and the largest weight in all batches so far, then numbers that stand for options of
+            the loss functions; empty without terms.
         of_more: Those in the first batch with its last sample twice; empty if they are not known.
         rounding: The relative difference that counts as rounding, in the precision of the loss.
     """
@@ -31,7 +32,7 @@ class TermWeights:
     rounding: float = 0.0
 
     def add(self, weights: Tensor, terms: float) -> None:
-        """Add the weights of a batch ``[2]``, whose loss was divided by ``terms``; without terms it has none.
+        """Add the weights of a batch ``[2 + o]``, whose loss was divided by ``terms``; 0 terms have none.
 
         Raises:
             PackpropError: If they are not those of the batches before.
@@ -58,8 +59,16 @@ class TermWeights:
         Raises:
             PackpropError: If they differ by more than rounding.
         """
-        for before, now in zip(self.own, other, strict=True):
-            if not math.isclose(before, now, rel_tol=self.rounding):
+        same = [math.isclose(*each, rel_tol=self.rounding) for each in zip(self.own, other, strict=False)]
+        if not all(same[2:]) or len(self.own) != len(other):
+            raise not_one_loss(
+                "an option of a loss function, such as weight or pos_weight",
+                "it is another one in another batch or with the last sample twice: quantities would depend on "
+                "the split of the data into batches",
+                "give the same options in all batches; compute weights of classes from all of the data",
+            )
+        for before, now, is_same in zip(self.own, other, same, strict=True):
+            if not is_same:
                 raise not_one_loss(
                     "what follows the loss function",
                     f"it multiplies the loss by {now:.6g}, and by {before:.6g} in another batch or with the "

@@ -20,11 +20,11 @@ from packprop.applications.dataset.progress import progress_bar
 from packprop.applications.dataset.rank_files import Own, RankFiles, merged_apart
 from packprop.applications.dataset.ranks import Ranks
 from packprop.applications.dataset.result import Result
+from packprop.applications.dataset.run_draws import RunDraws
 from packprop.applications.dataset.shard_files import written_shards
 from packprop.applications.dataset.shards import ShardedResults
-from packprop.applications.dataset.sources import Samples, set_states, states_of
+from packprop.applications.dataset.sources import Samples
 from packprop.applications.dataset.stream import BatchStream, is_empty
-from packprop.engine.tensors import random_states, set_random_states
 from packprop.errors import BadInput, PackpropError
 
 
@@ -60,18 +60,15 @@ class Run:
         self._files: RankFiles | None = None
         self._results = stream.step.merged
         self._readings = readings_of(stream.step.extensions)
-        self._generators = generators_of(stream.step.extensions)
         self._reading, self._is_complete = 0, False
         self._number, self._steps, self._written = 0, 0, 0
         self._goes_on = False
+        self._drawn_outside: list[Tensor] = []
         self._moment: Moment | None = None
         self._stand_in: Any = None  # a batch for passes in which other ranks need this one
         batches.share(ranks)
         batches.watched = keeps
-        self._before = self._draws()
-        if ranks.world > 1:
-            self._set_draws(self._derived(self._before))
-        self._begin = self._draws()
+        self._draws = RunDraws(generators_of(stream.step.extensions), ranks)
 
     def go_on(
         self,
@@ -105,12 +102,13 @@ class Run:
             checkpoint.write_rows_anew()
             self._written = 0
         self._chunk_sizes.restore((state if own is None else own.state)["chunks"])
-        self._begin = place["begin"]
+        self._draws.begin = place["begin"]
+        self._drawn_outside = self._batches.states
         if self._is_complete:
-            self._batches.count = self._number
+            self._batches.end_at(place, self._number)
         else:
             self._batches.go_to(place, self._number)
-        self._set_draws(place["now"])
+        self._draws.set(place["now"])
         if self._stream.step.stored is not None:
             self._stream.step.stored.go_to(place["stored"])
 
@@ -122,7 +120,12 @@ class Run:
         first = of_ranks[0]
         draws, (start, states) = self._ranks.derived(first["draws"]), first["start"]
         own = {"draws": draws, "start": [self._ranks.derived(start), states]}
-        return {**first, **own, "begin": self._derived(first["begin"]), "now": self._derived(first["now"])}
+        return {
+            **first,
+            **own,
+            "begin": self._draws.derived(first["begin"]),
+            "now": self._draws.derived(first["now"]),
+        }
 
     def to_the_end(self) -> Result:
         """Read the data as often as it takes; keep the work so far if that fails.
@@ -136,7 +139,7 @@ class Run:
         except BaseException as error:
             self._ranks.tell(error)
             if self._ranks.world > 1:
-                self._set_draws(self._before)
+                self._draws.set(self._draws.before)
             alone = self._ranks.world == 1 and self._checkpoint is not None
             if alone and self._results.whole and self._moment is not None:
                 with contextlib.suppress(Exception):  # the first error says more
@@ -170,7 +173,10 @@ class Run:
             found.end_second_reading()
         if self._ranks.world > 1:
             self._batches.count = self._said_batches(self._ranks.each(self._batches.count))
-            self._draw_alike()
+            self._draws.end_alike()
+        elif self._goes_on:
+            self._draws.leave_undrawn()
+            self._batches.leave_undrawn(self._drawn_outside)
         return found.result()
 
     def _look_at_first(self) -> None:
@@ -183,7 +189,7 @@ class Run:
         """End the first reading, and begin the second one."""
         self._results.end_first_reading(self._ranks)
         self._reading, self._number = 1, 0
-        self._set_draws(self._begin)
+        self._draws.set(self._draws.begin)
         self._ranks.attempt(self._batches.begin_again)
         if self._keeps:
             self._note_moment()
@@ -269,7 +275,7 @@ class Run:
     def _note_moment(self) -> None:
         """Note that all batches before this moment are merged, and no others."""
         stored = None if self._stream.step.stored is None else self._stream.step.stored.place
-        self._moment = Moment(self._batches.place(), self._draws(), self._number, self._steps, stored)
+        self._moment = Moment(self._batches.place(), self._draws.now(), self._number, self._steps, stored)
         self._results.whole = True
 
     def _keep_what_is_lacking(self) -> None:
@@ -349,48 +355,9 @@ class Run:
         """Return the state that this rank continues from."""
         assert self._moment is not None
         loader = {"loader": self._batches.loader_state(), "ended": self._batches.ended}
-        draws = {"now": self._moment.draws, "begin": self._begin}
+        draws = {"now": self._moment.draws, "begin": self._draws.begin}
         counts = {"stored": self._moment.stored, "samples": self._results.samples}
         return {**self._moment.place, **loader, **draws, **counts}
-
-    def _draws(self) -> dict[str, Any]:
-        """Return the random states of the next draws."""
-        states = {str(device): state for device, state in random_states().items()}
-        return {"devices": states, "generators": states_of(self._generators)}
-
-    def _derived(self, draws: dict[str, Any]) -> dict[str, Any]:
-        """Return random states of this rank, given those of the first one."""
-        generators = [
-            self._ranks.derived(state, generator.device)
-            for state, generator in zip(draws["generators"], self._generators, strict=True)
-        ]
-        devices = {
-            name: self._ranks.derived(state, torch.device(name)) for name, state in draws["devices"].items()
-        }
-        return {"devices": devices, "generators": generators}
-
-    def _draw_alike(self) -> None:
-        """Leave random states as users expect them, who do not know of numbers that ranks draw on their own.
-
-        A rank that had the state of the first one has it again; on another rank, a state that nothing was drawn
-        from is unchanged.
-        """
-        first, first_now = self._ranks.each((self._before, self._draws()))[0]
-
-        def after(was: Tensor, first: Tensor, first_now: Tensor, begun: Tensor, now: Tensor) -> Tensor:
-            if torch.equal(was, first):
-                return first_now
-            return was if torch.equal(begun, now) else now
-
-        states = [self._before, first, first_now, self._begin, self._draws()]
-        names = [name for name in self._before["devices"] if all(name in each["devices"] for each in states)]
-        devices = {name: after(*(each["devices"][name] for each in states)) for name in names}
-        generators = [after(*each) for each in zip(*(each["generators"] for each in states), strict=True)]
-        self._set_draws({"devices": devices, "generators": generators})
-
-    def _set_draws(self, draws: dict[str, Any]) -> None:
-        set_random_states({torch.device(name): state for name, state in draws["devices"].items()})
-        set_states(self._generators, draws["generators"])
 
 
 def _with(error: PackpropError, kept: str) -> PackpropError:

@@ -65,7 +65,8 @@ class Samples:
     @property
     def tensors(self) -> Sequence[Tensor] | None:
         """Return tensors whose leading axes hold the samples, if there is nothing else to a sample."""
-        plain = type(self.data).__getitem__ is TensorDataset.__getitem__
+        methods = ("__getitem__", "__getitems__")  # a loader calls the second one if there is one
+        plain = all(getattr(type(self.data), m, None) is getattr(TensorDataset, m, None) for m in methods)
         return self.data.tensors if plain else None
 
     def open(self, begin: int, rank: int = 0, world: int = 1) -> Iterator[Any]:
@@ -250,3 +251,8 @@ def set_states(generators: Sequence[Drawing], states: Sequence[Tensor]) -> None:
     """Restore states that ``states_of`` returned."""
     for generator, state in zip(generators, states, strict=False):
         generator.set_state(state)
+
+
+def unless_drawn(was: Tensor, begun: Tensor, now: Tensor) -> Tensor:
+    """Return the state that a user's generator is left in: as it was, if a run has not drawn from it."""
+    return was if torch.equal(begun, now) else now

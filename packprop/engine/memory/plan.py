@@ -15,7 +15,7 @@ from packprop.engine.memory.bytes import byte_text
 from packprop.engine.memory.line import Line
 from packprop.engine.memory.mesh import Mesh
 from packprop.engine.passes.chunks import ChunkSizes
-from packprop.engine.tensors.plain_text import plain_text
+from packprop.engine.tensors.plain_text import import_rich, plain_text
 from packprop.errors import BadInput, PackpropWarning
 from packprop.types import Extension
 
@@ -141,6 +141,7 @@ class Plan:
         return plain_text(self._table(), self._sum(), width=112)
 
     def _table(self) -> Table:
+        import_rich()
         from rich.table import Table
 
         table = Table("parameter", "use", "structure", "algorithm", "chunks of samples", "a chunk", box=None)
@@ -151,6 +152,7 @@ class Plan:
         return table
 
     def _sum(self) -> Table:
+        import_rich()
         from rich.table import Table
 
         budget = "no budget" if self.memory is None else f"budget {byte_text(self.memory)}"

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from packprop.engine.tensors.plain_text import import_rich
 from packprop.errors import PackpropWarning
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class LongWork:
         )
 
     def _show(self, passed: float, left: float) -> None:
-        # here, and not above, because few passes take long enough for a bar, and the import takes time
+        import_rich()
         from rich.console import Console
         from rich.progress import Progress
 

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import io
+import random
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+
+def import_rich() -> None:
+    """Import what draws, where it is first needed: the import takes time, and most passes draw nothing.
+
+    The import draws a random number; Python's generator stays as it was.
+    """
+    if "rich.progress" not in sys.modules:
+        state = random.getstate()
+
+        random.setstate(state)
 
 
 def plain_text(*drawn: RenderableType, width: int, markup: bool = True) -> str:
@@ -17,7 +30,8 @@ def plain_text(*drawn: RenderableType, width: int, markup: bool = True) -> str:
         width: Characters in a line.
         markup: Reads square brackets as styles, ``[bold]``, and not as text.
     """
-    from rich.console import Console  # here, because a backward pass draws nothing, and the import takes time
+    import_rich()
+    from rich.console import Console
 
     out = io.StringIO()
     Console(file=out, width=width, color_system=None, markup=markup).print(*drawn)

@@ -259,3 +259,24 @@ def test_without_scipy_tensors_still_work(monkeypatch: pytest.MonkeyPatch) -> No
     assert (operator @ torch.zeros(setting.size, dtype=torch.float64)).shape == (setting.size,)
     with pytest.raises(PackpropError, match=r"\.\[scipy\]"):
         operator.to_scipy()
+
+
+def test_complex_parameters_have_no_matrix() -> None:
+    """Products would be linear over real numbers alone: traces and eigenvalues would be others."""
+    w, x = nn.Parameter(torch.randn(3, dtype=torch.complex128)), torch.randn(6, 3, dtype=torch.complex128)
+    with pytest.raises(BadInput, match="a complex parameter"):
+        operators.hessian(lambda: ((x @ w).abs().square() + (x @ w).real ** 3).mean(), [w])
+    with pytest.raises(BadInput, match="a complex parameter"):
+        operators.ggn(lambda: ((out := (x @ w).abs()), out.square().mean()), [w])
+
+
+def test_tables_that_divide_by_counts_have_no_hessian() -> None:
+    table, ids = nn.Embedding(4, 2, scale_grad_by_freq=True).double(), torch.tensor([[0, 0], [0, 1], [2, 1]])
+
+    def loss() -> Tensor:
+        return F.cross_entropy(table(ids).tanh().mean(1), torch.tensor([0, 1, 1]))
+
+    with pytest.raises(PackpropError, match="drop scale_grad_by_freq"):
+        operators.hessian(loss, [table.weight])
+    with pytest.raises(PackpropError, match="drop scale_grad_by_freq"):
+        packprop.products.hvp(loss(), [table.weight], [torch.ones(4, 2).double()])

@@ -62,7 +62,8 @@ def linear_factor(graph: Graph, loss: ReachedLoss, asked: str) -> Tensor:
             "what was made of the loss after the loss function",
             "it is not linear in the loss, so that it curves by itself",
             "reduce and scale the loss linearly (sum, mean, weights), or give the whole of it as one loss "
-            "module",
+            "module that calls no loss function of torch (x.logsumexp(1) and x.gather(...) in place of "
+            "cross_entropy), so that the module is the loss",
         )
     return factor if torch.is_grad_enabled() else factor.detach()
 

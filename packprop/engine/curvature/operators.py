@@ -149,7 +149,8 @@ def hessian(
         damping: The number to add to the diagonal.
 
     Raises:
-        BadInput: If a parameter occurs twice or does not require a gradient, or the loss is not a scalar.
+        BadInput: If a parameter occurs twice, is complex or does not require a gradient, or the loss is not a
+            scalar.
         PackpropError: If a function in the graph is not twice differentiable. Products may also raise this.
     """
     chosen = chosen_parameters("operators.hessian(...) was called.", parameters)
@@ -173,7 +174,7 @@ def ggn(
         damping: The number to add to the diagonal.
 
     Raises:
-        BadInput: If a parameter occurs twice or does not require a gradient.
+        BadInput: If a parameter occurs twice, is complex or does not require a gradient.
         PackpropError: If a function in the graph is not twice differentiable. Products may also raise this.
     """
     chosen = chosen_parameters("operators.ggn(...) was called.", parameters)
@@ -241,7 +242,8 @@ def chosen_parameters(
         own: All parameters of the model that they must belong to; ``None`` for parameters of any origin.
 
     Raises:
-        BadInput: If there is none, one occurs twice, requires no gradient or is none of the model's.
+        BadInput: If there is none, or one occurs twice, is complex, requires no gradient or is none of the
+            model's.
     """
     chosen = tuple(parameters)
     known = None if own is None else {id(parameter) for parameter in own}
@@ -254,6 +256,10 @@ def chosen_parameters(
         wrong = "a parameter that is none of the model's", "the matrix is one of parameters of the model alone"
     elif leaves and not all(parameter.requires_grad for parameter in chosen):
         wrong = "a parameter with requires_grad=False", "nothing is differentiated in it"
+    elif any(parameter.is_complex() for parameter in chosen):
+        why = "a real number bends along real and imaginary parts apart: there is no complex matrix of it"
+        instead = "keep the real numbers as parameters, and make the complex ones by torch.view_as_complex"
+        raise BadInput(asked, "a complex parameter", why, instead)
     if wrong is not None:
         instead = "give each trainable parameter once, as [p for p in model.parameters() if p.requires_grad]"
         raise BadInput(asked, *wrong, instead)

@@ -46,7 +46,8 @@ CHUNKED = (
 
 WRONG = (
     "PyTorch differentiates it twice, but wrongly: its second derivatives are not symmetric",
-    "normalise the weight by operations of your own (g * v / v.norm(...)), or ask for GGN quantities",
+    "normalise the weight by operations of your own (g * v / v.norm(...)), drop scale_grad_by_freq of tables; "
+    "or ask for GGN quantities",
 )
 
 

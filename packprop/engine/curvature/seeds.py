@@ -137,11 +137,11 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
             "it was changed in place after the loss was computed",
             "clone it before changing it",
         )
-    other = differentiable_argument(call)
+    other = differentiable_argument(loss)
     if other is not None:
         raise PackpropError(
             "A generalized Gauss-Newton quantity was asked for.",
-            f"argument {other!r} of {getattr(call.function, '__name__', call.function)}",
+            f"{other} of {getattr(call.function, '__name__', call.function)}",
             "it requires gradients, as the model's output does: the loss curves in both together, and a "
             "generalized Gauss-Newton matrix is one of what the model's output alone enters",
             "detach it, if no gradient shall go through it (targets); where one shall (a predicted "

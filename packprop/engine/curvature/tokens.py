@@ -30,7 +30,6 @@ from packprop.engine.functions.losses.description import Loss, canonical, weight
 from packprop.engine.graph.graph import Graph, ReachedLoss
 from packprop.engine.graph.links import Entrance
 from packprop.engine.graph.pull import derivatives
-from packprop.engine.recording.marks import RecordedLoss
 from packprop.errors import PackpropError
 
 TOKENS_ASKED = 'Quantities of single tokens were asked for (per="token").'
@@ -61,17 +60,14 @@ def require_losses(graph: Graph, asked: str, unknown: str) -> None:
         )
 
 
-def differentiable_argument(call: RecordedLoss) -> int | str | None:
-    """Return the place of an argument beside the input that requires gradients, such as a target."""
+def differentiable_argument(loss: ReachedLoss) -> str | None:
+    """Name something beside the input of a loss that requires gradients, such as a target; or ``None``."""
+    call = loss.call
     others: list[tuple[int | str, Any]] = [*enumerate(call.args[1:], 1), *call.kwargs.items()]
-    return next(
-        (
-            place
-            for place, value in others
-            if isinstance(value, Tensor) and value.requires_grad and value is not call.input
-        ),
-        None,
-    )
+    for place, value in others:
+        if isinstance(value, Tensor) and value.requires_grad and value is not call.input:
+            return f"argument {place!r}"
+    return "a tensor of the model that is no argument" if loss.others else None
 
 
 def in_order(losses: Sequence[ReachedLoss]) -> list[ReachedLoss]:
@@ -132,11 +128,11 @@ def gradient_by_token(graph: Graph) -> list[Columns]:
     rules = [loss.entrance.rule for loss in losses]
     for loss, rule in zip(losses, rules, strict=True):
         token_count(loss, rule)  # raises before any work
-        place = differentiable_argument(loss.call)
-        if place is not None:
+        other = differentiable_argument(loss)
+        if other is not None:
             raise PackpropError(
                 TOKENS_ASKED,
-                f"argument {place!r} of {getattr(loss.call.function, '__name__', loss.call.function)}",
+                f"{other} of {getattr(loss.call.function, '__name__', loss.call.function)}",
                 "it requires gradients, as the model's output does, and which tokens its entries belong to is "
                 "not known",
                 'detach it, if no gradient shall go through it (targets); else ask for per="sample"',

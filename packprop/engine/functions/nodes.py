@@ -239,9 +239,12 @@ def is_wrong_in_third_order(node: Node) -> bool:
 def is_wrong_in_second_order(node: Node) -> bool:
     """Tell whether torch's second derivative of a node is silently wrong.
 
-    Seen on torch 2.13 for the fused normalisation of weights: its Hessian is not even symmetric.
+    Seen on torch 2.13 for the fused normalisation of weights, and for tables that divide gradients by counts:
+    their Hessians are not even symmetric.
     """
-    return name_of_node(node) == "WeightNormInterface"
+    name = name_of_node(node)
+    counts = name in ("Embedding", "EmbeddingBag") and bool(saved_option(node, "scale_grad_by_freq"))
+    return name == "WeightNormInterface" or counts
 
 
 def bias_without_weight(node: Node) -> Node | None:

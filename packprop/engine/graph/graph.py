@@ -98,6 +98,7 @@ class ReachedLoss:
         output: The number of its value among the node's outputs.
         layout: The layout of its input; set when packprop locates the samples.
         is_open: Whether a path from the roots leads to its input without passing a recorded loss.
+        others: The edges of its other arguments, such as a target, if uses lie above these.
     """
 
     call: RecordedLoss
@@ -105,6 +106,7 @@ class ReachedLoss:
     output: int
     layout: Layout = WHOLE
     is_open: bool = False
+    others: list[GradientEdge] = field(default_factory=list)
 
     @property
     def value(self) -> GradientEdge:

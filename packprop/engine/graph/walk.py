@@ -237,7 +237,8 @@ def _read_uses(graph: Graph, trail: _Trail, wanted: Sequence[Tensor] | None) -> 
     leaves = _parameters(graph, trail)
     if not leaves:
         return
-    ends = [loss.call.edge.node for loss in graph.losses]
+    others = [(loss, edge) for loss in graph.losses for edge in loss.call.others]
+    ends = [loss.call.edge.node for loss in graph.losses] + [edge.node for _, edge in others]
     ends += [edge.node for edge, forward, _ in graph.outputs if forward.has_parameters]
     after = {loss.node for loss in graph.losses}
     for node in trail.order:
@@ -259,6 +260,9 @@ def _read_uses(graph: Graph, trail: _Trail, wanted: Sequence[Tensor] | None) -> 
             graph.uses.append(use)
             trail.neighbours[node] = [edge.node for edge in use.edges]
             _find_sites(graph, use, chosen)
+    for loss, edge in others:
+        if not reading.uses.keys().isdisjoint(nodes_above([edge.node])):
+            loss.others.append(edge)
 
 
 def _parameters(graph: Graph, trail: _Trail) -> dict[int, Tensor]:
@@ -331,7 +335,8 @@ def _signature(graph: Graph, trail: _Trail) -> int:
         for loss in graph.losses
     )
     declared = tuple(forward.declared for forward in graph.forwards)
-    met = tuple(tuple(made_by(edge.node)[edge.output_nr].shape) for edge in graph.open)
+    places = [*graph.open, *(edge for loss in graph.losses for edge in loss.others)]
+    met = tuple(tuple(made_by(edge.node)[edge.output_nr].shape) for edge in places)
     open_paths = met, tuple(loss.is_open for loss in graph.losses)
     named = tuple(trail.names), tuple(trail.options), tuple(trail.extents), trail.edges
     return hash((named, uses, losses, declared, open_paths, bool(graph.without_loss)))

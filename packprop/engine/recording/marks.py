@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from packprop.engine.functions.losses.description import input_of
@@ -129,6 +129,13 @@ class RecordedLoss:
         tensor = input_of(self.function, self.args, self.kwargs)
         assert isinstance(tensor, Tensor)
         return tensor
+
+    @property
+    def others(self) -> list[GradientEdge]:
+        """The edges of its other arguments, if they are part of a graph."""
+        given = self.input
+        tensors = [each for each in tensors_of_call(self.args, self.kwargs) if each is not given]
+        return [get_gradient_edge(tensor) for tensor in tensors if tensor.grad_fn is not None]
 
     def drop_input(self) -> None:
         """Put NaN of the input's shape, of which one is in memory, in the place of the input."""

@@ -47,6 +47,7 @@ class ModelOutput:
         device: Its device.
         loss: What is known of the loss that took it.
         decides: Whether its extent says how many samples there may be.
+        beside: The number of the output that a loss takes it with, as its target, if that is known.
     """
 
     edge: GradientEdge
@@ -55,13 +56,16 @@ class ModelOutput:
     device: torch.device
     loss: Loss
     decides: bool
+    beside: int | None = None
 
     @classmethod
-    def at(cls, edge: GradientEdge, loss: Loss | None = None, decides: bool = True) -> ModelOutput:
+    def at(
+        cls, edge: GradientEdge, loss: Loss | None = None, decides: bool = True, beside: int | None = None
+    ) -> ModelOutput:
         """A tensor inside the graph, as it was made."""
         made = made_by(edge.node)[edge.output_nr]
         rule = loss or Loss(None, 1.0, None, None)
-        return cls(edge, torch.Size(made.shape), made.dtype, made.device, rule, decides)
+        return cls(edge, torch.Size(made.shape), made.dtype, made.device, rule, decides, beside)
 
     def ones(self) -> Tensor:
         """Ones in its shape, of which one is in memory."""
@@ -71,10 +75,16 @@ class ModelOutput:
 def model_outputs(graph: Graph) -> list[ModelOutput]:
     """The places where samples are fed in: the inputs of the losses, or without losses outputs of the model.
 
-    Those of recorded losses come first; then where paths without any meet the model, see NOTE [Open paths].
+    Those of recorded losses come first; then their other arguments, if the model made these, too; then where
+    paths without any loss meet the model, see NOTE [Open paths].
     """
     calls = [(loss.call, loss.call.edge) for loss in graph.losses]
     outputs = [ModelOutput.at(edge, describe(call.function, call.args, call.kwargs)) for call, edge in calls]
+    outputs += [
+        ModelOutput.at(edge, decides=False, beside=place)
+        for place, loss in enumerate(graph.losses)
+        for edge in loss.others
+    ]
     outputs += [ModelOutput.at(edge, decides=False) for edge in graph.open]
     return outputs or [ModelOutput.at(edge) for edge, forward, _ in graph.outputs if forward.has_parameters]
 

@@ -57,12 +57,16 @@ def require_separate_losses(graph: Graph, outputs: Sequence[ModelOutput], chosen
     roots = [get_gradient_edge(root) for root in graph.roots if root.requires_grad]
     seeds = [seed for root, seed in zip(graph.roots, graph.root_gradients(), strict=True) if root.requires_grad]
     lasting = True
-    for loss, output, layout in zip(graph.losses, outputs, chosen, strict=False):  # those of losses come first
+    given = list(zip(outputs, chosen, strict=True))
+    for place, loss in enumerate(graph.losses):  # outputs of losses come first
         function = loss.call.function
         if function not in LOSSES:
             name = f"the loss {getattr(function, '__name__', function)}"
+            output = outputs[place]
             one = torch.ones((), dtype=output.dtype, device=output.device)
-            lasting &= _Part(graph, name, [loss.value], [one], [output], [layout]).is_separate()
+            taken = [given[place], *(each for each in given if each[0].beside == place)]
+            ends, layouts = zip(*taken, strict=True)
+            lasting &= _Part(graph, name, [loss.value], [one], ends, layouts).is_separate()
     ends, layouts = zip(*_ends(graph, outputs, chosen), strict=True)
     return _Part(graph, "", roots, seeds, ends, layouts).is_separate() and lasting
 

@@ -18,8 +18,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.graph import Node
 
+from packprop.engine.functions.losses import LOSSES
 from packprop.engine.graph.graph import WHOLE, Graph
 from packprop.engine.samples.documents import layouts_of_documents
 from packprop.engine.samples.feeding import ModelOutput
@@ -84,10 +86,11 @@ def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list
     if len(numbers) > 1:
         raise _disagreement(graph, outputs, layouts_found)
     samples = numbers.pop() if numbers else 1
-    each = [
-        _anywhere(graph, output, samples, axis) if layout is None else [layout]
-        for output, layout in zip(outputs, layouts_found, strict=True)
-    ]
+    each: list[list[Layout]] = []
+    for output, layout in zip(outputs, layouts_found, strict=True):
+        if output.beside is not None:
+            layout = _beside(graph, output, outputs[output.beside], layouts_found[output.beside])
+        each.append(_anywhere(graph, output, samples, axis) if layout is None else [layout])
     choices = range(max(map(len, each)))
     return samples, [[layouts[min(choice, len(layouts) - 1)] for layouts in each] for choice in choices]
 
@@ -212,6 +215,30 @@ def _anywhere(graph: Graph, output: ModelOutput, samples: int, declared: int | N
             "take the term in a pass of its own",
         )
     return layouts
+
+
+def _beside(graph: Graph, output: ModelOutput, given: ModelOutput, layout: Layout | None) -> Layout:
+    """The place of the samples in another argument of a loss: where the loss takes them in the first one.
+
+    Functions of torch take the arguments entry by entry; only a variance may lack the last axis.
+    """
+    assert layout is not None
+    assert output.beside is not None
+    if layout.axis is None:
+        return layout
+    function = graph.losses[output.beside].call.function
+    same = len(output.shape) == len(given.shape) or function not in LOSSES
+    same |= function is F.gaussian_nll_loss and output.shape == given.shape[:-1]
+    if same and output.shape[layout.axis : layout.behind] == given.shape[layout.axis : layout.behind]:
+        return layout
+    name = getattr(function, "__name__", function)
+    raise PackpropError(
+        graph.asked,
+        f"the loss {name}, which takes tensors of shapes {list(given.shape)} and {list(output.shape)} that "
+        "depend on parameters",
+        "sample n is row n of the first one, and the other one has no such rows",
+        "give both the same axis of samples; or detach the other one",
+    )
 
 
 def _absent(graph: Graph, output: ModelOutput, declared: int | None) -> PackpropError:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import packprop
+from packprop.engine.algebra import kernels
 from packprop.engine.algebra.kernels import outer_products, products_one_by_one
 
 
@@ -29,3 +30,24 @@ def test_products_do_not_depend_on_the_order_in_memory(left: bool, right: bool, 
     torch.testing.assert_close(torch.stack(found), cotangents @ inputs.mT)
     if kept_by_rows:
         assert all(product.is_contiguous() for product in found)
+
+
+def test_a_forced_product_is_the_one_that_is_made() -> None:
+    with packprop.algorithms(products="single"):
+        assert kernels.worth_a_call(1, 1, torch.float32, "cpu") == hasattr(
+            torch.ops.mkldnn, "_linear_pointwise"
+        )
+        assert not kernels.worth_a_call(1, 1, torch.float64, "cpu")
+    with packprop.algorithms(products="batched"):
+        assert not kernels.worth_a_call(2**20, 2**20, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_depthwise_convolutions_of_large_images_go_sample_by_sample(dtype: torch.dtype) -> None:
+    """Where oneDNN has its kernel: in single precision alone."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("no oneDNN here")
+    for side, groups, expected in ((64, 4, dtype == torch.float32), (64, 1, False), (2, 4, False)):
+        cotangent = torch.zeros(1, 4, side, side, dtype=dtype)
+        shape = torch.Size([4, 4 // groups, 3, 3])
+        assert kernels._is_faster_by_channels_last(cotangent, shape, groups) == expected

@@ -237,3 +237,19 @@ def test_negative_curvature_is_kept() -> None:
     exact = 2 * (1 - t**2) ** 2 + 2 * (t + 5) * (-2 * t * (1 - t**2))
     assert_near(model[0].weight.diag_h.squeeze(), exact, "diag_h")
     assert model[0].weight.diag_h < 0 < model[0].weight.diag_ggn_exact
+
+
+def test_nonlinearities_of_one_input_add_up() -> None:
+    torch.manual_seed(0)
+    first, last = nn.Linear(3, 2).double(), nn.Linear(2, 2).double()
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+
+    def loss() -> Tensor:
+        h = first(x)
+        return nn.functional.mse_loss(last(h.tanh() + 2 * h.sigmoid() * 1), y)
+
+    with packprop.record(), packprop.backpack(extensions.DiagHessian()):
+        loss().backward()
+    (gradient,) = torch.autograd.grad(loss(), first.weight, create_graph=True)
+    rows = [torch.autograd.grad(g, first.weight, retain_graph=True)[0].flatten() for g in gradient.flatten()]
+    assert_near(first.weight.diag_h.flatten(), torch.stack(rows).diagonal(), "diagonal", 1e-10)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import packprop
 from packprop import extensions
 from packprop.engine.distributed import AllRanks, joint
+from packprop.engine.distributed.statement import shares
 from packprop.errors import BadInput, PackpropError
 from tests.distributed.processes import in_processes, needs_groups, outcomes_of, run_each
 from tests.selection import thorough
@@ -538,3 +541,11 @@ def test_bad_arguments() -> None:
     for wrong in (dict(share="half"), dict(share=-1.0), dict(share=True), dict(timeout=0)):
         with pytest.raises(BadInput):
             AllRanks(**wrong)
+
+
+def test_shares_of_ranks() -> None:
+    """By samples, in equal parts, or as only a rank knows it."""
+    statements: Any = [SimpleNamespace(samples=samples) for samples in (1, 0, 3)]
+    assert shares(AllRanks(share="samples"), statements) == [0.25, 0.0, 0.75]
+    assert shares(AllRanks(share="equal"), statements) == [1 / 3] * 3
+    assert all(map(math.isnan, shares(AllRanks(share=0.5), statements)))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packprop.engine.functions.node_calls import _is_sum
 from packprop.engine.functions.nodes import name_of_node
 from packprop.engine.functions.registry import RULES
 from packprop.testing import check_use
@@ -165,3 +166,12 @@ def test_no_rule_is_left_out() -> None:
     elsewhere = {"_grouped_product", "_summed_in_chunks", "_rms_norm", "_parameter_of_layer"}
     left = {rule.entry_of.__name__ for rule in RULES.values() if rule.entry_of not in checked}
     assert left - elsewhere == set()
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_sums_of_columns_are_compared_at_their_own_scale(scale: float) -> None:
+    """A vectorised call of a node is trusted if its columns add up to the single call."""
+    columns = scale * torch.rand(3, 4).double()
+    assert _is_sum(columns, columns.sum(0))
+    assert not _is_sum(columns, columns.sum(0) * 1.1)
+    assert not _is_sum(columns, columns.sum(0)[:2])

@@ -14,6 +14,7 @@ import packprop
 from packprop import extensions
 from packprop.engine.graph.walk import walk
 from packprop.engine.memory.live import LiveBytes
+from packprop.engine.memory.peaks import Peak
 from packprop.engine.memory.plan import BudgetTooSmall
 from packprop.engine.memory.planning import plan_again
 from packprop.engine.samples.locating import check_graph
@@ -271,3 +272,10 @@ def test_a_refused_pass_says_what_it_has_freed() -> None:
         value.backward()
     value.backward()
     assert model.weight.grad is not None
+
+
+def test_what_the_step_before_has_left_counts() -> None:
+    peak = Peak(10, {"gradients": 4, "results": 6}, [("weight", 6)]).beside("results", 5)
+    assert peak == Peak(
+        15, {"gradients": 4, "results": 11}, [("weight", 6), ("results: of the step before", 5)]
+    )

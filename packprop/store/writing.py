@@ -66,7 +66,7 @@ class StoreWriter:
         model: The model whose parameters have the values.
         extensions: The extensions to store. Each must have rows of samples.
         dtype: Precision of stored floating-point values, such as ``torch.float16``; ``None``: as computed.
-        identify: Maps a batch (as ``compute`` takes it) to whole numbers ``[n]`` that identify its samples;
+        identify: Maps a batch, as the data yield it, to whole numbers ``[n]`` that identify its samples;
             without it they are numbered in the order in which they come. For ``compute``; ``write`` has its own
             argument.
         shard: Number of this writer's part of the store, one for each process; ``None``: its rank, if
@@ -169,6 +169,30 @@ class StoreWriter:
         self._header.save(self._place)  # in the version of the marks from now on
         self.resume_at(self._mark.samples, self._mark.terms)
 
+    def require_model(self, asked: str, model: nn.Module) -> None:
+        """Refuse a model whose parameters, or the trained ones among them, are not those of the store.
+
+        Raises:
+            BadInput: With the first of them.
+        """
+        now, known = described_model(model), self._header.model
+        name = next((each for each in {**known, **now} if now.get(each) != known.get(each)), None)
+        if name is not None:
+            there, here = known.get(name), now.get(name)
+            why = "the model has others than the one that the store was opened for"
+            if there is not None and here is not None and there[:2] == here[:2]:
+                why = (
+                    "it was trained when the store was opened, and is not now"
+                    if there[2]
+                    else "it is trained only now"
+                )
+            raise BadInput(
+                asked,
+                f"parameter {name!r}, with the store {str(self.folder)!r}",
+                why,
+                "write a store of its own for each choice of trained parameters",
+            )
+
     def __repr__(self) -> str:
         return f"<StoreWriter {str(self.folder)!r}: {self.samples:,} samples so far>"
 
@@ -210,6 +234,7 @@ class StoreWriter:
             PackpropError: If a parameter has no values, or the disk does not take them.
         """
         self._require_open()
+        self.require_model(f"StoreWriter({str(self.folder)!r}).write(...) was called.", self._model)
         taken = taken_from(self._model, self.extensions, terms, unused_are_zero)
         taken |= {(name, ""): value for name, value in values.items()}
         rows = next(iter(taken.values()), None)

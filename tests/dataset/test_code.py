@@ -14,10 +14,12 @@ from torch import Tensor, nn
 import packprop
 from packprop import BadInput
 from packprop.applications.dataset.code import code_of
+from packprop.applications.dataset.identity import changes_around
 from packprop.extensions import SumGradSquared
 
 TABLE: dict[str, Any] = {"k": 1.0}
 COUNTS = [0]
+LAST: Any = None
 
 FILLS: dict[str, tuple[Callable[..., Any], set[str]]] = {
     "an entry": (lambda self, x: self.cache.__setitem__("a", x), set()),
@@ -112,6 +114,77 @@ def test_containers_whose_entries_change(function: Any) -> None:
 @pytest.mark.parametrize("function", WRITING, ids=lambda function: function.__name__)
 def test_attributes_that_are_assigned(function: Any) -> None:
     assert code_of(function.__code__).written == WRITING[function]
+
+
+def counted(f: Any, y: Any) -> Any:
+    TABLE["step"] += 1
+    return f
+
+
+def helped(f: Any, y: Any) -> Any:
+    return counted(f, y)
+
+
+def noted(f: Any, y: Any) -> Any:
+    COUNTS.append(len(f))
+    return f
+
+
+def set_globally(f: Any, y: Any) -> Any:
+    global LAST
+    LAST = f
+    return f
+
+
+def enclosed() -> Any:
+    calls = 0
+    seen: list[Any] = []
+
+    def loss(f: Any, y: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return f
+
+    def kept(f: Any, y: Any) -> Any:
+        seen[:] = [f]
+        return f
+
+    return loss, kept
+
+
+def of_its_own(f: Any, y: Any) -> Any:
+    table: dict[str, Any] = {"a": f}
+    table["b"] = TABLE["k"] * y
+
+    def inside() -> Any:
+        return table["a"]
+
+    return inside()
+
+
+class Counting(nn.Module):
+    """Counts in an attribute of its own, which is looked at before each replay."""
+
+    def forward(self, f: Any, y: Any) -> Any:
+        self.count = getattr(self, "count", 0) + 1
+        return f
+
+
+@pytest.mark.parametrize("loss", [counted, helped, noted, set_globally, *enclosed()], ids=lambda f: f.__name__)
+def test_losses_that_change_something_around_them(loss: Any) -> None:
+    assert changes_around(nn.Linear(2, 2), loss)
+    hooked = nn.Linear(2, 2)
+    hooked.register_forward_hook(lambda module, given, out: loss(out, given))
+    assert changes_around(hooked, nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [of_its_own, Counting(), nn.CrossEntropyLoss()],
+    ids=lambda f: getattr(f, "__name__", type(f).__name__),
+)
+def test_losses_that_change_nothing_around_them(loss: Any) -> None:
+    assert not changes_around(nn.Linear(2, 2), loss)
 
 
 class Head(nn.Module):

@@ -198,13 +198,14 @@ class Graph:
 def test_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     traced: Any = Graph()
-    policy = WhereItPays(lambda: 1000)
+    policy = WhereItPays(lambda: 1000, lambda: False)
     assert not policy.traces(kind(passes=3, pass_seconds=0.002))
     assert policy.traces(kind(passes=4, pass_seconds=0.002))
-    assert not WhereItPays(lambda: MANY - 1).traces(kind(passes=4, pass_seconds=0.002))
+    assert not WhereItPays(lambda: MANY - 1, lambda: False).traces(kind(passes=4, pass_seconds=0.002))
     # 400 replays of a pass of 0.1 s save 3.2 s, 600 save 4.8 s; tracing may take 4 s
-    assert not WhereItPays(lambda: 400).traces(kind(passes=4, pass_seconds=0.1))
-    assert WhereItPays(lambda: 600).traces(kind(passes=4, pass_seconds=0.1))
+    assert not WhereItPays(lambda: 400, lambda: False).traces(kind(passes=4, pass_seconds=0.1))
+    assert WhereItPays(lambda: 600, lambda: False).traces(kind(passes=4, pass_seconds=0.1))
+    assert not WhereItPays(lambda: 600, lambda: True).traces(kind(passes=4, pass_seconds=0.1))
     # 1,000 replays of 0.02 s, of which a third is saved, are more than 5.5 s; of 0.01 s they are less
     assert policy.compiles(kind(traced=traced, replays=3, replay_seconds=0.02))
     assert not policy.compiles(kind(traced=traced, replays=3, replay_seconds=0.01))

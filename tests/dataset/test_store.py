@@ -258,3 +258,51 @@ def test_projections_of_whole_gradients(tmp_path: Path, kind: Any) -> None:
                 value.backward()
             writer.write(terms=len(inputs))
     assert_near(Store(tmp_path / "hand")["grad_batch_projected"].torch(), expected, "by hand")
+
+
+def test_parameters_that_are_frozen_meanwhile_are_refused(tmp_path: Path) -> None:
+    """Their rows would be zeros, as those of parameters that a batch does not use."""
+    model, (x, y) = small()
+    with packprop.StoreWriter(tmp_path / "store", model, [extensions.BatchGrad()]) as writer:
+        options: dict[str, Any] = {"store": writer, "progress": False}
+        packprop.compute(model, nn.CrossEntropyLoss(), (x, y), writer.extensions, **options)
+        first = next(model.parameters()).requires_grad_(False)
+        with pytest.raises(BadInput, match="it was trained when the store was opened, and is not now"):
+            packprop.compute(model, nn.CrossEntropyLoss(), (x, y), writer.extensions, **options)
+        with packprop.record(), packprop.backpack(extensions.BatchGrad()):
+            nn.functional.cross_entropy(model(x), y).backward()
+        with pytest.raises(BadInput, match="and is not now"):
+            writer.write(terms=len(x))
+        first.requires_grad_(True)
+        packprop.compute(model, nn.CrossEntropyLoss(), (x, y), writer.extensions, **options)
+    assert packprop.Store(tmp_path / "store").samples == 2 * len(x)
+
+
+def test_samples_are_identified_by_what_the_data_yield(tmp_path: Path) -> None:
+    model, (x, y) = small()
+    batches = [
+        {"input": x[:3], "labels": y[:3], "id": [7, 8, 9]},
+        {"input": x[3:], "labels": y[3:], "id": range(len(x) - 3)},
+    ]
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input: Tensor, id: Any) -> Tensor:
+            out: Tensor = self.model(input)
+            return out
+
+    named = Named()
+    for folder, identify in (("store", lambda batch: batch["id"]), ("other", lambda batch: batch[0]["id"])):
+        with packprop.StoreWriter(
+            tmp_path / folder, named, [extensions.BatchL2Grad()], identify=identify
+        ) as writer:
+            options: dict[str, Any] = {"store": writer, "progress": False}
+            if folder == "other":
+                with pytest.raises(BadInput, match=r"StoreWriter\(identify=...\), with a batch of type dict"):
+                    packprop.compute(named, nn.CrossEntropyLoss(), batches, writer.extensions, **options)
+            else:
+                packprop.compute(named, nn.CrossEntropyLoss(), batches, writer.extensions, **options)
+    assert packprop.Store(tmp_path / "store").identifiers.tolist() == [7, 8, 9, *range(len(x) - 3)]

@@ -82,7 +82,7 @@ class BatchPass:
         parts: The parts of the extensions in this reading of the data.
         second: Says that it is the second reading.
         chunk_sizes: The chunk sizes of the batch.
-        batch: The batch as the data gave it.
+        batch: The batch as the data yielded it, for the store.
         number: Its number among those of all ranks.
         sharded: The ranks, if ``fully_shard`` has sharded the model over them; see NOTE [Sharded passes].
         log: Called after each chunk of samples, as ``BackwardPass`` calls it.

@@ -162,6 +162,11 @@ class Batches:
             yield self._checked(batch)
             self._current = None
 
+    @property
+    def current(self) -> Any:
+        """The current batch, as the data yielded it."""
+        return self._current
+
     def take_instead(self, batch: Any) -> None:
         """Name this batch of another rank in messages, if this rank has none."""
         self._current = batch

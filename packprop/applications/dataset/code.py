@@ -37,6 +37,8 @@ class Code:
         read: Attributes it reads, of whatever object.
         written: Attributes of itself or of named objects, and names from around it, that it assigns.
         filled: Attributes and names whose containers it changes.
+        around: Whether it changes something that belongs to no object of its own: a name from around it, or an
+            entry or an attribute of one.
     """
 
     digest: str = ""
@@ -44,6 +46,7 @@ class Code:
     read: set[str] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
     filled: set[str] = field(default_factory=set)
+    around: bool = False
 
     def take_in(self, other: Code) -> None:
         """Add the references of other code."""
@@ -51,6 +54,7 @@ class Code:
         self.read |= other.read
         self.written |= other.written
         self.filled |= other.filled
+        self.around |= other.around
 
 
 @functools.cache
@@ -65,7 +69,7 @@ def code_of(code: CodeType) -> Code:
     for place, step in enumerate(steps):
         if step.opname != "PRECALL":  # of Python 3.11 alone: it takes the arguments for the call behind it
             taken.append(f"{step.opname} {_argument(step, found)}")
-        _note_names(steps, place, found)
+        _note_names(steps, place, found, code.co_freevars)
     found.digest = short_digest("\n".join(taken))
     return found
 
@@ -82,24 +86,38 @@ def _argument(step: dis.Instruction, found: Code) -> str:
     return str(step.argval if named else step.arg)
 
 
-def _note_names(steps: Sequence[dis.Instruction], place: int, found: Code) -> None:
-    """Note the names that an instruction reads and writes."""
+def _note_names(steps: Sequence[dis.Instruction], place: int, found: Code, free: Sequence[str]) -> None:
+    """Note the names that an instruction reads and writes; ``free``: those of the functions around."""
     step = steps[place]
     name, operation = step.argval, step.opname
+
+    def note_change(end: int, names: set[str], name: str | None = None) -> None:
+        """Note the change of an object, which the expression names that ends there, or of its attribute."""
+        changed = _named(steps, end)
+        if changed is not None:
+            names.add(name or changed.argval)
+            found.around |= changed.opname != "LOAD_ATTR" and _is_around(changed, free)
+        elif name is not None and _last_local(steps, end) == "self":  # and not of any object on the way
+            names.add(name)
+
     if operation in INDICES_OF_CHANGES:  # the container comes before its indices
-        found.filled |= _named(steps, _before(steps, place, INDICES_OF_CHANGES[operation]))
+        note_change(_before(steps, place, INDICES_OF_CHANGES[operation]), found.filled)
     if step.opcode not in dis.hasname and step.opcode not in dis.hasfree:
         return
     if operation in ("STORE_DEREF", "STORE_GLOBAL"):
         found.written.add(name)
+        found.around |= _is_around(step, free)
     elif operation == "STORE_ATTR":
-        end = _before(steps, place, 0)
-        if _named(steps, end) or _last_local(steps, end) == "self":  # not of any object on the way
-            found.written.add(name)
+        note_change(_before(steps, place, 0), found.written, name)
     elif operation.startswith("LOAD_"):
         if name in FILLING:
-            found.filled |= _named(steps, place - 1)
+            note_change(place - 1, found.filled)
         (found.scope if operation in ("LOAD_GLOBAL", "LOAD_NAME") else found.read).add(name)
+
+
+def _is_around(step: dis.Instruction, free: Sequence[str]) -> bool:
+    """Tell whether an instruction reads or writes a name from around the function."""
+    return step.opname.endswith(("_GLOBAL", "_NAME")) or step.argval in free
 
 
 def _before(steps: Sequence[dis.Instruction], place: int, indices: int) -> int:
@@ -131,8 +149,8 @@ def _start(steps: Sequence[dis.Instruction], end: int) -> int:
     return 0
 
 
-def _named(steps: Sequence[dis.Instruction], end: int) -> set[str]:
-    """Return the name that the expression reads which ends at an instruction, itself or an entry of it."""
+def _named(steps: Sequence[dis.Instruction], end: int) -> dis.Instruction | None:
+    """Return what reads the name of an expression that is a name, or an entry of one; ``None`` for others."""
     while end >= 0:
         step = steps[end]
         is_entry = step.opname == "BINARY_SUBSCR" or (step.opname == "BINARY_OP" and step.argrepr == "[]")
@@ -141,10 +159,10 @@ def _named(steps: Sequence[dis.Instruction], end: int) -> set[str]:
                 end = _start(steps, end - 1)
             end -= 1
         elif step.opname.startswith("LOAD_") and (step.opcode in dis.hasname or step.opcode in dis.hasfree):
-            return {step.argval}
+            return step
         else:
             break
-    return set()
+    return None
 
 
 def _last_local(steps: Sequence[dis.Instruction], end: int) -> str | None:

@@ -78,13 +78,14 @@ class Describer:
     Attributes:
         untold: The places of values without a description.
         draws: Says that generators of random numbers, or iterators, were met.
+        changes: Says that code was met that changes something around it, such as a global counter.
         generators: Generators so far, whose states can be kept.
         versions: Versions of the packages of the classes and functions so far.
     """
 
     def __init__(self) -> None:
         self.untold: list[str] = []
-        self.draws = False
+        self.draws = self.changes = False
         self.generators: list[Any] = []
         self.versions: dict[str, str] = {}
         self._met: dict[tuple[Any, ...], tuple[str, Any]] = {}
@@ -216,6 +217,7 @@ class Describer:
     def _function(self, function: FunctionType, where: str) -> dict[str, Any]:
         """Describe a function: its code, its defaults, and the names around it that it uses."""
         code = code_of(function.__code__)
+        self.changes |= code.around
         around = dict(cells(function)) | {
             name: function.__globals__[name] for name in sorted(code.scope) if name in function.__globals__
         }

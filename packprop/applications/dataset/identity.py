@@ -91,6 +91,14 @@ def identity_of(
     return facts
 
 
+def changes_around(model: nn.Module, loss: Any) -> bool:
+    """Tell whether code of model or loss changes something around it, such as a global counter."""
+    describer = Describer()
+    _described_modules(model, describer)
+    describer.of(loss, "the loss")
+    return describer.changes
+
+
 def keep_generators(model: nn.Module, loss: Any, data: Batches) -> None:
     """Make the data keep the states of all generators in model, loss and data, for another reading."""
     describer = Describer()

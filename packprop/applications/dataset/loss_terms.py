@@ -104,24 +104,34 @@ def loss_terms(graph: Graph) -> LossTerms:
             factor = (factor.to(accumulation_dtype(factor.dtype)) * divisor / own).to(factor)
         weights.append(factor.to(graph.roots[0].device))
     ends = torch.stack(torch.stack(weights).aminmax())
-    options = dict.fromkeys(tuple(_options(call)) for call in calls)  # a loop has as many calls as samples
-    numbers = torch.tensor([number for each in options for number in each], dtype=torch.float64)
-    return LossTerms(reduction, divisor, torch.cat([ends, numbers.to(ends)]))
+    return LossTerms(reduction, divisor, torch.cat([ends, *_options(calls, ends)]))
 
 
-def _options(call: RecordedLoss) -> list[float]:
-    """Return numbers that stand for the options of a loss function that are no values of samples."""
+def _options(calls: Sequence[RecordedLoss], like: Tensor) -> list[Tensor]:
+    """Return numbers that stand for the options of loss functions that are no values of samples.
+
+    There are the smallest and the largest ones of each function: a loop has as many calls as samples.
+    """
+    by_function: dict[tuple[Any, int], list[Tensor]] = {}
+    for call in calls:
+        numbers = _options_of(call, like)
+        if numbers:
+            by_function.setdefault((call.function, len(numbers)), []).append(torch.stack(numbers))
+    return [end for found in by_function.values() for end in torch.stack(found).aminmax(dim=0)]
+
+
+def _options_of(call: RecordedLoss, like: Tensor) -> list[Tensor]:
     given = {str(place): value for place, value in enumerate(call.args[1:])} | call.kwargs
     with contextlib.suppress(ValueError, TypeError):  # of a function without a signature
         given = inspect.signature(call.function).bind(*call.args, **call.kwargs).arguments
-    found: list[float] = []
+    found: list[Tensor] = []
     for name, value in given.items():
         if isinstance(value, (bool, int, float)):
-            found.append(float(value))
+            found.append(torch.full((), float(value), dtype=like.dtype, device=like.device))
         elif name in OF_CLASSES and isinstance(value, Tensor) and value.dim() < 2 and value.shape != call.shape:
-            flat = value.detach().flatten().to("cpu", torch.float64)
-            places = torch.arange(1, 1 + len(flat), dtype=torch.float64)
-            found += [float(flat.sum()), float((flat * places.sqrt()).sum())]
+            flat = value.detach().flatten().to(like)
+            places = torch.arange(1, 1 + len(flat), dtype=like.dtype, device=like.device)
+            found += [flat.sum(), (flat * places.sqrt()).sum()]
     return found
 
 

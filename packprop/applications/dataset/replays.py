@@ -6,11 +6,13 @@ operations: half of a pass of a few milliseconds, almost nothing of a long one. 
 batches if it expects a hundred or more, or hundreds with long passes. It compiles a graph if this may save more
 time than it costs: it may save a third of the time of the replays to come, and the cost grows with the number
 of operations. It drops a graph that is no faster than a pass. All of this follows measured times, so the last
-digits of values may differ from one run to the next.
+digits of values may differ from one run to the next. A replay runs no Python code: where model or loss change
+something around them, such as a global counter, packprop traces nothing.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -41,12 +43,13 @@ class WhereItPays:
 
     Args:
         left: The number of batches to come.
+        changes: Tells whether code of model or loss changes something that does not belong to them.
     """
 
     warns = False
 
-    def __init__(self, left: Callable[[], int]) -> None:
-        self._left = left
+    def __init__(self, left: Callable[[], int], changes: Callable[[], bool]) -> None:
+        self._left, self._changes = left, functools.cache(changes)
 
     def traces(self, kind: Kind) -> bool:
         """Trace if many more are to come, and their replays save more time than tracing takes."""
@@ -54,7 +57,8 @@ class WhereItPays:
             return False
         taken = kind.pass_seconds
         saved = min(taken / 2, BETWEEN_SECONDS + BETWEEN_SHARE * taken)
-        return self._left() * saved >= min(PASSES_TO_TRACE * taken, TRACE_SECONDS)
+        pays = self._left() * saved >= min(PASSES_TO_TRACE * taken, TRACE_SECONDS)
+        return pays and not self._changes()
 
     def compiles(self, kind: Kind) -> bool:
         """Compile if it saves more time than it takes."""

@@ -219,13 +219,18 @@ class Run:
         else:
             self._begin_step(batch)
             if batch is not None:
-                self._stream.add(batch, self._chunk_sizes.of(batch), parts, second, number)
+                self._add(batch, parts, second, number)
         self._steps += 1
         self._number += self._ranks.world
         if self._keeps:
             self._note_moment()
             if self._steps == 1 and self._checkpoint is not None:
                 self._require_plain()
+
+    def _add(self, batch: Any, parts: Sequence[Part], second: bool, number: int, counts: bool = True) -> None:
+        """Take a batch through the model; the store identifies its samples by what the data yielded."""
+        self._stream.step.batch = self._batches.current
+        self._stream.add(batch, self._chunk_sizes.of(batch), parts, second, number, counts)
 
     def _end_step(self) -> None:
         """Hear of the other ranks; write a checkpoint if it is due."""
@@ -259,7 +264,7 @@ class Run:
         if not has_any:
             batch = self._stand_in
             self._batches.take_instead(batch)
-        self._stream.add(batch, self._chunk_sizes.of(batch), parts, second, number, counts=has_any)
+        self._add(batch, parts, second, number, counts=has_any)
         if isinstance(self._results, ShardedResults):
             self._results.end_pass(self._ranks)
         self._ranks.in_step = True

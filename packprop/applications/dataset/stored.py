@@ -72,8 +72,24 @@ class StoredResults:
     def end_batch(self, batch: Any, samples: int, terms: float) -> None:
         """Store the kept results of a batch."""
         values, self._values = self._values, {}
+        self.writer.add(values, samples, terms, self._identified(batch))
+
+    def _identified(self, batch: Any) -> Any:
+        """Return what identifies the samples of a batch; ``None`` for their numbers.
+
+        Raises:
+            BadInput: If the user's function fails.
+        """
         identify = self.writer.identify
-        self.writer.add(values, samples, terms, None if identify is None else identify(batch))
+        try:
+            return None if identify is None else identify(batch)
+        except Exception as error:
+            raise BadInput(
+                "A store was written.",
+                f"StoreWriter(identify=...), with a batch of type {type(batch).__name__}",
+                f"{type(error).__name__}: {error}",
+                "let it map a batch, as the data yield it, to whole numbers [n]",
+            ) from error
 
 
 def of_summed_loss(
@@ -132,6 +148,7 @@ def stored_results(
                 "leave the store out, or ask for BatchGrad, BatchL2Grad or another value of single samples",
             )
         store = StoreWriter(store, model, growing, resume=resume)
+    store.require_model(asked, model)
     found = StoredResults(store, extensions, losses)
     if len(found.extensions) != len(store.extensions):
         known = [described_extension(extension) for extension in extensions]

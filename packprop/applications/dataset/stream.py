@@ -9,6 +9,7 @@ import torch
 
 from packprop.applications.compiled.replayer import Replayer
 from packprop.applications.dataset.batch_pass import BatchPass
+from packprop.applications.dataset.identity import changes_around
 from packprop.applications.dataset.parts import Part
 from packprop.applications.dataset.replays import WhereItPays, told
 from packprop.engine.passes import ChunkSizes
@@ -30,7 +31,10 @@ class BatchStream:
     ) -> None:
         self.step, self._device = step, device
         self._same = SameForEachPass(step.modules)
-        self._replayer = None if left is None else Replayer(step, "inductor", None, WhereItPays(left))
+        self._replayer = None
+        if left is not None:
+            pays = WhereItPays(left, lambda: changes_around(step.model, step.loss))
+            self._replayer = Replayer(step, "inductor", None, pays)
 
     def add(
         self,
@@ -55,7 +59,7 @@ class BatchStream:
             return
         inputs, targets = map_tensors(lambda tensor: tensor.to(self._device), batch)
         step = self.step
-        step.batch, step.number, step.chunk_sizes = batch, number, chunk_sizes
+        step.number, step.chunk_sizes = number, chunk_sizes
         step.parts, step.second = parts, second
         with self._same.around():
             if not counts:

@@ -67,7 +67,6 @@ class PassesApart:
         """
         each, device = self._pass, self._device
         inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
-        each.batch = batch
         each.chunk_sizes = chunk_sizes_over_data(each.model, each.loss, batch, each.extensions, None, device)
         with self._same.around():
             return each.run_alone(inputs, targets)

@@ -1,7 +1,9 @@
 """packprop packs more than the gradient into one backward pass of PyTorch.
 
-Seeds are swept back through the graph and become cotangents. A use says how its parameters meet these;
-statistics turn that into numbers; an extension says how the numbers merge. A plan says how large chunks are.
+packprop sends vectors back through autograd's graph, in your own backward pass and in further ones. At each
+function with parameters, it computes numbers from the vectors that arrive and from the function's inputs.
+An extension defines which numbers, and how they add up over samples. A plan sets how many samples packprop
+takes at once. ``docs/concepts.md`` explains the words seed, sweep, cotangent, use and structure.
 """
 
 from threading import RLock

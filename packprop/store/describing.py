@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,32 @@ def described_model(model: nn.Module) -> dict[str, ParameterFacts]:
         name: (list(parameter.shape), name_of(parameter.dtype), parameter.requires_grad)
         for name, parameter in named_parameters(model)
     }
+
+
+def require_same_parameters(
+    asked: str, folder: str, known: Mapping[str, ParameterFacts], model: nn.Module
+) -> None:
+    """Refuse a model with other parameters, or with other trained ones, than the one that a store describes.
+
+    Raises:
+        BadInput: With the first of them.
+    """
+    now = described_model(model)
+    name = next((each for each in {**known, **now} if now.get(each) != known.get(each)), None)
+    if name is None:
+        return
+    there, here = known.get(name), now.get(name)
+    why = "the model has others than the one that the store was opened for"
+    if there is not None and here is not None and there[:2] == here[:2]:
+        why = (
+            "it was trained when the store was opened, and is not now" if there[2] else "it is trained only now"
+        )
+    raise BadInput(
+        asked,
+        f"parameter {name!r}, with the store {folder!r}",
+        why,
+        "write a store of its own for each choice of trained parameters",
+    )
 
 
 def projection_of(extension: Extension | None) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from packprop.store.describing import (
     described_extension,
     described_model,
     projection_of,
+    require_same_parameters,
     require_storable,
     version,
 )
@@ -40,7 +41,6 @@ from packprop.types import Extension
 
 Key = tuple[str, str]
 """Quantity and parameter; the parameter is ``""`` for values of all of them together."""
-
 CHUNK = 64 * 2**20
 """Bytes after which a chunk is finished."""
 
@@ -66,9 +66,8 @@ class StoreWriter:
         model: The model whose parameters have the values.
         extensions: The extensions to store. Each must have rows of samples.
         dtype: Precision of stored floating-point values, such as ``torch.float16``; ``None``: as computed.
-        identify: Maps a batch, as the data yield it, to whole numbers ``[n]`` that identify its samples;
-            without it they are numbered in the order in which they come. For ``compute``; ``write`` has its own
-            argument.
+        identify: For ``compute``: maps a batch, as the data yield it, to whole numbers ``[n]``, one for each
+            sample; without it samples are numbered in the order in which they come.
         shard: Number of this writer's part of the store, one for each process; ``None``: its rank, if
             ``torch.distributed`` runs, else 0.
         shards: The number of parts; ``None``: the number of ranks, or 1.
@@ -170,28 +169,8 @@ class StoreWriter:
         self.resume_at(self._mark.samples, self._mark.terms)
 
     def require_model(self, asked: str, model: nn.Module) -> None:
-        """Refuse a model whose parameters, or the trained ones among them, are not those of the store.
-
-        Raises:
-            BadInput: With the first of them.
-        """
-        now, known = described_model(model), self._header.model
-        name = next((each for each in {**known, **now} if now.get(each) != known.get(each)), None)
-        if name is not None:
-            there, here = known.get(name), now.get(name)
-            why = "the model has others than the one that the store was opened for"
-            if there is not None and here is not None and there[:2] == here[:2]:
-                why = (
-                    "it was trained when the store was opened, and is not now"
-                    if there[2]
-                    else "it is trained only now"
-                )
-            raise BadInput(
-                asked,
-                f"parameter {name!r}, with the store {str(self.folder)!r}",
-                why,
-                "write a store of its own for each choice of trained parameters",
-            )
+        """Refuse a model with other parameters, or other trained ones, than the store was opened for."""
+        require_same_parameters(asked, str(self.folder), self._header.model, model)
 
     def __repr__(self) -> str:
         return f"<StoreWriter {str(self.folder)!r}: {self.samples:,} samples so far>"

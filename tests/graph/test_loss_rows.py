@@ -312,7 +312,7 @@ def test_positions_that_meet_are_no_samples() -> None:
     """Time first into the loss, and nothing declared; the advice is followed elsewhere on this page."""
     model = model_of(lambda m, x: m.head(hidden(m, x)).transpose(0, 1))
     told = refusal_of(model, torch.randn(N, T, D).double(), zero)
-    assert "one of 4" in told
+    assert "one of the 4 samples" in told
     assert "sample_axis=1" in told
     rows = model_of(
         lambda m, x: m.head(

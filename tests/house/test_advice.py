@@ -355,20 +355,20 @@ ADVICE |= {
     ),
     "halves of a batch, compared": (
         lambda: pairs(lambda model, x: model(x).chunk(2)),
-        "several samples enter",
-        "compare rows (pairs, triplets) of several calls of the model",
+        "several samples contribute",
+        "compare rows of several calls of the model",
         lambda: pairs(lambda model, x: [model(half) for half in x.chunk(2)]),
     ),
     "an axis of pairs, compared": (
         lambda: pairs(lambda model, x: model(x).chunk(2)),
-        "several samples enter",
+        "several samples contribute",
         "or of an axis of their own, [n, 2, d]",
         lambda: pairs(lambda model, x: model(torch.stack(x.chunk(2), 1)).unbind(1)),
     ),
     "pairs in one batch, named": (
         lambda: preferences(None),
-        "several samples enter",
-        "name the pair of each row, `with packprop.record(documents=pairs):`, around an extended loss module",
+        "several samples contribute",
+        "name the pair of each row with packprop.record(documents=pairs) around an extended loss module",
         lambda: preferences(torch.arange(5).repeat(2)),
     ),
     "a loss module of one argument": (
@@ -379,8 +379,8 @@ ADVICE |= {
     ),
     "weights of losses in an extended module": (
         lambda: weighed(True),
-        "consumes it where no loss tells",
-        "keep a parameter that weighs losses in a module that is not extended",
+        "outside of every known loss function",
+        "keep it in a module that you do not extend",
         lambda: weighed(False),
     ),
     "the empirical Fisher of a loss of ones own": (
@@ -437,14 +437,14 @@ class Steps(nn.Module):
 ADVICE |= {
     "steps that meet come first into the loss": (
         lambda: passing(Steps(), torch.randn(4, 5, 3), mean),
-        "the samples are mixed there: the loss of one of 4",
+        "the samples are mixed there: the loss of one of the 4 samples",
         "sample_axis=1",
         lambda: passing(Steps(), torch.randn(4, 5, 3), mean, axis=1),
     ),
     "rows of one sample that meet": (
         lambda: passing(Steps(), torch.randn(4, 5, 3), lambda f: mean(torch.cat([*f]))),
-        "the samples are mixed there: the loss of one of 20",
-        "flatten them in front of it",
+        "the samples are mixed there: the loss of one of the 20 samples",
+        "flatten [n, t, c] directly in front of the loss",
         lambda: passing(Steps(), torch.randn(4, 5, 3), lambda f: mean(f.transpose(0, 1).flatten(0, 1))),
     ),
     "an axis that is not there": (
@@ -486,19 +486,19 @@ ADVICE |= {
     "statistics over the batch": (
         lambda: passing(nn.Sequential(nn.Linear(3, 3), Centred(0)), X, mean),
         "the samples are mixed there",
-        "no statistics over the batch",
+        "remove statistics over the batch",
         lambda: passing(nn.Sequential(nn.Linear(3, 3), Centred(1)), X, mean),
     ),
     "a loss that mixes": (
         lambda: passing(nn.Linear(3, 2), X, lambda f: F.mse_loss(f, P) ** 2),
         "it mixes the samples",
-        "detached factor",
+        "2 * loss.detach() * loss",
         lambda: passing(nn.Linear(3, 2), X, lambda f: 2 * F.mse_loss(f, P).detach() * F.mse_loss(f, P)),
     ),
     "a loss that mixes: the whole batch": (
         lambda: passing(nn.Linear(3, 2), X, lambda f: F.mse_loss(f, P) ** 2),
         "it mixes the samples",
-        "DiagHessian, HMP",
+        "DiagHessian or HMP",
         lambda: passing(nn.Linear(3, 2), X, lambda f: F.mse_loss(f, P) ** 2, extensions.DiagHessian()),
     ),
     "a loss without a name": (

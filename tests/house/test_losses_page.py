@@ -80,7 +80,7 @@ def test_learned_weights(names: dict[str, Any]) -> None:
 def test_learned_weights_of_an_extended_module_are_refused(names: dict[str, Any]) -> None:
     tasks, weighted = names["tasks"], names["Weighted"]()
     loss = extend(weighted)(tasks(names["x"]), names["kinds"], names["places"])
-    assert "requires_grad=False" in refused(loss, "consumes it where no loss tells").instead
+    assert "requires_grad=False" in refused(loss, "outside of every known loss function").instead
     weighted.requires_grad_(False)
     with backpack(extensions.BatchGrad()):
         weighted(tasks(names["x"]), names["kinds"], names["places"]).backward()

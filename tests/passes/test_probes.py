@@ -243,7 +243,7 @@ def test_every_structure_and_loss(case: Case) -> None:
         return passed(model, x, y, loss, [BatchGrad(), Variance()], **options)
 
     if case.name == "bce-map-pos-weight":  # a weight that samples may be broadcast against
-        with pytest.raises(PackpropError, match="what it would be divided by"):
+        with pytest.raises(PackpropError, match="would be divided by"):
             chosen(list(range(5)), probes=probes)
         return
     found, alone, others = chosen(list(range(5)), probes=probes), chosen(training), chosen(probes)

@@ -481,7 +481,7 @@ def test_hooks_on_nodes(place: str, when: str, change: Callable[[Tensor], Tensor
             torch.testing.assert_close(getattr(parameter, name), getattr(own, name))
     again, log = hooked_nodes(place, when, change)
     if change is not None and (place == "weight" or (place, when) == ("second", "after")):
-        with pytest.raises(packprop.PackpropError, match="sum over samples"):
+        with pytest.raises(packprop.PackpropError, match="summed over samples"):
             run(again, [extensions.BatchGrad()])
     else:
         torch.testing.assert_close(run(again, [extensions.BatchGrad(), extensions.DiagGGNExact()]), expected)
@@ -501,7 +501,7 @@ def test_hooks_that_change_a_computed_weight() -> None:
             if not refused:
                 loss.backward()
                 continue
-            with pytest.raises(packprop.PackpropError, match="sum over samples"):
+            with pytest.raises(packprop.PackpropError, match="summed over samples"):
                 loss.backward()
 
 

@@ -62,10 +62,10 @@ def influence(
     For a sample z and a query q these are ``<g_z, g_q>``, or ``<g_z, (F + damping I)^-1 g_q>`` with
     ``curvature`` (influence functions: Koh and Liang 2017; with EKFAC: Grosse et al. 2023). All g are gradients
     of losses that are **summed** over their terms: under cross entropy, of each sample's own loss. F has the
-    scale of the loss that you computed it for. If that is a mean over all N samples, ``product / N`` (``product
-    / store.terms``, if samples have several terms) is to first order the growth of the loss of q
-    if you train again without z. If it is a sum, the product itself is. So samples with large products help the
-    query, and those with negative ones harm it.
+    scale of the loss that you computed it for. Suppose that you train again without sample z. To first order,
+    the loss of q then grows by ``product / N`` if F belongs to a mean over all N samples; take ``product /
+    store.terms`` if samples have several terms. If F belongs to a sum, it grows by ``product``. So samples with
+    large products help the query, and those with negative products harm it.
 
     A store does not know the values of the model's parameters: pass the model as it was when you wrote the
     store. ``influence`` changes nothing in it. Every process searches for itself.

@@ -151,8 +151,8 @@ def shares(ranks: AllRanks, statements: Sequence[Statement]) -> list[float]:
             raise PackpropError(
                 ASKED,
                 f"rank {rank}, whose loss is made of {len(parts)} loss functions",
-                f"it has other parts of their terms ({', '.join(f'{part:.3g}' for part in parts)}), so that no "
-                "one number says what its loss counts in the loss of all ranks",
+                f"it holds another share of the terms of each ({', '.join(f'{part:.3g}' for part in parts)}): "
+                "no single weight describes its loss within the loss of all ranks",
                 f"call backward() for one loss function after the other; or {BY_NUMBER}",
             )
         found.append(parts[0] if parts else 0.0)

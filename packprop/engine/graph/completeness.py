@@ -217,13 +217,13 @@ def require_complete(graph: Graph) -> None:
         instead = f"{MARK_THE_LOSS}. Call backward() of a penalty outside of `with backpack(...)`"
     else:
         why = (
-            f"{node} consumes it where no loss tells whose samples it meets, in a term that is not simply "
-            "added to the loss, or whose constants may hold samples"
+            f"{node} uses it outside of every known loss function, so packprop cannot tell which samples it "
+            "belongs to: the term is not simply added to the loss, or its constants may contain samples"
         )
         instead = (
-            "keep a parameter that weighs losses in a module that is not extended, with extended losses "
-            "inside; add penalties to the loss, with their constants in buffers of an extended module; let a "
-            "loss function of torch, or an extended loss without parameters, make each other term; or set "
-            "requires_grad=False on the parameter, which changes no value of the others"
+            "if it weights losses, keep it in a module that you do not extend, and extend the losses inside. "
+            "If the term is a penalty, add it to the loss, and keep its constants in buffers of an extended "
+            "module. Compute every other term with a loss function of torch, or with an extended loss without "
+            "parameters. Or set requires_grad=False on the parameter: other values stay the same"
         )
     raise PackpropError("A quantity beyond the gradient was asked for.", f"parameter {name!r}", why, instead)

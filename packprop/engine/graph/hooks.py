@@ -56,7 +56,9 @@ def refusing_changed_sums(graph: Graph) -> AbstractContextManager[None]:
 def _changed_sum() -> PackpropError:
     return PackpropError(
         "Quantities of single samples were asked for.",
-        "a hook on a node that takes a parameter, or on what is computed from some, which changed a gradient",
-        "it is given the sum over samples of a gradient: those of samples would not add up to .grad",
+        "a hook that changed a gradient: it is on the node of a layer, or on a value that you compute from "
+        "parameters alone",
+        "the hook gets a gradient that is summed over samples already. packprop cannot apply it to single "
+        "samples, so per-sample gradients would not add up to .grad",
         "put the hook on the parameter or on the output of the layer, or change .grad after the pass",
     )

@@ -37,9 +37,9 @@ def changed_gradient() -> PackpropError:
     return PackpropError(
         "Quantities of single samples were asked for.",
         "a hook on a tensor, a node or a module, which changed the gradient",
-        "they were taken in a pass of their own (backward(inputs=...), quantities of single tokens, parameters "
-        "that are computed and used more than once, or an extension for modules), in which no hook of yours "
-        "is run: they would be those of the unchanged gradient",
+        "packprop computes these values in a separate pass, and calls none of your hooks there, so they would "
+        "belong to the gradient without your hook. The separate pass is for backward(inputs=...), for tokens, "
+        "for parameters that you compute from others and use more than once, and for extensions for modules",
         "remove the hook, or change .grad after the pass; or call backward() without inputs",
     )
 

@@ -147,16 +147,18 @@ def _without_value(extension: Extension, graph: Graph, samples: int) -> str:
     """Return the reason why an extension has no value; an empty text if it has one."""
     rows = extension.rows
     if any(row.seed.by_token and not row.sums for row in rows):
-        return "how many tokens a sample has does not show"
+        return "packprop cannot tell how many tokens a sample has"
     if not knows_nothing(extension):
-        return "it is made of means over samples, or of what they hold, and there is nothing to take them of"
+        return (
+            "this extension takes means over samples, or values that the samples define: it needs at least one"
+        )
     if graph.terms and any(row.over_n is SINGLE or _has_penalties(row) for row in rows):
-        return "the curvature is that of a penalty alone, which is not computed without samples"
+        return "only the penalty would have curvature, and packprop does not compute that without samples"
     known = {shape for _, _, shape in graph.outputs}
     if any(row.over_v.grows and _is_exact(row) for row in rows) and not samples:
         unknown = [output.shape for output in model_outputs(graph) if output.shape not in known]
         if unknown:
-            return "how many columns a sample has does not show, as its positions do not"
+            return "packprop cannot tell how many positions, and so columns, a sample has"
     return ""
 
 

@@ -146,7 +146,8 @@ def by_groups(
         raise PackpropError(
             ASKED,
             "backward(create_graph=True), backward(inputs=...) or a compiled step",
-            "gradients of training rows are summed apart from that pass",
+            "with probes, packprop computes .grad outside of autograd's own pass, so these options have no "
+            "effect on it",
             "call backward() alone, or take a pass over the probes for themselves",
         )
     groups = groups_of(graph, probes, ASKED)
@@ -219,7 +220,8 @@ def _not_known(asked: str, where: str) -> PackpropError:
     return PackpropError(
         asked,
         where,
-        "what it would be divided by without the probes is not known, and so the scale of training rows is not",
+        "packprop does not know what this loss would be divided by without the probes, so it does not know the "
+        "scale of the training rows",
         "use one loss function of torch with reduction='mean' or 'sum'; or with 'none' and a reduction of your "
         "own, whose scale is kept as it is",
     )

@@ -292,11 +292,10 @@ def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> Pa
     return PackpropError(
         graph.asked,
         where,
-        f"the samples are mixed there: the loss of one of {graph.samples} depends on the inputs of others, or "
-        f"no axis of the output, of shape {list(mixing.shapes[0])}, holds them. Sample n is row n of "
-        f"what the loss takes{declaration(graph)}",
-        f"{one_row}keep the samples apart (no statistics over the batch); declare their axis if the loss takes "
-        "another one first, extend(model, sample_axis=1); if several rows of the loss are of one sample, "
-        "flatten them in front of it from a tensor [n, t, c]; or set requires_grad=False on the parameters "
-        "upstream",
+        f"the samples are mixed there: the loss of one of the {graph.samples} samples depends on the inputs of "
+        f"others, or the output of shape {list(mixing.shapes[0])} has no axis of samples. Sample n is row n of "
+        f"the loss's input{declaration(graph)}",
+        f"{one_row}remove statistics over the batch. If the loss takes another axis first, call "
+        "extend(model, sample_axis=1). If several rows of the loss belong to one sample, flatten [n, t, c] "
+        "directly in front of the loss. Or set requires_grad=False on the parameters before this place",
     )

@@ -292,20 +292,19 @@ class _Part:
             return PackpropError(
                 self._asked,
                 self._name,
-                "it mixes the samples: the gradient in the output of one sample depends on the outputs of "
-                "others, so that no row belongs to one sample",
-                "use a loss that is a sum or mean of one term for each sample, and bend or normalise no sum of "
-                "them",
+                "it mixes the samples: the gradient at the output of one sample depends on the outputs of "
+                "others, so no row belongs to one sample",
+                "use a loss that is a sum or mean of one term for each sample. Apply nonlinear functions to "
+                "each term, not to their sum",
             )
         return PackpropError(
             self._asked,
             f"{nodes[0].name()}, in what was made of the loss or of the model's output",
-            "it mixes the samples: it is not linear in a number that several samples enter, so that the "
-            "gradient of one sample depends on others, and no row belongs to one sample",
-            "multiply by a detached factor that gives the same gradient (2 * loss.detach() * loss for "
-            "loss ** 2), pick entries by their indices instead of by a maximum, bend each sample's own loss "
-            "before the sum (reduction='none'), compare rows (pairs, triplets) of several calls of the "
-            "model, or of an axis of their own, [n, 2, d], not slices of a batch, or name the pair of each "
-            "row, `with packprop.record(documents=pairs):`, around an extended loss module, or ask for "
-            "quantities of the whole batch (DiagHessian, HMP)",
+            "it mixes the samples: this function is not linear in a number that several samples contribute "
+            "to. The gradient of one sample would depend on the others, so no row belongs to one sample",
+            "for loss ** 2, use 2 * loss.detach() * loss, which has the same gradient. For a maximum, index "
+            "the entries. For a function of each sample's loss, use reduction='none', apply it, then sum. For "
+            "pairs or triplets, compare rows of several calls of the model, or of an axis of their own, "
+            "[n, 2, d]; or name the pair of each row with packprop.record(documents=pairs) around an extended "
+            "loss module. Or ask for DiagHessian or HMP alone",
         )

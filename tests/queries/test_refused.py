@@ -70,6 +70,8 @@ def test_curvature_that_does_not_fit(tmp_path: Path) -> None:
     refused("it is of type str", folder, same, curvature=text, **damped)
     broken = {**blocks, "3.bias": [blocks["3.bias"][0] * math.nan]}  # type: ignore[index]  # values are factors
     refused("'3.bias'(.|\n)*not finite", folder, same, curvature=broken, **damped)
+    exact: dict[str, Any] = {"curvature": result["ekfac"], "factored": True}
+    refused("no block of the given curvature has two factors", folder, same, **exact, **damped)
     file = tmp_path / "result.safetensors"
     result.save(file)
     refused("ekfac, kflr are curvature", folder, same, curvature=file, **damped)

@@ -125,6 +125,14 @@ def preconditioner_of(
             f"it has no block in {name}, which has one for {', '.join(map(repr, [*blocks][:5])) or 'nothing'}",
             "compute the curvature of the same model, with otherwise='diagonal' where factors are too large",
         )
+    of_two = [
+        parameter
+        for parameter in shapes
+        if isinstance(blocks[parameter], (list, tuple)) and len(blocks[parameter]) == 2
+    ]
+    if factored and not of_two:
+        why = f"no block of {name} has two factors that could share the damping: its inverse is exact"
+        raise BadInput(asked, "factored=True", why, "leave it out, or give what KFAC or KFLR computed")
     inverses: dict[str, Inverse] = {}
     decomposed: dict[str, Eigen] = {}
     for parameter, shape in shapes.items():
@@ -146,9 +154,7 @@ def preconditioner_of(
             values = torch.cat([both.bias.values, both.complement - added])
             _require_positive(asked, where, values, added, torch.finfo(values.dtype).eps * float(values.max()))
             inverses[parameter], biases[parameter] = both, bias
-    lists = [parameter for parameter in shapes if not isinstance(blocks[parameter], (Tensor, Eigen))]
-    as_factors = frozenset(parameter for parameter in lists if len(blocks[parameter]) == 2)
-    return Preconditioner(name, added, inverses, as_factors, biases)
+    return Preconditioner(name, added, inverses, frozenset(of_two), biases)
 
 
 def require_damping(asked: str, damping: float | None, name: str) -> float:

@@ -89,9 +89,9 @@ class Operator:
         if were_changed(self.snapshots):
             raise PackpropError(
                 "A product with a curvature operator was asked for.",
-                "parameters of its graph",
+                "parameters that it depends on",
                 "they were changed in place since the operator was made: its products are those of old values",
-                "make the operator again, from a new forward pass",
+                "make the operator again",
             )
         columns = vectors.detach().reshape(len(vectors), -1).mT.to(self.device)
         if not columns.numel():

@@ -249,7 +249,7 @@ def indices_of(probes: Any, samples: int, asked: str) -> list[int]:
             asked,
             f"probes={probes!r}"[:200],
             f"they are no indices of one or more different samples of the {samples} in the batch, nor a mask",
-            f"give whole numbers from 0 to {samples - 1}, or one bool for each sample",
+            f"give whole numbers from {-samples} to {samples - 1}, or one bool for each sample",
         )
     return indices
 

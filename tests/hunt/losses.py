@@ -6,6 +6,7 @@ samples, and ``Y``, the targets of the whole batch: divisors depend on these alo
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 
 from tests.hunt.writing import Form, Writer
@@ -44,6 +45,8 @@ ENTRIES = (
     "kl_div",
     "binary_cross_entropy",
 )
+FOLLOWING = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+"""Losses whose targets may depend on parameters, too."""
 MODULES = {
     "cross_entropy": "CrossEntropyLoss",
     "nll_loss": "NLLLoss",
@@ -125,6 +128,12 @@ class _Maker:
                 reduction, divisor = "mean", f"Y[{self.place}].numel()"
         w.tags += [kind, reduction, f"loss input {self.form.kind}"]
         target = self.target(entries=kind in ENTRIES)
+        chosen = zlib.crc32(f"{name} {kind} {w.tags}".encode()) % 6 == 0  # all other draws stay what they are
+        if kind in FOLLOWING and chosen:
+            turned = mixing and self.form.kind != "first" and reduction != "none"
+            mixing = mixing and not turned
+            target = "f.flip(0)" if turned else f"({target} + 0.3 * f.tanh())"
+            w.tags.append("target of the model")
         module = w.chance(0.5)
 
         def called(how: str, own: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +27,13 @@ class Aliases:
             if node.target is operator.getitem or "unsafe" in str(node.target):  # views that do not declare it
                 self._join(node, node.args[0])
             elif is_operation(node.target):
-                for argument, given in _arguments_of(node):
+                for argument, given in _arguments_of(node.target, node.args, node.kwargs):
                     if argument.alias_info is not None:
                         for each in given:
-                            self._join(node, each)
-                        if argument.alias_info.is_write:
-                            self._writes += [(node, each) for each in given]
+                            if isinstance(each, Node):
+                                self._join(node, each)
+                written = written_by(node.target, node.args, node.kwargs)
+                self._writes += [(node, each) for each in written if isinstance(each, Node)]
             else:
                 bound += [node, *node.all_input_nodes]
         bound += [target for _, target in self._writes]
@@ -61,12 +62,26 @@ class Aliases:
             self._above[first] = second
 
 
-def _arguments_of(node: Node) -> Iterator[tuple[Any, list[Node]]]:
-    """Yield the arguments of an operation as it declares them, each with the nodes that it is given."""
-    for place, argument in enumerate(_schema_of(node.target).arguments):
-        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-        each = given if isinstance(given, (list, tuple)) else [given]
-        yield argument, [one for one in each if isinstance(one, Node)]
+def written_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield those of the arguments of an operation that it writes to, each tensor of a list by itself.
+
+    Batch normalisation in training mode does not declare that it writes to running statistics.
+    """
+    found = [*_arguments_of(operation, args, kwargs)]
+    trains = any(argument.name == "training" and given == [True] for argument, given in found)
+    for argument, given in found:
+        declares = argument.alias_info is not None and argument.alias_info.is_write
+        if declares or (trains and argument.name.startswith("running_")):
+            yield from (each for each in given if each is not None)
+
+
+def _arguments_of(
+    operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """Yield the arguments of an operation as it declares them, each with what it is given."""
+    for place, argument in enumerate(_schema_of(operation).arguments):
+        given = args[place] if place < len(args) else kwargs.get(argument.name)
+        yield argument, given if isinstance(given, (list, tuple)) else [given]
 
 
 def is_operation(target: Any) -> bool:

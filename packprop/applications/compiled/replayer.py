@@ -234,9 +234,12 @@ class Replayer:
         assert traced is not None
         start = time.perf_counter()
         self._pass.clear(state.parameters, traced.template)
+        before = traced.effects.kept(state.tensors) if traced.may_fail else None
         outputs = runner(state.tensors)
         if bool(outputs[0]):
-            return self._run_again(state, inputs, targets)
+            assert before is not None
+            before.put_back()
+            return self._run(inputs, targets)
         kind.replays += 1
         if not kind.tried and self._backend != REPLAY and self._policy.compiles(kind):
             kind.runner = None  # the next call is a check again
@@ -269,15 +272,6 @@ class Replayer:
                 f"model and batch are not on one device: {error}",
                 "move the batch to the device of the model",
             ) from error
-
-    def _run_again(self, state: State, inputs: Any, targets: Any) -> Tensor:
-        """Run an ordinary pass behind a replay, which has already written to buffers."""
-        written = [(each, each.detach().clone()) for each in state.parameters if not each.requires_grad]
-        try:
-            return self._run(inputs, targets)
-        finally:
-            for tensor, value in written:
-                tensor.data.copy_(value)
 
     def _reason_against(self, state: State) -> str | None:
         """Return the reason not to trace calls of this kind, if there is one; a warning says it."""

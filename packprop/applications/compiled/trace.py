@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from packprop.applications.compiled.effects import Effects, Watch
 from packprop.applications.compiled.graphs import constants_of, operation_of_unknown_size, operations_of, tidy
 from packprop.applications.compiled.passes import ASKED, Outcome, Pass
 from packprop.applications.compiled.state import state_of
@@ -26,7 +27,10 @@ OWN = str(Path(__file__).resolve().parents[2])
 TORCH = (str(Path(torch.__file__).parent), *(str(Path(each).parent) for each in torch.__path__))
 """Folders of code that is not the user's."""
 
-HANDING_ON = tuple(f"{OWN}/{name}.py" for name in ("engine/context", "engine/recording/recorder"))
+HANDING_ON = tuple(
+    f"{OWN}/{name}.py"
+    for name in ("engine/context", "engine/recording/recorder", "applications/compiled/effects")
+)
 """Files of modes, which call what the user calls."""
 
 
@@ -45,11 +49,15 @@ class Traced:
         graph: Maps parameters, buffers and the tensors of the batch to a tuple of tensors; it writes to
             buffers. The first output says whether values are faulty.
         template: The results of the pass, with places in the outputs for tensors.
+        effects: The effects of the graph beside its outputs.
+        may_fail: Says that there are conditions for faulty values.
         seconds: The time that tracing took.
     """
 
     graph: GraphModule
     template: Outcome
+    effects: Effects
+    may_fail: bool
     seconds: float
 
     @property
@@ -82,14 +90,17 @@ def trace(step: Pass, inputs: Any, targets: Any, decisions: Decisions) -> Traced
     """
     start = time.perf_counter()
     templates: list[Outcome] = []
+    conditions: list[Tensor] = []
+    watch = Watch()
     with contextlib.ExitStack() as stack:
         for module in step.modules:
             stack.enter_context(unchanged(module, ASKED))
         state = state_of(step.modules, step.loss, (inputs, targets))
 
         def run(*_: Tensor) -> tuple[Tensor, ...]:
-            with traced(decisions) as own:
+            with watch.watching(), traced(decisions) as own:
                 outcome = step.run_apart(state.parameters, inputs, targets)
+            conditions.extend(own.faults)
             outputs = [_fault(own.faults, outcome.loss)]
             templates.append(_with_places(outcome, outputs))
             return tuple(outputs)
@@ -102,7 +113,9 @@ def trace(step: Pass, inputs: Any, targets: Any, decisions: Decisions) -> Traced
         )
     if (sizes := operation_of_unknown_size(graph)) is not None:
         raise not_traceable(sizes, "the size of what it returns depends on values, and a graph has one size")
-    return Traced(tidy(graph), templates[0], time.perf_counter() - start)
+    tidy(graph)
+    effects = watch.effects(state.tensors, [*constants_of(graph)])
+    return Traced(graph, templates[0], effects, bool(conditions), time.perf_counter() - start)
 
 
 def _fault(conditions: Sequence[Tensor], like: Tensor) -> Tensor:

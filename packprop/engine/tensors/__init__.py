@@ -42,7 +42,7 @@ from packprop.engine.tensors.sharding import (
     whole_from,
     whole_tensor,
 )
-from packprop.engine.tensors.state import version
+from packprop.engine.tensors.state import storage_of, version
 from packprop.engine.tensors.traced import (
     Decisions,
     NotTraceable,
@@ -101,6 +101,7 @@ __all__ = [
     "reshard",
     "result_dtype",
     "set_random_states",
+    "storage_of",
     "tensors_in",
     "traced",
     "version",

@@ -190,6 +190,7 @@ REPLACED: dict[str, tuple[Callable[[float], Any], Callable[[Any], float]]] = {
     "private slots": (Private, lambda held: held.value),
     "values of a dictionary": (lambda v: {"a": v}.values(), lambda held: next(iter(held))),
     "named tuple": (Scale, lambda held: held.value),
+    "NumPy number": (np.float32, float),
 }
 
 
@@ -296,13 +297,16 @@ CHANGES: dict[str, Callable[[Model], None]] = {
     "forward of an instance": lambda m: setattr(m.head, "forward", lambda h: F.linear(h, 2 * m.head.weight)),
     "True in place of 1": lambda m: setattr(m, "held", True),
     "attribute of a parameter": lambda m: setattr(m.head.weight, "factor", 3.0),
+    "private NumPy number": lambda m: setattr(m, "_factor", np.float32(3)),
+    "NumPy number of a parameter": lambda m: setattr(m.head.weight, "factor", np.float32(3)),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_of_a_model(name: str) -> None:
     torch.manual_seed(0)
-    model = Model(1, lambda held: 3.0 if held is True else getattr(model.head.weight, "factor", 1.0))
+    model = Model(1, lambda held: 3.0 if held is True else getattr(model.head.weight, "factor", model._factor))
+    model._factor = np.float32(1)
     step, x, y = settled(model)
     CHANGES[name](model)
     check(step, model, x, y)

@@ -6,8 +6,10 @@ import random
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +30,9 @@ REGISTERED = ("_parameters", "_buffers")
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 HOOKS = frozenset(name for name in OF_EVERY_MODULE if name.endswith("_hooks"))
 """Attributes of every module, and those of its hooks among them."""
+SMALL = (NoneType, *VALUES, np.generic)
+COMPARED = (*CONTAINERS, *SMALL)
+"""Types of those attributes of parameters, and of those private ones, that are compared."""
 OWN = "_packprop"
 """The beginning of names of attributes that packprop gives to modules."""
 
@@ -105,8 +110,8 @@ def _described(module: nn.Module, known: _Known) -> tuple[Any, ...]:
             found.append(own)
             found.append(None if tensor is None else known.number(tensor))
             if tensor is not None and tensor.__dict__:  # results of passes are there too, which are not plain
-                plain = [(key, each) for key, each in tensor.__dict__.items() if type(each) in PLAIN]
-                found += [(key, plain_fact(each)) for key, each in plain if not key.startswith("_")]
+                plain = [(key, each) for key, each in tensor.__dict__.items() if isinstance(each, SMALL)]
+                found += [(key, known.facts_if_small(each)) for key, each in plain if not key.startswith("_")]
     for name, value in attributes.items():
         kind = type(value)
         if kind in PLAIN:
@@ -122,7 +127,7 @@ def _described(module: nn.Module, known: _Known) -> tuple[Any, ...]:
         elif name in OF_EVERY_MODULE or name.startswith(OWN):
             continue
         elif name.startswith("_"):
-            if isinstance(value, (*CONTAINERS, *VALUES)) and not is_of_torch:
+            if isinstance(value, COMPARED) and not is_of_torch:
                 found += (name, known.facts_if_small(value))
         elif id(value) in known.seen:  # a configuration, which many modules may share
             found += (name, Same(value))

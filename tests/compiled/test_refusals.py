@@ -185,6 +185,39 @@ def test_what_a_graph_would_do_wrongly_is_left_to_passes(layer: type[nn.Module],
     quietly(step, *batch())
 
 
+class KeepingItsPart(nn.Module):
+    """A loss that keeps a part of it for a log."""
+
+    part: Tensor
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.part = F.cross_entropy(outputs, targets)
+        return 2 * self.part
+
+
+@pytest.mark.parametrize("hook", [None, lambda module, args: None])
+def test_attributes_that_a_pass_leaves_are_never_stale(hook: Callable[..., None] | None) -> None:
+    loss = packprop.extend(KeepingItsPart())
+    if hook is not None:
+        loss.register_forward_pre_hook(hook)
+    step = compiled(network(), extensions.BatchL2Grad(), loss=loss)
+    step(*batch())
+    step(*batch())
+    with pytest.warns(PackpropWarning, match="part"):
+        step(*batch())
+    for _ in range(3):
+        value = step(*batch())
+        torch.testing.assert_close(value, 2 * loss.part.detach())
+
+
+def test_weights_that_a_hook_makes_anew_are_replayed() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sigmoid(), torch.nn.utils.spectral_norm(nn.Linear(3, 3))).double()
+    step = compiled(model)
+    for _ in range(6):
+        quietly(step, *batch())
+    assert replays(step) > 0
+
+
 def test_kinds_are_traced_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replayer, "MOST", 2)
     model = network()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from packprop.applications.compiled.facts import (
 )
 from packprop.engine.passes import AutocastRegions
 from packprop.engine.recording import is_recording_disabled
-from packprop.engine.tensors import PLAIN, has_late_hooks, is_hooked, tensors_in
+from packprop.engine.tensors import PLAIN, attributes_of, has_late_hooks, is_hooked, tensors_in
 
 REGISTERED = ("_parameters", "_buffers")
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
@@ -117,7 +117,7 @@ def _described(module: nn.Module, known: _Known) -> tuple[Any, ...]:
         if kind in PLAIN:
             found += (name, plain_fact(value))
         elif isinstance(value, Tensor):
-            if value.is_leaf or not attributes["_forward_pre_hooks"]:  # hooks make weights anew in each pass
+            if value.is_leaf or not _is_made_by_hook(name, attributes["_forward_pre_hooks"]):
                 found += (name, Same(value))
         elif name == "_modules":
             found += [(own, id(child)) for own, child in value.items()]
@@ -153,6 +153,12 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
         tensor.is_leaf,
         hooked,
     )
+
+
+def _is_made_by_hook(name: str, hooks: Mapping[int, Any]) -> bool:
+    """Tell whether a hook makes an attribute anew in each pass: it knows the name, as in weight norm."""
+    held = [each for hook in hooks.values() for _, each in attributes_of(hook)]
+    return any(type(each) is str and each == name for each in held)
 
 
 def _is_own(hook: Any) -> bool:

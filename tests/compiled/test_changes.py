@@ -193,6 +193,26 @@ def test_autocast_is_that_of_the_call() -> None:
     assert not torch.equal(plain, eager)
 
 
+class Ramp(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * torch.linspace(0.5, 1, 3)).to(x.dtype)
+
+
+def test_the_default_precision_is_that_of_the_call() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Ramp(), nn.Linear(3, 3))
+    step = compiled(model)
+    x, y = torch.randn(5, 3), torch.randint(3, (5,))
+    for _ in range(4):
+        step(x, y)
+    torch.set_default_dtype(torch.float64)
+    try:
+        for _ in range(4):
+            check_call(step, model, LOSS, x, y)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert replays(step) == 2
+
+
 def test_a_hook_may_take_results_away() -> None:
     model, seen = network(), []
 

@@ -172,7 +172,8 @@ def _surroundings(tensors: Iterable[Tensor], known: _Known) -> tuple[Any, ...]:
     hooks = tuple(
         (number, known.facts_if_small(each)) for kind in _GLOBAL_HOOKS for number, each in kind.items()
     )
-    return regions, is_recording_disabled(), torch.are_deterministic_algorithms_enabled(), hooks
+    settings = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
+    return regions, is_recording_disabled(), *settings, hooks
 
 
 _GLOBAL_HOOKS = [
@@ -199,7 +200,9 @@ def first_change(modules: Sequence[nn.Module], before: tuple[Any, ...], now: Sta
     names = {id(tensor): name for root in modules for name, tensor in _named_tensors(root)}
     labels += [f"parameter or buffer {names.get(id(tensor), '')!r}" for tensor in now.parameters]
     labels += [f"tensor {number} of the batch" for number in range(len(now.batch))]
-    labels.append("what is in force around the call (autocast, disable(), deterministic algorithms)")
+    labels.append(
+        "what is in force around the call (autocast, disable(), deterministic algorithms, default type)"
+    )
     labels += ["whether gradients are there"] * (len(now.key) - len(labels))
     if len(before) != len(now.key) or len(labels) != len(now.key):
         return "how many modules, parameters or tensors there are"

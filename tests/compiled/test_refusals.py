@@ -20,6 +20,7 @@ from packprop import extensions
 from packprop.applications.compiled import replayer
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from tests.compiled.steps import batch, check_call, compiled, network, quietly, replays, settle
+from tests.distributed.processes import in_processes, needs_groups
 from tests.selection import one_in
 
 LOSS = nn.CrossEntropyLoss()
@@ -216,6 +217,31 @@ def test_weights_that_a_hook_makes_anew_are_replayed() -> None:
     for _ in range(6):
         quietly(step, *batch())
     assert replays(step) > 0
+
+
+def in_parallel(rank: int) -> list[str]:
+    """Steps of models that exchange tensors; one rank has new shapes in each call, so it never traces."""
+
+    def scaled(outputs: Tensor, targets: Tensor) -> Tensor:
+        largest = outputs.detach().abs().max()
+        torch.distributed.all_reduce(largest)
+        return F.cross_entropy(outputs / largest, targets)
+
+    said = []
+    for model, loss in ((nn.parallel.DistributedDataParallel(network()), LOSS), (network(), scaled)):
+        step = compiled(model, extensions.BatchL2Grad(), loss=loss)
+        for number in range(6):
+            step(*batch(5 + number * rank))
+        assert replays(step) == 0
+        said.append(str(step))
+    return said
+
+
+@needs_groups
+def test_models_that_exchange_tensors_are_not_traced() -> None:
+    (parallel, by_hand), _ = in_processes(in_parallel, 2)
+    assert "spread over processes" in parallel
+    assert "c10d" in by_hand
 
 
 def test_kinds_are_traced_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

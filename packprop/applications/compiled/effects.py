@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from packprop.applications.compiled.aliases import is_operation, written_by
-from packprop.engine.tensors import random_states, set_random_states, storage_of
+from packprop.engine.tensors import not_traceable, random_states, set_random_states, storage_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,15 @@ class Watch:
         return Effects(places, others, [*self._generators.values()], self._draws)
 
     def note(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, and note its effects."""
+        """Run an operation, and note its effects.
+
+        Raises:
+            NotTraceable: If it exchanges tensors between processes. Not all of them may be tracing.
+        """
+        if "c10d" in operation.namespace:
+            raise not_traceable(
+                str(operation), "it exchanges tensors between processes, which a graph does not wait for"
+            )
         self._draws = self._draws or torch.Tag.nondeterministic_seeded in operation.tags
         for generator in (*args, *kwargs.values()):
             if isinstance(generator, torch.Generator):

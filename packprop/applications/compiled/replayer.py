@@ -20,6 +20,7 @@ from packprop.engine.context import SIZES_OF_CHUNKS
 from packprop.engine.memory import gradients_are_there
 from packprop.engine.recording import is_recording_disabled
 from packprop.engine.tensors import (
+    PARALLEL,
     Decisions,
     NotTraceable,
     has_late_hooks,
@@ -280,6 +281,8 @@ class Replayer:
             return "packprop.disable() is in force"
         if any(tensor.requires_grad for tensor in state.batch):
             reason = "a tensor of the batch requires gradients"
+        elif any(isinstance(each, PARALLEL) for root in self._pass.modules for each in root.modules()):
+            reason = "the model is spread over processes or devices, whose exchange no graph can hold"
         elif any(map(has_late_hooks, state.parameters)):
             reason = "a hook that runs behind the accumulation of a gradient, which a replay would not call"
         elif any(type(each) not in PLAIN_TENSORS or each.layout is not torch.strided for each in state.tensors):

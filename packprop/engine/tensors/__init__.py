@@ -15,7 +15,7 @@ from packprop.engine.tensors.dry import has_fault
 from packprop.engine.tensors.hooks import has_late_hooks, is_hooked
 from packprop.engine.tensors.layout import Layout, possible_layouts
 from packprop.engine.tensors.long_work import doing, expect, waiting
-from packprop.engine.tensors.names import named_buffers, named_modules, named_parameters
+from packprop.engine.tensors.names import PARALLEL, named_buffers, named_modules, named_parameters
 from packprop.engine.tensors.nesting import (
     PLAIN,
     attributes_of,
@@ -54,6 +54,7 @@ from packprop.engine.tensors.traced import (
 
 __all__ = [
     "LABELS",
+    "PARALLEL",
     "PLAIN",
     "Decisions",
     "Layout",

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,6 +98,49 @@ def test_control_flow_by_values_is_named() -> None:
     assert not torch.equal(torch.get_rng_state(), state)  # the batch was drawn
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert len(gradients) == 4
+
+
+class Made(nn.Module):
+    """Computes something of its input."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.as_tensor(self.make(x.detach()), dtype=x.dtype)
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "asarray": lambda x: np.asarray(x[0]),
+    "dlpack": lambda x: torch.from_dlpack(x),
+    "list of tensors": lambda x: torch.tensor([each.sum() for each in x.T]),
+    "new_tensor": lambda x: x.new_tensor([x[0, 0], 1, 1]),
+    "old constructor": lambda x: torch.Tensor([x[0, 0]]),
+    "tensor_split": lambda x: torch.tensor_split(x, (x[:1, 0] > 9).long() + 1)[0][:1],
+    "apply_": lambda x: x.clone().apply_(lambda value: value + 1),
+    "random number": lambda x: torch.rand(3).tolist(),
+    "running mean": lambda x: torch.zeros(3).double().add_(x[0]).tolist(),
+}
+
+
+@one_in(3)
+@pytest.mark.parametrize("name", READS)
+def test_reads_that_are_no_operations_are_named(name: str) -> None:
+    step = compiled(nn.Sequential(network(), Made(READS[name])))
+    step(*batch())
+    with pytest.raises(PackpropError, match="asks for a value") as raised:
+        step(*batch())
+    assert "test_refusals.py" in raised.value.where
+
+
+def test_what_is_read_off_numbers_alone_is_traced() -> None:
+    step = compiled(nn.Sequential(network(), Made(lambda x: (torch.arange(3) + len(x)).tolist())))
+    for _ in range(4):
+        quietly(step, *batch())
+    assert replays(step) == 1
 
 
 def test_what_an_ordinary_pass_refuses() -> None:

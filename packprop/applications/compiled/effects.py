@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from packprop.applications.compiled.aliases import is_operation, written_by
-from packprop.engine.tensors import not_traceable, random_states, set_random_states, storage_of
+from packprop.applications.compiled.reads import Calls, ReadsValue, values_read
+from packprop.engine.tensors import not_traceable, random_states, set_random_states, storage_of, tensors_in
 
 
 @dataclass(frozen=True)
@@ -64,22 +66,39 @@ class Kept:
 
 
 class Watch:
-    """Notes the effects of a pass while it is traced."""
+    """Notes the effects of a pass while it is traced.
 
-    def __init__(self) -> None:
+    Args:
+        inputs: The inputs of the graph. Their values, and those computed from them, are new in each replay.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self._inputs = inputs
+        self._new = _storages(inputs)
         self._written: set[int] = set()
         self._generators: dict[int, torch.Generator] = {}
         self._draws = False
 
-    def watching(self) -> _Operations:
-        """Return a context; the pass runs inside."""
-        return _Operations(self.note)
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the pass that runs inside."""
+        with Calls(self.require_unread), _Operations(self.note):
+            yield
 
-    def effects(self, inputs: Sequence[Tensor], constants: Sequence[Tensor]) -> Effects:
+    def effects(self, constants: Sequence[Tensor]) -> Effects:
         """Return the effects on the inputs of a graph, and on the tensors that it holds."""
-        places = [place for place, tensor in enumerate(inputs) if storage_of(tensor) in self._written]
+        places = [place for place, tensor in enumerate(self._inputs) if storage_of(tensor) in self._written]
         others = [tensor for tensor in constants if storage_of(tensor) in self._written]
         return Effects(places, others, [*self._generators.values()], self._draws)
+
+    def require_unread(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a call that reads values which are new in each replay.
+
+        Raises:
+            ReadsValue: If it does.
+        """
+        if not self._new.isdisjoint(_storages(values_read(function, args, kwargs))):
+            raise ReadsValue(f"{function} was called")
 
     def note(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, and note its effects.
@@ -91,12 +110,25 @@ class Watch:
             raise not_traceable(
                 str(operation), "it exchanges tensors between processes, which a graph does not wait for"
             )
-        self._draws = self._draws or torch.Tag.nondeterministic_seeded in operation.tags
+        draws = torch.Tag.nondeterministic_seeded in operation.tags
+        self._draws = self._draws or draws
         for generator in (*args, *kwargs.values()):
             if isinstance(generator, torch.Generator):
                 self._generators.setdefault(id(generator), generator)
-        self._written |= {storage_of(tensor) for tensor in written_by(operation, args, kwargs)} - {0}
-        return operation(*args, **kwargs)
+        given, written = _storages(tensors_in((args, kwargs))), _storages(written_by(operation, args, kwargs))
+        out = operation(*args, **kwargs)
+        made = _storages(tensors_in(out))
+        if draws or not self._new.isdisjoint(given):
+            self._new |= made | written
+        else:
+            self._new -= made - given  # such memory was another tensor's before
+        self._written |= written
+        return out
+
+
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    """Return where the memory of tensors begins, for those that say so."""
+    return {storage_of(tensor) for tensor in tensors} - {0}
 
 
 class _Operations(TorchDispatchMode):

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from packprop.applications.compiled.effects import Effects, Watch
 from packprop.applications.compiled.graphs import constants_of, operation_of_unknown_size, operations_of, tidy
 from packprop.applications.compiled.passes import ASKED, Outcome, Pass
+from packprop.applications.compiled.reads import ReadsValue
 from packprop.applications.compiled.state import state_of
 from packprop.engine.recording import unchanged
 from packprop.engine.tensors import Decisions, map_instances, map_tensors, not_traceable, tensors_in, traced
@@ -29,7 +30,10 @@ TORCH = (str(Path(torch.__file__).parent), *(str(Path(each).parent) for each in 
 
 HANDING_ON = tuple(
     f"{OWN}/{name}.py"
-    for name in ("engine/context", "engine/recording/recorder", "applications/compiled/effects")
+    for name in (
+        *("engine/context", "engine/recording/recorder"),
+        *("applications/compiled/effects", "applications/compiled/reads"),
+    )
 )
 """Files of modes, which call what the user calls."""
 
@@ -91,11 +95,11 @@ def trace(step: Pass, inputs: Any, targets: Any, decisions: Decisions) -> Traced
     start = time.perf_counter()
     templates: list[Outcome] = []
     conditions: list[Tensor] = []
-    watch = Watch()
     with contextlib.ExitStack() as stack:
         for module in step.modules:
             stack.enter_context(unchanged(module, ASKED))
         state = state_of(step.modules, step.loss, (inputs, targets))
+        watch = Watch(state.tensors)
 
         def run(*_: Tensor) -> tuple[Tensor, ...]:
             with watch.watching(), traced(decisions) as own:
@@ -114,7 +118,7 @@ def trace(step: Pass, inputs: Any, targets: Any, decisions: Decisions) -> Traced
     if (sizes := operation_of_unknown_size(graph)) is not None:
         raise not_traceable(sizes, "the size of what it returns depends on values, and a graph has one size")
     tidy(graph)
-    effects = watch.effects(state.tensors, [*constants_of(graph)])
+    effects = watch.effects([*constants_of(graph)])
     return Traced(graph, templates[0], effects, bool(conditions), time.perf_counter() - start)
 
 
@@ -161,7 +165,7 @@ def _make_graph(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor
         raise
     except Exception as error:
         line = _innermost(error)
-        asks_for_value = "trying to get value out of a tracing tensor" in str(error)
+        asks_for_value = isinstance(error, ReadsValue) or "get value out of a tracing tensor" in str(error)
         if asks_for_value and line is not None and not line.filename.startswith(OWN):
             raise PackpropError(
                 ASKED,

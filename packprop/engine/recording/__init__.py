@@ -1,6 +1,7 @@
 """The forward pass: marks at losses and at the outputs of models, and hooks."""
 
 from packprop.engine.recording import switch
+from packprop.engine.recording.aside import OwnMode
 from packprop.engine.recording.marks import (
     AXIS,
     EXTENDED,
@@ -16,6 +17,7 @@ __all__ = [
     "AXIS",
     "EXTENDED",
     "ForwardCall",
+    "OwnMode",
     "RecordedLoss",
     "SameForEachPass",
     "disable",

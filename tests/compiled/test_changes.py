@@ -373,46 +373,6 @@ def test_values_that_are_not_finite_are_warned_of_in_the_same_words() -> None:
         check_call(step, model, LOSS, *batch(), extensions.BatchGrad())
 
 
-class Noisy(nn.BatchNorm1d):
-    """Normalises, draws twice, and writes to a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__(3)
-        self.source = torch.Generator()
-        self.register_buffer("scale", torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.scale.mul_(0.5)
-        noise = torch.randn(3, generator=self.source)
-        return self.scale * F.dropout(super().forward(x) + noise, 0.5)
-
-
-def test_a_pass_in_place_of_a_replay_begins_where_that_began() -> None:
-    model, other = (nn.Sequential(Noisy(), nn.Linear(3, 3)).double() for _ in range(2))
-    step = compiled(model, extensions.DiagHessianMC(generator=torch.Generator()))
-    settle(step)
-    other.load_state_dict(model.state_dict())
-    other[0].source.set_state(model[0].source.get_state())
-    model.zero_grad()
-    given, y = batch()
-    given[0, 0] = torch.nan
-    x = given.clone()
-    torch.manual_seed(1)
-    with pytest.warns(PackpropWarning, match="finite|NaN"):
-        step(given, y)
-    drawn = torch.rand(1)
-    torch.manual_seed(1)
-    F.cross_entropy(other(x), y).backward()
-    assert torch.equal(torch.rand(1), drawn)
-    assert torch.equal(other[0].source.get_state(), model[0].source.get_state())
-    pairs = [(given, x), *zip(model.state_dict().values(), other.state_dict().values(), strict=True)]
-    pairs += [(own.grad, its.grad) for own, its in zip(model.parameters(), other.parameters(), strict=True)]
-    for own, its in pairs:
-        torch.testing.assert_close(own, its, equal_nan=True)
-    assert any(kind.runner is not None for kind in step.kinds)
-
-
 @thorough
 def test_a_budget_is_obeyed_by_the_graph() -> None:
     model = nn.Sequential(nn.Linear(3, 40), nn.Sigmoid(), nn.Linear(40, 12)).double()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from packprop.applications.compiled.compiler import Runner
 from packprop.applications.compiled.passes import Outcome, Pass
 from packprop.applications.compiled.state import State
 from packprop.applications.compiled.trace import Traced
-from packprop.engine.tensors import random_states, set_random_states, tensors_in
+from packprop.engine.tensors import tensors_in
 
 
 def checked(
@@ -24,34 +24,35 @@ def checked(
     A trace may have kept results of Python: random numbers of other libraries, arrays, counters of a module.
     They show on the next values. The eager pass is the one that counts.
     """
-    apart = [tensor if tensor.requires_grad else tensor.detach().clone() for tensor in state.tensors]
-    generators = _generators(step)
-    before, own_before = random_states(), [each.get_state() for each in generators]
+    beside = replace(traced.effects, inputs=(), draws=True)
+    apart = [
+        tensor if tensor.requires_grad and place not in traced.effects.inputs else tensor.detach().clone()
+        for place, tensor in enumerate(state.tensors)
+    ]
+    before = beside.kept(())
     outcome = step.run_apart(state.parameters, inputs, targets)
-    after, own_after = random_states(), [each.get_state() for each in generators]
+    after = beside.kept(())
     try:
-        with keeping_generators(step):
-            set_random_states(before)
-            for generator, own in zip(generators, own_before, strict=True):
-                generator.set_state(own)
+        before.put_back()
+        try:
             outputs = run(apart)
-            drawn = [*random_states().values(), *(each.get_state() for each in generators)]
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        return outcome, f"it fails: {str(error).strip().splitlines()[0]}"
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            return outcome, f"it fails: {str(error).strip().splitlines()[0]}"
+        now = beside.kept(())
+        if not now.draws_like(after):
+            return outcome, "it draws more or fewer random numbers"
+        pairs = [*_pairs(outcome, traced.outcome(outputs))]
+        written = [(own, its) for (_, own), (_, its) in zip(after.tensors, now.tensors, strict=True)]
+        written += zip(state.tensors, apart, strict=True)
+        pairs += [("a tensor that it writes to", first, second) for first, second in written]
+        fault = next((what for what, first, second in pairs if not alike(first, second)), None)
+        if fault is None:
+            run.settle(apart, step.budget)
+        return outcome, fault
     finally:
-        set_random_states(after)
-    if not all(map(torch.equal, drawn, [*after.values(), *own_after])):
-        return outcome, "it draws more or fewer random numbers"
-    pairs = [*_pairs(outcome, traced.outcome(outputs))]
-    pairs += [("a buffer", now, there) for now, there in zip(state.tensors, apart, strict=True)]
-    fault = next((what for what, first, second in pairs if not alike(first, second)), None)
-    if fault is None:
-        before = random_states()
-        run.settle(apart, step.budget)
-        set_random_states(before)
-    return outcome, fault
+        after.put_back()
 
 
 def _pairs(first: Outcome, second: Outcome) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
@@ -80,21 +81,3 @@ def alike(first: Tensor | None, second: Tensor | None) -> bool:
     first, second = torch.where(finite, first, 0).detach(), torch.where(finite, second, 0).detach()
     tolerance = torch.finfo(first.dtype).eps ** 0.5
     return bool((first - second).abs().amax() <= tolerance * first.abs().amax())
-
-
-@contextlib.contextmanager
-def keeping_generators(step: Pass) -> Iterator[None]:
-    """Put the generators of a pass back to where they are, after what is drawn from them inside."""
-    kept = [(each, each.get_state()) for each in _generators(step)]
-    try:
-        yield
-    finally:
-        for generator, before in kept:
-            generator.set_state(before)
-
-
-def _generators(step: Pass) -> Sequence[torch.Generator]:
-    """Return the generators that extensions draw from, and those that are attributes of modules, each once."""
-    found = [getattr(extension, "generator", None) for extension in step.extensions]
-    found += [value for root in step.modules for module in root.modules() for value in vars(module).values()]
-    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())

@@ -64,9 +64,18 @@ class Kept:
             generator.set_state(state)
         set_random_states(self.random)
 
+    def draws_like(self, other: Kept) -> bool:
+        """Tell whether the states of all generators are equal."""
+        own, its = ([*each.random.values(), *(state for _, state in each.generators)] for each in (self, other))
+        return all(map(torch.equal, own, its))
+
+
+SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]  # it is an attribute of C++
+"""The function that an assignment to ``.data`` calls."""
+
 
 class Watch:
-    """Notes the effects of a pass while it is traced.
+    """Notes the effects of a pass while it is traced, and undoes them.
 
     Args:
         inputs: The inputs of the graph. Their values, and those computed from them, are new in each replay.
@@ -75,15 +84,22 @@ class Watch:
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self._inputs = inputs
         self._new = _storages(inputs)
+        self._made: set[int] = set()
         self._written: set[int] = set()
-        self._generators: dict[int, torch.Generator] = {}
         self._draws = False
+        self._before: list[Kept] = []
+        self._generators: dict[int, torch.Generator] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the pass that runs inside."""
-        with Calls(self.require_unread), _Operations(self.note):
+        with Calls(self.require_replayable), _Operations(self.note):
             yield
+
+    def undo(self) -> None:
+        """Give tensors and generators that were there before the pass their values back."""
+        for kept in reversed(self._before):
+            kept.put_back()
 
     def effects(self, constants: Sequence[Tensor]) -> Effects:
         """Return the effects on the inputs of a graph, and on the tensors that it holds."""
@@ -91,12 +107,15 @@ class Watch:
         others = [tensor for tensor in constants if storage_of(tensor) in self._written]
         return Effects(places, others, [*self._generators.values()], self._draws)
 
-    def require_unread(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a call that reads values which are new in each replay.
+    def require_replayable(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a call that no replay repeats.
 
         Raises:
-            ReadsValue: If it does.
+            ReadsValue: If it reads values which are new in each replay.
+            NotTraceable: If it gives a tensor from before the pass other memory.
         """
+        if function == SETS_DATA and not self._made.issuperset(_storages(args[:1])):
+            raise not_traceable("an assignment to .data", "a graph writes to the memory that a tensor has")
         if not self._new.isdisjoint(_storages(values_read(function, args, kwargs))):
             raise ReadsValue(f"{function} was called")
 
@@ -104,7 +123,8 @@ class Watch:
         """Run an operation, and note its effects.
 
         Raises:
-            NotTraceable: If it exchanges tensors between processes. Not all of them may be tracing.
+            NotTraceable: If it exchanges tensors between processes, not all of which may be tracing, or changes
+                the shape of a tensor from before the pass.
         """
         if "c10d" in operation.namespace:
             raise not_traceable(
@@ -112,18 +132,30 @@ class Watch:
             )
         draws = torch.Tag.nondeterministic_seeded in operation.tags
         self._draws = self._draws or draws
-        for generator in (*args, *kwargs.values()):
-            if isinstance(generator, torch.Generator):
-                self._generators.setdefault(id(generator), generator)
-        given, written = _storages(tensors_in((args, kwargs))), _storages(written_by(operation, args, kwargs))
+        given, written = _storages(tensors_in((args, kwargs))), [*written_by(operation, args, kwargs)]
+        self._keep(operation, [tensor for tensor in written if _storages([tensor]) - self._made])
+        self._keep_generators([each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)])
         out = operation(*args, **kwargs)
-        made = _storages(tensors_in(out))
+        found = _storages(tensors_in(out))
+        fresh = found if operation is torch.ops.aten.lift_fresh.default else found - given
+        self._made |= fresh
         if draws or not self._new.isdisjoint(given):
-            self._new |= made | written
+            self._new |= found | _storages(written)
         else:
-            self._new -= made - given  # such memory was another tensor's before
-        self._written |= written
+            self._new -= fresh  # such memory was another tensor's before
         return out
+
+    def _keep(self, operation: Any, tensors: Sequence[Tensor]) -> None:
+        """Copy tensors from before the pass that an operation will write to."""
+        if tensors and torch.Tag.inplace_view in operation.tags:
+            raise not_traceable(str(operation), "it gives a tensor of the model another shape or other memory")
+        self._written |= _storages(tensors)
+        self._before += [Kept([(tensor, tensor.detach().clone())], [], {}) for tensor in tensors]
+
+    def _keep_generators(self, generators: Sequence[torch.Generator]) -> None:
+        new = [each for each in generators if id(each) not in self._generators]
+        self._generators |= {id(each): each for each in new}
+        self._before += [Kept([], [(each, each.get_state())], {}) for each in new]
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:

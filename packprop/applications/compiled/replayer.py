@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from packprop.applications.compiled.checks import checked, keeping_generators
+from packprop.applications.compiled.checks import checked
 from packprop.applications.compiled.compiler import REPLAY, Backend, Runner
 from packprop.applications.compiled.passes import ASKED, Pass
 from packprop.applications.compiled.state import State, first_change, python_random_states, state_of
@@ -195,7 +195,7 @@ class Replayer:
             return loss
         kind.decisions = decisions
         try:
-            with waiting("tracing a step", self._policy.warns), keeping_generators(self._pass):
+            with waiting("tracing a step", self._policy.warns):
                 kind.traced = trace(self._pass, inputs, targets, decisions)
         except PackpropError as error:
             if self._policy.warns and not isinstance(error, NotTraceable):

@@ -80,7 +80,7 @@ class Traced:
 
 
 def trace(step: Pass, inputs: Any, targets: Any, decisions: Decisions) -> Traced:
-    """Trace a pass; restore the model and the random numbers afterwards.
+    """Trace a pass; restore afterwards the model, the random numbers, and whatever else it has written to.
 
     Args:
         step: The pass.
@@ -100,6 +100,7 @@ def trace(step: Pass, inputs: Any, targets: Any, decisions: Decisions) -> Traced
             stack.enter_context(unchanged(module, ASKED))
         state = state_of(step.modules, step.loss, (inputs, targets))
         watch = Watch(state.tensors)
+        stack.callback(watch.undo)
 
         def run(*_: Tensor) -> tuple[Tensor, ...]:
             with watch.watching(), traced(decisions) as own:

@@ -612,7 +612,7 @@ ADVICE |= {
     "probes that are no indices": (
         lambda: with_probes([9]),
         "no indices",
-        "whole numbers from 0 to 4",
+        "whole numbers from -5 to 4",
         lambda: with_probes([4]),
     ),
     "tokens without a loss": (

@@ -38,8 +38,8 @@ def compile(
     traces the pass, and the third compares a replay of the graph with it. From the fourth on, the graph takes
     the place of the pass. Calls are of one kind if their batches have equal shapes, and nothing else has
     changed that decides the work of a pass: which parameters require gradients, training or evaluation mode,
-    attributes of modules that are numbers, texts or tensors, autocast. You may change values of parameters and
-    buffers at will, and replace parameters.
+    attributes of modules, hooks, autocast (``docs/guide/compiled.md`` has the list). You may change values of
+    parameters and buffers at will, and replace parameters.
 
     Args:
         model: Any module.

@@ -191,9 +191,9 @@ class SpikeWatch:
         return {what: [*each.values] for what, each in self._ranges.items()}
 
     def take_up(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Go on from a ``state``."""
-        for what, values in state.items():
-            self._ranges[what].values.extend(values)
+        """Go on from a ``state``, whatever came before."""
+        for what, known in self._ranges.items():
+            known.values = deque(state.get(what, ()), RECENT)
 
 
 class _Norms(BatchL2Grad):

@@ -125,6 +125,13 @@ def test_norms_have_a_range_of_their_own() -> None:
     again = packprop.Monitor(model, log=None)
     again.load_state_dict(monitor.state_dict())
     assert again.check(9.0, lambda: model(x).square().mean()) is not None
+    state = again.state_dict()
+    for _ in range(12):
+        again.check(500.0, lambda: model(x).square().mean())
+    again.load_state_dict(state)  # instead of what it saw since
+    assert again.state_dict() == state
+    again.load_state_dict({"next": 0, "window": {}})  # of an earlier packprop
+    assert again.state_dict()["ranges"] == {"loss": [], "norm": []}
 
 
 @pytest.mark.parametrize(

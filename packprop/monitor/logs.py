@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from packprop.errors import BadInput, install
+from packprop.monitor.identifiers import plain
 
 Values = dict[str, Any]
 """Numbers by the names of quantities, ``None`` if there is none; a list for ``"outliers"``."""
@@ -48,9 +49,15 @@ class JsonLines:
 
     def __call__(self, values: Values, step: int) -> None:
         """Write a line."""
-        line = json.dumps({"step": step, **values}, default=str, allow_nan=False)
+        line = json.dumps({"step": step, **values}, default=_written, allow_nan=False)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+def _written(name: Any) -> Any:
+    """Return numbers for what JSON does not know, if it is a tensor or an array; else its text."""
+    numbers = plain(name)
+    return str(name) if numbers is name else numbers
 
 
 class TensorBoard:

@@ -27,8 +27,10 @@ from packprop.engine.recording import extended, record
 from packprop.engine.tensors import random_numbers_from, random_states
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions.first_order import BatchL2Grad
+from packprop.monitor.identifiers import names_of, require_identifiers
 
 ASKED = "packprop.Monitor(on_spike=...) was made."
+IDENTIFIED = "monitor.check(identifiers=...) was called."
 
 RECENT = 50
 """Steps behind the recent range."""
@@ -170,6 +172,8 @@ class SpikeWatch:
         identifiers: Iterable[Any] | None,
     ) -> Spike | None:
         """Look into a step that is out of range; return ``None`` for others."""
+        if identifiers is not None:
+            require_identifiers(IDENTIFIED, identifiers)
         told = {"loss": loss} | ({} if norm is None else {"norm": norm})
         values = {
             what: float(each.detach()) if isinstance(each, Tensor) else float(each)
@@ -179,7 +183,7 @@ class SpikeWatch:
         for what, usual in left.items():
             if usual is None:
                 continue
-            given = identifiers.tolist() if isinstance(identifiers, Tensor) else [*(identifiers or ())]
+            given = names_of(IDENTIFIED, identifiers)
             spike = Spike(step, what, values[what], usual, samples_of(model, again, given, self._decode))
             if self._on_spike is not None:
                 self._on_spike(spike)
@@ -207,7 +211,7 @@ def samples_of(
     norms = _norms(model, again, _Norms()).nan_to_num(nan=math.inf)
     if identifiers and len(identifiers) != len(norms):
         raise BadInput(
-            "monitor.check(identifiers=...) was called.",
+            IDENTIFIED,
             f"{len(identifiers)} identifiers",
             f"the batch has {len(norms)} samples",
             "give one for each sample of the batch, in their order",

@@ -15,6 +15,7 @@ from packprop.engine.context import innermost
 from packprop.engine.recording import extended, record
 from packprop.engine.tensors import named_parameters
 from packprop.errors import BadInput, PackpropWarning
+from packprop.monitor.identifiers import names_of
 from packprop.monitor.measurements import StepValues, measured
 from packprop.monitor.passes import MonitoredPass
 
@@ -30,6 +31,7 @@ NO_UPDATE = (
 )
 
 ASKED = "`with monitor.step():` was entered."
+IDENTIFIED = "monitor.step(identifiers=...) or step.identify(...) was called."
 
 
 class Step:
@@ -88,7 +90,7 @@ class MonitoredStep(Step):
 
     def identify(self, identifiers: Iterable[Any]) -> None:
         """Name the next samples: one identifier for each, in the order of the batch."""
-        self.identifiers += identifiers.tolist() if isinstance(identifiers, Tensor) else list(identifiers)
+        self.identifiers += names_of(IDENTIFIED, identifiers)
 
     def open(self, gives_up: bool = False) -> None:
         """Begin to watch; with ``gives_up``, watch no pass after one that has failed."""

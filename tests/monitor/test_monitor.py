@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -247,6 +248,22 @@ def test_outliers_have_their_identifiers() -> None:
     with monitor.step(number=100):  # without identifiers it is their place
         (weights * F.cross_entropy(model(x), y, reduction="none")).mean().backward()
     assert [each["sample"] for each in monitor.last["outliers"]] == [7]
+
+
+def test_identifiers_of_arrays_are_numbers_in_logs(tmp_path: Path) -> None:
+    model, x, y = built()
+    file = tmp_path / "run.jsonl"
+    monitor = Monitor(model, every=1, log=str(file), quantities=["outliers"])
+    weights = torch.ones(12, dtype=torch.float64)
+    weights[7] = 100
+    given: list[Any] = [np.arange(12), [*np.arange(12)], [*torch.arange(12)]]
+    for identifiers in [*given, [(np.int64(1), place) for place in range(12)]]:
+        with monitor.step(identifiers):
+            (weights * F.cross_entropy(model(x), y, reduction="none")).mean().backward()
+    lines = map(json.loads, file.read_text().splitlines())
+    assert [each["outliers"][0]["sample"] for each in lines] == [7, 7, 7, [1, 7]]
+    with pytest.raises(BadInput, match="one for each sample"):
+        monitor.step(5)  # type: ignore[arg-type]  # on purpose
 
 
 def test_the_window_goes_on_after_a_restart() -> None:

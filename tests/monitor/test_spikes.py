@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -154,6 +156,23 @@ def test_identifiers_are_as_many_as_samples() -> None:
         monitor.check(1.0, lambda: model(x).square().mean())
     with pytest.raises(BadInput, match="the batch has 4 samples"):
         monitor.check(9.0, lambda: model(x).square().mean(), identifiers=[1, 2])
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor, np.array, lambda names: iter(np.array(names))])
+def test_identifiers_may_be_arrays(kind: Callable[[Any], Any]) -> None:
+    model, x = nn.Linear(2, 1), torch.randn(4, 2)
+    monitor = packprop.Monitor(model, log=None, decode=lambda name: f"text {name!r}")
+    for _ in range(12):
+        monitor.check(1.0, lambda: model(x).square().mean())
+    spike = monitor.check(9.0, lambda: model(x).square().mean(), kind([10, 11, 12, 13]))
+    assert spike is not None
+    names = [each.sample for each in spike.samples]
+    assert sorted(names) == [10, 11, 12, 13]
+    assert {type(name) for name in names} == {int}
+    assert spike.samples[0].text == f"text {names[0]}"
+    for bad in (3, "abcd"):
+        with pytest.raises(BadInput, match="one for each sample"):  # without waiting for a spike
+            monitor.check(1.0, lambda: model(x).square().mean(), bad)  # type: ignore[arg-type]  # on purpose
 
 
 def test_an_idle_step_runs_nothing() -> None:

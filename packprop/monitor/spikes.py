@@ -5,9 +5,8 @@ median of the last ``RECENT`` steps by more than ``reach`` times their median ab
 standard deviation of normal values), or not finite. Spikes do not enter the range. Deviations below a
 thousandth of the median count as that much: values that are nearly equal make no range.
 
-An ordinary step costs a comparison of numbers. packprop runs a spike again: forward and backward with norms of
-samples, and once more with norms of the tokens of the sample that stands out most. It restores ``.grad``, the
-random state, and values that other passes have left on parameters.
+An ordinary step costs a comparison of numbers. packprop runs a spike again, with norms of samples, and once
+more with norms of the tokens of the sample that stands out most: see NOTE [Repeated pass].
 """
 
 from __future__ import annotations
@@ -19,15 +18,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from packprop.engine.context import backpack
-from packprop.engine.recording import extended, record
-from packprop.engine.tensors import random_numbers_from, random_states
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions.first_order import BatchL2Grad
 from packprop.monitor.identifiers import names_of, require_identifiers
+from packprop.monitor.repeated import norms_again
 
 ASKED = "packprop.Monitor(on_spike=...) was made."
 IDENTIFIED = "monitor.check(identifiers=...) was called."
@@ -200,15 +196,11 @@ class SpikeWatch:
             known.values = deque(state.get(what, ()), RECENT)
 
 
-class _Norms(BatchL2Grad):
-    savefield = "_spike"
-
-
 def samples_of(
     model: nn.Module, again: Callable[[], Tensor], identifiers: Sequence[Any], decode: Decode | None
 ) -> tuple[SpikeSample, ...]:
     """Return samples of a batch with the largest gradients, and tokens of the first; run the batch again."""
-    norms = _norms(model, again, _Norms()).nan_to_num(nan=math.inf)
+    norms = norms_again(model, again, BatchL2Grad()).nan_to_num(nan=math.inf)
     if identifiers and len(identifiers) != len(norms):
         raise BadInput(
             IDENTIFIED,
@@ -235,29 +227,12 @@ def _tokens(
 ) -> tuple[SpikeToken, ...]:
     """Return tokens of one sample with the largest gradients; none if the loss has no tokens."""
     try:
-        norms = _norms(model, again, _Norms(subsampling=[place], per="token"))[0].nan_to_num(nan=math.inf)
+        norms = norms_again(model, again, BatchL2Grad(subsampling=[place], per="token"))[0]
     except PackpropError:  # a loss whose terms are not those of tokens
         return ()
     if len(norms) < 2:
         return ()
+    norms = norms.nan_to_num(nan=math.inf)
     largest = norms.argsort(descending=True)[:SHOWN].tolist()
     texts = pieces if pieces is not None and len(pieces) == len(norms) else None
     return tuple(SpikeToken(at, float(norms[at]), None if texts is None else texts[at]) for at in largest)
-
-
-def _norms(model: nn.Module, again: Callable[[], Tensor], extension: BatchL2Grad) -> Tensor:
-    """Return norms over all parameters, from a pass that leaves nothing behind."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    before = [parameter.grad for parameter in parameters]
-    try:
-        for parameter in parameters:
-            parameter.grad = None
-        drawn = random_numbers_from(random_states())
-        with drawn, torch.enable_grad(), extended(model), backpack(extension), record():
-            again().backward()
-        squares = [found for p in parameters if (found := vars(p).get(extension.savefield)) is not None]
-    finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient
-            vars(parameter).pop(extension.savefield, None)
-    return torch.stack([each.double().cpu() for each in squares]).sum(0).sqrt()

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import packprop
-from packprop import BadInput
+from packprop import BadInput, PackpropError
 from packprop.examples import SmallTransformer, token_cross_entropy
+from packprop.extensions import BatchL2Grad
 from packprop.monitor import Spike
 from packprop.monitor.spikes import FEWEST, Range
 
@@ -113,6 +114,82 @@ def test_a_classifier_has_samples_and_no_tokens() -> None:
     assert (spike.what, spike.samples[0].sample, spike.samples[0].tokens) == ("loss", 5, ())
     assert all(p.grad is None for p in model.parameters())
     assert "5: gradient" in str(spike)
+
+
+class WithTemperature(nn.Module):
+    """A head that is not monitored, with a learned temperature and statistics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.temperature = nn.Linear(8, 3), nn.Parameter(torch.ones(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return self.temperature * self.layer(x)  # type: ignore[no-any-return]  # a module's call is Any
+
+
+def test_nothing_changes_beside_the_monitored_model_either() -> None:
+    """Gradients, buffers and values of other passes, of whatever the loss is made of; no hook runs."""
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Conv1d(1, 2, 1), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten())
+    encoder.append(nn.Linear(8, 8))
+    head, inputs = WithTemperature(), torch.randn(16, 1, 4, requires_grad=True)
+    y = torch.randint(3, (16,))
+    monitor = packprop.Monitor(encoder, log=None)
+    leaves: list[Tensor] = [*encoder.parameters(), *head.parameters(), inputs]
+    calls: list[Tensor] = []
+    for leaf in leaves:
+        leaf.register_post_accumulate_grad_hook(calls.append)
+        leaf.register_hook(lambda _: calls.append(inputs))
+    head.layer.register_full_backward_hook(lambda *_: calls.append(inputs))
+
+    def run() -> Tensor:
+        return F.cross_entropy(head(encoder(inputs)), y)
+
+    with packprop.backpack(BatchL2Grad()), packprop.record():
+        run().backward()
+    for _ in range(12):
+        monitor.check(1.0, run)
+    buffers = {id(each): each.clone() for model in (encoder, head) for each in model.buffers()}
+    kept = [(leaf.grad, leaf.grad.clone(), dict(vars(leaf))) for leaf in leaves if leaf.grad is not None]
+    calls.clear()
+    assert monitor.check(1e6, run) is not None
+    assert not calls
+    for leaf, (gradient, value, attributes) in zip(leaves, kept, strict=True):
+        assert leaf.grad is gradient
+        assert torch.equal(gradient, value)
+        assert vars(leaf).keys() == attributes.keys()
+    after = {id(each): each for model in (encoder, head) for each in model.buffers()}
+    assert after.keys() == buffers.keys()
+    assert all(torch.equal(after[key], buffer) for key, buffer in buffers.items())
+
+
+@pytest.mark.parametrize(
+    ("again", "why"),
+    [
+        (lambda loss: loss.backward(), r"backward\(\) inside again"),
+        (lambda loss: loss.item(), "no loss with a graph"),
+        (lambda loss: loss.detach(), "no loss with a graph"),
+        (lambda loss: nn.Linear(2, 1)(torch.ones(3, 2)).mean(), "known|depends on none"),
+    ],
+)
+def test_again_returns_the_loss(again: Callable[[Tensor], Any], why: str) -> None:
+    model, x = nn.Linear(2, 1), torch.randn(4, 2)
+    monitor = packprop.Monitor(model, log=None)
+    model(x).square().mean().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    for _ in range(12):
+        monitor.check(1.0, lambda: model(x).square().mean())
+
+    def run() -> Any:
+        model.zero_grad()
+        return again(model(x).square().mean())
+
+    with pytest.raises(PackpropError, match=why):
+        monitor.check(9.0, run)
+    assert all(p.grad is before for p, before in zip(model.parameters(), gradients, strict=True))
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_norms_have_a_range_of_their_own() -> None:

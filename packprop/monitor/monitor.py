@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from packprop.applications.dataset.checkpoint import Every
 from packprop.applications.reports.profile.quantities import SampleGGNTrace
 from packprop.engine.distributed import AllRanks, ranks_of
-from packprop.engine.tensors import is_distributed
-from packprop.errors import BadInput, PackpropError, PackpropWarning
+from packprop.errors import BadInput, PackpropWarning
 from packprop.monitor.logs import Values, logs_of
 from packprop.monitor.measurements import TOTAL, LayerValues, StepValues, norm_quantiles, outliers
 from packprop.monitor.noise import GradientNoise, Interval, smoothed_scale
+from packprop.monitor.own_rank import require_whole
 from packprop.monitor.passes import MonitoredPass
 from packprop.monitor.spikes import Decode, Spike, SpikeWatch
 from packprop.monitor.step import UNWATCHED, MonitoredStep, Step
@@ -194,13 +194,7 @@ class Monitor:
                 "a step is over when its `with` block is left",
                 "call monitor.step() once for each step of the optimizer; it may hold several backward passes",
             )
-        if any(is_distributed(parameter) for parameter in self._model.parameters()):
-            raise PackpropError(
-                "monitor.step() was called.",
-                "parameters that are sharded over processes",
-                "their values are on several ranks, and are not put together here",
-                "train with DistributedDataParallel, or look at values with backpack(..., ranks='all')",
-            )
+        require_whole("monitor.step() was called.", self._model)
 
         def watch() -> MonitoredPass:
             return MonitoredPass(
@@ -248,8 +242,10 @@ class Monitor:
             The spike that ``on_spike`` was called with; ``None`` for a step within its range.
 
         Raises:
-            PackpropError: For a step out of its range whose samples are mixed, as for ``backpack``.
+            PackpropError: For sharded parameters; for a step out of its range whose samples are mixed, as for
+                ``backpack``, or whose forward pass exchanges values with other ranks.
         """
+        require_whole("monitor.check(...) was called.", self._model)
         return self._spikes.check(self._model, max(self._next - 1, 0), loss, norm, again, identifiers)
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 # NOTE [Repeated pass]
 The user has called ``backward()`` on the step already, so that no second pass may add to any ``.grad``: of the
 model, of a head that is not monitored, of a temperature. packprop runs the forward pass again, and sweeps its
-graph on its own, as for a batch of a data set: no gradient reaches a leaf, and no hook of the user's runs, such
-as one in which an optimizer steps. The forward pass may write to buffers; they are put back.
+graph on its own, as for a batch of a data set: no gradient reaches a leaf, and no hook of the user's runs,
+such as one in which an optimizer steps. The forward pass may write to buffers; they are put back. Other ranks
+take no part: see NOTE [One rank alone].
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from packprop.engine.tensors import random_numbers_from, random_states
 from packprop.engine.user_pass import BackwardCall
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions.first_order import BatchL2Grad
+from packprop.monitor.own_rank import silent, without_exchange
 from packprop.types import Extension
 
 ASKED = "monitor.check(loss, again) ran a step again."
@@ -48,7 +50,8 @@ def norms_again(model: nn.Module, again: Callable[[], Tensor], extension: BatchL
 
     Raises:
         BadInput: If ``again`` returns no loss, or calls ``backward()``.
-        PackpropError: If samples are mixed, as for ``backpack``; if no parameter of the model is in the loss.
+        PackpropError: If samples are mixed, as for ``backpack``; if no parameter of the model is in the loss;
+            if ranks would exchange values.
     """
     drawn = random_numbers_from(random_states())
     with drawn, torch.enable_grad(), _left_as_they_are(model), extended(model):
@@ -122,7 +125,10 @@ def _gradients_aside(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _left_as_they_are(model: nn.Module) -> Iterator[None]:
-    """Put back, in the end, the buffers of the model and of every other module that is called inside."""
+    """Put back, in the end, the buffers of the model and of every other module that is called inside.
+
+    None of them exchanges anything with other ranks.
+    """
     known: dict[int, nn.Module] = {}
     thread = threading.get_ident()
     with contextlib.ExitStack() as stack:
@@ -130,9 +136,13 @@ def _left_as_they_are(model: nn.Module) -> Iterator[None]:
         def before(module: nn.Module, _: Any = None) -> None:
             if id(module) in known or threading.get_ident() != thread:
                 return
-            known.update((id(child), child) for child in module.modules())
+            for child in module.modules():
+                if id(child) not in known:
+                    known[id(child)] = child
+                    stack.enter_context(silent(ASKED, child))
             stack.enter_context(SameForEachPass([module]).around())
 
         before(model)
         stack.callback(register_module_forward_pre_hook(before).remove)
-        yield
+        with without_exchange(ASKED):
+            yield

@@ -41,7 +41,7 @@ DOCUMENTED = {
     "_version": ({"tensors/state.py"}, "generated/torch.autograd.grad_mode.inference_mode.html"),
     "_subclasses": ({"memory/dry_run.py"}, "library.html#torch.library.register_fake"),
     "_python_dispatch": (
-        {"memory/live.py", "compiled/effects.py"},
+        {"memory/live.py", "compiled/effects.py", "monitor/own_rank.py"},
         "library.html#torch.library.register_torch_dispatch",
     ),
     "_inductor": ({"compiled/compiler.py"}, "generated/torch.compile.html"),

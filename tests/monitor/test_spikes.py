@@ -165,6 +165,40 @@ def test_nothing_changes_beside_the_monitored_model_either() -> None:
     assert all(torch.equal(after[key], buffer) for key, buffer in buffers.items())
 
 
+class Parallel(nn.parallel.DistributedDataParallel):
+    """Stands for one in a process group: notes what it would exchange in each call."""
+
+    def __init__(self, module: nn.Module, mixed_precision: Any = None) -> None:
+        nn.Module.__init__(self)
+        self.module, self.mixed_precision = module, mixed_precision
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
+        self.reducer: Any = object()
+        self.noted: list[tuple[bool, bool, Any]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.noted.append((self.require_backward_grad_sync, self.require_forward_param_sync, self.reducer))
+        self.require_forward_param_sync = self.require_backward_grad_sync
+        return self.module(x)  # type: ignore[no-any-return]  # a module's call is Any
+
+
+def test_parallel_modules_exchange_nothing() -> None:
+    """Of whatever the loss is made of, monitored or not; several ranks are tried in tests/distributed."""
+    model, x = nn.Linear(2, 1), torch.randn(4, 2)
+    parallel, head = Parallel(model), Parallel(nn.Linear(1, 1))
+    reducers = [parallel.reducer, head.reducer]
+    monitor = packprop.Monitor(model, log=None)
+    for loss in [1.0] * 12 + [9.0]:
+        monitor.check(loss, lambda: head(parallel(x)).square().mean())
+    for module, reducer in zip((parallel, head), reducers, strict=True):
+        assert [each[:2] for each in module.noted] == [(False, False)] * len(module.noted) != []
+        assert all(each[2] is not reducer and not each[2]._rebuild_buckets() for each in module.noted)
+        assert module.require_backward_grad_sync
+        assert module.require_forward_param_sync
+        assert module.reducer is reducer
+    with pytest.raises(PackpropError, match="mixed_precision"):
+        monitor.check(9.0, lambda: Parallel(model, mixed_precision="bfloat16")(x).square().mean())
+
+
 @pytest.mark.parametrize(
     ("again", "why"),
     [

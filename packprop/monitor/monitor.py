@@ -140,7 +140,7 @@ class Monitor:
         traced = EXACT if mc_samples is None else Seed("ggn", mc_samples=mc_samples, generator=generator)
         self._trace = SampleGGNTrace(traced) if "ggn_trace" in self._quantities else None
         self._noise: dict[str, deque[GradientNoise]] = {}
-        self._next, self._current = 0, UNWATCHED
+        self._next, self._checked, self._current = 0, 0, UNWATCHED
         self._told = set[str]()
         self._warned = False
         self._spikes = SpikeWatch(on_spike, decode, reach)
@@ -246,7 +246,9 @@ class Monitor:
                 ``backpack``, or whose forward pass exchanges values with other ranks.
         """
         require_whole("monitor.check(...) was called.", self._model)
-        return self._spikes.check(self._model, max(self._next - 1, 0), loss, norm, again, identifiers)
+        number = self._next - 1 if self._next else self._checked  # without `monitor.step()` checks are counted
+        self._checked += 1
+        return self._spikes.check(self._model, number, loss, norm, again, identifiers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a continued run: the next step's number, and the window of earlier steps."""
@@ -254,11 +256,11 @@ class Monitor:
             layer: [[each.noise, each.signal, each.samples] for each in steps]
             for layer, steps in self._noise.items()
         }
-        return {"next": self._next, "window": window, "ranges": self._spikes.state()}
+        return {"next": self._next, "window": window, "checked": self._checked, "ranges": self._spikes.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a ``state_dict``."""
-        self._next = state["next"]
+        self._next, self._checked = state["next"], state.get("checked", 0)
         self._spikes.take_up(state.get("ranges", {}))
         self._noise = {
             layer: deque((GradientNoise(a, b, None, n) for a, b, n in steps), self._window)

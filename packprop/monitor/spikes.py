@@ -80,7 +80,7 @@ class Spike:
     """A step whose loss, or norm, left its recent range; prints.
 
     Args:
-        step: The number of the step.
+        step: The number of the step: of ``monitor.step()``, or of the call of ``check`` if there is none.
         what: ``"loss"`` or ``"norm"``.
         value: The value.
         usual: The median of recent steps.

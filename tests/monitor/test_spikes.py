@@ -293,3 +293,29 @@ def test_an_idle_step_runs_nothing() -> None:
     monitor = packprop.Monitor(nn.Linear(2, 1), log=None, on_spike=print)
     for value in range(30):
         assert monitor.check(1.0 + 0.01 * (value % 3), never) is None
+
+
+def test_without_steps_checks_are_counted() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    x, y = torch.randn(4, 3), torch.randint(2, (4,))
+    monitor = packprop.Monitor(model, every=1000, log=None)
+
+    def check(factor: float, of: packprop.Monitor = monitor) -> Any:
+        loss = factor * F.cross_entropy(model(x), y)
+        return of.check(loss, lambda: factor * F.cross_entropy(model(x), y))
+
+    assert [check(1.0) for _ in range(12)] == [None] * 12
+    spike = check(100.0)
+    assert spike is not None
+    assert spike.step == 12
+    other = packprop.Monitor(model, every=1000, log=None)
+    other.load_state_dict(monitor.state_dict())
+    again = check(100.0, other)
+    assert again is not None
+    assert again.step == 13
+    with monitor.step():
+        F.cross_entropy(model(x), y).backward()
+    last = check(100.0)
+    assert last is not None
+    assert last.step == 0

@@ -105,6 +105,26 @@ def test_a_model_that_computes_its_loss() -> None:
     assert_near(by_row(found), by_row(of_data((model, x, y), (x, y))), "products", 1e-9)
 
 
+def test_random_numbers_are_the_same_in_each_reading() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 40), nn.Dropout(0.5), nn.Linear(40, 4)).double()
+    x, y = torch.randn(6, 3).double(), torch.randint(4, (6,))
+    queries = x[:1].expand(2, 3).clone(), y[:1].expand(2).clone()
+    for module in model:
+        module.train(isinstance(module, nn.Dropout))
+    found = packprop.influence([(x, y)], model, LOSS, (queries[0][:1], queries[1][:1]), k=6)
+    assert found.readings == 1
+    states = []
+
+    def noted(module: nn.Module, given: Any) -> None:
+        if len(given[0]) == 6:
+            states.append(torch.get_rng_state())
+
+    model.register_forward_pre_hook(noted)
+    assert packprop.influence([(x, y)], model, LOSS, queries, k=6, memory=20_000).readings == 2
+    assert torch.equal(*states)
+
+
 def test_nothing_is_changed() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 4))
@@ -141,6 +161,8 @@ def test_refusals() -> None:
     with pytest.raises(BadInput, match="these cannot"):
         of_data(given, iter(in_batches(x, y)), memory=SMALL)
     assert of_data(given, iter(in_batches(x, y))).readings == 1
+    with pytest.raises(BadInput, match="which shuffle"):
+        of_data(given, DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True))
     with pytest.raises(BadInput, match="others than in the first reading"):
         of_data(given, Turning(x, y), memory=SMALL)
     with pytest.raises(BadInput, match="there are 9 rows, and each needs the number of its group"):

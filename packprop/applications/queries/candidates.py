@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import RandomSampler
 
 from packprop.applications.dataset.batch_pass import Found as FoundByBatch
 from packprop.applications.dataset.batches import Batches, described
@@ -25,7 +26,7 @@ from packprop.applications.queries.checks import gradients_in, numbers_of_groups
 from packprop.applications.queries.gradients import PassesApart
 from packprop.engine.algebra import CAT, along_each
 from packprop.engine.memory import byte_text
-from packprop.engine.tensors import LossFunction, named_parameters
+from packprop.engine.tensors import LossFunction, named_parameters, random_numbers_from, random_states
 from packprop.errors import BadInput, PackpropError
 from packprop.store.reading import BLOCK, Store
 from packprop.store.search import Found, better, bytes_of_a_row, summed_products
@@ -175,6 +176,9 @@ class ReadSamples:
         loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
         wanted: What to find.
         device: The device of batches.
+
+    Raises:
+        BadInput: For a loader that shuffles.
     """
 
     quantity = "gradients"
@@ -194,8 +198,16 @@ class ReadSamples:
         self.arrays: Mapping[str, Any] = {
             name: torch.empty(0, *p.shape, dtype=p.dtype, device="meta") for name, p in trained.items()
         }
-        self._readings, self._first = 0, (0, "")
+        self._readings, self._first, self._draws = 0, (0, ""), random_states()
         batches.watched = True
+        data = getattr(batches.source, "data", None)
+        if isinstance(getattr(data, "sampler", None), RandomSampler):
+            raise BadInput(
+                asked,
+                f"data {described(data)}, which shuffle",
+                "samples are named by their place in the data, and it would be another one in each reading",
+                "give a loader with shuffle=False, or the data set itself",
+            )
 
     def room(self, budget: int) -> int:
         """Return a third: queries are made in another one; vectors on the device take the last one."""
@@ -249,12 +261,15 @@ class ReadSamples:
             batches.begin_again()
         run = PassesApart(self._asked, self._model, self._loss, [extension], self._device)
         done = 0
-        for batch in batches:
-            with batches.explained():
-                if not is_empty(batch):
+        with random_numbers_from(self._draws):  # the same in each reading
+            for batch in batches:
+                if is_empty(batch):
+                    continue
+                with batches.explained():
                     found = run(batch)
-                    yield self._summed(extension, found, done), float(found.terms)
-                    done += found.samples
+                    products = self._summed(extension, found, done)
+                yield products, float(found.terms)
+                done += found.samples
 
     def _summed(self, extension: Extension, found: FoundByBatch, done: int) -> Tensor:
         """Add up the products of a batch over parameters ``[q, n]``, at the scale of a loss that is summed."""

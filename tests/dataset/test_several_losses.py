@@ -160,7 +160,7 @@ def test_what_batches_have_no_weight_in(name: str, compiled: bool) -> None:
 def test_weights_of_an_extended_loss_are_refused_with_two_ways_out() -> None:
     with pytest.raises(PackpropError, match="parameter 's'") as error:
         compute(Tasks().double(), Weighted(), batches(), extensions.Variance())
-    assert "keep a parameter that weighs losses in a module that is not extended" in error.value.instead
+    assert "keep it in a module that you do not extend" in error.value.instead
     assert "requires_grad=False" in error.value.instead
 
 

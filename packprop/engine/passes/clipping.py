@@ -158,7 +158,7 @@ def settled(clipping: Clipping, graph: Graph, is_plain: bool, training: Groups |
         raise PackpropError(
             ASKED,
             "backward(create_graph=True), backward(inputs=...) or a compiled step",
-            "clipped gradients are summed apart from that pass",
+            "packprop computes clipped gradients outside of autograd's own pass, so they have no effect",
             "call backward() alone; leave parameters out by requires_grad=False",
         )
     if graph.units:

@@ -42,6 +42,27 @@ def rows_of_attribution(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+COST_HEADS = "method", "factors, s", "scores, s", "resident peak", "correlation with the first"
+
+COSTS = """\
+Random weights and sequences: only the work counts here. Each method has a process of its own, which computes \
+the factors of EKFAC over all sequences, and the products of each query with all of them, without a store. \
+Peaks are above what the process had before the first step. kronfluence takes the linear layers alone."""
+
+
+def rows_of_costs(content: dict[str, Any]) -> list[list[str]]:
+    """A row for each method, in the order in which they ran."""
+    return [
+        [
+            name,
+            *(f"{each['seconds'][step]:.0f}" for step in ("factors", "scores")),
+            f"{each['peak_bytes'] / MIB:.0f} MiB",
+            f"{each['correlation']:.3f}",
+        ]
+        for name, each in content["methods"].items()
+    ]
+
+
 OURS = "EKFAC", "EKFAC, exact", "refined, no preconditioner", "EKFAC, refined"
 OTHERS = "kronfluence, EKFAC", "dattri, CG", "traker, one checkpoint", "curvlinops, EKFAC exact"
 

@@ -571,6 +571,17 @@ def _attribution_section(content: dict[str, Any]) -> list[str]:
     return [*filter(None, parts), _environment(content["environment"])]
 
 
+def _costs_section(content: dict[str, Any]) -> list[str]:
+    """Return the table of ``benchmarks.attribution.costs``."""
+    sizes = f"{content['sequences']:,} sequences of {content['length']} tokens, {content['asked']} queries"
+    return [
+        f"### Cost on a decoder of ten million parameters: {sizes}",
+        attribution_page.COSTS,
+        markdown(attribution_page.COST_HEADS, attribution_page.rows_of_costs(content)),
+        _environment(content["environment"]),
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page and its pictures from whatever results there are."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.page", description=__doc__)
@@ -595,6 +606,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "clipping": _clipping_section,
         "monitor": _monitor_section,
         "attribution": _attribution_section,
+        "attribution-costs": _costs_section,
     }.items():
         if (options.results / f"{name}.json").exists():
             parts += section(json.loads((options.results / f"{name}.json").read_text()))

@@ -139,9 +139,7 @@ class TrainingPass:
             vars(parameters[number]).pop(name, None)
 
     def _run(self, inputs: Any, targets: Any, hook: Hook | None) -> Tensor:
-        with contextlib.ExitStack() as stack:
-            for module in self.modules:
-                stack.enter_context(extended(module))
+        with extended(*self.modules):
             with record():
                 _, loss = outputs_and_loss(ASKED, self.model, self.loss, inputs, targets)
             with backpack(*self.extensions, extension_hook=hook, memory=self.memory):

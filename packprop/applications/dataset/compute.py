@@ -184,8 +184,7 @@ def compute(
         )
 
         def begun() -> Run:
-            for module in stream.step.modules:
-                stack.enter_context(extended(module))
+            stack.enter_context(extended(*stream.step.modules))
             stack.enter_context(long_work_of(chosen, bar=False))
             budget = budget_of(memory)
             run = Run(batches, stream, chunk_sizes, place, group, checkpoint is not None, progress, budget)

@@ -135,9 +135,7 @@ class DataProduct:
         """Extend the model inside, and let it draw as in other readings."""
         before = random_states()
         with contextlib.ExitStack() as stack:
-            for module in (self._model, self._loss):
-                if isinstance(module, nn.Module):
-                    stack.enter_context(extended(module))
+            stack.enter_context(extended(self._model, self._loss))
             stack.enter_context(self._batches.explained())
             stack.callback(set_random_states, before)
             stack.callback(self._renew)

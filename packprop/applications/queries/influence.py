@@ -125,8 +125,7 @@ def influence(
     found: list[Ends] = []
     empty: list[int] = []
     with contextlib.ExitStack() as stack:
-        for module in gradients.modules:
-            stack.enter_context(extended(module))
+        stack.enter_context(extended(*gradients.modules))
         refined = None
         if refiner is not None:
             refined = RefinedSearch(ASKED, candidates, gradients, refiner, most)

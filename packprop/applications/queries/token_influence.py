@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from collections.abc import Mapping
@@ -115,9 +114,7 @@ def token_influence(
     run = PassesApart(ASKED, model, loss, [extension], place)
     batches = Batches(ASKED, data, batch_size, whole=loss is None)
     found: list[Tensor] = []
-    with contextlib.ExitStack() as stack:
-        for module in run.modules:
-            stack.enter_context(extended(module))
+    with extended(*run.modules):
         for batch in batches:
             with batches.explained():
                 if is_empty(batch):
@@ -174,9 +171,7 @@ def _vectors(
     batches = Batches(ASKED, queries, batch_size, whole=loss is None)
     parts: list[dict[str, Tensor]] = []
     count = 0
-    with contextlib.ExitStack() as stack:
-        for module in gradients.modules:
-            stack.enter_context(extended(module))
+    with extended(*gradients.modules):
         for batch in batches:
             with batches.explained():
                 number, rows = gradients.of(batch)

@@ -115,8 +115,17 @@ def _remove_hooks(module: nn.Module, *names: str) -> None:
 
 
 @contextlib.contextmanager
-def extended(model: nn.Module) -> Iterator[None]:
-    """Extend a model inside, and leave its modules as they were."""
+def extended(*models: Any) -> Iterator[None]:
+    """Extend models and loss modules inside, and leave their modules as they were; pass over anything else."""
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            if isinstance(model, nn.Module):
+                stack.enter_context(_extended(model))
+        yield
+
+
+@contextlib.contextmanager
+def _extended(model: nn.Module) -> Iterator[None]:
     added = [
         (child, name) for child in model.modules() for name in (HANDLES, CHOOSING) if name not in vars(child)
     ]

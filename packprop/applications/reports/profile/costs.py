@@ -155,9 +155,7 @@ class OneBatch:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", PackpropWarning)  # the pass over all data has said it
             stack.callback(self.model.register_forward_hook(called).remove)
-            for module in (self.model, self.loss):
-                if isinstance(module, nn.Module):
-                    stack.enter_context(extended(module))
+            stack.enter_context(extended(self.model, self.loss))
             stack.enter_context(random_numbers_from(random_states([self.device])))
             if live is not None:
                 stack.enter_context(live)

@@ -50,6 +50,9 @@ def test_products_of_single_samples(form: str, memory: Any) -> None:
     rows = torch.cat([*gradients((model, x, y)).values()], 1)
     found = of_data((model, x, y), FORMS[form](x, y), memory=memory, groups=y)
     assert_near(by_row(found), rows[QUERIES] @ rows.mT, "products", 1e-9)
+    if form in ("tensors", "data set"):
+        again = of_data((model, x, y), FORMS[form](x, y), memory=memory, batch_size=4)
+        assert (again.readings, again.samples) == (found.readings, SIZE)
     assert torch.equal(found.largest.identifiers, found.largest.rows)
     assert (found.samples, found.terms, found.quantity) == (SIZE, float(SIZE), "gradients")
     assert found.readings == (1 if memory != SMALL else 3)

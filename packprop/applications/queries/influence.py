@@ -98,8 +98,8 @@ def influence(
             together, packprop takes queries in groups, and reads the store or the data once for each. It does
             not count the model, its activations and the curvature with its inverse, nor, if rows are projected,
             the current block of a random matrix, of about 20 MiB.
-        batch_size: Queries, and samples of data, in a batch; by default 128, or the queries that fit. Not for
-            data that come in batches.
+        batch_size: Queries, and samples of data, in a batch, 128 by default; if fewer queries fit, it takes
+            fewer. Not for data that come in batches.
         device: The device of batches; by default that of the model's parameters.
 
     Raises:
@@ -120,7 +120,7 @@ def influence(
     gradients, refiner = vectors_of(ASKED, model, loss, candidates.arrays, inverse, budget, place)
     most = _most_queries(gradients, candidates, budget, refiner)
     batches = Batches(ASKED, queries, batch_size, whole=loss is None)
-    if batch_size is None and isinstance(batches.source, Samples) and most < BATCH_SIZE:
+    if isinstance(batches.source, Samples) and most < (batch_size or BATCH_SIZE):
         batches = Batches(ASKED, queries, most, whole=loss is None)
     found: list[Ends] = []
     empty: list[int] = []

@@ -57,7 +57,7 @@ def rows_of_costs(content: dict[str, Any]) -> list[list[str]]:
             name,
             *(f"{each['seconds'][step]:.0f}" for step in ("factors", "scores")),
             f"{each['peak_bytes'] / MIB:.0f} MiB",
-            f"{each['correlation']:.3f}",
+            f"{each['correlation']:.3f}" if "correlation" in each else "-",
         ]
         for name, each in content["methods"].items()
     ]

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 import packprop
 from benchmarks.attribution.peers import by_kronfluence
 from benchmarks.attribution.problems import ByToken, Data
-from benchmarks.run import environment, write_results
+from benchmarks.run import RESULTS, environment, write_results
 from packprop.extensions import EKFAC
 
 WORDS, LENGTH, WIDTH, BLOCKS, HEADS = 1024, 32, 256, 12, 4
-BATCH, DAMPING = 32, 1e-3
+DAMPING = 1e-3
 
 Told = Callable[[str], None]
 
@@ -97,7 +97,7 @@ METHODS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def measured(name: str, sequences: int, asked: int) -> dict[str, Any]:
+def measured(name: str, sequences: int, asked: int, batch: int) -> dict[str, Any]:
     """Seconds of each step, and the peak, in this process."""
     torch.manual_seed(0)
     model = Decoder().eval()
@@ -105,7 +105,7 @@ def measured(name: str, sequences: int, asked: int) -> dict[str, Any]:
     inputs, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     data, queries = (inputs[:sequences], targets[:sequences]), (inputs[sequences:], targets[sequences:])
     loss = ByToken()
-    loss(model(inputs[:BATCH]), targets[:BATCH]).backward()
+    loss(model(inputs[:batch]), targets[:batch]).backward()
     model.zero_grad()
     seconds: dict[str, float] = {}
     before, begun = _peak(), [time.perf_counter()]
@@ -114,11 +114,12 @@ def measured(name: str, sequences: int, asked: int) -> dict[str, Any]:
         seconds[step] = time.perf_counter() - begun[-1]
         begun.append(time.perf_counter())
 
-    products = METHODS[name](model, loss, data, queries, DAMPING, BATCH, told)
+    products = METHODS[name](model, loss, data, queries, DAMPING, batch, told)
     return {
+        "batch": batch,
         "seconds": seconds,
         "peak_bytes": _peak() - before,
-        "products": products[:, :50].tolist(),
+        "products": products[:, :20].tolist(),
     }
 
 
@@ -138,25 +139,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sequences", type=int, default=2000)
     parser.add_argument("--asked", type=int, default=8, help="queries")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=32, help="sequences in a batch")
+    parser.add_argument("--add", action="store_true", help="keep what the results have of other methods")
     parser.add_argument("--methods", nargs="*", default=[*METHODS])
     parser.add_argument("--here", help="run one method in this process")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     if options.here:
-        print(json.dumps(measured(options.here, options.sequences, options.asked)))
+        print(json.dumps(measured(options.here, options.sequences, options.asked, options.batch)))
         return 0
     found: dict[str, Any] = {}
     sizes = ["--sequences", str(options.sequences), "--asked", str(options.asked)]
     for name in options.methods:
         command = [sys.executable, "-m", "benchmarks.attribution.costs", "--here", name, *sizes]
-        command += ["--threads", str(options.threads)]
+        command += ["--threads", str(options.threads), "--batch", str(options.batch)]
         run = subprocess.run(command, check=True, capture_output=True, text=True)
-        found[name] = json.loads(run.stdout.splitlines()[-1])
-        shown = {key: value for key, value in found[name].items() if key != "products"}
-        print(name, json.dumps(shown), flush=True)
-    first = next(iter(found.values()))["products"]
+        found[f"{name}, batches of {options.batch}"] = json.loads(run.stdout.splitlines()[-1])
+        print(name, run.stdout.splitlines()[-1][:300], flush=True)
+    if options.add:
+        found = {
+            **json.loads((RESULTS / "attribution-costs.json").read_text(encoding="utf-8"))["methods"],
+            **found,
+        }
+    first = next(iter(found.values())).get("products")
     for record in found.values():
-        record["correlation"] = agreement(first, record.pop("products"))
+        if "products" in record and first is not None:
+            record["correlation"] = agreement(first, record.pop("products"))
     described = environment(options.threads, 1, processes=1)
     sizes_of_all = {"sequences": options.sequences, "asked": options.asked, "length": LENGTH}
     write_results("attribution-costs", described, **sizes_of_all, methods=found)

@@ -23,7 +23,24 @@ def looped(outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.stack([F.cross_entropy(f[None], y[None]) for f, y in zip(outputs, targets, strict=True)]).sum()
 
 
+def left_out(f: Tensor, y: Tensor) -> Tensor:
+    """A term that not every batch has."""
+    loss = F.mse_loss(f, F.one_hot(y, 3).to(f), reduction="sum")
+    kept = (f[:, :1].detach() > 0.3).to(f)
+    return loss + F.smooth_l1_loss(f * kept, torch.zeros_like(f), reduction="sum") if kept.any() else loss
+
+
+def by_sample(f: Tensor, y: Tensor) -> Tensor:
+    """An option that belongs to the sample."""
+    terms = [
+        F.huber_loss(f[n : n + 1], torch.zeros_like(f[:1]), delta=0.1 + int(y[n]), reduction="sum")
+        for n in range(len(f))
+    ]
+    return torch.stack(terms).sum()
+
+
 SAME: dict[str, Loss] = {
+    "left out": left_out,
     "half": lambda f, y: 0.5 * F.cross_entropy(f, y),
     "third of a sum": lambda f, y: F.cross_entropy(f, y, reduction="sum") / 3,
     "two means": lambda f, y: F.cross_entropy(f, y) + 2 * F.mse_loss(f, F.one_hot(y, 3).to(f)),
@@ -103,6 +120,15 @@ def test_other_factors_are_refused(name: str, sizes: tuple[int, ...]) -> None:
     with pytest.raises(PackpropError, match="multiplies the loss"):
         packprop.compute(model, OTHER[name], split(x, y, sizes), BatchL2Grad())
     assert not any(hasattr(parameter, "batch_l2") for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (4, 3, 2)], ids=str)
+def test_options_of_samples_are_no_options(sizes: tuple[int, ...]) -> None:
+    model, x, y = case()
+    whole = packprop.compute(model, by_sample, [(x, y)], BatchL2Grad())["batch_l2"]
+    parts = packprop.compute(model, by_sample, split(x, y, sizes), BatchL2Grad())["batch_l2"]
+    for name, value in whole.items():
+        assert_near(parts[name], value, name)
 
 
 @pytest.mark.parametrize("sizes", [(4, 3, 2), (1,) * 9], ids=["unequal", "one by one"])

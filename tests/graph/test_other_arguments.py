@@ -233,3 +233,59 @@ def test_a_loss_around_one_of_torch_is_told_how_to_be_written() -> None:
         pytest.raises(PackpropError, match="calls no loss function of torch"),
     ):
         packprop.extend(Squared())(model(x), torch.arange(SAMPLES) % 3).backward()
+
+
+class Centred(nn.Module):
+    """Has a centre that is no layer: a loss takes it as its target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.centre = nn.Linear(5, 3), nn.Parameter(torch.randn(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+@pytest.mark.parametrize("of", [lambda c: c[0], lambda c: c.tanh()[:1]], ids=["row", "computed"])
+def test_targets_of_parameters_alone_are_not_left_out(of: Callable[[Tensor], Tensor]) -> None:
+    """A loss broadcasts them over the samples, which the graph does not tell from a penalty."""
+    torch.manual_seed(0)
+    model, x, y = Centred(), torch.randn(9, 5), torch.randn(9, 3)
+
+    def loss(f: Tensor, _: Tensor) -> Tensor:
+        return F.mse_loss(f, of(model.centre), reduction="sum")
+
+    with pytest.raises(PackpropError, match="parameter 'centre'"):
+        packprop.compute(model, loss, (x, y), SumGradSquared(), progress=False)
+    with pytest.raises(PackpropError, match="parameter 'centre'"):
+        packprop.influence((x, y), model, loss, (x[:2], y[:2]), k=9)
+    with packprop.record(), packprop.backpack(BatchGrad()):  # rows for each sample, by the user
+        F.mse_loss(model(x), of(model.centre).expand(9, 3)).backward()
+    assert_near(model.centre.grad_batch.sum(0), model.centre.grad, "sum", 1e-5)
+
+
+def test_arguments_without_the_positions_of_the_first() -> None:
+    torch.manual_seed(0)
+    a, b = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
+    x, z = torch.randn(4, 6, 4).double(), torch.randn(4, 4).double()
+
+    class Own(nn.Module):
+        def forward(self, out: Tensor, target: Tensor) -> Tensor:
+            return ((out.view(-1, 6, 3) * target[:, None]) ** 2).sum()
+
+    def check(value: Callable[[slice], Tensor], whole: slice = slice(None)) -> None:
+        with packprop.record(sample_axis=None), packprop.backpack(BatchGrad()):
+            value(whole).backward()
+        for n in range(4):
+            (row,) = torch.autograd.grad(value(slice(n, n + 1)), b.weight)
+            assert_near(b.weight.grad_batch[n], row, "row", 1e-10)
+
+    own = packprop.extend(Own())
+    check(lambda n: own(a(x[n]).flatten(0, 1), b(z[n])))
+
+    def aligned(n: slice) -> Tensor:
+        with packprop.record(sample_axis=1):
+            return F.mse_loss(a(x[n].transpose(0, 1)), b(z[n]), reduction="sum")
+
+    check(aligned)

@@ -157,7 +157,14 @@ data = torch.randn(4, 2), torch.randint(2, (4,))
 packprop.compute(model, torch.nn.CrossEntropyLoss(), data, packprop.extensions.Variance(), progress=False)
 str(packprop.plan(model, torch.nn.CrossEntropyLoss(), data, packprop.extensions.Variance()))
 assert random.getstate() == before
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    program = """
+import random
 from packprop.engine.tensors import plain_text
+random.seed(0)
+before = random.getstate()
+plain_text("text", width=20)
 assert random.getstate() == before
 """
     subprocess.run([sys.executable, "-c", program], check=True)

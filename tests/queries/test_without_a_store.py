@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 import packprop
 from packprop import Refinement
@@ -164,8 +171,16 @@ def test_refusals() -> None:
     with pytest.raises(BadInput, match="these cannot"):
         of_data(given, iter(in_batches(x, y)), memory=SMALL)
     assert of_data(given, iter(in_batches(x, y))).readings == 1
-    with pytest.raises(BadInput, match="which shuffle"):
-        of_data(given, DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True))
+    data = TensorDataset(x, y)
+    for options in (
+        {"shuffle": True},
+        {"sampler": SubsetRandomSampler(range(SIZE))},
+        {"sampler": DistributedSampler(data, 2, 0)},
+        {"batch_sampler": BatchSampler(RandomSampler(data), 4, drop_last=False), "batch_size": 1},
+    ):
+        with pytest.raises(BadInput, match="which shuffle"):
+            of_data(given, DataLoader(data, **({"batch_size": 4} | options)))
+    of_data(given, DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 1, 0, shuffle=False)))
     with pytest.raises(BadInput, match="others than in the first reading"):
         of_data(given, Turning(x, y), memory=SMALL)
     with pytest.raises(BadInput, match="there are 9 rows, and each needs the number of its group"):

@@ -64,7 +64,7 @@ class Found(NamedTuple):
     samples: int
     reduction: str
     terms: Tensor | float
-    weights: Tensor
+    weights: dict[str, Tensor]
     rows: dict[str, tuple[torch.dtype, dict[Part, list[Any]]]]
 
 
@@ -131,7 +131,7 @@ class BatchPass:
         _, samples, reduction, terms, weights = self._run(inputs, targets, take)
         return Found(samples, reduction, terms, weights, rows)
 
-    def _run(self, inputs: Any, targets: Any, take: Take) -> tuple[Tensor, int, str, float, Tensor]:
+    def _run(self, inputs: Any, targets: Any, take: Take) -> tuple[Tensor, int, str, float, dict[str, Tensor]]:
         outputs, loss, graph = self._recorded(inputs, targets)
         with self._put_together(graph):
             self._settle(graph)

@@ -22,7 +22,7 @@ from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.store.schema import Unfit, fitted, fitted_as
 from packprop.store.shard import require_plain_files
 
-FORMAT = {"what": "a packprop checkpoint of a data set", "format": 4}
+FORMAT = {"what": "a packprop checkpoint of a data set", "format": 5}
 """The first facts of each checkpoint."""
 
 SHARE = 50

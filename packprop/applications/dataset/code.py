@@ -69,7 +69,7 @@ def code_of(code: CodeType) -> Code:
     for place, step in enumerate(steps):
         if step.opname != "PRECALL":  # of Python 3.11 alone: it takes the arguments for the call behind it
             taken.append(f"{step.opname} {_argument(step, found)}")
-        _note_names(steps, place, found, code.co_freevars)
+        _note_names(steps, place, found, code)
     found.digest = short_digest("\n".join(taken))
     return found
 
@@ -86,9 +86,10 @@ def _argument(step: dis.Instruction, found: Code) -> str:
     return str(step.argval if named else step.arg)
 
 
-def _note_names(steps: Sequence[dis.Instruction], place: int, found: Code, free: Sequence[str]) -> None:
-    """Note the names that an instruction reads and writes; ``free``: those of the functions around."""
-    step = steps[place]
+def _note_names(steps: Sequence[dis.Instruction], place: int, found: Code, code: CodeType) -> None:
+    """Note the names that an instruction of some code reads and writes."""
+    step, free = steps[place], code.co_freevars
+    owner = code.co_varnames[0] if code.co_argcount else None  # of a method
     name, operation = step.argval, step.opname
 
     def note_change(end: int, names: set[str], name: str | None = None) -> None:
@@ -97,7 +98,7 @@ def _note_names(steps: Sequence[dis.Instruction], place: int, found: Code, free:
         if changed is not None:
             names.add(name or changed.argval)
             found.around |= changed.opname != "LOAD_ATTR" and _is_around(changed, free)
-        elif name is not None and _last_local(steps, end) == "self":  # and not of any object on the way
+        elif name is not None and _last_local(steps, end) == owner:  # and not of any object on the way
             names.add(name)
 
     if operation in INDICES_OF_CHANGES:  # the container comes before its indices

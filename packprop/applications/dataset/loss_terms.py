@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from packprop.applications.dataset.one_loss import TermWeights, not_one_loss
+from packprop.applications.dataset.one_loss import TERMS, TermWeights, not_one_loss
 from packprop.engine.curvature import factors_on_losses
 from packprop.engine.functions import describe
 from packprop.engine.graph import Graph, walk
@@ -55,13 +55,14 @@ class LossTerms(NamedTuple):
         reduction: ``"mean"`` or ``"sum"``.
         divisor: The divisor of the loss. That of several means is the number of samples, which all have the
             same part of each; ``NaN`` if they have not.
-        weights: The smallest and the largest weight of a term, times the divisor, and numbers that stand for
-            the options of the loss functions, such as weights of classes; see NOTE [Weights of terms].
+        weights: Under ``TERMS``, the smallest and the largest weight of a term, times the divisor ``[2]``; and
+            by name of each loss function numbers that stand for its options, such as weights of classes, the
+            smallest and the largest over its calls ``[2, o]``; see NOTE [Weights of terms].
     """
 
     reduction: str
     divisor: Tensor | float
-    weights: Tensor
+    weights: dict[str, Tensor]
 
 
 def loss_terms(graph: Graph) -> LossTerms:
@@ -104,20 +105,18 @@ def loss_terms(graph: Graph) -> LossTerms:
             factor = (factor.to(accumulation_dtype(factor.dtype)) * divisor / own).to(factor)
         weights.append(factor.to(graph.roots[0].device))
     ends = torch.stack(torch.stack(weights).aminmax())
-    return LossTerms(reduction, divisor, torch.cat([ends, *_options(calls, ends)]))
+    return LossTerms(reduction, divisor, {TERMS: ends, **_options(calls, ends)})
 
 
-def _options(calls: Sequence[RecordedLoss], like: Tensor) -> list[Tensor]:
-    """Return numbers that stand for the options of loss functions that are no values of samples.
-
-    There are the smallest and the largest ones of each function: a loop has as many calls as samples.
-    """
-    by_function: dict[tuple[Any, int], list[Tensor]] = {}
+def _options(calls: Sequence[RecordedLoss], like: Tensor) -> dict[str, Tensor]:
+    """Return numbers that stand for the options of loss functions that are no values of samples ``[2, o]``."""
+    by_function: dict[str, list[Tensor]] = {}
     for call in calls:
         numbers = _options_of(call, like)
         if numbers:
-            by_function.setdefault((call.function, len(numbers)), []).append(torch.stack(numbers))
-    return [end for found in by_function.values() for end in torch.stack(found).aminmax(dim=0)]
+            name = f"{getattr(call.function, '__name__', '')} {len(numbers)}"
+            by_function.setdefault(name, []).append(torch.stack(numbers))
+    return {name: torch.stack(torch.stack(found).aminmax(dim=0)) for name, found in by_function.items()}
 
 
 def _options_of(call: RecordedLoss, like: Tensor) -> list[Tensor]:
@@ -143,7 +142,7 @@ def is_scaled(graph: Graph) -> bool:
 
 def add_weights(
     before: TermWeights,
-    weights: Tensor,
+    weights: dict[str, Tensor],
     terms: float,
     samples: int,
     loss: LossFunction | None,
@@ -170,7 +169,7 @@ def add_weights(
         before.of_more = _weights_of_more(loss, outputs, targets, samples)
 
 
-def _weights_of_more(loss: LossFunction, outputs: Any, targets: Any, samples: int) -> list[float]:
+def _weights_of_more(loss: LossFunction, outputs: Any, targets: Any, samples: int) -> dict[str, Any]:
     """Return the weights of the loss with the last sample twice; see NOTE [Weights of terms].
 
     Return none if they cannot be had: outputs and targets need not have a row for each sample.
@@ -189,10 +188,10 @@ def _weights_of_more(loss: LossFunction, outputs: Any, targets: Any, samples: in
             value = loss(map_tensors(computed, outputs), map_tensors(more, targets))
         graph = walk([value], [None], None)
         graph.samples = samples + 1
-        found: list[float] = loss_terms(graph).weights.tolist()
-        return found if all(map(math.isfinite, found)) else []
+        found = {name: each.tolist() for name, each in loss_terms(graph).weights.items()}
+        return found if all(map(math.isfinite, found[TERMS])) else {}
     except Exception:  # the user's loss may refuse these rows in any way
-        return []
+        return {}
     finally:
         set_random_states(before)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,33 +17,36 @@ ROUNDING = 4
 bfloat16."""
 
 
+TERMS = "terms"
+"""The name of the weights of terms, among those of the options of loss functions."""
+
+
 @dataclass
 class TermWeights:
     """Weights of terms in the losses of batches, times the terms of a batch; see NOTE [Weights of terms].
 
     Args:
-        own: The smallest and the largest weight in all batches so far, then numbers that stand for options of
-            the loss functions; empty without terms.
+        own: Under ``TERMS``, the smallest and the largest weight in all batches so far; numbers that stand for
+            the options of each loss function; empty without terms.
         of_more: Those in the first batch with its last sample twice; empty if they are not known.
         rounding: The relative difference that counts as rounding, in the precision of the loss.
     """
 
-    own: list[float] = field(default_factory=list)
-    of_more: list[float] = field(default_factory=list)
+    own: dict[str, Any] = field(default_factory=dict)
+    of_more: dict[str, Any] = field(default_factory=dict)
     rounding: float = 0.0
 
-    def add(self, weights: Tensor, terms: float) -> None:
-        """Add the weights of a batch ``[2 + o]``, whose loss was divided by ``terms``; 0 terms have none.
+    def add(self, weights: Mapping[str, Tensor], terms: float) -> None:
+        """Add the weights of a batch, whose loss was divided by ``terms``; without terms it has none.
 
         Raises:
             PackpropError: If they are not those of the batches before.
         """
-        found: list[float] = weights.tolist() if terms else []
-        if all(map(math.isfinite, found)):
-            self.rounding = max(self.rounding, ROUNDING * torch.finfo(weights.dtype).eps)
-            if found:
-                self.own = self.own or found
-                self.require(found)
+        found = {name: each.tolist() for name, each in weights.items()} if terms else {}
+        if found and all(map(math.isfinite, found[TERMS])):
+            self.rounding = max(self.rounding, ROUNDING * torch.finfo(weights[TERMS].dtype).eps)
+            self.require(found)
+            self.own = {**found, **self.own}
 
     def require_any_size(self) -> None:
         """Refuse further batches if the weights depend on the number of samples.
@@ -53,22 +57,26 @@ class TermWeights:
         if self.of_more:
             self.require(self.of_more)
 
-    def require(self, other: Sequence[float]) -> None:
-        """Refuse other weights than these.
+    def require(self, other: Mapping[str, Any]) -> None:
+        """Refuse other weights, or options, than these.
 
         Raises:
             PackpropError: If they differ by more than rounding.
         """
-        same = [math.isclose(*each, rel_tol=self.rounding) for each in zip(self.own, other, strict=False)]
-        if not all(same[2:]) or len(self.own) != len(other):
-            raise not_one_loss(
-                "an option of a loss function, such as weight or pos_weight",
-                "it is another one in another batch or with the last sample twice: quantities would depend on "
-                "the split of the data into batches",
-                "give the same options in all batches; compute weights of classes from all of the data",
-            )
-        for before, now, is_same in zip(self.own, other, same, strict=True):
-            if not is_same:
+        for name in self.own.keys() & other.keys() - {TERMS}:
+            for before, now in zip(
+                zip(*self.own[name], strict=True), zip(*other[name], strict=True), strict=True
+            ):
+                varies = len({*before}) > 1 or len({*now}) > 1  # an option of each sample
+                if not varies and not self._are_close(before[0], now[0]):
+                    raise not_one_loss(
+                        "an option of a loss function, such as weight or pos_weight",
+                        "it is another one in another batch or with the last sample twice: quantities would "
+                        "depend on the split of the data into batches",
+                        "give the same options in all batches; compute weights of classes from all of the data",
+                    )
+        for before, now in zip(self.own.get(TERMS, ()), other.get(TERMS, ()), strict=False):
+            if not self._are_close(before, now):
                 raise not_one_loss(
                     "what follows the loss function",
                     f"it multiplies the loss by {now:.6g}, and by {before:.6g} in another batch or with the "
@@ -77,6 +85,9 @@ class TermWeights:
                     "a division by the size of the batch; multiply by one number in all batches; and add the "
                     "losses of single samples as sums",
                 )
+
+    def _are_close(self, one: float, other: float) -> bool:
+        return math.isclose(one, other, rel_tol=self.rounding)
 
 
 def require_same_weights(weights: Sequence[TermWeights]) -> None:

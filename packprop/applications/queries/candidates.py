@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler
+from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from packprop.applications.dataset.batch_pass import Found as FoundByBatch
 from packprop.applications.dataset.batches import Batches, described
@@ -200,14 +200,7 @@ class ReadSamples:
         }
         self._readings, self._first, self._draws = 0, (0, ""), random_states()
         batches.watched = True
-        data = getattr(batches.source, "data", None)
-        if isinstance(getattr(data, "sampler", None), RandomSampler):
-            raise BadInput(
-                asked,
-                f"data {described(data)}, which shuffle",
-                "samples are named by their place in the data, and it would be another one in each reading",
-                "give a loader with shuffle=False, or the data set itself",
-            )
+        _require_order(asked, getattr(batches.source, "data", None))
 
     def room(self, budget: int) -> int:
         """Return a third: queries are made in another one; vectors on the device take the last one."""
@@ -299,6 +292,26 @@ class ReadSamples:
                 f"the data, which were read {self._readings} times",
                 "their batches were others than in the first reading, or in another order",
                 "read them without shuffling, or give more memory, so that one reading is enough",
+            )
+
+
+def _require_order(asked: str, data: Any) -> None:
+    """Refuse a loader with a sampler of PyTorch's that changes the order of the samples.
+
+    Raises:
+        BadInput: With the sampler.
+    """
+    by_batch = getattr(data, "batch_sampler", None)
+    for sampler in (getattr(data, "sampler", None), by_batch, getattr(by_batch, "sampler", None)):
+        kept = getattr(sampler, "shuffle", True) is False or isinstance(
+            sampler, (SequentialSampler, BatchSampler)
+        )
+        if isinstance(sampler, Sampler) and type(sampler).__module__.startswith("torch.") and not kept:
+            raise BadInput(
+                asked,
+                f"data {described(data)}, which shuffle: {type(sampler).__name__}",
+                "samples are named by their place in the data, and a loader gives them another one",
+                "give a loader with shuffle=False, or the data set itself",
             )
 
 

@@ -238,14 +238,12 @@ def _read_uses(graph: Graph, trail: _Trail, wanted: Sequence[Tensor] | None) -> 
     if not leaves:
         return
     others = [(loss, edge) for loss in graph.losses for edge in loss.call.others]
-    ends = [loss.call.edge.node for loss in graph.losses] + [edge.node for _, edge in others]
-    ends += [edge.node for edge, forward, _ in graph.outputs if forward.has_parameters]
-    after = {loss.node for loss in graph.losses}
-    for node in trail.order:
-        if not after.isdisjoint(trail.neighbours[node]):
-            after.add(node)
-    graph.reading = reading = Reading(graph, trail.leaves, trail.inputs, trail.places, leaves, trail.structure)
-    reading.sort(set(nodes_above(ends)), after)
+    reading = _sorted(graph, trail, leaves, [edge.node for _, edge in others])
+    alone = reading.made_of_parameters
+    if any(edge.node in alone for _, edge in others):  # no sample enters these: a loss does not lead to them
+        others = [(loss, edge) for loss, edge in others if edge.node not in alone]
+        reading = _sorted(graph, trail, leaves, [edge.node for _, edge in others])
+    graph.reading = reading
     settled = reading.settled
     trail.consumed = [(leaf, node) for leaf, node in trail.consumed if node not in settled]
     for node in trail.order:
@@ -263,6 +261,19 @@ def _read_uses(graph: Graph, trail: _Trail, wanted: Sequence[Tensor] | None) -> 
     for loss, edge in others:
         if not reading.uses.keys().isdisjoint(nodes_above([edge.node])):
             loss.others.append(edge)
+
+
+def _sorted(graph: Graph, trail: _Trail, leaves: dict[int, Tensor], others: list[Node]) -> Reading:
+    """Return the sorted nodes; ``others`` made arguments of losses beside their inputs."""
+    ends = [loss.call.edge.node for loss in graph.losses] + others
+    ends += [edge.node for edge, forward, _ in graph.outputs if forward.has_parameters]
+    after = {loss.node for loss in graph.losses}
+    for node in trail.order:
+        if not after.isdisjoint(trail.neighbours[node]):
+            after.add(node)
+    reading = Reading(graph, trail.leaves, trail.inputs, trail.places, leaves, trail.structure)
+    reading.sort(set(nodes_above(ends)), after)
+    return reading
 
 
 def _parameters(graph: Graph, trail: _Trail) -> dict[int, Tensor]:

@@ -89,7 +89,7 @@ def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list
     each: list[list[Layout]] = []
     for output, layout in zip(outputs, layouts_found, strict=True):
         if output.beside is not None:
-            layout = _beside(graph, output, outputs[output.beside], layouts_found[output.beside])
+            layout = _beside(graph, output, outputs[output.beside], layouts_found[output.beside], axis)
         each.append(_anywhere(graph, output, samples, axis) if layout is None else [layout])
     choices = range(max(map(len, each)))
     return samples, [[layouts[min(choice, len(layouts) - 1)] for layouts in each] for choice in choices]
@@ -217,20 +217,31 @@ def _anywhere(graph: Graph, output: ModelOutput, samples: int, declared: int | N
     return layouts
 
 
-def _beside(graph: Graph, output: ModelOutput, given: ModelOutput, layout: Layout | None) -> Layout:
+def _beside(
+    graph: Graph, output: ModelOutput, given: ModelOutput, layout: Layout | None, declared: int | None
+) -> Layout:
     """The place of the samples in another argument of a loss: where the loss takes them in the first one.
 
-    Functions of torch take the arguments entry by entry; only a variance may lack the last axis.
+    Functions of torch take the arguments entry by entry, and align the last axes; only a variance may lack the
+    last one. Other losses take them as they do the first one, or without its positions.
     """
     assert layout is not None
     assert output.beside is not None
     if layout.axis is None:
         return layout
     function = graph.losses[output.beside].call.function
-    same = len(output.shape) == len(given.shape) or function not in LOSSES
-    same |= function is F.gaussian_nll_loss and output.shape == given.shape[:-1]
-    if same and output.shape[layout.axis : layout.behind] == given.shape[layout.axis : layout.behind]:
-        return layout
+    is_variance = function is F.gaussian_nll_loss and output.shape == given.shape[:-1]
+    lacking = len(given.shape) - len(output.shape) if function in LOSSES and not is_variance else 0
+    here = layout if not lacking else layout._replace(axis=layout.axis - lacking)
+    if (
+        layout.axis >= lacking
+        and output.shape[here.axis : here.behind] == given.shape[layout.axis : layout.behind]
+    ):
+        return here
+    if function not in LOSSES:
+        usual = _layout(graph, output, _rows_of(output), declared)
+        if usual.samples == layout.samples:
+            return usual
     name = getattr(function, "__name__", function)
     raise PackpropError(
         graph.asked,

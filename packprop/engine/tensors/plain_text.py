@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ def import_rich() -> None:
     """
     if "rich.progress" not in sys.modules:
         state = random.getstate()
+        import_module("rich.progress")
 
         random.setstate(state)
 

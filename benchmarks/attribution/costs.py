@@ -10,12 +10,14 @@ the process had before the first step. ``results/attribution-costs.json`` has th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -166,6 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "products" in record and first is not None:
             record["correlation"] = agreement(first, record.pop("products"))
     described = environment(options.threads, 1, processes=1)
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        described["versions"]["kronfluence"] = metadata.version("kronfluence")
     sizes_of_all = {"sequences": options.sequences, "asked": options.asked, "length": LENGTH}
     write_results("attribution-costs", described, **sizes_of_all, methods=found)
     return 0

@@ -42,7 +42,7 @@ def rows_of_attribution(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-COST_HEADS = "method", "factors, s", "scores, s", "resident peak", "correlation with the first"
+COST_HEADS = "method", "factors, s", "scores, s", "resident peak", "correlation with kronfluence"
 
 COSTS = """\
 Random weights and sequences: only the work counts here. Each method has a process of its own, which computes \

@@ -184,7 +184,7 @@ def calls_below(roots: Sequence[Tensor]) -> dict[ModuleCall, ReachedUse]:
     while stack:
         node = stack.pop()
         for call, index, output in marks_of(node).get(CALL, ()):
-            use = uses.setdefault(call, ReachedUse(call.name, [], [], call.shapes, is_end=True))
+            use = uses.setdefault(call, ReachedUse(call.name, [], call.shapes, is_end=True))
             use.nodes[index] = (node, output)
         for upstream, _ in node.next_functions:
             if upstream is not None and upstream not in seen:

@@ -25,18 +25,22 @@ from packprop.engine.distributed.ranks import AllRanks
 from packprop.engine.distributed.sharded import require_sharded, swept
 from packprop.engine.graph.completeness import MARK_THE_LOSS, UNKNOWN_LOSS, require_complete
 from packprop.engine.graph.graph import Graph
+from packprop.engine.graph.outline import outline
 from packprop.engine.graph.terms import meets_samples_unseen
 from packprop.engine.graph.walk import walk
 from packprop.engine.memory.plan import Plan
+from packprop.engine.passes.accumulator import Log
 from packprop.engine.passes.backward_pass import BackwardPass
 from packprop.engine.passes.chunks import ChunkSizes
 from packprop.engine.passes.clipping import Clipping, settled
+from packprop.engine.passes.direct import DirectPass
 from packprop.engine.passes.gradient import changed_gradient
 from packprop.engine.passes.nothing import samples_of_nothing, saved_nothing
 from packprop.engine.passes.probes import ASKED, by_groups, nothing_recorded
 from packprop.engine.passes.request import Request, settle_loss_inputs
 from packprop.engine.passes.saving import Hook, ResultSaver
-from packprop.engine.samples.locating import check_graph
+from packprop.engine.samples.locating import check_graph, keep_walk, kept_walk
+from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.hooks import NOTHING
 from packprop.engine.tensors.traced import is_traced
 from packprop.errors import PackpropWarning
@@ -108,6 +112,16 @@ def run_pass(
         drawn: Columns that were drawn for this pass already, by seed.
         chunk_sizes: Returns the sizes of chunks for a graph, or refuses a budget.
     """
+    outlined = outline(call.roots) if _may_repeat(options, call, joint) else None
+    kept = None if outlined is None else kept_walk(outlined)
+    if kept is not None and outlined is not None:
+        graph = kept.bind(outlined, call.roots, call.gradients)
+        if graph is not None:
+            one = _Pass(options, call, backward, joint, graph, saver_of(options, graph))
+            try:
+                return one.run_again(one.request(drawn, chunk_sizes))
+            finally:
+                kept.release()
     graph = walk(call.roots, call.gradients, call.leaves, unshards=True)
     planned = options.memory is not None
     require_sharded(graph, options.extensions, options.ranks, create_graph=call.create_graph, planned=planned)
@@ -117,7 +131,7 @@ def run_pass(
             raise nothing_recorded(MARK_THE_LOSS, ASKED if options.clipping is None else options.clipping.asked)
         if meets_samples_unseen(graph):
             warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=7)
-    one = _Pass(options, call, backward, joint, graph, ResultSaver(graph, options.hook, options.loss_scale))
+    one = _Pass(options, call, backward, joint, graph, saver_of(options, graph))
     is_of_others = call.leaves is not None and not graph.leaves()
     if not graph.uses or is_of_others or (joint is not None and samples_of_nothing(graph) == 0):
         return one.run_alone()
@@ -128,7 +142,32 @@ def run_pass(
     settle_loss_inputs(graph, options.extensions, kept=call.keeps_graph or call.create_graph)
     if one.saves_nothing():
         return backward()
-    one.run(one.settled(drawn, chunk_sizes))
+    request = one.settled(drawn, chunk_sizes)
+    if outlined is not None:
+        keep_walk(graph, outlined)
+    one.run(request)
+
+
+def saver_of(options: PassOptions, graph: Graph) -> ResultSaver:
+    """Return the saver of one pass."""
+    return ResultSaver(graph, options.hook, options.loss_scale)
+
+
+REPEATED = ("gradient", "ggn", "empirical", "none")
+"""Kinds of seeds for which a kept walk serves: their values do not hold the graph."""
+
+
+def _may_repeat(options: PassOptions, call: BackwardCall, joint: JointPass | None) -> bool:
+    """Tell whether a walk that earlier passes kept may serve a pass, and the walk of this one later passes."""
+    if joint is not None or options.clips_or_probes or call.create_graph or call.leaves is not None:
+        return False
+    if is_traced() or is_dry_run():
+        return False
+    return not any(
+        extension.keeps_graph or row.seed.kind not in REPEATED or row.seed.by_token
+        for extension in options.extensions
+        for row in extension.rows
+    )
 
 
 @dataclass(frozen=True)
@@ -162,9 +201,14 @@ class _Pass:
 
     def settled(self, drawn: dict[Seed, list[Columns]], chunk_sizes: Callable[[Graph], ChunkSizes]) -> Request:
         """Locate the samples, refuse what cannot be computed, and return what the pass is asked for."""
-        options, graph, joint = self.options, self.graph, self.joint
+        joint = self.joint
         with self._swept():
-            check_graph(graph, self._is_of_samples or (joint is not None and joint.finds_samples))
+            check_graph(self.graph, self._is_of_samples or (joint is not None and joint.finds_samples))
+        return self.request(drawn, chunk_sizes)
+
+    def request(self, drawn: dict[Seed, list[Columns]], chunk_sizes: Callable[[Graph], ChunkSizes]) -> Request:
+        """Return what a pass through a graph is asked for in which the samples are located."""
+        options, graph, joint = self.options, self.graph, self.joint
         extensions, groups = by_groups(graph, options.probes, options.extensions, self._is_plain)
         clip = None
         if options.clipping is not None:
@@ -175,14 +219,28 @@ class _Pass:
             joint.agree(graph, request)
         return request
 
-    def run(self, request: Request) -> None:
+    def run_again(self, request: Request) -> None:
+        """Run a pass through a graph that a kept walk has found."""
+        direct = DirectPass(request, self.saver, reuses=not self.options.is_limited)
+        if direct.is_possible and not self.options.debug:
+            direct.run(self.users_pass)
+            return self.saver.warn_of_large()
+        settle_loss_inputs(self.graph, self.options.extensions, kept=self.call.keeps_graph)
+        self.run(request, direct.log())
+
+    def users_pass(self, leaves: Sequence[Tensor] | None) -> None:
+        """Run the user's own pass, for some leaves only if they are given."""
+        self.backward() if leaves is None else self.call.run_restricted(leaves)
+
+    def run(self, request: Request, log: Log | None = None) -> None:
         """Run the pass, and save its values."""
         graph, saver, joint = self.graph, self.saver, self.joint
         reuse = not (self.options.is_limited or is_traced())
         backward_pass = BackwardPass(
             request,
             saver.save if joint is None else joint.keep,
-            begin=lambda: saver.take_off(request.extensions, reuse=reuse),
+            log,
+            lambda: saver.take_off(request.extensions, reuse=reuse),
         )
         if self.options.debug:
             print(f"packprop: {graph.samples} samples, {len(graph.uses)} uses")
@@ -224,7 +282,7 @@ class _Pass:
                 own_sweeps.close()
                 if self.joint is not None:
                     self.joint.before_backward()
-                self.backward() if leaves is None else self.call.run_restricted(leaves)
+                self.users_pass(leaves)
 
             backward_pass.run(users_pass)
 

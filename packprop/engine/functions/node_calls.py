@@ -46,14 +46,40 @@ Form = Literal["entries", "shape", "shape or transpose"]
 """The requirement of a rule on a leaf: the entries of the node's input, its shape, or its shape transposed."""
 
 
+class NodeSlot:
+    """Holds a node. A kept walk (``graph/kept_walk.py``) puts the node of each pass in its place.
+
+    Args:
+        node: The node; ``None`` between passes.
+        slots: Gets the slots of all nodes that the entries of a use read.
+    """
+
+    __slots__ = ("_slots", "node")
+
+    def __init__(self, node: Any, slots: list[NodeSlot] | None = None) -> None:
+        self.node, self._slots = node, slots
+        if slots is not None:
+            slots.append(self)
+
+    def beside(self, node: Any) -> NodeSlot:
+        """Return the slot of another node that the same entries read."""
+        return NodeSlot(node, self._slots)
+
+
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """A tensor that was computed from parameters alone, given by its edge."""
+    """A tensor that was computed from parameters alone, given by the place where a node takes it."""
 
-    edge: GradientEdge
+    slot: NodeSlot
+    place: int
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def edge(self) -> GradientEdge:
+        """Its edge."""
+        return GradientEdge(*self.slot.node.next_functions[self.place])
 
     @property
     def grad_fn(self) -> Node:
@@ -85,12 +111,11 @@ class Operand:
     is_transposed: bool = False
 
 
-def operand_at(node: Node, place: int, form: Form = "entries") -> Operand:
+def operand_at(slot: NodeSlot, place: int, form: Form = "entries") -> Operand:
     """Return a node's input at one of its places, traced back to the leaf if only its form changed."""
-    above, number = node.next_functions[place]
-    assert above is not None
+    above, number = slot.node.next_functions[place]
     made = made_by(above)[number]
-    edge, shape, transposed = GradientEdge(above, number), torch.Size(made.shape), False
+    shape, transposed = torch.Size(made.shape), False
     while (leaf := getattr(above, "variable", None)) is None:
         name = name_of_node(above)
         before = above.next_functions[0][0] if above.next_functions else None
@@ -103,7 +128,7 @@ def operand_at(node: Node, place: int, form: Form = "entries") -> Operand:
     wanted = shape[::-1] if transposed else shape
     is_same = leaf is not None and leaf.dtype.is_complex == made.dtype.is_complex
     if leaf is None or not is_same or (form != "entries" and torch.Size(leaf.shape) != wanted):
-        return Operand(Computed(edge, shape, made.dtype, made.device), shape)
+        return Operand(Computed(slot, place, shape, made.dtype, made.device), shape)
     return Operand(leaf, shape, transposed)
 
 
@@ -124,7 +149,7 @@ class NodeCall:
     """A node, and one place where a parameter enters it.
 
     Args:
-        node: The node.
+        slot: Holds the node.
         place: The place of the parameter among its ``next_functions``, the tensor arguments of the function in
             their order.
         operand: The parameter, as an input of the node.
@@ -133,11 +158,16 @@ class NodeCall:
             needed.
     """
 
-    node: Any
+    slot: NodeSlot
     place: int
     operand: Operand
     shapes: Sequence[torch.Size]
     holds: bool
+
+    @property
+    def node(self) -> Any:
+        """The node."""
+        return self.slot.node
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ from torch.autograd.graph import Node
 
 from packprop.engine.functions import rules
 from packprop.engine.functions.entry import Entry
-from packprop.engine.functions.node_calls import Computed, NodeCall, has_complex_numbers, operand_at
+from packprop.engine.functions.node_calls import Computed, NodeCall, NodeSlot, has_complex_numbers, operand_at
 from packprop.engine.functions.nodes import LINEAR, name_of_node
 from packprop.engine.functions.operands import takes_sparse
 from packprop.engine.functions.rearranging import of_leaf
@@ -21,7 +21,11 @@ __all__ = ["entries_of_node", "rules"]
 
 
 def entries_of_node(
-    node: Node, places: Iterable[int], shapes: Sequence[torch.Size], holds: bool
+    node: Node,
+    places: Iterable[int],
+    shapes: Sequence[torch.Size],
+    holds: bool,
+    slots: list[NodeSlot] | None = None,
 ) -> list[Entry]:
     """Return one entry for each place of a node where a parameter enters it.
 
@@ -30,14 +34,15 @@ def entries_of_node(
         places: The places of parameters among its ``next_functions``.
         shapes: Shapes of its outputs.
         holds: Whether to read its saved tensors now.
+        slots: Gets the slots of all nodes that the entries read.
     """
     rule = rule_for(node)
     if rule is not None and (has_complex_numbers(node) or takes_sparse(node)):  # rules hold for real numbers
         rule = None
-    entries = []
+    entries, slot = [], NodeSlot(node, slots)
     for place in places:
         form = "entries" if rule is None else rule.form
-        call = NodeCall(node, place, operand_at(node, place, form), shapes, holds)
+        call = NodeCall(slot, place, operand_at(slot, place, form), shapes, holds)
         entry = None
         if rule is not None and call.operand.tensor.numel():
             entry = checked(call, rule)

@@ -130,6 +130,12 @@ def extents_of(node: Node) -> Sequence[Any]:
     return [plain_options(getattr(node, name)) for name in _options_of_type(type(node))[1]]
 
 
+def numbers_of_type(kind: type) -> tuple[str, ...]:
+    """Return the names under which a type of node shows its saved options and extents."""
+    options, extents = _options_of_type(kind)
+    return options + extents
+
+
 @functools.lru_cache(maxsize=1024)
 def _options_of_type(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return private names of a type's saved options and extents; tensors are neither, and have a raw form."""

@@ -23,7 +23,7 @@ AT_ONCE = 2**22
 
 def broadcast(call: NodeCall, **known: Any) -> Entry:
     """Return the entry of an operand that any entrywise node broadcasts against its output."""
-    parameter, edge = call.operand.tensor, call.edge
+    parameter = call.operand.tensor
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
         layout, cotangent = layouts[0], cotangents[0]
@@ -36,7 +36,7 @@ def broadcast(call: NodeCall, **known: Any) -> Entry:
         rows = sum_over_broadcast(product, layout, call.aligned, samples)
         return Dense(rows.reshape(*rows.shape[:2], *parameter.shape))
 
-    return Entry(parameter, "Scale", structure_of, calls_node=lambda layouts: edge, **known)
+    return Entry(parameter, "Scale", structure_of, calls_node=lambda layouts: call.edge, **known)
 
 
 def samplewise(call: NodeCall, **known: Any) -> Entry:
@@ -68,13 +68,12 @@ def samplewise(call: NodeCall, **known: Any) -> Entry:
         whole = whole.reshape(*whole.shape[:2], *parameter.shape)
         return Dense(whole.to(accumulation_dtype(whole.dtype)))
 
-    edge = call.edge
     return Entry(
         parameter,
         "Dense",
         structure_of,
         scratch=Scratch(parameter.numel()),
-        calls_node=lambda layouts: edge,
+        calls_node=lambda layouts: call.edge,
         by_rule=False,
         **known,
     )

@@ -101,7 +101,12 @@ def explaining_checkpoints() -> Iterator[None]:
 
 def keeps_elsewhere(node: Any) -> bool:
     """Tell whether a checkpoint keeps the saved tensors of a node, and recomputes them when they are read."""
-    return any(_is_kept_elsewhere(raw) for raws, _ in _saved_by(node) for raw in raws)
+    kind: Any = type(node)
+    for name in raw_names(kind):
+        raw = getattr(node, name)
+        if any(map(_is_kept_elsewhere, raw)) if isinstance(raw, (tuple, list)) else _is_kept_elsewhere(raw):
+            return True
+    return False
 
 
 def _saved_by(node: Any) -> Iterator[tuple[Sequence[Any], Callable[[], Sequence[Any]]]]:

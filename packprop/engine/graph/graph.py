@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.engine.functions.entry import Entry
+from packprop.engine.functions.node_rules import entries_of_node
 from packprop.engine.graph.links import Entrance, entrance_of
 from packprop.engine.graph.site import Site
 from packprop.engine.recording.marks import EXTENDED, ForwardCall, RecordedLoss
@@ -37,7 +38,6 @@ class ReachedUse:
     Args:
         name: Name of the function.
         entries: How each parameter enters it.
-        edges: Where its other inputs came from.
         shapes: Shapes of its outputs.
         nodes: The outputs that the pass reaches: index of the output -> its node, and its number among the
             outputs of that node.
@@ -52,12 +52,11 @@ class ReachedUse:
         recomputed: Whether a checkpoint recomputes the tensors that its node saved.
         waits: Whether a visit reads the tensors that its node saved at once: a checkpoint recomputes them, or a
             leaf waits for other uses, and the node may be freed by then.
-        read: Makes the entries again, with the tensors that the node saved, if the use was read off the graph.
+        places: The places of its parameters among what the node takes, if the use was read off the graph.
     """
 
     name: str
     entries: list[Entry]
-    edges: list[GradientEdge]
     shapes: list[torch.Size]
     nodes: dict[int, tuple[Node, int]] = field(default_factory=dict)
     sites: list[Site] = field(default_factory=list)
@@ -69,22 +68,36 @@ class ReachedUse:
     suspect: bool = False
     recomputed: bool = False
     waits: bool = True
-    read: Callable[[], list[Entry]] | None = None
+    places: Sequence[int] = ()
 
     @property
     def anchors(self) -> list[Node]:
         """Its nodes in the graph."""
         return [node for node, _ in self.nodes.values()]
 
+    @property
+    def edges(self) -> list[GradientEdge]:
+        """The edges of its other inputs, if it was read off the graph."""
+        if not self.places:
+            return []
+        taken = enumerate(self.anchors[0].next_functions)
+        return [
+            GradientEdge(above, number)
+            for place, (above, number) in taken
+            if above is not None and place not in self.places
+        ]
+
     def with_inputs(self) -> list[Entry]:
         """Return the entries with their inputs."""
-        return self.entries if self.read is None else self.read()
+        if not self.places:
+            return self.entries
+        return entries_of_node(self.anchors[0], self.places, self.shapes, True)
 
     def take(self) -> list[Site]:
         """Return the sites with their inputs; keep no reference to inputs that were recomputed."""
-        if self.read is None or not self.waits:
+        if not self.places or not self.waits:
             return self.sites
-        held = {id(entry): own for entry, own in zip(self.entries, self.read(), strict=True)}
+        held = {id(entry): own for entry, own in zip(self.entries, self.with_inputs(), strict=True)}
         return [Site(held[id(site.entry)], site.leaf) for site in self.sites]
 
 
@@ -135,6 +148,8 @@ class Graph:
         reorderings: Edges of tensors whose rows may be in another order, with these axes.
         hides_order: Whether data that packprop does not read decide somewhere which rows meet.
         mixers: Names of layers that mix samples.
+        orders_by_values: Whether some function takes rows by indices or masks.
+        consumed: Whether the pass reaches leaves outside of all uses.
         missing: Parameters that the pass reaches outside of all uses, each with the node that takes it.
         terms: Edges of terms that no sample enters, where they are added to the rest of the loss.
         in_terms: The leaves that enter such a term, by identity.
@@ -150,6 +165,8 @@ class Graph:
         asked: The request, for errors about samples.
         reading: The reading of the graph, if parameters enter it.
         again: Walks once more, when packprop knows more about undecided uses.
+        notes: What passes of this structure note for later ones, if the walk is kept.
+        is_settled: Whether earlier passes of equal structure have answered all questions about this one.
     """
 
     roots: Sequence[Tensor]
@@ -162,6 +179,8 @@ class Graph:
     open: list[GradientEdge] = field(default_factory=list)
     without_loss: list[str] = field(default_factory=list)
     mixers: list[str] = field(default_factory=list)
+    orders_by_values: bool = False
+    consumed: bool = False
     missing: list[tuple[Tensor, Node]] = field(default_factory=list)
     terms: list[GradientEdge] = field(default_factory=list)
     in_terms: dict[int, Tensor] = field(default_factory=dict)
@@ -176,6 +195,8 @@ class Graph:
     asked: str = "Quantities of single samples were asked for."
     reading: Any = None
     again: Callable[[], Graph] | None = None
+    notes: dict[Any, Any] = field(default_factory=dict)
+    is_settled: bool = False
 
     @property
     def documents(self) -> Tensor | None:

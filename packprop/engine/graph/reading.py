@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from packprop.engine.functions.node_rules import entries_of_node
 from packprop.engine.functions.nodes import (
@@ -183,6 +183,8 @@ class Reading:
         self._derived: set[Node] = set()
         self.made_of_parameters: dict[Node, None] = {}
         self.uses: dict[Node, ReachedUse] = {}
+        self.answers: dict[Node, bool | None] = {}
+        """Nodes, each with whether its constants are known; the structure decides on everything else."""
 
     @property
     def settled(self) -> set[Node]:
@@ -258,7 +260,7 @@ class Reading:
             return "undecided"
         if name == "Expand":
             return "parameters" if is_dry_run() and self._becomes_a_weight(node) else "undecided"
-        known = self._constants.are_known(node)
+        known = self.answers[node] = self._constants.are_known(node)
         if known is False:
             return "use"
         if known is None and is_dry_run() and self._is_likely_parametric(node, given):
@@ -329,18 +331,12 @@ class Reading:
         if name_of_node(node) in WITH_SUMMAND:  # a bias comes after its weight
             places = list(reversed(places))
         entries = entries_of_node(node, places, shapes, False)
-        edges = [
-            GradientEdge(above, number)
-            for place, (above, number) in enumerate(node.next_functions)
-            if above is not None and place not in places
-        ]
         return ReachedUse(
             readable_name(node),
             entries,
-            edges,
             shapes,
             {number: (node, number) for number in sorted(outputs)},
-            read=functools.partial(entries_of_node, node, places, shapes, True),
+            places=places,
         )
 
     def _reclassify(self, node: Node, given: Sequence[int], use: ReachedUse, samples: int) -> bool:

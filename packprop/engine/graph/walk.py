@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.engine.functions.losses.read import LOSS_NODES, loss_of_node
-from packprop.engine.functions.nodes import NORMALISATIONS, WITHOUT_DERIVATIVE, made_by, short_name
+from packprop.engine.functions.nodes import (
+    NORMALISATIONS,
+    WITHOUT_DERIVATIVE,
+    made_by,
+    name_of_node,
+    short_name,
+)
 from packprop.engine.functions.operands import extents_of, options_of
 from packprop.engine.functions.saved import keeps_elsewhere
 from packprop.engine.graph.completeness import (
@@ -27,7 +33,7 @@ from packprop.engine.graph.graph import Graph, ReachedLoss, ReachedUse
 from packprop.engine.graph.hooks import hooks_on
 from packprop.engine.graph.open_paths import find_open_places
 from packprop.engine.graph.reading import Reading
-from packprop.engine.graph.reorderings import axes_reordered, is_opaque, own_options
+from packprop.engine.graph.reorderings import BY_ROWS, axes_reordered, is_opaque, own_options
 from packprop.engine.graph.search import depth_first, leaves_above, nodes_above
 from packprop.engine.graph.site import Site
 from packprop.engine.graph.terms import settle_terms
@@ -120,6 +126,7 @@ def walk(
     _note_order(graph, trail)
     require_derivatives(graph, trail.cut)
     find_missing(graph, trail.consumed, wanted)
+    graph.consumed = bool(trail.consumed)
     if graph.missing or (trail.consumed and graph.losses):
         settle_terms(graph, starts)
     find_open_places(graph, starts, trail.neighbours)
@@ -195,6 +202,7 @@ def _note_order(graph: Graph, trail: _Trail) -> None:
             axes: frozenset[int] | None = frozenset()
         else:
             axes = axes_reordered(node)
+            graph.orders_by_values |= name_of_node(node) in BY_ROWS
         if axes is None:
             graph.hides_order = True
         elif axes:

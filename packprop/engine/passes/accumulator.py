@@ -232,7 +232,7 @@ class Accumulator:
         if self._summed in results:
             total = self._summed.finish(results.pop(self._summed), self._graph.samples)
             self._gradients[id(leaf)] = total.to(leaf.dtype)
-        smallest = _smallest_sums(results)
+        smallest = smallest_sums(results)
         if id(leaf) in self._gradients:
             smallest.setdefault(GRADIENT, self._gradients[id(leaf)])
         self.finite_check.note([leaf], smallest.values())
@@ -252,7 +252,7 @@ class Accumulator:
         yield from self._gradients.values()
 
 
-def _smallest_sums(results: Mapping[Extension, list[Any]]) -> dict[Seed, Tensor]:
+def smallest_sums(results: Mapping[Extension, list[Any]]) -> dict[Seed, Tensor]:
     """Return for each seed the smallest result that its cotangents enter: NaN in a cotangent shows there.
 
     Where no row sums, the collector has noted the cotangents themselves.

@@ -151,14 +151,15 @@ class GradientPass:
         collector.flush()
         gradients = take()
         gradients += [(leaf, term) for leaf, term in zip(terms, of_terms, strict=True) if term is not None]
-        if gradients and self._backward is not None:
+        if self._backward is not None:
             with graph.hooks.heard():
-                torch.autograd.backward([leaf for leaf, _ in gradients], [grad for _, grad in gradients])
+                hand_over(gradients)
 
     def _watch(self, tasks: list[Task], backward: Backward) -> None:
         """Take the cotangents from the user's pass while it runs."""
         graph = self._request.graph
-        summed, others = self._summed_leaves(tasks)
+        statistics = [task.row.statistic for task in tasks if task.extension.subsampling is None]
+        summed, others = summed_leaves(self._request, statistics)
         first_tasks = {id(leaf): [self._request.summed] for leaf in summed}
         collector = Collector(self._results, graph.uses, tasks, last=True, first_tasks=first_tasks)
 
@@ -178,42 +179,52 @@ class GradientPass:
         collector.flush()
         gradients = self._results.take_gradients(summed)
         gradients += [(leaf, term) for leaf, term in zip(summed, terms, strict=True) if term is not None]
-        if gradients:
-            with graph.hooks.heard():
-                torch.autograd.backward([leaf for leaf, _ in gradients], [grad for _, grad in gradients])
-
-    def _summed_leaves(self, tasks: list[Task]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the leaves whose gradient packprop sums from per-sample ones, and those left to autograd.
-
-        # NOTE [One product for two]
-        The per-sample gradients of a weight that is shared over positions cost as many multiplications as the
-        summed gradient. If packprop forms them anyway, it restricts autograd's pass to the other leaves, so
-        that autograd does not compute the sum again. At the end, packprop hands the sums to their leaves
-        through the leaves' own nodes, so that hooks on them run. It adds the gradients of terms that no sample
-        enters. User hooks on tensors or modules in between, and processes that exchange gradients when a pass
-        ends, would miss gradients in a restricted pass. In these cases packprop restricts nothing.
-        """
-        graph = self._request.graph
-        if graph.hooks.are_inside or self._request.create_graph:
-            return [], []
-        statistics = [task.row.statistic for task in tasks if task.extension.subsampling is None]
-        chosen: dict[int, Tensor] = {}
-        for use in graph.uses:
-            if any(self._is_worth_summing(use, site, statistics) for site in use.sites):
-                # with the bias: autograd computes the gradients of weight and bias in one function
-                chosen |= {id(s.leaf): s.leaf for s in use.sites if s.direct and s.leaf.is_leaf}
-        return split_leaves(graph, list(chosen.values())) if chosen else ([], [])
-
-    def _is_worth_summing(self, use: ReachedUse, site: Site, statistics: Sequence[Callable[..., Any]]) -> bool:
-        samples = self._request.graph.samples
-        extents = extents_of(use, site, samples, self._request.chunk_sizes.held)
-        if extents is None:
-            return False
-        multiplications = extents.positions * site.leaf.numel() * samples
-        return multiplications >= WORTH_SUMMING and any(forms_rows(each, extents) for each in statistics)
+        with graph.hooks.heard():
+            hand_over(gradients)
 
     def _run_user_pass(self) -> None:
         """Run the user's own pass, if there is one."""
         if self._backward is None:
             return
         self._backward(None)
+
+
+def hand_over(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add gradients to ``.grad`` through the leaves' own nodes, so that hooks on them run."""
+    if gradients:
+        torch.autograd.backward([leaf for leaf, _ in gradients], [gradient for _, gradient in gradients])
+
+
+def summed_leaves(
+    request: Request, statistics: Sequence[Callable[..., Any]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the leaves whose gradient packprop sums from per-sample ones, and those left to autograd.
+
+    # NOTE [One product for two]
+    The per-sample gradients of a weight that is shared over positions cost as many multiplications as the
+    summed gradient. If packprop forms them anyway, it restricts autograd's pass to the other leaves, so
+    that autograd does not compute the sum again. At the end, packprop hands the sums to their leaves
+    through the leaves' own nodes, so that hooks on them run. It adds the gradients of terms that no sample
+    enters. User hooks on tensors or modules in between, and processes that exchange gradients when a pass
+    ends, would miss gradients in a restricted pass. In these cases packprop restricts nothing.
+    """
+    graph = request.graph
+    if graph.hooks.are_inside or request.create_graph:
+        return [], []
+    chosen: dict[int, Tensor] = {}
+    for use in graph.uses:
+        if any(_is_worth_summing(request, use, site, statistics) for site in use.sites):
+            # with the bias: autograd computes the gradients of weight and bias in one function
+            chosen |= {id(s.leaf): s.leaf for s in use.sites if s.direct and s.leaf.is_leaf}
+    return split_leaves(graph, list(chosen.values())) if chosen else ([], [])
+
+
+def _is_worth_summing(
+    request: Request, use: ReachedUse, site: Site, statistics: Sequence[Callable[..., Any]]
+) -> bool:
+    samples = request.graph.samples
+    extents = extents_of(use, site, samples, request.chunk_sizes.held)
+    if extents is None:
+        return False
+    multiplications = extents.positions * site.leaf.numel() * samples
+    return multiplications >= WORTH_SUMMING and any(forms_rows(each, extents) for each in statistics)

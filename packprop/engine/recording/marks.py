@@ -85,6 +85,9 @@ class ForwardCall:
         if not is_dry_run():
             self.storages = [place for tensor in given if (place := storage_of(tensor))]
         self.leaves = [weakref.ref(tensor) for tensor in given if tensor.requires_grad and tensor.is_leaf]
+        if not self.kwargs and all(isinstance(each, Tensor) for each in self.args):  # most calls
+            self.args = tuple(map(TensorSpec.of, given))
+            return
         self.args, self.kwargs = map_tensors(TensorSpec.of, self.args), map_tensors(TensorSpec.of, self.kwargs)
 
     @functools.cached_property

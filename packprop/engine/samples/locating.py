@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
-from typing import cast
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from packprop.engine.graph.completeness import (
     require_separable,
 )
 from packprop.engine.graph.graph import WHOLE, Graph, ReachedUse
+from packprop.engine.graph.kept_walk import KeptWalk, may_be_kept
+from packprop.engine.graph.outline import Outline
 from packprop.engine.graph.own_backward import require_linear_backward, require_no_nested_backward, starts_of
 from packprop.engine.samples.feeding import Feed, first_of, model_outputs
 from packprop.engine.samples.hidden_mixing import Look, constants_of, dependence, find_hidden
@@ -35,6 +37,10 @@ from packprop.errors import PackpropError
 
 MANY = 256
 """The number of kinds of passes that are remembered for a module."""
+
+
+MANY_WALKS = 16
+"""The number of walks that are kept for a module."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,7 @@ class _Memory:
         looks: By signature, when passes whose values keep the samples apart are looked at again.
         structures: Structures that were looked at so, at some shapes, for any two samples.
         separate_losses: Signatures of passes whose losses are sums over samples for all values.
+        walks: By the key of an outline, walks that hold for every pass with this key.
     """
 
     locations: dict[int, _SampleLocations] = field(default_factory=dict)
@@ -71,6 +78,7 @@ class _Memory:
     looks: dict[int, Look] = field(default_factory=dict)
     structures: set[int] = field(default_factory=set)
     separate_losses: set[int] = field(default_factory=set)
+    walks: dict[Any, KeptWalk] = field(default_factory=dict)
 
 
 _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -176,6 +184,8 @@ def require_terms(graph: Graph) -> None:
     Raises:
         PackpropError: If a loss mixes samples.
     """
+    if graph.is_settled:
+        return
     memory = _memory_of(graph)
     if graph.samples == 1 or is_dry_run() or graph.signature in memory.separate_losses:
         return
@@ -186,11 +196,39 @@ def require_terms(graph: Graph) -> None:
         memory.separate_losses.add(graph.signature)
 
 
+def kept_walk(outlined: Outline) -> KeptWalk | None:
+    """Return the walk that is kept for graphs of an outline, if there is one."""
+    module = next((forward.module() for _, forward, _, _ in outlined.outputs), None)
+    memory = None if module is None else _KNOWN.get(module)
+    return None if memory is None else memory.walks.get(outlined.key)
+
+
+def keep_walk(graph: Graph, outlined: Outline) -> None:
+    """Keep the walk through a graph if it holds for every later one with this outline.
+
+    Walks hold parameters. Those that the model has no longer leave with the walks that hold them.
+    """
+    module = next((forward.module() for _, forward, _, _ in outlined.outputs), None)
+    if module is None or not may_be_kept(graph, outlined):
+        return
+    memory = _KNOWN.get(module)
+    if memory is None or not (
+        graph.signature in memory.locations and graph.signature in memory.separate_losses
+    ):
+        return
+    own = set(map(id, module.parameters()))
+    memory.walks = {key: walk for key, walk in memory.walks.items() if own.issuperset(map(id, walk.leaves))}
+    if len(memory.walks) >= MANY_WALKS:
+        memory.walks.clear()
+    if own.issuperset(map(id, outlined.leaves)):
+        memory.walks[outlined.key] = KeptWalk(graph, outlined)
+
+
 def copy_sample_locations(copy: nn.Module, original: nn.Module) -> None:
     """Take over for the copy of a module what passes through the original have shown."""
     memory = _KNOWN.get(original)
     if memory is not None:
-        _KNOWN[copy] = deepcopy(memory)
+        _KNOWN[copy] = deepcopy(replace(memory, walks={}))
 
 
 def _usual_locations(graph: Graph) -> _SampleLocations:

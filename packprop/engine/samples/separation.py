@@ -178,7 +178,7 @@ def _layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]])
 
     layouts = [known_layout(edge, shape) for edge, shape in places]
     stand_ins = {
-        place: ReachedUse("", [], [], [shape], {0: (edge.node, edge.output_nr)}, is_end=True)
+        place: ReachedUse("", [], [shape], {0: (edge.node, edge.output_nr)}, is_end=True)
         for place, (edge, shape) in enumerate(places)
         if layouts[place] is None
     }

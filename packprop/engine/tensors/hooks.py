@@ -56,11 +56,15 @@ def has_late_hooks(tensor: Tensor) -> bool:
 
 def dictionaries_of_node(node: Any) -> tuple[HookDictionary, HookDictionary]:
     """Return the hooks that run before a node, and those after it: a handle knows which dictionary it is in."""
-    handles = node.register_prehook(_stand_in), node.register_hook(_stand_in)
-    before, after = (handle.hooks_dict_ref() for handle in handles)
-    for handle in handles:
-        handle.remove()
+    first, second = node.register_prehook(_stand_in), node.register_hook(_stand_in)
+    before, after = first.hooks_dict_ref(), second.hooks_dict_ref()
+    del before[first.id], after[second.id]
     return before, after
+
+
+def has_hooks_of_user(node: Any) -> bool:
+    """Tell whether a node has any hook that is not packprop's own."""
+    return any(hooks and has_users_hooks(hooks) for hooks in dictionaries_of_node(node))
 
 
 def has_users_hooks(hooks: HookDictionary) -> bool:

@@ -68,12 +68,14 @@ def of_table(call: NodeCall, entry: Entry) -> Entry:
     """
     node, way = before_rearranging(call.node.next_functions[call.place][0])
     squared = [*way]
-    while node is not None and (scale := _scale(node, call.holds)) is not None:
+    while node is not None and (scale := _scale(node, call)) is not None:
         node, more = before_rearranging(next(above for above, _ in node.next_functions if above is not None))
         way, squared = [*way, scale, *more], [*squared, scale, scale, *more]
     if entry.structure != "Scale" or node is None or name_of_node(node) != "Embedding":
         return entry
-    table = NodeCall(node, 0, operand_at(node, 0, "shape"), [torch.Size(made_by(node)[0].shape)], call.holds)
+    shapes = [torch.Size(made_by(node)[0].shape)]
+    slot = call.slot.beside(node)
+    table = NodeCall(slot, 0, operand_at(slot, 0, "shape"), shapes, call.holds)
     if isinstance(table.operand.tensor, Computed) or table.option("scale_grad_by_freq"):
         return entry
     build, indices = _build(table), table.saved("indices")
@@ -84,7 +86,7 @@ def of_table(call: NodeCall, entry: Entry) -> Entry:
             for back in way:
                 rows = None if rows is None else back(rows)
             chosen = samples if isinstance(samples, Tensor) else range(layouts[0].samples)[samples]
-            return replace(build(rows, index.expand(len(chosen), *index.shape)), shared=node)
+            return replace(build(rows, index.expand(len(chosen), *index.shape)), shared=table.node)
 
         return of_shared
 
@@ -98,10 +100,10 @@ def of_table(call: NodeCall, entry: Entry) -> Entry:
     )
 
 
-def _scale(node: Any, holds: bool) -> Callable[[Tensor], Tensor] | None:
+def _scale(node: Any, call: NodeCall) -> Callable[[Tensor], Tensor] | None:
     """Return the map of gradients through a product with a constant; ``None`` for another node.
 
-    ``holds``: whether to read the constant now, as for ``NodeCall``.
+    ``call``: the node that takes the product, further down.
     """
     given = [place for place, (above, _) in enumerate(node.next_functions) if above is not None]
     name = name_of_node(node)
@@ -111,9 +113,9 @@ def _scale(node: Any, holds: bool) -> Callable[[Tensor], Tensor] | None:
     above, number = node.next_functions[place]
     if torch.Size(made_by(above)[number].shape) != shape:
         return None
-    constant = NodeCall(node, place, operand_at(node, place), [shape], holds).saved(
-        "self" if place else "other"
-    )
+    slot = call.slot.beside(node)
+    product = NodeCall(slot, place, operand_at(slot, place), [shape], call.holds)
+    constant = product.saved("self" if place else "other")
 
     def back(rows: Tensor) -> Tensor:
         rows, factor = rows.reshape(*rows.shape[:2], *shape), constant().to(rows)

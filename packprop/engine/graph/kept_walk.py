@@ -1,0 +1,215 @@
+"""Walks that are kept for later passes through graphs of the same structure.
+
+# NOTE [Kept walks]
+A training loop goes through graphs of one structure, step after step. packprop walks through the first ones,
+reads their uses, and looks for the samples. If all findings hold for every pass of this structure, packprop
+keeps the walk under the key of the graph's outline. In later passes it only follows the nodes, compares the
+key, and puts the new nodes in the place of the old ones. Whatever the key does not tell is either compared in
+every pass (numbers that nodes of uses have saved, rules, checkpoints, the constants that decided whether a node
+is a use), or the walk is not kept at all: see ``may_be_kept``. A walk serves one pass at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from packprop.engine.functions.losses.read import loss_of_node
+from packprop.engine.functions.node_calls import NodeSlot
+from packprop.engine.functions.node_rules import entries_of_node
+from packprop.engine.functions.nodes import name_of_node
+from packprop.engine.functions.operands import MATRIX_PRODUCTS, numbers_of_type, takes_sparse
+from packprop.engine.functions.registry import rule_for
+from packprop.engine.functions.saved import keeps_elsewhere
+from packprop.engine.graph.graph import Graph, ReachedLoss, ReachedUse
+from packprop.engine.graph.outline import Outline
+from packprop.engine.graph.reading import Constants
+from packprop.engine.graph.site import Site
+from packprop.engine.recording.marks import RecordedLoss
+from packprop.engine.tensors.hooks import Hooks, is_hooked
+from packprop.engine.tensors.state import version
+
+
+def may_be_kept(graph: Graph, outlined: Outline) -> bool:
+    """Tell whether a walk found nothing that another pass of the same structure might find otherwise.
+
+    All parameters enter uses as they are, and nothing else; no term lies beside the losses; no data decide on
+    the order of rows; and no parameter is sharded between processes.
+    """
+    if graph.reading is None or not graph.losses:
+        return False
+    beside = graph.missing or graph.terms or graph.open or graph.without_loss or graph.mixers or graph.consumed
+    if beside or graph.is_opaque or graph.units or graph.orders_by_values:
+        return False
+    if any(loss.others or loss.is_open for loss in graph.losses):
+        return False
+    sites = [site for use in graph.uses for site in use.sites]
+    return (
+        all(site.direct for site in sites)
+        and {id(site.leaf) for site in sites} == set(map(id, outlined.leaves))
+        and not any(use.recomputed or use.suspect for use in graph.uses)
+    )
+
+
+@dataclass(frozen=True)
+class _KeptUse:
+    """A use without its node.
+
+    Args:
+        use: The use; each pass gets a copy with its own node.
+        place: The number of the node in the outline.
+        outputs: The outputs that the pass reaches.
+        rule: The rule that made its entries.
+        numbers: The numbers that the node has saved.
+        slots: The slots of nodes that its entries read, each with the number of the node in the outline.
+    """
+
+    use: ReachedUse
+    place: int
+    outputs: Sequence[int]
+    rule: Any
+    numbers: list[Any]
+    slots: list[tuple[NodeSlot, int]]
+
+
+class KeptWalk:
+    """A walk without the nodes that it went through; see NOTE [Kept walks].
+
+    Args:
+        graph: What the walk has found, with its samples located.
+        outlined: The outline of the graph.
+    """
+
+    def __init__(self, graph: Graph, outlined: Outline) -> None:
+        places, losses = outlined.places, {loss.node: loss for loss in graph.losses}
+        self._lock = threading.Lock()
+        self._uses = [_kept(use, places) for use in graph.uses]
+        self._constants = [(places[node], known) for node, known in graph.reading.answers.items()]
+        self._products = [
+            place
+            for place, node in enumerate(outlined.nodes)
+            if name_of_node(node) in MATRIX_PRODUCTS and not takes_edges_alone(node)
+        ]
+        self._losses = [
+            (places[loss.node], loss.output, places[loss.call.edge.node], loss.layout)
+            for loss in losses.values()
+        ]
+        self._outputs = [(places[edge.node], edge.output_nr) for edge, _, _ in graph.outputs]
+        self._modules = [weakref.ref(module) for module in graph.modules]
+        self._order = [places[node] for node in graph.order]
+        self._found = graph.samples, graph.source_layouts, graph.structure, graph.signature
+        self._notes: dict[Any, Any] = {}
+        self.leaves = outlined.leaves
+        """The parameters that enter the uses."""
+
+    def bind(
+        self, outlined: Outline, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> Graph | None:
+        """Return the graph of a pass, located and checked; ``None`` if the walk does not hold for it.
+
+        Until ``release``, no other pass can have it.
+        """
+        if not self._lock.acquire(blocking=False):
+            return None
+        graph = self._bound(outlined, roots, gradients)
+        if graph is None:
+            self.release()
+        return graph
+
+    def release(self) -> None:
+        """Forget the nodes of a pass."""
+        for kept in self._uses:
+            for slot, _ in kept.slots:
+                slot.node = None
+        self._lock.release()
+
+    def _bound(
+        self, outlined: Outline, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> Graph | None:
+        nodes = outlined.nodes
+        graph = Graph(roots, gradients)
+        graph.losses = self._read_losses(outlined)
+        if len(graph.losses) != len(self._losses):
+            return None
+        reached = {(node, number): (forward, shape) for node, forward, number, shape in outlined.outputs}
+        graph.outputs = [
+            (GradientEdge(nodes[place], number), *reached[nodes[place], number])
+            for place, number in self._outputs
+        ]
+        if [reference() for reference in self._modules] != graph.modules:
+            return None
+        constants = Constants(graph.forwards)
+        if any(constants.are_known(nodes[place]) is not known for place, known in self._constants):
+            return None
+        if any(takes_sparse(nodes[place]) for place in self._products):
+            return None
+        for kept in self._uses:
+            node = nodes[kept.place]
+            numbers = [getattr(node, name) for name in numbers_of_type(type(node))]
+            if numbers != kept.numbers or rule_for(node) is not kept.rule or keeps_elsewhere(node):
+                return None
+            for slot, place in kept.slots:
+                slot.node = nodes[place]
+            use = object.__new__(ReachedUse)
+            vars(use).update(vars(kept.use))  # copy.copy takes five times as long
+            use.nodes = {number: (node, number) for number in kept.outputs}
+            graph.uses.append(use)
+        graph.order = [nodes[place] for place in self._order]
+        graph.hooks = Hooks(leaf for leaf in self.leaves if is_hooked(leaf))
+        graph.samples, graph.source_layouts, graph.structure, graph.signature = self._found
+        graph.notes, graph.is_settled = self._notes, True
+        graph.units, graph.shards = [], {}
+        return graph
+
+    def _read_losses(self, outlined: Outline) -> list[ReachedLoss]:
+        """Return the losses, fewer if one of them takes something else than before."""
+        marked = {node: loss for node, loss, _ in outlined.losses}
+        found: list[ReachedLoss] = []
+        for place, output, given, layout in self._losses:
+            node = outlined.nodes[place]
+            call = marked.get(node)
+            if call is None:
+                try:
+                    read = loss_of_node(node)
+                except RuntimeError:  # an earlier pass has freed the graph
+                    return []
+                assert read is not None  # the key tells that its input has an edge
+                call = RecordedLoss(*read, read[1][0].shape, version(read[1][0]))
+            if outlined.places.get(call.edge.node) == given and not call.released and not call.others:
+                found.append(ReachedLoss(call, node, output, layout))
+        return found
+
+
+def takes_edges_alone(node: Any) -> bool:
+    """Tell whether all that a node takes has an edge on the graph."""
+    return all(above is not None for above, _ in node.next_functions)
+
+
+def _kept(use: ReachedUse, places: dict[Any, int]) -> _KeptUse:
+    """Return a use without its node, with entries that read the node of each pass."""
+    ((node, _), *_) = use.nodes.values()
+    slots: list[NodeSlot] = []
+    entries = entries_of_node(node, use.places, use.shapes, False, slots)
+    kept = copy.copy(use)
+    kept.entries = entries
+    own = {id(before): entry for before, entry in zip(use.entries, entries, strict=True)}
+    kept.sites = [Site(own[id(site.entry)], site.leaf) for site in use.sites]
+    kept.nodes, kept.undecided = {}, None
+    found = _KeptUse(
+        kept,
+        places[node],
+        list(use.nodes),
+        rule_for(node),
+        [getattr(node, name) for name in numbers_of_type(type(node))],
+        [(slot, places[slot.node]) for slot in slots],
+    )
+    for slot in slots:
+        slot.node = None
+    return found

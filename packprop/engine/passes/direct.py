@@ -1,0 +1,173 @@
+"""Statistics of gradients, each taken at its use and saved at once.
+
+# NOTE [Direct passes]
+Where a kept walk serves a pass, each parameter has one use, and an earlier pass took its statistics of all
+samples in one chunk, there is nothing to collect, to split or to merge: the value of the one chunk is the
+result. So such a pass goes without the collector and the accumulator, which take a large part of the time of a
+pass through a small model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.engine.algebra.one_by_one import evaluate_together
+from packprop.engine.algebra.order import fold_to
+from packprop.engine.algebra.partial import ONE, Extent, Partial
+from packprop.engine.algebra.statistics import per_sample_grad, summed_grad
+from packprop.engine.algebra.structures import Outer, Statistical, Structure
+from packprop.engine.graph.graph import ReachedUse
+from packprop.engine.graph.site import Site
+from packprop.engine.graph.sweep import Watch
+from packprop.engine.passes.accumulator import Accumulator, smallest_sums
+from packprop.engine.passes.autocast import AutocastRegions
+from packprop.engine.passes.finite import FiniteCheck
+from packprop.engine.passes.gradient import Backward, hand_over, summed_leaves
+from packprop.engine.passes.request import Request, tasks_by_seed
+from packprop.engine.passes.saving import ResultSaver, grows
+from packprop.errors import OfParameter
+from packprop.types import GRADIENT, Extension
+
+ALL = slice(None)
+
+
+@dataclass
+class _Notes:
+    """The notes of a pass for later ones with equal statistics.
+
+    Args:
+        is_direct: Whether they can be direct.
+        summed: Leaves whose gradient packprop sums itself; see NOTE [One product for two].
+        others: All other leaves.
+    """
+
+    is_direct: bool
+    summed: list[Tensor]
+    others: list[Tensor]
+
+
+class DirectPass:
+    """A pass that takes statistics of gradients directly; see NOTE [Direct passes].
+
+    Args:
+        request: The request of the pass, through a graph that a kept walk has found.
+        saver: Saves the values.
+        reuses: Whether values may take the memory of those that they replace.
+    """
+
+    def __init__(self, request: Request, saver: ResultSaver, reuses: bool) -> None:
+        self._request, self._saver, self._reuses = request, saver, reuses
+        self._rows = [row for extension in request.extensions for row in extension.rows]
+        self._statistics = [row.statistic for row in self._rows]
+        self._sums = any(row.sums or row.condenses for row in self._rows)
+        self._finite = FiniteCheck()
+        self._notes: _Notes | None = request.graph.notes.get((*self._statistics, request.chunk_sizes))
+        self._gradients: dict[int, Tensor] = {}
+
+    @property
+    def is_possible(self) -> bool:
+        """Tell whether this pass can be direct, as far as an earlier one of this structure has shown."""
+        return self._notes is not None and self._notes.is_direct and self._is_of_gradients
+
+    @property
+    def _is_of_gradients(self) -> bool:
+        """Tell whether all values are statistics of the gradients of all samples."""
+        return all(
+            row.seed == GRADIENT and row.after is None and not row.of_parameter for row in self._rows
+        ) and not any(extension.subsampling for extension in self._request.extensions)
+
+    def log(self) -> Callable[[Tensor, Sequence[ReachedUse], Statistical, int], None] | None:
+        """Return the log of an ordinary pass, which notes whether later ones can be direct."""
+        if self._notes is not None or not self._is_of_gradients:
+            return None
+        graph = self._request.graph
+        is_direct = not any(use.waits or len(use.nodes) > 1 for use in graph.uses)
+        notes = _Notes(is_direct, *summed_leaves(self._request, self._statistics))
+        graph.notes[*self._statistics, self._request.chunk_sizes] = notes
+
+        def log(leaf: Tensor, uses: Sequence[ReachedUse], structure: Statistical, step: int) -> None:
+            notes.is_direct &= step >= graph.samples
+
+        return log
+
+    def run(self, backward: Backward) -> None:
+        """Run the user's own pass, and take the statistics along with it."""
+        graph, notes = self._request.graph, self._notes
+        assert notes is not None
+        self._summed = set(map(id, notes.summed))
+        self._spare = self._saver.take_off(self._request.extensions, self._reuses and self._has_rows)
+        self._autocast = AutocastRegions.now({leaf.device.type for leaf in graph.leaves()})
+        watch = Watch(graph.uses, self._visit, graph.hooks)
+        complete = False
+        try:
+            backward(notes.others if notes.summed else None)
+            complete = True
+        finally:
+            watch.close(complete)
+        hand_over([(leaf, self._gradients[id(leaf)]) for leaf in notes.summed if id(leaf) in self._gradients])
+        self._finite.warn(graph)
+
+    @property
+    def _has_rows(self) -> bool:
+        return per_sample_grad in self._statistics
+
+    def _visit(self, use: ReachedUse, cotangents: list[Tensor | None]) -> None:
+        with self._autocast.switched(False):
+            if not self._sums:
+                self._finite.note([site.leaf for site in use.sites], cotangents)
+            for site in use.sites:
+                try:
+                    results = self._results(use, site, cotangents)
+                except torch.OutOfMemoryError:
+                    self._take_in_chunks(use, site, cotangents)
+                    continue
+                except OfParameter as error:
+                    raise error.named(self._request.graph.name(site.leaf)) from None
+                if self._sums:
+                    self._finite.note([site.leaf], smallest_sums(results).values())
+                self._saver.save(site.leaf, results)
+
+    def _results(
+        self, use: ReachedUse, site: Site, cotangents: list[Tensor | None]
+    ) -> dict[Extension, list[Any]]:
+        """Return the results of one leaf; keep its gradient if packprop sums it."""
+        leaf, statistics = site.leaf, self._statistics
+        structure = site.structure_of(cotangents, use.layouts, ALL, self._request.chunk_sizes.held)
+        if self._has_rows and isinstance(structure, Outer):
+            structure = self._written_in_place(leaf, structure)
+        if id(leaf) in self._summed:
+            total, *values = evaluate_together(structure, [summed_grad, *statistics])
+            self._gradients[id(leaf)] = total.to(leaf.dtype)
+        else:
+            values = evaluate_together(structure, statistics)
+        if len(values) == 1:
+            return {self._request.extensions[0]: values}
+        rest = iter(values)
+        return {each: [next(rest) for _ in each.rows] for each in self._request.extensions}
+
+    def _written_in_place(self, leaf: Tensor, structure: Outer) -> Structure:
+        """Return the structure, with the memory of the result to write per-sample gradients to."""
+        cotangent, samples = structure.cotangent, self._request.graph.samples
+        if cotangent is None or structure.fold is not fold_to(leaf.shape) or leaf.dtype != cotangent.dtype:
+            return structure
+        extension = next(each for each in self._request.extensions if grows(each))
+        row = self._rows[self._statistics.index(per_sample_grad)]
+        result = Partial(row.over_v, row.over_n, self._spare.pop((extension, id(leaf)), None))
+        out = result.out(cotangent.new_empty(()), leaf.shape, ONE, Extent(0, samples, samples))
+        return structure if out is None else replace(structure, out=out)
+
+    def _take_in_chunks(self, use: ReachedUse, site: Site, cotangents: list[Tensor | None]) -> None:
+        """Take the statistics of one leaf in chunks, because those of all samples did not fit into memory."""
+        results = Accumulator(self._request, self._saver.save, None, dict)
+        tasks = [*tasks_by_seed(self._request.extensions)[GRADIENT]]
+        if id(site.leaf) in self._summed:
+            tasks = [self._request.summed, *tasks]
+        results.add_contributions(site.leaf, [(use, site, cotangents)], tasks, ONE)
+        results.finish(site.leaf)
+        self._gradients |= {id(leaf): total for leaf, total in results.take_gradients([site.leaf])}
+        results.finite_check.warn(self._request.graph)

@@ -1,0 +1,447 @@
+"""Passes that a kept walk serves give what ordinary passes give, whatever changes between them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import packprop
+from packprop import extensions
+from packprop.engine import user_pass
+from packprop.engine.algebra.one_by_one import evaluate_together
+from packprop.engine.graph.kept_walk import KeptWalk
+from packprop.engine.passes.direct import DirectPass
+from packprop.types import Extension
+from tests.references.running import assert_near
+
+FIRST = 4
+"""The pass that is direct, if passes of one structure follow each other."""
+
+
+class Served:
+    """Counts the passes that kept walks have served, and the direct ones among them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kept = self.direct = 0
+        bind, run = KeptWalk.bind, DirectPass.run
+
+        def bound(walk: Any, *given: Any) -> Any:
+            graph = bind(walk, *given)
+            self.kept += graph is not None
+            return graph
+
+        def ran(direct: Any, *given: Any) -> None:
+            self.direct += 1
+            run(direct, *given)
+
+        monkeypatch.setattr(KeptWalk, "bind", bound)
+        monkeypatch.setattr(DirectPass, "run", ran)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Served:
+    return Served(monkeypatch)
+
+
+class Net(nn.Module):
+    """A small network with switches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+        self.register_buffer("mask", torch.randn(5, 4))
+        self.alpha, self.before, self.recomputed, self.sparse = 1.0, False, False, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.before:
+            x = x * 2.0
+        x = x.to_sparse() if self.sparse else x
+        h = torch.addmm(self.first.bias, x, self.first.weight.T, alpha=self.alpha).tanh()
+        h = checkpoint(self.norm, h, use_reentrant=False) if self.recomputed else self.norm(h)
+        out: Tensor = self.last(h)
+        return out
+
+
+def data(seed: int, samples: int = 5) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return torch.randn(samples, 4, generator=made).double(), torch.randint(3, (samples,), generator=made)
+
+
+class Run:
+    """Passes through one model, each with new data, and the same through a copy without kept walks.
+
+    Args:
+        asked: Makes the extensions.
+    """
+
+    def __init__(self, asked: Callable[[], list[Extension]], model: nn.Module | None = None) -> None:
+        torch.manual_seed(0)
+        self.model: Any = packprop.extend((Net() if model is None else model).double())
+        self.loss = packprop.extend(nn.CrossEntropyLoss())
+        self.asked, self.number = asked, 0
+
+    def step(self, samples: int = 5, x: Tensor | None = None, **options: Any) -> dict[str, Any]:
+        """Return the values of a pass, and the gradients."""
+        self.number += 1
+        given, y = data(self.number, samples)
+        given = given if x is None else x
+        self.model.zero_grad()
+        with packprop.backpack(*self.asked(), **options):
+            self.loss(self.model(given.to(self.dtype)), y).backward()
+        fields = [each.savefield for each in self.asked()]
+        found = {
+            f"{name}.{field}": getattr(parameter, field)
+            for name, parameter in self.model.named_parameters()
+            for field in [*fields, "grad"]
+            if hasattr(parameter, field) and getattr(parameter, field) is not None
+        }
+        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in found.items()}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    def check(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        """Compare a pass with an ordinary one over the same data."""
+        before = self.number
+        found = self.step(**options)
+        with monkeypatch.context() as patch:
+            patch.setattr(user_pass, "_may_repeat", lambda *given: False)
+            self.number = before
+            expected = self.step(**options)
+        compare(found, expected)
+
+
+def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        pairs = zip(found[key], value, strict=True) if isinstance(value, list) else [(found[key], value)]
+        for one, other in pairs:
+            assert_near(one, other, key, 1e-10 if one.dtype == torch.float64 else 1e-4)
+
+
+def first_order() -> list[Extension]:
+    return [extensions.BatchL2Grad(), extensions.SumGradSquared(), extensions.Variance()]
+
+
+ASKED: dict[str, Callable[[], list[Extension]]] = {
+    "norms": lambda: [extensions.BatchL2Grad()],
+    "rows": lambda: [extensions.BatchGrad()],
+    "rows and norms": lambda: [extensions.BatchGrad(), extensions.BatchL2Grad()],
+    "first order": first_order,
+    "inner products": lambda: [extensions.BatchDotGrad()],
+    "some samples": lambda: [extensions.BatchGrad(subsampling=[1, 3])],
+    "exact GGN": lambda: [extensions.DiagGGNExact()],
+    "factors": lambda: [extensions.KFLR()],
+    "with gradients": lambda: [extensions.DiagGGNExact(), extensions.BatchL2Grad()],
+}
+DIRECT = ("norms", "rows", "rows and norms", "first order", "inner products")
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_values_of_later_passes(name: str, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(ASKED[name])
+    for _ in range(FIRST):
+        run.check(monkeypatch)
+    assert served.kept == FIRST - 2
+    assert served.direct == (name in DIRECT)
+
+
+def test_extensions_may_change_from_pass_to_pass(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of squares is one statistic of gradients and of columns of the GGN alike."""
+    run = Run(first_order)
+    order = [*ASKED, "exact GGN", "norms", "exact GGN", "some samples", "rows", "some samples"]
+    for name in [*order, *order]:
+        run.asked = ASKED[name]
+        run.check(monkeypatch)
+    assert served.direct > 2
+
+
+def in_half_precision(run: Run) -> None:
+    run.model.to(torch.float32)
+
+
+def without_first_bias(run: Run) -> None:
+    run.model.get_parameter("first.bias").requires_grad_(False)
+
+
+def with_new_weight(run: Run) -> None:
+    run.model.last.weight = nn.Parameter(torch.randn(3, 6).double())
+
+
+def with_hook_on_output(run: Run) -> None:
+    run.model.norm.register_forward_hook(lambda m, a, out: out.register_hook(lambda g: g * 2) and None)
+
+
+def with_hook_on_node(run: Run) -> None:
+    run.model.first.register_forward_hook(lambda m, a, out: None)
+
+    def doubled(module: nn.Module, given: Any, out: Tensor) -> None:
+        assert out.grad_fn is not None
+        out.grad_fn.register_prehook(lambda gradients: tuple(2 * each for each in gradients))
+
+    run.model.last.register_forward_hook(doubled)
+
+
+def with_full_backward_hook(run: Run) -> None:
+    run.model.norm.register_full_backward_hook(lambda m, given, out: (3 * given[0],))
+
+
+def switched(name: str, value: Any) -> Callable[[Run], None]:
+    return lambda run: setattr(run.model, name, value)
+
+
+def summed(run: Run) -> None:
+    run.loss.reduction = "sum"
+
+
+def another_loss(run: Run) -> None:
+    run.loss = packprop.extend(nn.CrossEntropyLoss(label_smoothing=0.1))
+
+
+def plain_loss(run: Run) -> None:
+    run.loss = nn.CrossEntropyLoss()
+
+
+CHANGES: dict[str, Callable[[Run], None]] = {
+    "nothing": lambda run: None,
+    "the factor of a product": switched("alpha", 0.5),
+    "arithmetic on the inputs": switched("before", True),
+    "a checkpoint": switched("recomputed", True),
+    "a sparse input": switched("sparse", True),
+    "single precision": in_half_precision,
+    "a frozen bias": without_first_bias,
+    "a new parameter": with_new_weight,
+    "a hook on a tensor": with_hook_on_output,
+    "a hook on a node": with_hook_on_node,
+    "a backward hook of a module": with_full_backward_hook,
+    "the reduction": summed,
+    "label smoothing": another_loss,
+    "a loss without a mark": plain_loss,
+}
+
+
+@pytest.mark.parametrize("asked", ["norms", "rows", "exact GGN"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_passes(
+    change: str, asked: str, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if change == "a sparse input" and asked == "exact GGN":
+        pytest.skip("PyTorch does not differentiate a sparse product in many columns")
+    run = Run(ASKED[asked])
+    for _ in range(FIRST):
+        run.step()
+    assert served.kept
+    CHANGES[change](run)
+    for _ in range(FIRST + 1):
+        run.check(monkeypatch)
+
+
+@pytest.mark.parametrize("asked", ["norms", "exact GGN"])
+def test_other_shapes_and_options(asked: str, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(ASKED[asked])
+    for _ in range(FIRST):
+        run.step()
+    for options in ({"samples": 3}, {"samples": 1}, {"loss_scale": 4.0}, {"memory": "20MiB"}, {"debug": True}):
+        run.check(monkeypatch, **options)
+        run.check(monkeypatch)
+    assert served.kept > FIRST
+
+
+def test_an_input_that_is_a_buffer_of_the_model(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a constant is data is asked in each pass: a buffer is none."""
+    run = Run(ASKED["norms"])
+    for _ in range(FIRST):
+        run.step()
+    before = served.kept
+    run.check(monkeypatch, x=run.model.get_buffer("mask"))
+    assert served.kept == before
+    run.check(monkeypatch)
+    assert served.kept == before + 1
+
+
+def test_a_pass_that_fails_leaves_the_walk_for_the_next(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(ASKED["norms"])
+    for _ in range(FIRST):
+        run.step()
+    handle = run.model.get_parameter("first.weight").register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.step()
+    handle.remove()
+    before = served.direct
+    run.check(monkeypatch)
+    assert served.direct == before + 1
+
+
+def test_a_second_pass_through_one_graph() -> None:
+    run = Run(ASKED["norms"])
+    for _ in range(FIRST):
+        run.step()
+    x, y = data(7)
+    loss = run.loss(run.model(x), y)
+    with packprop.backpack(extensions.BatchL2Grad()):
+        loss.backward(retain_graph=True)
+    first = run.model.get_parameter("last.weight").batch_l2.clone()
+    with packprop.backpack(extensions.BatchL2Grad()):
+        loss.backward()
+    assert_near(run.model.get_parameter("last.weight").batch_l2, first, "second pass")
+    with packprop.backpack(extensions.BatchL2Grad()), pytest.raises(packprop.errors.FreedGraph):
+        loss.backward()
+
+
+def test_a_pass_inside_of_another() -> None:
+    """The walk serves one pass at a time; the inner one walks by itself."""
+    run = Run(ASKED["norms"])
+    for _ in range(FIRST):
+        run.step()
+    inner = Run(ASKED["norms"], run.model)
+    seen: list[dict[str, Any]] = []
+
+    def again(gradient: Tensor) -> None:
+        if not seen:
+            seen.append({})
+            x, y = data(11)
+            packprop.extend(nn.CrossEntropyLoss())
+            with torch.enable_grad(), packprop.backpack(extensions.SumGradSquared()):
+                inner.loss(run.model(x), y).backward()
+
+    run.model.get_parameter("last.weight").register_hook(again)
+    found = run.step()
+    run.number -= 1
+    expected = run.step()
+    key = "first.weight.batch_l2"
+    assert_near(found[key], expected[key], key)
+    assert hasattr(run.model.get_parameter("first.weight"), "sum_grad_squared")
+
+
+def test_passes_in_threads() -> None:
+    run = Run(ASKED["norms"])
+    expected = {}
+    for _ in range(FIRST):
+        expected = run.step()
+    runs = [Run(ASKED["norms"]) for _ in range(2)]
+    found: list[dict[str, Any]] = [{}, {}]
+
+    def work(place: int) -> None:
+        for _ in range(FIRST):
+            found[place] = runs[place].step()
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for each in found:
+        compare(each, expected)
+
+
+@pytest.fixture
+def _no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_garbage_collection")
+def test_a_kept_walk_keeps_no_graph_and_no_model(served: Served) -> None:
+    run = Run(ASKED["norms"])
+    made: list[weakref.ref[Tensor]] = []
+    run.model.norm.register_forward_hook(lambda m, a, out: made.append(weakref.ref(out)))
+    for _ in range(FIRST):
+        run.step()
+    assert served.direct
+    assert all(reference() is None for reference in made)
+    old = weakref.ref(run.model.last.weight)
+    with_new_weight(run)
+    for _ in range(FIRST):
+        run.step()
+    assert old() is None
+    held = [weakref.ref(parameter) for parameter in run.model.parameters()]
+    del run
+    assert all(reference() is None for reference in held)
+
+
+def test_out_of_memory_at_one_leaf(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The statistics of this leaf are taken in chunks; those of all others stay."""
+    run = Run(first_order)
+    for _ in range(FIRST):
+        run.step()
+    whole, refused = evaluate_together, [0]
+
+    def failing(structure: Any, statistics: Any) -> Any:
+        refused[0] += 1
+        if refused[0] == 2:
+            raise torch.OutOfMemoryError("no memory is left")
+        return whole(structure, statistics)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("packprop.engine.passes.direct.evaluate_together", failing)
+        found = run.step()
+    assert refused[0] > 2
+    run.number -= 1
+    compare(found, run.step())
+
+
+def test_values_that_are_not_finite_are_told(served: Served) -> None:
+    run = Run(ASKED["norms"])
+    for _ in range(FIRST):
+        run.step()
+    x, _ = data(1)
+    x[2, 1] = torch.nan
+    with pytest.warns(packprop.errors.PackpropWarning, match="NaN or infinite"):
+        run.step(x=x)
+    assert served.direct == 2
+
+
+def test_extension_hooks_and_saved_values_of_many_passes(served: Served) -> None:
+    run, seen = Run(ASKED["norms"]), list[str]()
+    for _ in range(FIRST):
+        seen.clear()
+        run.step(extension_hook=lambda module: seen.append(type(module).__name__))
+    assert seen == ["Linear", "LayerNorm", "Linear"]
+    assert served.direct
+
+
+def test_functional_losses_and_embeddings(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of positions that all samples share is read through the nodes of each pass."""
+    torch.manual_seed(0)
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places, self.head = nn.Embedding(9, 6), nn.Embedding(5, 6), nn.Linear(6, 4)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            where = self.places(torch.arange(tokens.shape[1]))
+            out: Tensor = self.head((self.words(tokens) + where * 0.5).tanh())
+            return out
+
+    model: Any = packprop.extend(Tokens().double())
+
+    def step(seed: int) -> dict[str, Tensor]:
+        made = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(9, (3, 5), generator=made)
+        targets = torch.randint(4, (3, 5), generator=made)
+        with packprop.backpack(extensions.BatchGrad()):
+            F.cross_entropy(model(tokens).mT, targets).backward()
+        return {name: parameter.grad_batch.clone() for name, parameter in model.named_parameters()}
+
+    for seed in range(FIRST + 1):
+        found = step(seed)
+        with monkeypatch.context() as patch:
+            patch.setattr(user_pass, "_may_repeat", lambda *given: False)
+            expected = step(seed)
+        compare(found, expected)
+    assert served.direct

@@ -25,7 +25,7 @@ from packprop.engine.distributed.ranks import AllRanks
 from packprop.engine.distributed.sharded import require_sharded, swept
 from packprop.engine.graph.completeness import MARK_THE_LOSS, UNKNOWN_LOSS, require_complete
 from packprop.engine.graph.graph import Graph
-from packprop.engine.graph.outline import outline
+from packprop.engine.graph.outline import Outline, outline
 from packprop.engine.graph.terms import meets_samples_unseen
 from packprop.engine.graph.walk import walk
 from packprop.engine.memory.plan import Plan
@@ -84,6 +84,16 @@ class PassOptions:
         return bool(self.extensions) or self.clips_or_probes
 
     @property
+    def asked(self) -> str:
+        """The request, for errors about samples."""
+        names = ", ".join(extension.name for extension in self.extensions) or self.context
+        return f"{names}: quantities that are made of those of single samples were asked for."
+
+    def saver(self, graph: Graph) -> ResultSaver:
+        """Return what saves the values of one pass."""
+        return ResultSaver(graph, self.hook, self.loss_scale)
+
+    @property
     def clips_or_probes(self) -> bool:
         """Tell whether ``.grad`` is made of gradients of samples."""
         return self.clipping is not None or self.probes is not None
@@ -113,15 +123,8 @@ def run_pass(
         chunk_sizes: Returns the sizes of chunks for a graph, or refuses a budget.
     """
     outlined = outline(call.roots) if _may_repeat(options, call, joint) else None
-    kept = None if outlined is None else kept_walk(outlined)
-    if kept is not None and outlined is not None:
-        graph = kept.bind(outlined, call.roots, call.gradients)
-        if graph is not None:
-            one = _Pass(options, call, backward, joint, graph, saver_of(options, graph))
-            try:
-                return one.run_again(one.request(drawn, chunk_sizes))
-            finally:
-                kept.release()
+    if outlined is not None and _ran_again(options, call, backward, outlined, drawn, chunk_sizes):
+        return
     graph = walk(call.roots, call.gradients, call.leaves, unshards=True)
     planned = options.memory is not None
     require_sharded(graph, options.extensions, options.ranks, create_graph=call.create_graph, planned=planned)
@@ -131,14 +134,13 @@ def run_pass(
             raise nothing_recorded(MARK_THE_LOSS, ASKED if options.clipping is None else options.clipping.asked)
         if meets_samples_unseen(graph):
             warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=7)
-    one = _Pass(options, call, backward, joint, graph, saver_of(options, graph))
+    one = _Pass(options, call, backward, joint, graph, options.saver(graph))
     is_of_others = call.leaves is not None and not graph.leaves()
     if not graph.uses or is_of_others or (joint is not None and samples_of_nothing(graph) == 0):
         return one.run_alone()
     if is_traced():
         graph.hooks.require_none()
-    names = ", ".join(extension.name for extension in options.extensions) or options.context
-    graph.asked = f"{names}: quantities that are made of those of single samples were asked for."
+    graph.asked = options.asked
     settle_loss_inputs(graph, options.extensions, kept=call.keeps_graph or call.create_graph)
     if one.saves_nothing():
         return backward()
@@ -148,9 +150,36 @@ def run_pass(
     one.run(request)
 
 
-def saver_of(options: PassOptions, graph: Graph) -> ResultSaver:
-    """Return the saver of one pass."""
-    return ResultSaver(graph, options.hook, options.loss_scale)
+def _ran_again(
+    options: PassOptions,
+    call: BackwardCall,
+    backward: Callable[[], None],
+    outlined: Outline,
+    drawn: dict[Seed, list[Columns]],
+    chunk_sizes: Callable[[Graph], ChunkSizes],
+) -> bool:
+    """Run a pass that a kept walk serves; tell whether one does. See NOTE [Kept walks]."""
+    kept = kept_walk(outlined)
+    graph = None if kept is None else kept.bind(outlined, call.roots, call.gradients)
+    if kept is None or graph is None:
+        return False
+    try:
+        graph.asked = options.asked
+        one = _Pass(options, call, backward, None, graph, options.saver(graph))
+        request = one.request(drawn, chunk_sizes)
+        direct = DirectPass(request, one.saver, reuses=not options.is_limited)
+        is_direct = direct.is_possible and not options.debug
+        if kept.meets_hooks(everywhere=not is_direct):
+            return False
+        if is_direct:
+            direct.run(one.users_pass)
+            one.saver.warn_of_large()
+        else:
+            settle_loss_inputs(graph, options.extensions, kept=call.keeps_graph)
+            one.run(request, direct.log())
+    finally:
+        kept.release()
+    return True
 
 
 REPEATED = ("gradient", "ggn", "empirical", "none")
@@ -218,15 +247,6 @@ class _Pass:
         if joint is not None:
             joint.agree(graph, request)
         return request
-
-    def run_again(self, request: Request) -> None:
-        """Run a pass through a graph that a kept walk has found."""
-        direct = DirectPass(request, self.saver, reuses=not self.options.is_limited)
-        if direct.is_possible and not self.options.debug:
-            direct.run(self.users_pass)
-            return self.saver.warn_of_large()
-        settle_loss_inputs(self.graph, self.options.extensions, kept=self.call.keeps_graph)
-        self.run(request, direct.log())
 
     def users_pass(self, leaves: Sequence[Tensor] | None) -> None:
         """Run the user's own pass, for some leaves only if they are given."""

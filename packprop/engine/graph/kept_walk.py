@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from packprop.engine.functions.losses.read import loss_of_node
 from packprop.engine.functions.node_calls import NodeSlot
@@ -33,7 +33,7 @@ from packprop.engine.graph.outline import Outline
 from packprop.engine.graph.reading import Constants
 from packprop.engine.graph.site import Site
 from packprop.engine.recording.marks import RecordedLoss
-from packprop.engine.tensors.hooks import Hooks, is_hooked
+from packprop.engine.tensors.hooks import Hooks, has_hooks_of_user, is_hooked
 from packprop.engine.tensors.state import version
 
 
@@ -63,7 +63,7 @@ class _KeptUse:
     """A use without its node.
 
     Args:
-        use: The use; each pass gets a copy with its own node.
+        use: The use.
         place: The number of the node in the outline.
         outputs: The outputs that the pass reaches.
         rule: The rule that made its entries.
@@ -105,6 +105,8 @@ class KeptWalk:
         self._modules = [weakref.ref(module) for module in graph.modules]
         self._order = [places[node] for node in graph.order]
         self._found = graph.samples, graph.source_layouts, graph.structure, graph.signature
+        self._summing = [places[node] for node in (*graph.reading.uses, *graph.reading.made_of_parameters)]
+        self._nodes: Sequence[Node] = []
         self._notes: dict[Any, Any] = {}
         self.leaves = outlined.leaves
         """The parameters that enter the uses."""
@@ -126,9 +128,27 @@ class KeptWalk:
     def release(self) -> None:
         """Forget the nodes of a pass."""
         for kept in self._uses:
+            kept.use.nodes = {}
             for slot, _ in kept.slots:
                 slot.node = None
+        self._nodes = []
         self._lock.release()
+
+    def meets_hooks(self, everywhere: bool) -> bool:
+        """Tell whether the user has put hooks on nodes of the graph that this walk is bound to.
+
+        A look at a node leaves something behind that autograd calls in the pass, so it costs time twice.
+
+        Args:
+            everywhere: Whether packprop sweeps through the graph by itself, without any hook. Otherwise only
+                hooks on gradients of parameters matter, which are sums over samples.
+        """
+        places = range(len(self._nodes)) if everywhere else self._summing
+        return any(
+            has_hooks_of_user(self._nodes[place])
+            for place in places
+            if not hasattr(self._nodes[place], "variable")
+        )
 
     def _bound(
         self, outlined: Outline, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
@@ -157,10 +177,9 @@ class KeptWalk:
                 return None
             for slot, place in kept.slots:
                 slot.node = nodes[place]
-            use = object.__new__(ReachedUse)
-            vars(use).update(vars(kept.use))  # copy.copy takes five times as long
-            use.nodes = {number: (node, number) for number in kept.outputs}
-            graph.uses.append(use)
+            kept.use.nodes = {number: (node, number) for number in kept.outputs}
+        graph.uses = [kept.use for kept in self._uses]
+        self._nodes = nodes
         graph.order = [nodes[place] for place in self._order]
         graph.hooks = Hooks(leaf for leaf in self.leaves if is_hooked(leaf))
         graph.samples, graph.source_layouts, graph.structure, graph.signature = self._found

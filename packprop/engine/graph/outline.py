@@ -13,7 +13,6 @@ from packprop.engine.functions.losses import LOSSES
 from packprop.engine.functions.nodes import is_from_outside, made_by
 from packprop.engine.functions.operands import EXPONENTS, numbers_of_type
 from packprop.engine.recording.marks import HOOKS, LOSS, OUTPUT, RETAINS, ForwardCall, RecordedLoss, marks_of
-from packprop.engine.tensors.hooks import has_hooks_of_user
 
 
 class Outline(NamedTuple):
@@ -40,9 +39,9 @@ class Outline(NamedTuple):
 def outline(roots: Sequence[Tensor]) -> Outline | None:
     """Return the outline of a graph; ``None`` if the key would not tell what a pass through it computes.
 
-    These are graphs with hooks of the user on nodes and on tensors that are no leaves, with functions that
-    PyTorch does not define, with losses of the user's own, with declared documents, with nested tensors, and
-    with leaves that are no parameters.
+    These are graphs with hooks of the user on tensors that are no leaves, with functions that PyTorch does not
+    define, with losses of the user's own, with declared documents, with nested tensors, and with leaves that
+    are no parameters.
     """
     nodes: list[Node] = []
     key: list[Any] = []
@@ -65,7 +64,7 @@ def outline(roots: Sequence[Tensor]) -> Outline | None:
             key += (id(leaf), *leaf.shape, leaf.dtype, leaf.device)
             continue
         marks = marks_of(node)
-        if is_from_outside(node) or HOOKS in marks or RETAINS in marks or has_hooks_of_user(node):
+        if is_from_outside(node) or HOOKS in marks or RETAINS in marks:
             return None
         if marks:
             if LOSS in marks:

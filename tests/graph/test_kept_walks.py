@@ -19,6 +19,7 @@ from packprop import extensions
 from packprop.engine import user_pass
 from packprop.engine.algebra.one_by_one import evaluate_together
 from packprop.engine.graph.kept_walk import KeptWalk
+from packprop.engine.graph.sweep import Watch
 from packprop.engine.passes.direct import DirectPass
 from packprop.types import Extension
 from tests.references.running import assert_near
@@ -392,6 +393,36 @@ def test_out_of_memory_at_one_leaf(served: Served, monkeypatch: pytest.MonkeyPat
     assert refused[0] > 2
     run.number -= 1
     compare(found, run.step())
+
+
+def test_a_use_that_the_pass_does_not_reach_has_zeros(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(first_order)
+    for _ in range(FIRST):
+        run.step()
+    finish = Watch._finish
+
+    def missing(watch: Any, use: Any) -> None:
+        watch._pending.pop(use) if use.name == "layer_norm" else finish(watch, use)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Watch, "_finish", missing)
+        found = run.step()
+    assert served.direct == 2
+    assert found["norm.weight.batch_l2"].tolist() == [0.0] * 5
+    assert not found["norm.bias.variance"].any()
+    assert found["last.weight.batch_l2"].all()
+
+
+def test_a_walk_that_never_holds_is_not_made_again_and_again(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, made = Run(ASKED["norms"]), list[None]()
+    make = KeptWalk.__init__
+    monkeypatch.setattr(KeptWalk, "__init__", lambda *given: (made.append(None), make(*given))[1])
+    for number in range(20):
+        run.model.alpha = 1.0 + number / 10
+        run.check(monkeypatch)
+    assert 1 < len(made) < 10
 
 
 def test_values_that_are_not_finite_are_told(served: Served) -> None:

@@ -85,9 +85,10 @@ class KeptWalk:
     Args:
         graph: What the walk has found, with its samples located.
         outlined: The outline of the graph.
+        faults: The number of passes that walks with the same key did not hold for.
     """
 
-    def __init__(self, graph: Graph, outlined: Outline) -> None:
+    def __init__(self, graph: Graph, outlined: Outline, faults: int = 0) -> None:
         places, losses = outlined.places, {loss.node: loss for loss in graph.losses}
         self._lock = threading.Lock()
         self._uses = [_kept(use, places) for use in graph.uses]
@@ -110,6 +111,8 @@ class KeptWalk:
         self._notes: dict[Any, Any] = {}
         self.leaves = outlined.leaves
         """The parameters that enter the uses."""
+        self.faults, self.is_stale = faults, False
+        """The number of passes that walks with this key did not hold for; whether this one was among them."""
 
     def bind(
         self, outlined: Outline, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
@@ -120,10 +123,14 @@ class KeptWalk:
         """
         if not self._lock.acquire(blocking=False):
             return None
-        graph = self._bound(outlined, roots, gradients)
-        if graph is None:
-            self.release()
-        return graph
+        graph = None
+        try:
+            graph = self._bound(outlined, roots, gradients)
+            return graph
+        finally:
+            if graph is None:
+                self.faults, self.is_stale = self.faults + 1, True
+                self.release()
 
     def release(self) -> None:
         """Forget the nodes of a pass."""

@@ -20,7 +20,7 @@ from packprop.engine.algebra.one_by_one import evaluate_together
 from packprop.engine.algebra.order import fold_to
 from packprop.engine.algebra.partial import ONE, Extent, Partial
 from packprop.engine.algebra.statistics import per_sample_grad, summed_grad
-from packprop.engine.algebra.structures import Outer, Statistical, Structure
+from packprop.engine.algebra.structures import Dense, Outer, Statistical, Structure
 from packprop.engine.graph.graph import ReachedUse
 from packprop.engine.graph.site import Site
 from packprop.engine.graph.sweep import Watch
@@ -29,7 +29,8 @@ from packprop.engine.passes.autocast import AutocastRegions
 from packprop.engine.passes.finite import FiniteCheck
 from packprop.engine.passes.gradient import Backward, hand_over, summed_leaves
 from packprop.engine.passes.request import Request, tasks_by_seed
-from packprop.engine.passes.saving import ResultSaver, grows
+from packprop.engine.passes.saving import ResultSaver
+from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.errors import OfParameter
 from packprop.types import GRADIENT, Extension
 
@@ -68,6 +69,8 @@ class DirectPass:
         self._finite = FiniteCheck()
         self._notes: _Notes | None = request.graph.notes.get((*self._statistics, request.chunk_sizes))
         self._gradients: dict[int, Tensor] = {}
+        self._left = {id(leaf): leaf for leaf in request.graph.leaves()}
+        self._spare: dict[tuple[Extension, int], Tensor] | None = None
 
     @property
     def is_possible(self) -> bool:
@@ -100,8 +103,7 @@ class DirectPass:
         graph, notes = self._request.graph, self._notes
         assert notes is not None
         self._summed = set(map(id, notes.summed))
-        self._spare = self._saver.take_off(self._request.extensions, self._reuses and self._has_rows)
-        self._autocast = AutocastRegions.now({leaf.device.type for leaf in graph.leaves()})
+        self._autocast = AutocastRegions.now({leaf.device.type for leaf in self._left.values()})
         watch = Watch(graph.uses, self._visit, graph.hooks)
         complete = False
         try:
@@ -109,6 +111,8 @@ class DirectPass:
             complete = True
         finally:
             watch.close(complete)
+        for leaf in list(self._left.values()):
+            self._save_zeros(leaf)
         hand_over([(leaf, self._gradients[id(leaf)]) for leaf in notes.summed if id(leaf) in self._gradients])
         self._finite.warn(graph)
 
@@ -117,10 +121,13 @@ class DirectPass:
         return per_sample_grad in self._statistics
 
     def _visit(self, use: ReachedUse, cotangents: list[Tensor | None]) -> None:
+        if self._spare is None:
+            self._spare = self._saver.take_off(self._request.extensions, self._reuses and self._has_rows)
         with self._autocast.switched(False):
             if not self._sums:
                 self._finite.note([site.leaf for site in use.sites], cotangents)
             for site in use.sites:
+                del self._left[id(site.leaf)]
                 try:
                     results = self._results(use, site, cotangents)
                 except torch.OutOfMemoryError:
@@ -145,21 +152,33 @@ class DirectPass:
             self._gradients[id(leaf)] = total.to(leaf.dtype)
         else:
             values = evaluate_together(structure, statistics)
-        if len(values) == 1:
-            return {self._request.extensions[0]: values}
-        rest = iter(values)
-        return {each: [next(rest) for _ in each.rows] for each in self._request.extensions}
+        return self._by_extension(values)
 
     def _written_in_place(self, leaf: Tensor, structure: Outer) -> Structure:
         """Return the structure, with the memory of the result to write per-sample gradients to."""
         cotangent, samples = structure.cotangent, self._request.graph.samples
         if cotangent is None or structure.fold is not fold_to(leaf.shape) or leaf.dtype != cotangent.dtype:
             return structure
-        extension = next(each for each in self._request.extensions if grows(each))
-        row = self._rows[self._statistics.index(per_sample_grad)]
-        result = Partial(row.over_v, row.over_n, self._spare.pop((extension, id(leaf)), None))
+        pairs = ((each, row) for each in self._request.extensions for row in each.rows)
+        extension, row = next(pair for pair in pairs if pair[1].statistic is per_sample_grad)
+        spare = None if self._spare is None else self._spare.pop((extension, id(leaf)), None)
+        result = Partial(row.over_v, row.over_n, spare)
         out = result.out(cotangent.new_empty(()), leaf.shape, ONE, Extent(0, samples, samples))
         return structure if out is None else replace(structure, out=out)
+
+    def _save_zeros(self, leaf: Tensor) -> None:
+        """Save the values of a leaf that the pass has not reached: its gradients are zero."""
+        shape = 1, self._request.graph.samples, *leaf.shape
+        zeros = Dense(leaf.new_zeros(shape, dtype=accumulation_dtype(leaf.dtype)))
+        with torch.no_grad():
+            self._saver.save(leaf, self._by_extension([statistic(zeros) for statistic in self._statistics]))
+
+    def _by_extension(self, values: list[Any]) -> dict[Extension, list[Any]]:
+        """Return the values of all rows, by the extension that they belong to."""
+        if len(values) == 1:
+            return {self._request.extensions[0]: values}
+        rest = iter(values)
+        return {each: [next(rest) for _ in each.rows] for each in self._request.extensions}
 
     def _take_in_chunks(self, use: ReachedUse, site: Site, cotangents: list[Tensor | None]) -> None:
         """Take the statistics of one leaf in chunks, because those of all samples did not fit into memory."""

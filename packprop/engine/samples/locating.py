@@ -39,6 +39,10 @@ MANY = 256
 """The number of kinds of passes that are remembered for a module."""
 
 
+FAULTS = 8
+"""Walks with one key that did not hold for so many passes are not made again."""
+
+
 MANY_WALKS = 16
 """The number of walks that are kept for a module."""
 
@@ -216,12 +220,15 @@ def keep_walk(graph: Graph, outlined: Outline) -> None:
         graph.signature in memory.locations and graph.signature in memory.separate_losses
     ):
         return
+    before = memory.walks.get(outlined.key)
+    if before is not None and (not before.is_stale or before.faults >= FAULTS):
+        return
     own = set(map(id, module.parameters()))
     memory.walks = {key: walk for key, walk in memory.walks.items() if own.issuperset(map(id, walk.leaves))}
     if len(memory.walks) >= MANY_WALKS:
         memory.walks.clear()
     if own.issuperset(map(id, outlined.leaves)):
-        memory.walks[outlined.key] = KeptWalk(graph, outlined)
+        memory.walks[outlined.key] = KeptWalk(graph, outlined, 0 if before is None else before.faults)
 
 
 def copy_sample_locations(copy: nn.Module, original: nn.Module) -> None:

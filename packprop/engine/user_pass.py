@@ -176,7 +176,10 @@ def _ran_again(
             one.saver.warn_of_large()
         else:
             settle_loss_inputs(graph, options.extensions, kept=call.keeps_graph)
-            one.run(request, direct.log())
+            notes = direct.notes()
+            one.run(request, None if notes is None else notes.log)
+            if notes is not None:
+                graph.notes.append(notes)
     finally:
         kept.release()
     return True
@@ -190,7 +193,7 @@ def _may_repeat(options: PassOptions, call: BackwardCall, joint: JointPass | Non
     """Tell whether a walk that earlier passes kept may serve a pass, and the walk of this one later passes."""
     if joint is not None or options.clips_or_probes or call.create_graph or call.leaves is not None:
         return False
-    if is_traced() or is_dry_run():
+    if is_traced() or is_dry_run() or not any(not each.of_batch for each in options.extensions):
         return False
     return not any(
         extension.keeps_graph or row.seed.kind not in REPEATED or row.seed.by_token

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,11 +19,13 @@ from torch.utils.checkpoint import checkpoint
 import packprop
 from packprop import extensions
 from packprop.engine import user_pass
+from packprop.engine.algebra.monoid import Monoid
 from packprop.engine.algebra.one_by_one import evaluate_together
+from packprop.engine.algebra.statistics import sum_sq
 from packprop.engine.graph.kept_walk import KeptWalk
 from packprop.engine.graph.sweep import Watch
 from packprop.engine.passes.direct import DirectPass
-from packprop.types import Extension
+from packprop.types import GRADIENT, Extension, Row
 from tests.references.running import assert_near
 
 FIRST = 4
@@ -476,3 +480,136 @@ def test_functional_losses_and_embeddings(served: Served, monkeypatch: pytest.Mo
             expected = step(seed)
         compare(found, expected)
     assert served.direct
+
+
+class OfTheBatch(Extension):
+    """A sum of squares for which the batch is one sample."""
+
+    savefield = "of_the_batch"
+    of_batch = True
+    rows = (Row(GRADIENT, sum_sq),)
+
+
+def whole_batch() -> list[Extension]:
+    return [OfTheBatch()]
+
+
+def test_a_quantity_of_the_whole_batch_between_those_of_samples(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the batch as one sample: neither keeps it a walk for the others, nor do they keep one for it."""
+    run = Run(ASKED["norms"])
+    for asked in [ASKED["norms"], whole_batch, whole_batch, ASKED["norms"], ASKED["norms"], whole_batch]:
+        run.asked = asked
+        run.check(monkeypatch)
+    assert served.kept
+
+
+class Turned(nn.Module):
+    """A network with a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128))
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.view_as_real(x.to(torch.complex128) @ self.turn).flatten(1))
+        return out
+
+
+def test_what_a_pass_refuses_later_passes_refuse(served: Served) -> None:
+    """A pass that fails says nothing about later ones."""
+    model = Turned().double()
+    run = Run(ASKED["rows"], model)
+    for _ in range(FIRST):
+        run.step()
+    assert served.direct
+    run.asked = ASKED["norms"]
+    for _ in range(3):
+        with pytest.raises(packprop.errors.PackpropError, match="complex"):
+            run.step()
+
+
+def test_results_of_monoids(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A monoid turns the last partial result into the value, also if it is the only one."""
+    norm = Monoid("NORM", lambda a, b: a + b, torch.sqrt)
+
+    class Norm(Extension):
+        savefield = "norm_of_all"
+        rows = (Row(GRADIENT, sum_sq, over_n=norm),)
+
+    run = Run(lambda: [Norm()])
+    for _ in range(FIRST):
+        run.check(monkeypatch)
+    assert served.direct
+
+
+def test_statistics_that_are_new_in_each_pass(served: Served) -> None:
+    """What passes note about them does not pile up."""
+    made: list[weakref.ref[Any]] = []
+
+    class Fresh(Extension):
+        savefield = "fresh"
+
+        @property
+        def rows(self) -> tuple[Row, ...]:
+            def statistic(structure: Any) -> Any:
+                return sum_sq(structure)
+
+            made.append(weakref.ref(statistic))
+            return (Row(GRADIENT, statistic),)
+
+    run = Run(lambda: [Fresh()])
+    for _ in range(30):
+        run.step()
+    gc.collect()
+    alive = sum(reference() is not None for reference in made)
+    assert served.kept > 20
+    assert alive < 20
+
+
+def test_a_model_that_a_hook_on_its_parameter_refers_to() -> None:
+    """A kept walk holds parameters: it must not keep alive what their hooks refer to."""
+
+    def gone() -> weakref.ref[nn.Module]:
+        run = Run(ASKED["norms"])
+        model = run.model
+        model.last.weight.register_hook(lambda gradient: gradient * len(model.__dict__) ** 0)
+        for _ in range(FIRST):
+            run.step()
+        return weakref.ref(model)
+
+    reference = gone()
+    gc.collect()
+    assert reference() is None
+
+
+def test_an_interrupt_while_a_walk_is_bound(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(ASKED["norms"])
+    for _ in range(FIRST):
+        run.step()
+    before = served.kept
+
+    def interrupted(node: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("packprop.engine.graph.kept_walk.rule_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.step()
+    run.check(monkeypatch)
+    assert served.kept == before + 1
+
+
+def test_a_copy_keeps_no_walk_of_its_original(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(ASKED["norms"])
+    for _ in range(FIRST):
+        run.step()
+    for copied in (copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))):
+        run.model, before = copied, served.kept
+        run.check(monkeypatch)
+        assert served.kept == before
+        run.check(monkeypatch)
+        run.check(monkeypatch)
+        assert served.kept > before

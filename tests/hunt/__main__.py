@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import tempfile
@@ -23,6 +24,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the first; the others follow")
     parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no program after so long")
+    parser.add_argument("--passes", type=int, default=1, help="look at the last of so many passes")
     parser.add_argument("--only", type=int, help="one program: print it and all of what came of it")
     parser.add_argument(
         "--report", type=Path, default=Path(tempfile.gettempdir(), "hunt.json"), help="where the report goes"
@@ -39,7 +41,7 @@ def main() -> int:
         return _operators(chosen.operators)
     if chosen.only is not None:
         start()
-        return _one(chosen.only)
+        return _one(chosen.only, chosen.passes)
     seeds = range(chosen.seed, chosen.seed + chosen.graphs)
     end = time.monotonic() + chosen.seconds
     report = Report()
@@ -48,10 +50,11 @@ def main() -> int:
         for seed in seeds:
             if time.monotonic() > end:
                 break
-            report.add(*examine(seed))
+            report.add(*examine(seed, chosen.passes))
     else:
+        examined = functools.partial(examine, passes=chosen.passes)
         with multiprocessing.get_context("spawn").Pool(chosen.jobs, start) as pool:
-            for seed, text, tags, outcomes in pool.imap_unordered(examine, seeds, chunksize=8):
+            for seed, text, tags, outcomes in pool.imap_unordered(examined, seeds, chunksize=8):
                 report.add(seed, text, tags, outcomes)
                 if time.monotonic() > end:
                     pool.terminate()
@@ -77,8 +80,8 @@ def _operators(names: str) -> int:
     return 1 if bad else 0
 
 
-def _one(seed: int) -> int:
-    program, outcomes = hunt(seed)
+def _one(seed: int, passes: int) -> int:
+    program, outcomes = hunt(seed, passes=passes)
     print(program.text)
     for outcome in outcomes:
         print(f"\n=== {outcome.quantity}: {outcome.status}: {outcome.reason}\n{outcome.detail}")

@@ -12,7 +12,7 @@ def start() -> None:
     torch.set_num_threads(1)
 
 
-def examine(seed: int) -> tuple[int, str, tuple[str, ...], list[Outcome]]:
+def examine(seed: int, passes: int = 1) -> tuple[int, str, tuple[str, ...], list[Outcome]]:
     """What travels between processes about one program."""
-    program, outcomes = hunt(seed)
+    program, outcomes = hunt(seed, passes=passes)
     return seed, program.text, program.tags, outcomes

@@ -77,18 +77,20 @@ def doubles() -> Iterator[None]:
             torch.set_default_dtype(before)
 
 
-def hunt(seed: int, quantities: tuple[str, ...] | None = None) -> tuple[Program, list[Outcome]]:
-    """Write the program of a seed, and try all quantities on it."""
+def hunt(
+    seed: int, quantities: tuple[str, ...] | None = None, passes: int = 1
+) -> tuple[Program, list[Outcome]]:
+    """Write the program of a seed, and try all quantities on it, in the last of some passes."""
     program = write(seed)
     with doubles():
         try:
-            return program, list(_tried(program, quantities or tuple(QUANTITIES)))
+            return program, list(_tried(program, quantities or tuple(QUANTITIES), passes))
         except Exception as error:
             reason = f"the hunt itself: {type(error).__name__}: {error}"[:110]
             return program, [Outcome("program", "crashed", reason, traceback.format_exc())]
 
 
-def _tried(program: Program, quantities: tuple[str, ...]) -> Iterator[Outcome]:
+def _tried(program: Program, quantities: tuple[str, ...], passes: int) -> Iterator[Outcome]:
     truth = Truth(program)
     if not truth.invalid:
         mixing = truth.mixing
@@ -101,9 +103,9 @@ def _tried(program: Program, quantities: tuple[str, ...]) -> Iterator[Outcome]:
             "program", "invalid", "samples meet in what is made of the inputs alone, which are constants"
         )
         return
-    plain, changes = run(program, []), ""
+    plain, changes = run(program, [], passes), ""
     for quantity in quantities:
-        outcome, seen = _outcome(program, truth, quantity, plain, mixing)
+        outcome, seen = _outcome(program, truth, quantity, plain, mixing, passes)
         yield outcome
         if seen is not None and not changes:
             changes = changed(seen, plain)
@@ -113,11 +115,11 @@ def _tried(program: Program, quantities: tuple[str, ...]) -> Iterator[Outcome]:
 
 
 def _outcome(
-    program: Program, truth: Truth, quantity: str, plain: Seen, mixing: str
+    program: Program, truth: Truth, quantity: str, plain: Seen, mixing: str, passes: int
 ) -> tuple[Outcome, Seen | None]:
     seen = None
     try:
-        seen = run(program, [make() for make in QUANTITIES[quantity]])
+        seen = run(program, [make() for make in QUANTITIES[quantity]], passes)
     except PackpropError as error:
         why = re.sub(r"'[^']*'", "'...'", re.sub(r"\d+", "#", error.why))[:110]
         return Outcome(quantity, "refused", why, str(error)), None
@@ -135,27 +137,22 @@ def _outcome(
     return Outcome(quantity, "right", f"mixed by the {mixing}" if mixing else "separate"), seen
 
 
-def run(program: Program, asked: list[Any]) -> Seen:
-    """Run a program forward and backward, with packprop if something is asked for, and look at everything."""
+def run(program: Program, asked: list[Any], passes: int = 1) -> Seen:
+    """Run a program forward and backward, with packprop if something is asked for, and look at everything.
+
+    Passes before the last one have data of their own: packprop may keep from them what holds for the last.
+    """
     made, seen = build(program), Seen()
     watch = _Watch(made, program.seed)
     if asked:
         packprop.extend(made.model, sample_axis=1 if made.reading.positions_first else None)
         for module in made.loss_modules:
             packprop.extend(module)
-    torch.manual_seed(program.seed + 2)
-    with packprop.record() if asked and program.functional else nullcontext():
-        f = made.model(made.inputs)
-        watch.activation()
-        losses = made.space["loss"](f, made.targets, made.model)
-    before = watch.hooks()
-    with packprop.backpack(*asked) if asked else nullcontext():
-        if isinstance(losses, tuple):
-            torch.autograd.backward(list(losses))
-        else:
-            losses.backward()
+    for _ in range(passes - 1):
+        _pass(program, made, asked, made.space["data"]())
+        made.model.zero_grad()
+    f = _pass(program, made, asked, (made.inputs, made.targets), watch)
     seen.state = watch.state(f)
-    seen.state["hooks stay"] = watch.hooks() == before
     for extension in asked:
         seen.values[extension.savefield] = {
             name: vars(p).get(extension.savefield) for name, p in made.model.named_parameters()
@@ -163,11 +160,31 @@ def run(program: Program, asked: list[Any]) -> Seen:
     return seen
 
 
+def _pass(program: Program, made: Instance, asked: list[Any], data: Any, watch: _Watch | None = None) -> Tensor:
+    """Go forward and backward once; return what the model returned."""
+    inputs, targets = data
+    torch.manual_seed(program.seed + 2)
+    with packprop.record() if asked and program.functional else nullcontext():
+        f = made.model(inputs)
+        if watch is not None:
+            watch.activation()
+        losses = made.space["loss"](f, targets, made.model)
+    before = [] if watch is None else watch.hooks()
+    with packprop.backpack(*asked) if asked else nullcontext():
+        if isinstance(losses, tuple):
+            torch.autograd.backward(list(losses))
+        else:
+            losses.backward()
+    if watch is not None:
+        watch.hooks_stay = watch.hooks() == before
+    return f
+
+
 class _Watch:
     """Hooks of a user, and what they and the user's tensors show after a pass."""
 
     def __init__(self, made: Instance, seed: int) -> None:
-        self.made, self.calls, self.kept = made, Counter[str](), None
+        self.made, self.calls, self.kept, self.hooks_stay = made, Counter[str](), None, True
         self.kind, pick = seed % 12, seed // 12
         modules, parameters = list(made.model.modules())[1:], list(made.model.parameters())
         if modules and self.kind == 0:
@@ -222,6 +239,7 @@ class _Watch:
             "requires_grad": [p.requires_grad for p in model.parameters()],
             "training": [module.training for module in model.modules()],
             "calls of hooks": dict(self.calls),
+            "hooks stay": self.hooks_stay,
         }
 
 

@@ -121,6 +121,11 @@ class Partial:
         return like.new_empty(shape)
 
 
+def whole(value: Any, over_v: Monoid, over_n: Monoid) -> Any:
+    """Return the result that consists of one value, of all columns and samples."""
+    return over_v.result(lift(over_v, over_n.result(lift(over_n, value))))
+
+
 class _Running:
     """Merge the partial results so far; add in place to a sum that only this object refers to."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -195,7 +195,7 @@ class Graph:
     asked: str = "Quantities of single samples were asked for."
     reading: Any = None
     again: Callable[[], Graph] | None = None
-    notes: dict[Any, Any] = field(default_factory=dict)
+    notes: deque[Any] = field(default_factory=deque)
     is_settled: bool = False
 
     @property

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,9 @@ from packprop.engine.graph.site import Site
 from packprop.engine.recording.marks import RecordedLoss
 from packprop.engine.tensors.hooks import Hooks, has_hooks_of_user, is_hooked
 from packprop.engine.tensors.state import version
+
+MANY = 8
+"""The number of requests of which passes of one structure keep notes."""
 
 
 def may_be_kept(graph: Graph, outlined: Outline) -> bool:
@@ -108,7 +112,7 @@ class KeptWalk:
         self._found = graph.samples, graph.source_layouts, graph.structure, graph.signature
         self._summing = [places[node] for node in (*graph.reading.uses, *graph.reading.made_of_parameters)]
         self._nodes: Sequence[Node] = []
-        self._notes: dict[Any, Any] = {}
+        self._notes: deque[Any] = deque(maxlen=MANY)
         self.leaves = outlined.leaves
         """The parameters that enter the uses."""
         self.faults, self.is_stale = faults, False

@@ -9,7 +9,7 @@ pass through a small model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from packprop.engine.algebra.one_by_one import evaluate_together
 from packprop.engine.algebra.order import fold_to
-from packprop.engine.algebra.partial import ONE, Extent, Partial
+from packprop.engine.algebra.partial import ONE, Extent, Partial, whole
 from packprop.engine.algebra.statistics import per_sample_grad, summed_grad
 from packprop.engine.algebra.structures import Dense, Outer, Statistical, Structure
 from packprop.engine.graph.graph import ReachedUse
@@ -26,30 +26,39 @@ from packprop.engine.graph.site import Site
 from packprop.engine.graph.sweep import Watch
 from packprop.engine.passes.accumulator import Accumulator, smallest_sums
 from packprop.engine.passes.autocast import AutocastRegions
+from packprop.engine.passes.chunks import ChunkSizes
 from packprop.engine.passes.finite import FiniteCheck
 from packprop.engine.passes.gradient import Backward, hand_over, summed_leaves
 from packprop.engine.passes.request import Request, tasks_by_seed
 from packprop.engine.passes.saving import ResultSaver
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.errors import OfParameter
-from packprop.types import GRADIENT, Extension
+from packprop.types import GRADIENT, Extension, Row
 
 ALL = slice(None)
 
 
 @dataclass
-class _Notes:
-    """The notes of a pass for later ones with equal statistics.
+class Notes:
+    """The notes of a pass for later ones with equal statistics, which are kept if it succeeds.
 
     Args:
-        is_direct: Whether they can be direct.
+        asked: Its rows, and its sizes of chunks.
+        samples: The number of samples.
+        is_direct: Whether later passes can be direct.
         summed: Leaves whose gradient packprop sums itself; see NOTE [One product for two].
         others: All other leaves.
     """
 
+    asked: tuple[list[Row], ChunkSizes]
+    samples: int
     is_direct: bool
     summed: list[Tensor]
     others: list[Tensor]
+
+    def log(self, leaf: Tensor, uses: Sequence[ReachedUse], structure: Statistical, step: int) -> None:
+        """Note the size of a chunk of samples."""
+        self.is_direct &= step >= self.samples
 
 
 class DirectPass:
@@ -67,7 +76,8 @@ class DirectPass:
         self._statistics = [row.statistic for row in self._rows]
         self._sums = any(row.sums or row.condenses for row in self._rows)
         self._finite = FiniteCheck()
-        self._notes: _Notes | None = request.graph.notes.get((*self._statistics, request.chunk_sizes))
+        self._asked = self._rows, request.chunk_sizes
+        self._notes = next((notes for notes in request.graph.notes if notes.asked == self._asked), None)
         self._gradients: dict[int, Tensor] = {}
         self._left = {id(leaf): leaf for leaf in request.graph.leaves()}
         self._spare: dict[tuple[Extension, int], Tensor] | None = None
@@ -84,19 +94,14 @@ class DirectPass:
             row.seed == GRADIENT and row.after is None and not row.of_parameter for row in self._rows
         ) and not any(extension.subsampling for extension in self._request.extensions)
 
-    def log(self) -> Callable[[Tensor, Sequence[ReachedUse], Statistical, int], None] | None:
-        """Return the log of an ordinary pass, which notes whether later ones can be direct."""
+    def notes(self) -> Notes | None:
+        """Return the notes of an ordinary pass; ``None`` if it need not take any."""
         if self._notes is not None or not self._is_of_gradients:
             return None
         graph = self._request.graph
         is_direct = not any(use.waits or len(use.nodes) > 1 for use in graph.uses)
-        notes = _Notes(is_direct, *summed_leaves(self._request, self._statistics))
-        graph.notes[*self._statistics, self._request.chunk_sizes] = notes
-
-        def log(leaf: Tensor, uses: Sequence[ReachedUse], structure: Statistical, step: int) -> None:
-            notes.is_direct &= step >= graph.samples
-
-        return log
+        leaves = summed_leaves(self._request, self._statistics)
+        return Notes(self._asked, graph.samples, is_direct, *leaves)
 
     def run(self, backward: Backward) -> None:
         """Run the user's own pass, and take the statistics along with it."""
@@ -174,7 +179,8 @@ class DirectPass:
             self._saver.save(leaf, self._by_extension([statistic(zeros) for statistic in self._statistics]))
 
     def _by_extension(self, values: list[Any]) -> dict[Extension, list[Any]]:
-        """Return the values of all rows, by the extension that they belong to."""
+        """Return the results of all rows, by the extension that they belong to."""
+        values = [whole(value, row.over_v, row.over_n) for value, row in zip(values, self._rows, strict=True)]
         if len(values) == 1:
             return {self._request.extensions[0]: values}
         rest = iter(values)

@@ -41,11 +41,17 @@ EXTENDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Handles(list[RemovableHandle]):
-    """The handles of the hooks on an extended module; copied with it, they note the copy as extended."""
+    """The handles of the hooks on an extended module; copied with it, they note the copy as extended.
+
+    They also keep what passes leave for later ones and refers to parameters, because the garbage collector only
+    sees a circle through a parameter and a user's hook on it if the module itself begins the circle. Copies
+    begin without it.
+    """
 
     def __init__(self, module: nn.Module | None, handles: Iterable[RemovableHandle]) -> None:
         super().__init__(handles)
         self._module = None if module is None else weakref.ref(module)
+        self.walks: dict[Any, Any] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copied_handles, (None if self._module is None else self._module(), [*self])

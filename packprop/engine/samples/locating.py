@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from packprop.engine.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.engine.graph.kept_walk import KeptWalk, may_be_kept
 from packprop.engine.graph.outline import Outline
 from packprop.engine.graph.own_backward import require_linear_backward, require_no_nested_backward, starts_of
+from packprop.engine.recording.marks import HANDLES
 from packprop.engine.samples.feeding import Feed, first_of, model_outputs
 from packprop.engine.samples.hidden_mixing import Look, constants_of, dependence, find_hidden
 from packprop.engine.samples.loss_mixing import require_separate_losses
@@ -74,7 +75,6 @@ class _Memory:
         looks: By signature, when passes whose values keep the samples apart are looked at again.
         structures: Structures that were looked at so, at some shapes, for any two samples.
         separate_losses: Signatures of passes whose losses are sums over samples for all values.
-        walks: By the key of an outline, walks that hold for every pass with this key.
     """
 
     locations: dict[int, _SampleLocations] = field(default_factory=dict)
@@ -82,7 +82,6 @@ class _Memory:
     looks: dict[int, Look] = field(default_factory=dict)
     structures: set[int] = field(default_factory=set)
     separate_losses: set[int] = field(default_factory=set)
-    walks: dict[Any, KeptWalk] = field(default_factory=dict)
 
 
 _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -203,8 +202,8 @@ def require_terms(graph: Graph) -> None:
 def kept_walk(outlined: Outline) -> KeptWalk | None:
     """Return the walk that is kept for graphs of an outline, if there is one."""
     module = next((forward.module() for _, forward, _, _ in outlined.outputs), None)
-    memory = None if module is None else _KNOWN.get(module)
-    return None if memory is None else memory.walks.get(outlined.key)
+    handles = None if module is None else vars(module).get(HANDLES)
+    return None if handles is None else handles.walks.get(outlined.key)
 
 
 def keep_walk(graph: Graph, outlined: Outline) -> None:
@@ -215,27 +214,29 @@ def keep_walk(graph: Graph, outlined: Outline) -> None:
     module = next((forward.module() for _, forward, _, _ in outlined.outputs), None)
     if module is None or not may_be_kept(graph, outlined):
         return
-    memory = _KNOWN.get(module)
-    if memory is None or not (
-        graph.signature in memory.locations and graph.signature in memory.separate_losses
+    memory, handles = _KNOWN.get(module), vars(module).get(HANDLES)
+    if (
+        memory is None
+        or handles is None
+        or not (graph.signature in memory.locations and graph.signature in memory.separate_losses)
     ):
         return
-    before = memory.walks.get(outlined.key)
+    before = handles.walks.get(outlined.key)
     if before is not None and (not before.is_stale or before.faults >= FAULTS):
         return
     own = set(map(id, module.parameters()))
-    memory.walks = {key: walk for key, walk in memory.walks.items() if own.issuperset(map(id, walk.leaves))}
-    if len(memory.walks) >= MANY_WALKS:
-        memory.walks.clear()
+    handles.walks = {key: walk for key, walk in handles.walks.items() if own.issuperset(map(id, walk.leaves))}
+    if len(handles.walks) >= MANY_WALKS:
+        handles.walks.clear()
     if own.issuperset(map(id, outlined.leaves)):
-        memory.walks[outlined.key] = KeptWalk(graph, outlined, 0 if before is None else before.faults)
+        handles.walks[outlined.key] = KeptWalk(graph, outlined, 0 if before is None else before.faults)
 
 
 def copy_sample_locations(copy: nn.Module, original: nn.Module) -> None:
     """Take over for the copy of a module what passes through the original have shown."""
     memory = _KNOWN.get(original)
     if memory is not None:
-        _KNOWN[copy] = deepcopy(replace(memory, walks={}))
+        _KNOWN[copy] = deepcopy(memory)
 
 
 def _usual_locations(graph: Graph) -> _SampleLocations:

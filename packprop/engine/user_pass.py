@@ -160,10 +160,12 @@ def _ran_again(
 ) -> bool:
     """Run a pass that a kept walk serves; tell whether one does. See NOTE [Kept walks]."""
     kept = kept_walk(outlined)
-    graph = None if kept is None else kept.bind(outlined, call.roots, call.gradients)
-    if kept is None or graph is None:
+    if kept is None:
         return False
     try:
+        graph = kept.bind(outlined, call.roots, call.gradients)
+        if graph is None:
+            return False
         graph.asked = options.asked
         one = _Pass(options, call, backward, None, graph, options.saver(graph))
         request = one.request(drawn, chunk_sizes)
@@ -181,7 +183,7 @@ def _ran_again(
             if notes is not None:
                 graph.notes.append(notes)
     finally:
-        kept.release()
+        kept.release(outlined)
     return True
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import linecache
 import pickle
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -585,21 +587,48 @@ def test_a_model_that_a_hook_on_its_parameter_refers_to() -> None:
     assert reference() is None
 
 
-def test_an_interrupt_while_a_walk_is_bound(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+class Interruption:
+    """Interrupts some line of the functions that take hold of a walk."""
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+
+    def __call__(self, frame: Any, event: str, given: Any) -> Any:
+        return self._count if frame.f_code.co_name in ("_ran_again", "bind", "_bound") else None
+
+    def _count(self, frame: Any, event: str, given: Any) -> Any:
+        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        self.left -= event == "line" and "release(" not in source  # that no `finally` protects
+        if self.left < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return self._count
+
+
+def test_an_interrupt_at_any_line(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves no walk that serves no pass any more."""
     run = Run(ASKED["norms"])
     for _ in range(FIRST):
         run.step()
-    before = served.kept
-
-    def interrupted(node: Any) -> Any:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("packprop.engine.graph.kept_walk.rule_for", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run.step()
-    run.check(monkeypatch)
-    assert served.kept == before + 1
+    for line in range(1000):
+        interruption, tracing = Interruption(line), sys.gettrace()
+        loss = run.loss(run.model(data(line)[0]), data(line)[1])
+        try:
+            with packprop.backpack(extensions.BatchL2Grad()):
+                sys.settrace(interruption)
+                loss.backward()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(tracing)
+        del loss
+        run.check(monkeypatch)
+        before = served.kept
+        run.check(monkeypatch)
+        assert served.kept == before + 1, line
+        if interruption.left >= 0:
+            break
+    assert line > 50
 
 
 def test_a_copy_keeps_no_walk_of_its_original(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ is a use), or the walk is not kept at all: see ``may_be_kept``. A walk serves on
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -94,7 +93,7 @@ class KeptWalk:
 
     def __init__(self, graph: Graph, outlined: Outline, faults: int = 0) -> None:
         places, losses = outlined.places, {loss.node: loss for loss in graph.losses}
-        self._lock = threading.Lock()
+        self._served: dict[None, Outline] = {}  # the one pass that has it: only dictionaries set at once
         self._uses = [_kept(use, places) for use in graph.uses]
         self._constants = [(places[node], known) for node, known in graph.reading.answers.items()]
         self._products = [
@@ -123,9 +122,9 @@ class KeptWalk:
     ) -> Graph | None:
         """Return the graph of a pass, located and checked; ``None`` if the walk does not hold for it.
 
-        Until ``release``, no other pass can have it.
+        Until ``release``, which every call of ``bind`` needs, no other pass can have it.
         """
-        if not self._lock.acquire(blocking=False):
+        if self._served.setdefault(None, outlined) is not outlined:
             return None
         graph = None
         try:
@@ -134,16 +133,17 @@ class KeptWalk:
         finally:
             if graph is None:
                 self.faults, self.is_stale = self.faults + 1, True
-                self.release()
 
-    def release(self) -> None:
-        """Forget the nodes of a pass."""
+    def release(self, outlined: Outline) -> None:
+        """Forget the nodes of a pass, unless this walk serves another one."""
+        if self._served.get(None) is not outlined:
+            return
         for kept in self._uses:
             kept.use.nodes = {}
             for slot, _ in kept.slots:
                 slot.node = None
         self._nodes = []
-        self._lock.release()
+        self._served.clear()
 
     def meets_hooks(self, everywhere: bool) -> bool:
         """Tell whether the user has put hooks on nodes of the graph that this walk is bound to.

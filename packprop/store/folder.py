@@ -1,13 +1,10 @@
-"""Headers and locks in a store's folder, one of each for each shard."""
+"""Headers in a store's folder, one for each shard."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import os
 import re
-import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +13,8 @@ from typing import Any
 import torch
 
 from packprop.engine.algebra import Projection
-from packprop.errors import BadInput, PackpropError
+from packprop.errors import BadInput
+from packprop.store.files import LOCK, part_of, write_whole
 from packprop.store.plain import DESCRIPTIONS, dtype_of, name_of
 from packprop.store.schema import LARGEST, Size, Unfit, checksum_of, fitted, parsed
 
@@ -32,8 +30,8 @@ VERSION = 2
 KNOWN = (1, 2)
 """The versions that packprop reads; it refuses others."""
 
-HEADER, LOCK, SAMPLES = "header.json", "lock", "samples.npy"
-"""The files of a shard beside marks and arrays: the header, the lock, the identifiers of samples."""
+HEADER, SAMPLES = "header.json", "samples.npy"
+"""The files of a shard beside marks and arrays: the header, the identifiers of samples."""
 
 FILE = re.compile(r"(?!\.{1,2}/)[A-Za-z0-9._-]+/[A-Za-z0-9._-]+\.npy")
 """Names of files of arrays: a folder, and a name in it."""
@@ -192,22 +190,6 @@ class ShardHeader:
             ) from error
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file in one step."""
-    draft = path.with_name(f"{path.name}.draft")
-    draft.unlink(missing_ok=True)  # packprop never writes through it, whatever it is
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
 def folder_of_shard(folder: Path, shard: int) -> Path:
     """Return the folder of one shard."""
     return folder / f"shard-{shard:05d}"
@@ -215,58 +197,7 @@ def folder_of_shard(folder: Path, shard: int) -> Path:
 
 def is_begun(place: Path) -> bool:
     """Tell whether a shard has more than the files of a writer that has just begun."""
-    return bool({path.name for path in place.iterdir()} - {LOCK, f"{HEADER}.draft"})
-
-
-_OPEN: weakref.WeakSet[WriterLock] = weakref.WeakSet()
-"""Locks of this process: those of the system are shared with processes that it forks, which may outlive it."""
-
-
-def _release_all() -> None:
-    for lock in [*_OPEN]:
-        lock.release()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_release_all)
-
-
-class WriterLock:
-    """Keeps a second writer out of a shard, until you close this one or its process is gone.
-
-    Args:
-        folder: Folder of the shard.
-        asked: The call of the user, for messages.
-
-    Raises:
-        PackpropError: If there is another writer.
-        OSError: If the system does not let it.
-    """
-
-    def __init__(self, folder: Path, asked: str) -> None:
-        self._file = (folder / LOCK).open("a+b", buffering=0)
-        _OPEN.add(self)
-        if importlib.util.find_spec("fcntl") is None:  # no POSIX
-            return
-        import fcntl
-
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = (folder / LOCK).read_text(errors="replace") or "another process"
-            self._file.close()
-            raise PackpropError(
-                asked,
-                f"folder {str(folder)!r}",
-                f"it is open for writing already, by {holder}",
-                "close that writer, or write to another folder; reading is possible all the while",
-            ) from error
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()}".encode())
-
-    def release(self) -> None:
-        """Release the lock."""
-        self._file.close()
+    return bool({path.name for path in place.iterdir()} - {LOCK, part_of(place / HEADER).name})
 
 
 def described(dtype: torch.dtype) -> str:

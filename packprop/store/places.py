@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from packprop.errors import BadInput
+from packprop.errors import BadInput, PackpropError
+from packprop.store.files import Lock, LockedElsewhere
 
 
 def rank_of_process() -> tuple[int, int]:
@@ -56,6 +57,23 @@ def writable(asked: str, folder: Path) -> Iterator[None]:
             f"folder {str(folder)!r}",
             f"nothing can be written there: {error.strerror or error}{file}",
             "give a folder that you may write to, on a disk that has room",
+        ) from error
+
+
+def writer_lock(asked: str, place: Path) -> Lock:
+    """Lock the folder of a shard.
+
+    Raises:
+        PackpropError: If another writer has it.
+    """
+    try:
+        return Lock(place)
+    except LockedElsewhere as error:
+        raise PackpropError(
+            asked,
+            f"folder {str(place)!r}",
+            f"it is open for writing already, by {error}",
+            "close that writer, or write to another folder; reading is possible all the while",
         ) from error
 
 

@@ -12,7 +12,7 @@ import json
 import math
 import types
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 LARGEST = 2**62
@@ -108,15 +108,6 @@ def _made(kind: Any, value: Any, name: str) -> Any:
     if missing:
         raise Unfit(f"{name} lacks its entry {missing[0]!r}")
     return kind(**{key: fitted(hints[key], value[key], key) for key in fields if key in value})
-
-
-def fitted_tuple(kind: Any, items: Sequence[Any]) -> Any:
-    """Return a named tuple of items that fit its annotations.
-
-    Raises:
-        Unfit: If they do not.
-    """
-    return kind(*_tuple(tuple(get_type_hints(kind).values()), list(items), kind.__name__))
 
 
 def _list(inner: tuple[Any, ...], value: Any, name: str) -> list[Any]:

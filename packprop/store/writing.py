@@ -22,18 +22,18 @@ from packprop.store.describing import (
     require_storable,
     version,
 )
+from packprop.store.files import Lock
 from packprop.store.folder import (
     HEADER,
     SAMPLES,
     ArrayHeader,
     ShardHeader,
-    WriterLock,
     described,
     folder_of_shard,
     is_begun,
 )
 from packprop.store.marks import CHUNKS, Mark, Marks
-from packprop.store.places import file_name, rank_of_process, require_place, short, writable
+from packprop.store.places import file_name, rank_of_process, require_place, short, writable, writer_lock
 from packprop.store.plain import GrowingArray
 from packprop.store.shard import Shard, cut_mark, require_plain_files, with_checksums
 from packprop.store.values import converted, identifiers_of, require_rows, taken_from
@@ -117,7 +117,7 @@ class StoreWriter:
             require_place(self._asked, self.folder)
             require_plain_files(self._asked, self.folder, writes=True)
             self._place.mkdir(parents=True, exist_ok=True)
-            self._lock: WriterLock | None = WriterLock(self._place, self._asked)
+            self._lock: Lock | None = writer_lock(self._asked, self._place)
             try:
                 self._begin(resume)
             except BaseException:

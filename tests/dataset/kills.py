@@ -165,9 +165,8 @@ def done_batches(folder: Path) -> tuple[int, int]:
     numbers = Folder(folder).numbers() if folder.exists() else []
     if not numbers:
         return -1, 0
-    facts, _, _ = Folder(folder).read(numbers[0])
-    state = dict(facts["state"]["items"])
-    return (2, 0) if state["complete"] else (state["reading"], state["number"])
+    facts = Folder(folder).read(numbers[0]).facts
+    return (2, 0) if facts["complete"] else (facts["reading"], facts["number"])
 
 
 def killed_until_the_end(

@@ -404,7 +404,7 @@ def test_by_the_clock_a_fiftieth_of_the_time_goes_to_checkpoints(
 ) -> None:
     """Also of what is done before files are written, and where that fails."""
     now, written = [0.0], []
-    write, since = Folder.write, MergedResults.since
+    write, saved = Folder.write, MergedResults.saved
 
     def passing(function: Any, seconds: float) -> Any:
         def slow(*given: Any) -> Any:
@@ -421,7 +421,7 @@ def test_by_the_clock_a_fiftieth_of_the_time_goes_to_checkpoints(
 
     monkeypatch.setattr(checkpoint, "clock", lambda: now[0])
     monkeypatch.setattr(Folder, "write", passing(noted, 1))
-    monkeypatch.setattr(MergedResults, "since", passing(since, 3))
+    monkeypatch.setattr(MergedResults, "saved", passing(saved, 3))
 
     def batches() -> Iterator[Any]:
         for _ in range(1000):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,15 @@ import pytest
 import safetensors.torch
 import torch
 
-from packprop import BadInput, PackpropError, Result
-from packprop.applications.dataset.folder import _canonical
+from packprop import BadInput, PackpropError, Result, extensions
+from packprop.applications.dataset.folder import described
+from packprop.applications.dataset.ranks import Ranks
 from packprop.applications.dataset.result import BEFORE
-from packprop.applications.dataset.shard_storage import DESCRIPTION, divided_tensors
+from packprop.applications.dataset.shards import take_up_shards
+from packprop.applications.dataset.state import MergedResults
+from packprop.engine.algebra import Moments
 from packprop.engine.tensors.nesting import tensors_in
-from packprop.store.schema import Unfit
+from packprop.store.schema import checksum_of
 from tests.dataset import corruption
 from tests.dataset.corruption import Bomb, checkpoint_made, checkpoint_used, result_made
 from tests.selection import one_in, thorough
@@ -68,56 +70,67 @@ def test_no_file_is_ever_unpickled(tmp_path: Path) -> None:
     assert not (tmp_path / "bomb").exists()
 
 
-def signed(place: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def signed(
+    place: Path, of_content: Callable[[dict[str, Any]], Any], of_state: Callable[[dict[str, Any]], Any]
+) -> None:
     """All checkpoints as if they had been written otherwise, with checksums that are right."""
     for path in place.glob("checkpoint-*.json"):
         content = json.loads(path.read_text())["content"]
-        change(content)
-        path.write_text(json.dumps({"checksum": zlib.crc32(_canonical(content)), "content": content}))
+        file = place / content["files"][0]["name"]
+        tensors = safetensors.torch.load_file(file)
+        last = str(len(tensors) - 1)
+        state = json.loads(tensors[last].numpy().tobytes())
+        of_state(state)
+        tensors[last] = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+        safetensors.torch.save_file(tensors, file)
+        content["files"] = [described(file)]
+        of_content(content)
+        path.write_text(json.dumps({"checksum": checksum_of(content), "content": content}))
 
 
-def of_shards(content: dict[str, Any]) -> None:
-    """A run whose model has no shards says that ranks have written some."""
-    results = dict(content["facts"]["state"]["items"])["results"]
-    partial = dict(results["items"])["partial"]
-    partial[0][-1] = {"SavedShards": ["0/0/x/0", [3], "float64"]}
+def same(value: dict[str, Any]) -> None:
+    """Change nothing."""
 
 
 def nested(content: dict[str, Any]) -> None:
     for _ in range(400):
-        content["facts"]["state"] = [content["facts"]["state"]]
+        content["facts"]["identity"] = [content["facts"]["identity"]]
 
 
-def of_state(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(content: dict[str, Any]) -> None:
-        items = content["facts"]["state"]["items"]
-        content["facts"]["state"]["items"] = [[key, value if key == name else item] for key, item in items]
+def state(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(found: dict[str, Any]) -> None:
+        found["items"] = [[key, value if key == name else item] for key, item in found["items"]]
 
     return change
 
 
-CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "shards that are not there": (of_shards, "shards in .*\\n.*they cannot be read"),
-    "an absolute name": (lambda content: content["state"].update(name="/etc/passwd"), "no name of a file"),
-    "a name outside": (lambda content: content["rows"][0].update(name="../x"), "no name of a file"),
-    "a shard outside": (
-        lambda content: content.update(shards=[{"name": "..", "bytes": 0, "checksum": 0}]),
-        "no name of a file",
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[dict[str, Any]], Any], str]] = {
+    "an absolute name": (lambda c: c["files"][0].update(name="/etc/passwd"), same, "no name of a file"),
+    "a name outside": (lambda c: c["files"][0].update(name="../x"), same, "no name of a file"),
+    "a folder": (lambda c: c["files"][0].update(name=".."), same, "no name of a file"),
+    "negative bytes": (lambda c: c["files"][0].update(bytes=-1), same, "bytes is -1"),
+    "no files": (lambda c: c.pop("files"), same, "there is no file of a rank"),
+    "nothing": (lambda c: c.update(files=[]), same, "there is no file of a rank"),
+    "no facts": (lambda c: c["facts"].pop("reading"), same, "lacks its entry 'reading'"),
+    "no description": (lambda c: c["facts"].pop("identity"), same, "lacks its entry 'identity'"),
+    "nesting": (nested, same, "nested more than 100 times"),
+    "a huge number": (lambda c: c["facts"].update(number=10**40), same, "number is 1000"),
+    "a text": (lambda c: c["facts"].update(number="7"), same, "number is '7'"),
+    "not a reading": (lambda c: c["facts"].update(reading=2), same, "reading is 2"),
+    "no place": (same, lambda found: found["items"].pop(0), "lacks its entry 'place'"),
+    "no values": (same, lambda found: found.pop("items"), "which values it holds"),
+    "a tensor that is not there": (same, state("results", {"tensor": 10**6}), "which values it holds"),
+    "a tensor from the end": (same, state("results", {"tensor": -1}), "tensor is -1"),
+    "a tuple of nothing": (same, state("place", {"Moments": [1, 2]}), "Moments"),
+    "an attribute of torch": (same, state("place", {"order": ["same", [1], [1], None]}), "order"),
+    "a kind that is unknown": (same, state("place", {"os": ["system"]}), "which values it holds"),
+    "two kinds": (same, state("place", {"tuple": [], "items": []}), "which values it holds"),
+    "shards of nothing": (same, state("shards", [[0, 0, "x", [3], {"tensor": 0}]]), "shards is"),
+    "shards of what is not there": (
+        same,
+        state("shards", [{"tuple": [0, 0, "x", [3], {"tensor": 0}]}]),
+        "shards of parameter 'x'(.|\n)*one is no part",
     ),
-    "negative bytes": (lambda content: content["state"].update(bytes=-1), "bytes is -1"),
-    "no state": (lambda content: content.pop("state"), "lacks its entry 'state'"),
-    "no facts": (lambda content: content["facts"].pop("state"), "lacks its entry 'state'"),
-    "nesting": (nested, "nested more than 100 times"),
-    "a tensor that is not there": (of_state("results", {"tensor": 10**6}), "which values it holds"),
-    "a tensor from the end": (of_state("results", {"tensor": -1}), "tensor is -1"),
-    "a tuple of nothing": (of_state("ranks", {"Moments": [1, 2]}), "Moments"),
-    "an attribute of torch": (of_state("ranks", {"order": ["same", [1], [1], None]}), "order"),
-    "a kind that is unknown": (of_state("ranks", {"os": ["system"]}), "which values it holds"),
-    "two kinds": (of_state("ranks", {"tuple": [], "items": []}), "which values it holds"),
-    "a huge number": (of_state("number", 10**40), "number is 1000"),
-    "a text": (of_state("number", "7"), "number is '7'"),
-    "nothing": (of_state("ranks", []), "there is no rank"),
-    "not a reading": (of_state("reading", 2), "reading is 2"),
 }
 
 
@@ -125,13 +138,10 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_checkpoints_that_were_made_up(tmp_path: Path, change: str) -> None:
     checkpoint_made(tmp_path)
-    prepare, words = CHANGES[change]
-    signed(tmp_path, prepare)
-    (tmp_path / "shards-000002").mkdir()
-    (tmp_path / "shards-000002" / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "bomb")))
+    of_content, of_state, words = CHANGES[change]
+    signed(tmp_path, of_content, of_state)
     with pytest.raises(PackpropError, match=words):
         checkpoint_used(tmp_path)
-    assert not (tmp_path / "bomb").exists()
 
 
 def test_links_out_of_a_checkpoint(tmp_path: Path) -> None:
@@ -179,33 +189,29 @@ def test_results_that_were_made_up(tmp_path: Path, notes: dict[str, str]) -> Non
         Result.load(file)
 
 
-PART = {"offsets": [0], "sizes": [3], "file": "__0_0.safetensors", "key": "0"}
-
-
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("shard", "words"),
     [
-        ({"dtype": "os"}, "unknown precision"),
-        ({"shape": [-3]}, "a whole number"),
-        ({"shape": [3, 3]}, "is none of"),
-        ({"shape": [4]}, "not all parts"),
-        ({"shape": [2**61], "parts": [{**PART, "sizes": [2**61]}]}, "too short"),
-        ({"parts": [{**PART, "offsets": [1]}]}, "is none of"),
-        ({"parts": [{**PART, "file": "/etc/passwd"}]}, "no file of shards"),
-        ({"parts": [{**PART, "file": "../__0_0.safetensors"}]}, "no file of shards"),
-        ({"parts": [{**PART, "key": 0}]}, "key is 0"),
-        ({"parts": 7}, "parts is 7"),
+        ((0, 0, "a", [1], torch.ones(2)), "1 of its entries are in no file"),
+        ((0, 0, "a", [2**61], torch.ones(3)), "3 of its entries are in no file"),
+        ((0, 0, "a", [0, 0], torch.ones(3)), "no part of a tensor"),
+        ((0, 0, "a", [0, 0], torch.ones(3, 3)), "no part of a tensor"),
+        ((0, 0, "b", [0], torch.ones(3)), "no part of a tensor"),
+        ((0, 0, "a", [0], None), "no part of a tensor"),
+        ((0, 0, "a", [0], Moments(3, torch.ones(3), None)), "no part of a tensor"),  # type: ignore[arg-type]  # made up
+        ((1, 0, "a", [0], torch.ones(3)), "no part of a tensor"),
+        ((0, 1, "a", [0], torch.ones(3)), "no part of a tensor"),
     ],
     ids=str,
 )
-def test_shards_that_were_made_up(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    (tmp_path / "__0_0.safetensors").write_bytes(bytes(100))
-    right = {"dtype": "float64", "shape": [3], "parts": [PART]}
-    (tmp_path / DESCRIPTION).write_text(json.dumps({"a": right}))
-    assert divided_tensors(tmp_path)["a"].precision is torch.float64
-    (tmp_path / DESCRIPTION).write_text(json.dumps({"a": {**right, **change}}))
-    with pytest.raises(Unfit, match=words):
-        divided_tensors(tmp_path)
+def test_shards_that_were_made_up(shard: Any, words: str) -> None:
+    results = MergedResults([extensions.SumGradSquared()])
+    shapes = {"a": torch.Size([3])}
+    right = 0, 0, "a", [0], torch.ones(3)
+    take_up_shards(results, [[right]], shapes, "cpu", Ranks())
+    assert torch.equal(results.partial.pop((0, 0, "a")), torch.ones(3))
+    with pytest.raises(PackpropError, match=words):
+        take_up_shards(results, [[shard]], shapes, "cpu", Ranks())
 
 
 def test_a_result_outlives_its_file(tmp_path: Path) -> None:

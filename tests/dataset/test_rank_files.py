@@ -16,7 +16,7 @@ from torch import nn
 
 import packprop
 from packprop import PackpropError, Result
-from packprop.applications.dataset.folder import Folder
+from packprop.applications.dataset.folder import Damaged, Folder
 from packprop.applications.dataset.run import Run
 from packprop.engine.tensors.nesting import tensors_in
 from tests.dataset.kills import same
@@ -88,12 +88,12 @@ def hidden(patch: pytest.MonkeyPatch) -> None:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory")
         return read(self, *given, **options)
 
-    def unseen(self: Folder, *given: Any) -> Any:
+    def unseen(self: Folder, *given: Any, **options: Any) -> Any:
         raise AssertionError("a rank wrote to, or read from, a folder that it does not see")
 
     patch.setattr(Path, "read_text", elsewhere)
     patch.setattr(Folder, "written", unseen)
-    patch.setattr(Folder, "read_of_rank", unseen)
+    patch.setattr(Folder, "opened", unseen)
 
 
 def without_the_folder(rank: int, folder: Path) -> None:
@@ -111,26 +111,23 @@ def without_the_folder(rank: int, folder: Path) -> None:
 def damaged(rank: int, folder: Path) -> None:
     """Where a file of a rank is not what was written, or is missing, the work goes on from the one before."""
     alone = compute(None)
-    for kind in ("state", "rows"):
-        for change in (Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-1] + b"!")):
-            copy = same_on_disk(rank, folder)
-            if rank == 0:
-                change(max(copy.glob(f"{kind}-*-1-*")))
-            torch.distributed.barrier()
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                assert same(compute(copy), alone)
-            told = ["the work goes on from the one before" in str(each.message) for each in caught]
-            assert sum(told) == (rank == 0)
+    for change in (Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-1] + b"!")):
+        copy = same_on_disk(rank, folder)
+        if rank == 0:
+            change(max(copy.glob("state-*-1-*")))
+        torch.distributed.barrier()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert same(compute(copy), alone)
+        told = ["the work goes on from the one before" in str(each.message) for each in caught]
+        assert sum(told) == (rank == 0)
 
 
 def killed_before_the_end_of_a_checkpoint(rank: int, folder: Path) -> None:
     """What ranks had written when they were killed is neither read nor kept."""
     copy = same_on_disk(rank, folder)
     last = max(copy.glob("state-*-1-*"))
-    names = [
-        f"{kind}-{number}-1-0.safetensors" for kind in ("state", "rows") for number in ("000002", "000009")
-    ]
+    names = [f"state-{number}-1-0.safetensors" for number in ("000002", "000009")]
     if rank == 0:
         max(copy.glob("checkpoint-*")).unlink()
         for name in names:
@@ -145,14 +142,14 @@ def killed_before_the_end_of_a_checkpoint(rank: int, folder: Path) -> None:
 
 def full_disk(rank: int, folder: Path) -> None:
     """A rank that cannot write is told of once, nothing of that checkpoint stays, and the next is written."""
-    calls, written, write = [], Folder.written, Run._keep
+    calls, written, write = list[Any](), Folder.written, Run._keep
     left: list[int] = []
 
-    def failing(self: Folder, name: str, *given: Any) -> Any:
-        calls.append(name)
-        if rank == 1 and len(calls) == 4:  # the rows of the second checkpoint
+    def failing(self: Folder, *given: Any) -> Any:
+        calls.append(given)
+        if rank == 1 and len(calls) == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return written(self, name, *given)
+        return written(self, *given)
 
     def keep(self: Run) -> None:
         write(self)
@@ -173,17 +170,17 @@ def full_disk(rank: int, folder: Path) -> None:
 
 def cannot_be_read(rank: int, folder: Path) -> None:
     """A rank that cannot read its sums stops all of them; what is said to be done about it helps."""
-    copy, read = same_on_disk(rank, folder), Folder._tensors
+    copy, opened = same_on_disk(rank, folder), Folder.opened
 
     def failing(self: Folder, file: Any) -> Any:
         if file.name == last:
-            raise OSError(errno.EIO, "Input/output error")
-        return read(self, file)
+            raise Damaged("Input/output error")
+        return opened(self, file)
 
     last = max(copy.glob("state-*-1-*")).name
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(Folder, "_tensors", failing)
+            patch.setattr(Folder, "opened", failing)
         with pytest.raises(PackpropError, match="Input/output error") as error:
             compute(copy)
         assert "remove the last checkpoint-*.json" in str(error.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import packprop
 from packprop import BadInput, PackpropError, Result, extensions
 from packprop.applications.dataset.folder import Folder
+from packprop.applications.dataset.rank_files import RankFiles
 from packprop.applications.dataset.run import Run
-from packprop.applications.dataset.shard_storage import DESCRIPTION, Reader, Writer
 from packprop.engine.tensors.nesting import tensors_in
 from tests.dataset.on_ranks import SIZE, network, samples
 from tests.dataset.test_sharded import pytestmark as needs_sharding
@@ -55,12 +55,12 @@ def written(rank: int, folder: Path) -> None:
     """No rank puts a whole sum together, and no file of a rank holds one; the last two checkpoints stay."""
     from torch.distributed.tensor import DTensor
 
-    largest = []
-    write, keep = Folder.write, Run._keep
+    largest: list[int] = []
+    write, keep = Folder.written, Run._keep
 
-    def watched(self: Folder, facts: Any, state: Any, *more: Any) -> None:
-        largest.append(sum(tensor.numel() for tensor in state if tensor.dtype == torch.float64))
-        write(self, facts, state, *more)
+    def watched(self: Folder, number: int, rank: int, tensors: Any) -> Any:
+        largest.append(sum(tensor.numel() for tensor in tensors if tensor.dtype == torch.float64))
+        return write(self, number, rank, tensors)
 
     def whole(self: DTensor, **options: Any) -> Tensor:
         raise AssertionError("a whole tensor was put together")
@@ -72,34 +72,28 @@ def written(rank: int, folder: Path) -> None:
 
     model = sharded()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Folder, "write", watched)
+        patch.setattr(Folder, "written", watched)
         patch.setattr(Run, "_keep", kept_in_parts)
         result = compute(model, folder)
     assert_same(result.whole(), expected())
-    if rank == 0:
-        factors = sum(tensor.numel() for value in result["kflr"].values() for tensor in tensors_in(value))
-        assert max(largest) < factors + 32  # and some numbers, such as those of rows
-    kept = sorted(path.name for path in folder.glob("shards-*"))
-    assert kept == [path.stem.replace("checkpoint", "shards") for path in sorted(folder.glob("checkpoint-*"))]
+    factors = sum(tensor.numel() for value in result["kflr"].values() for tensor in tensors_in(value))
+    own = 3 * sum(parameter.to_local().numel() for parameter in model.parameters())  # type: ignore[attr-defined]  # DTensors
+    assert own <= max(largest) < own + factors + 32  # and some numbers, such as those of rows
+    kept = [path.stem.partition("-")[2] for path in sorted(folder.glob("checkpoint-*"))]
+    assert sorted(path.stem.split("-")[1] for path in folder.glob("state-*")) == sorted([*kept, *kept])
     assert len(kept) == 2
-    own = 3 * 8 * sum(parameter.to_local().numel() for parameter in model.parameters())  # type: ignore[attr-defined]  # DTensors
-    found = {path.name: path.stat().st_size for path in (folder / kept[-1]).glob(f"__{rank}_*")}
-    assert own <= sum(found.values()) <= own + 2000 * 12  # what PyTorch writes around each of twelve tensors
 
 
 def damaged(rank: int, folder: Path) -> None:
-    """Where a file of shards is not what was written, or is missing, the work goes on from the one before."""
+    """Where a file of a rank is not what was written, or is missing, the work goes on from the one before."""
     changes: list[Callable[[Path], None]] = [
         lambda path: path.write_bytes(path.read_bytes()[:-9] + b"123456789"),
         lambda path: path.unlink(),
-        lambda path: shutil.rmtree(path.parent),
-        lambda path: (path.parent / DESCRIPTION).unlink(),
     ]
     for change in changes:
         copy = same_on_disk(rank, folder)
-        last = max(copy.glob("shards-*"))
         if rank == 0:
-            change(max(last.glob("__1_*")))
+            change(max(copy.glob("state-*-1-*")))
         torch.distributed.barrier()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -107,29 +101,26 @@ def damaged(rank: int, folder: Path) -> None:
         told = ["the work goes on from the one before" in str(each.message) for each in caught]
         assert sum(told) == (rank == 0)
         assert_same(found.whole(), expected())
-        assert [*copy.glob(f"shards-*/{DESCRIPTION}")]
 
 
 def killed_before_the_end_of_a_checkpoint(rank: int, folder: Path) -> None:
     """What ranks had written when they were killed is neither read nor kept."""
     copy = same_on_disk(rank, folder)
     if rank == 0:
-        number = int(max(copy.glob("checkpoint-*")).stem.rpartition("-")[2])
-        (copy / f"checkpoint-{number:06d}.json").unlink()
-        for part in (number, number + 1):
-            shutil.copytree(copy / f"shards-{number:06d}", copy / f"shards-{part:06d}.part")
-            (copy / f"shards-{part:06d}.part" / "__2_0.safetensors").touch()
+        max(copy.glob("checkpoint-*")).unlink()
+        (copy / "state-000002-2-0.safetensors").touch()
+        (copy / "state-000009-1-0.safetensors.part").touch()
     torch.distributed.barrier()
     assert_same(compute(sharded(), copy).whole(), expected())
-    assert not [*copy.glob("*.part"), *copy.glob("shards-*/__2_0.safetensors")]
+    assert not [*copy.glob("*.part"), *copy.glob("state-*-2-0.safetensors")]
 
 
 def full_disk(rank: int, folder: Path) -> None:
     """A rank that cannot write is told of once, and the work goes on; the next checkpoint is written."""
     calls = []
-    write = Writer.write_data
+    write = Folder.written
 
-    def failing(self: Writer, *given: Any) -> Any:
+    def failing(self: Folder, *given: Any) -> Any:
         calls.append(None)
         if len(calls) == 2 and rank == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -137,17 +128,17 @@ def full_disk(rank: int, folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        patch.setattr(Writer, "write_data", failing)
+        patch.setattr(Folder, "written", failing)
         found = compute(sharded(), folder)
     told = [str(each.message) for each in caught if "could not be written" in str(each.message)]
     if rank == 0:
         assert len(told) == 1
-        assert "rank 1: OSError: [Errno 28] No space left on device" in told[0]
+        assert "rank 1: [Errno 28] No space left on device" in told[0]
         assert "the first 2 batches, 10 samples" in told[0]
     else:
         assert not told
     assert_same(found.whole(), expected())
-    assert len([*folder.glob("shards-*")]) == 2
+    assert len([*folder.glob("state-*-1-*")]) == 2
 
 
 def other_disks(rank: int, folder: Path) -> None:
@@ -169,13 +160,14 @@ def other_disks(rank: int, folder: Path) -> None:
 def cannot_be_read(rank: int, folder: Path) -> None:
     """A rank that cannot read its part stops all of them."""
 
-    def failing(self: Reader, *given: Any) -> Any:
-        raise OSError(errno.EIO, "Input/output error")
+    def failing(self: RankFiles, *given: Any) -> Iterator[Any]:
+        yield []
+        raise PackpropError("", "", "Input/output error", "")
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(Reader, "read_data", failing)
-        with pytest.raises(PackpropError, match=r"rank 1: OSError: .*Input/output error"):
+            patch.setattr(RankFiles, "shards", failing)
+        with pytest.raises(PackpropError, match="Input/output error"):
             compute(sharded(), same_on_disk(rank, folder))
 
 

@@ -175,7 +175,7 @@ class Batches:
 
 @pytest.mark.parametrize("memory", ["500MiB", 60_000])
 def test_work_goes_on_where_it_was_ended(tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packprop.applications.queries.keeping.SHARE", 0)  # after each reading
+    monkeypatch.setattr("packprop.applications.dataset.checkpoint.SHARE", 0)  # after each reading
     model, loss, data = problem("convolution")
     result = written(tmp_path / "store", model, loss, data, EKFAC(fisher="exact"))
 

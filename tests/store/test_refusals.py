@@ -308,7 +308,7 @@ def test_names_that_lead_out_are_written_inside(tmp_path: Path) -> None:
     "name",
     [
         "header.json",
-        "header.json.draft",
+        "header.json.part",
         "chunks.jsonl",
         "lock",
         "samples.npy",
@@ -337,7 +337,7 @@ def test_links_that_lead_out(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["header.json", "header.json.draft", "chunks.jsonl", "lock", "samples.npy", "x"]
+    "name", ["header.json", "header.json.part", "chunks.jsonl", "lock", "samples.npy", "x"]
 )
 def test_pipes_are_not_waited_for(tmp_path: Path, name: str) -> None:
     model, *_ = written(tmp_path, [3])
@@ -349,7 +349,7 @@ def test_pipes_are_not_waited_for(tmp_path: Path, name: str) -> None:
             use(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["header.json", "header.json.draft", "chunks.jsonl", "lock", "samples.npy"])
+@pytest.mark.parametrize("name", ["header.json", "header.json.part", "chunks.jsonl", "lock", "samples.npy"])
 def test_files_with_a_second_name_are_not_written_to(tmp_path: Path, name: str) -> None:
     """They are read; a copy can be gone on with, as the error says."""
     model, *_ = written(tmp_path / "store", [3])

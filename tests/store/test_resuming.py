@@ -177,7 +177,7 @@ def test_a_shard_whose_writer_has_just_come(tmp_path: Path) -> None:
     model, *_ = written(tmp_path / "store", [3], shard=0, shards=2)
     (tmp_path / "store" / "shard-00001").mkdir()
     (tmp_path / "store" / "shard-00001" / "lock").touch()
-    (tmp_path / "store" / "shard-00001" / "header.json.draft").touch()
+    (tmp_path / "store" / "shard-00001" / "header.json.part").touch()
     store = Store(tmp_path / "store")
     assert (store.samples, store.finished) == (3, False)
     with StoreWriter(tmp_path / "store", model, [BatchGrad()], shard=1, shards=2):

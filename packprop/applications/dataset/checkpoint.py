@@ -1,4 +1,4 @@
-"""Checkpoints of a run over a data set: when to write them, what they belong to, and refusals."""
+"""Checkpoints of long work: when to write them, what they belong to, and refusals."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ import contextlib
 import re
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor
-
-from packprop.applications.dataset.folder import Damaged, Folder, LockedElsewhere, OfRank, WriteError
+from packprop.applications.dataset.folder import Content, Damaged, File, Folder, WriteError
 from packprop.applications.dataset.identity import Identity, difference
-from packprop.applications.dataset.rank_files import OfRanks
-from packprop.applications.dataset.saved import ASKED, Facts, Pieces, SavedRun, packed, unpacked
-from packprop.applications.dataset.shard_files import WrittenShards
-from packprop.applications.dataset.values import decode, encode
+from packprop.applications.dataset.rank_files import Written
+from packprop.applications.dataset.saved import ASKED, Facts, RunFacts, SavedRank, unpacked
 from packprop.errors import BadInput, PackpropError, PackpropWarning
-from packprop.store.schema import Unfit, fitted, fitted_as
+from packprop.store.files import LockedElsewhere
+from packprop.store.schema import Unfit, fitted
 from packprop.store.shard import require_plain_files
 
-FORMAT = {"what": "a packprop checkpoint of a data set", "format": 5}
+FORMAT = {"what": "a packprop checkpoint of a data set", "format": 6}
 """The first facts of each checkpoint."""
 
 SHARE = 50
 """Seconds of work for each second of writing, at least, for checkpoints by the clock."""
 
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+Value = TypeVar("Value")
 
 clock = time.monotonic
 
@@ -78,8 +77,170 @@ class Every:
             )
 
 
-class Checkpoint:
-    """The checkpoint of one run, inside a folder that no other run writes to.
+class KeptWork:
+    """The work of one call, kept in a folder that nothing else writes to.
+
+    Args:
+        asked: The call of the user, for messages.
+        folder: The folder; made if it is missing.
+        form: What is kept in which format; the first facts of each checkpoint.
+        identity: A description of the work.
+    """
+
+    def __init__(self, asked: str, folder: str | Path, form: Mapping[str, Any], identity: Identity) -> None:
+        self.folder = Folder(folder)
+        self._asked, self._form, self._identity = asked, dict(form), identity
+        self._last = self._begun = clock()
+        self._took, self._held, self._failed = 0.0, "", False
+
+    @property
+    def _where(self) -> str:
+        return f"checkpoint={str(self.folder.path)!r}"
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Give the folder to this call inside.
+
+        Raises:
+            BadInput: If it is used by another call, holds other files, or cannot be written to.
+        """
+        why, instead = "", "give a folder that is empty, or that can be made"
+        require_plain_files(self._asked, self.folder.path)
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self.folder.locked())
+                if not self.folder.numbers() and (strangers := self.folder.strangers()):
+                    why = f"it holds other files: {', '.join(strangers[:3])}"
+            except LockedElsewhere:
+                why, instead = "another run writes there", "wait for its end, or give another folder"
+            except OSError as error:
+                why = f"nothing can be written there: {error.strerror or error}"
+            if why:
+                raise BadInput(self._asked, self._where, why, instead)
+            yield
+
+    def load(self, read: Callable[[Content], Value]) -> Value | None:
+        """Return what a function reads of the last checkpoint that is whole; ``None`` if none has been written.
+
+        Raises:
+            BadInput: If it belongs to something else.
+            PackpropError: If none can be read.
+        """
+        damages: list[str] = []
+        for number in self.folder.numbers():
+            try:
+                content = self.folder.read(number)
+                self._require_own(content.facts)
+                self.folder.require_whole(content.files)
+                found = read(content)
+            except (Damaged, Unfit) as error:
+                damages.append(str(error))
+                continue
+            said = content.facts["said"]
+            if damages:
+                warnings.warn(
+                    f"A checkpoint in {str(self.folder.path)!r} cannot be read ({damages[0]}); the work "
+                    f"goes on from the one before: {said}.",
+                    PackpropWarning,
+                    stacklevel=3,
+                )
+            self._held, self._last = said, clock()
+            return found
+        if damages:
+            raise PackpropError(
+                self._asked,
+                self._where,
+                f"none of it can be read: {'; '.join(damages)}",
+                "remove the folder to begin again, or put back a copy of its files",
+            )
+        return None
+
+    def _require_own(self, facts: Mapping[str, Any]) -> None:
+        if {key: facts.get(key) for key in self._form} != self._form:
+            raise BadInput(
+                self._asked,
+                self._where,
+                f"it is {facts.get('what')!r} in format {facts.get('format')!r}, not in format "
+                f"{self._form['format']}",
+                "go on with the version of packprop that wrote it, or give another folder",
+            )
+        found = difference(fitted(Facts, facts).identity, self._identity)
+        if found is not None:
+            raise BadInput(
+                self._asked,
+                self._where,
+                f"it belongs to something else, by its {found[0]}: {found[1]}",
+                "call with what it was begun with, or give another folder",
+            )
+
+    def begin(self) -> None:
+        """Count the work from now on, such as exchanges between ranks, as time for a checkpoint."""
+        self._begun = clock()
+
+    def is_due(self, seconds: float = 0.0) -> bool:
+        """Tell whether so many seconds have passed, and writing takes a small part of the time."""
+        return clock() - self._last >= max(seconds, SHARE * self._took)
+
+    def write(self, said: str, facts: Mapping[str, Any], files: Callable[[], Sequence[dict[str, Any]]]) -> bool:
+        """Write a checkpoint that was begun; return whether that worked.
+
+        If it fails, a warning says so the first time, and the work continues.
+
+        Args:
+            said: Its contents, for messages.
+            facts: Further facts.
+            files: Writes its files of tensors, and returns their descriptions.
+        """
+        try:
+            self.folder.write({**self._form, "said": said, "identity": self._identity, **facts}, files())
+        except WriteError as error:
+            if not self._failed:  # once, until one is written again
+                warnings.warn(
+                    f"The checkpoint in {str(self.folder.path)!r} could not be written: {error}. The work "
+                    f"goes on, and tries again; {self.kept or 'nothing is kept yet.'}",
+                    PackpropWarning,
+                    stacklevel=3,
+                )
+            self._failed = True
+            return False
+        finally:
+            self._last = clock()
+            self._took = self._last - self._begun
+        self._held, self._failed = said, False
+        return True
+
+    @property
+    def kept(self) -> str:
+        """Return the safe part, as a sentence; empty if there is none."""
+        return f"what is kept in {str(self.folder.path)!r}: {self._held}." if self._held else ""
+
+
+class Told(NamedTuple):
+    """The part of a checkpoint that all ranks are told when they continue from it.
+
+    Args:
+        facts: The facts that all ranks share.
+        files: The file of each rank that wrote.
+        place: The place of the first rank.
+        chunks: The chunk sizes of the first rank.
+        shared: The results of the first rank that are not sums over its own batches.
+        has_shards: Says that the files hold shards of results.
+    """
+
+    facts: dict[str, Any]
+    files: list[File]
+    place: dict[str, Any]
+    chunks: list[Any]
+    shared: dict[str, Any]
+    has_shards: bool
+
+
+SHARED = ("rotations", "reduction", "weights", "terms")
+"""The results that all ranks have alike, or begin with."""
+
+
+class Checkpoint(KeptWork):
+    """The checkpoint of one run over a data set.
 
     Args:
         folder: The folder; made if it is missing.
@@ -88,196 +249,53 @@ class Checkpoint:
     """
 
     def __init__(self, folder: str | Path, every: Every, identity: Identity) -> None:
-        self._folder, self._every, self._identity = Folder(folder), every, identity
-        self._batches, self._safe, self._took = 0, 0, 0.0
-        self._last = self._begun = clock()
-        self._held, self._failed = "", False
+        super().__init__(ASKED, folder, FORMAT, identity)
+        self._every = every
+        self._batches, self._safe = 0, 0
 
-    @contextlib.contextmanager
-    def open(self) -> Iterator[Checkpoint]:
-        """Give the folder to this run inside.
+    def loaded(self) -> tuple[Told, dict[str, Any]] | None:
+        """Return what all ranks are told of the last checkpoint, and the state of the first one."""
 
-        Raises:
-            BadInput: If it is used by another run, holds other files, or cannot be written to.
-        """
-        instead = "give a folder that is empty, or that can be made"
-        where = f"checkpoint={str(self._folder.path)!r}"
-        require_plain_files(ASKED, self._folder.path)
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(self._folder.locked())
-                strangers = [] if self._folder.numbers() else self._folder.strangers()
-            except LockedElsewhere:
-                why = "another run writes its checkpoints there"
-                raise BadInput(ASKED, where, why, "wait for its end, or give another folder") from None
-            except OSError as error:
-                raise BadInput(
-                    ASKED, where, f"nothing can be written there: {error.strerror or error}", instead
-                ) from error
-            if strangers:
-                why = f"it holds other files: {', '.join(strangers[:3])}"
-                raise BadInput(ASKED, where, why, instead)
-            yield self
+        def read(content: Content) -> tuple[Told, dict[str, Any]]:
+            fitted(RunFacts, content.facts)
+            with self.folder.opened(content.files[0]) as tensors:
+                own = unpacked(SavedRank, tensors)
+            facts = {name: content.facts[name] for name in ("reading", "complete", "number")}
+            shared = {name: own["results"][name] for name in SHARED}
+            told = Told(facts, content.files, own["place"], own["chunks"], shared, bool(own["shards"]))
+            return told, own
 
-    def load(self) -> tuple[dict[str, Any], list[Any]] | None:
-        """Return state and pieces of the last readable checkpoint; ``None`` if none has been written.
-
-        The sums of ranks are those of the first one; ``others`` are then the files of the others.
-
-        Raises:
-            BadInput: If it belongs to something else.
-            PackpropError: If none can be read.
-        """
-        damages: list[str] = []
-        for number in self._folder.numbers():
-            try:
-                facts, tensors, rows = self._folder.read(number)
-                self._require_own(facts)
-                state = fitted_as(SavedRun, decode(facts["state"], tensors))
-                pieces = [piece for file in rows for piece in unpacked(Pieces, file)]
-                if len(self._folder.others) != len(state["ranks"]) - 1:
-                    raise Unfit(
-                        f"{len(state['ranks'])} ranks have {len(self._folder.others)} files beside the first"
-                    )
-            except (Damaged, Unfit) as error:
-                damages.append(str(error))
-                continue
-            if damages:
-                warnings.warn(
-                    f"A checkpoint in {str(self._folder.path)!r} cannot be read ({damages[0]}); the work "
-                    f"goes on from the one before: {facts['said']}.",
-                    PackpropWarning,
-                    stacklevel=2,
-                )
-            self._held = facts["said"]
-            self._last = clock()
-            return {**state, "shards": str(self._folder.shards(number).resolve())}, pieces
-        if damages:
-            raise PackpropError(
-                ASKED,
-                f"the checkpoint in {str(self._folder.path)!r}",
-                f"none of it can be read: {'; '.join(damages)}",
-                "remove the folder to begin again, or put back a copy of its files",
-            )
-        return None
-
-    def _require_own(self, facts: dict[str, Any]) -> None:
-        where = f"the checkpoint in {str(self._folder.path)!r}"
-        if {key: facts.get(key) for key in FORMAT} != FORMAT:
-            raise BadInput(
-                ASKED,
-                where,
-                f"it is {facts.get('what')!r} in format {facts.get('format')!r}, not in format "
-                f"{FORMAT['format']}",
-                "go on with the version of packprop that wrote it, or give another folder",
-            )
-        fitted(Facts, facts)
-        found = difference(facts["identity"], self._identity)
-        if found is not None:
-            name, sides = found
-            raise BadInput(
-                ASKED,
-                where,
-                f"it belongs to something else, by its {name}: {sides}",
-                "call with what it was begun with, or give another folder",
-            )
+        return self.load(read)
 
     def due(self, batches: int) -> bool:
         """Tell whether so many batches of this run are enough for another checkpoint."""
         if self._every.batches:
             return batches - self._batches >= self._every.batches
-        return clock() - self._last >= max(self._every.seconds, SHARE * self._took)
+        return self.is_due(self._every.seconds)
 
     def lacks(self, batches: int) -> bool:
         """Tell whether there are batches of this run that no checkpoint has."""
         return batches > self._safe
 
-    def require_plain(self, state: Any, pieces: Sequence[Any]) -> None:
-        """Refuse results that have no form in a file.
-
-        Raises:
-            BadInput: With their type.
-        """
-        packed([state, list(pieces)])
-
-    def begin(self) -> None:
-        """Count the work from now on, such as exchanges between ranks, as time for a checkpoint."""
-        self._begun = clock()
-
-    @property
-    def path(self) -> Path:
-        """The folder."""
-        return self._folder.path
-
-    @property
-    def others(self) -> list[OfRank]:
-        """The files of ranks other than the first, in the checkpoint that was read."""
-        return self._folder.others
-
-    @property
-    def next_number(self) -> int:
-        """The number of the next checkpoint."""
-        return self._folder.number + 1
-
-    def write_rows_anew(self) -> None:
-        """Make the next checkpoint hold all rows, not only those since the one before."""
-        self._folder.write_rows_anew()
-
-    @property
-    def next_shards(self) -> Path:
-        """The folder for the ranks' shards of the next checkpoint."""
-        return self._folder.shards(self.next_number).resolve()
-
-    def write(
-        self,
-        state: Any,
-        pieces: Sequence[Any],
-        said: str,
-        batches: int,
-        shards: WrittenShards,
-        others: OfRanks,
-    ) -> bool:
-        """Write a checkpoint that was begun; return whether that worked.
-
-        If it fails, a warning says so the first time, and the work continues.
+    def complete(self, said: str, facts: Mapping[str, Any], batches: int, written: Written) -> None:
+        """Write a checkpoint that was begun, as ``write`` does.
 
         Args:
-            state: The state that the run continues from.
-            pieces: The pieces of growing results, since the checkpoint before.
             said: Its contents, for messages.
+            facts: The facts that all ranks share.
             batches: The batches of this run so far.
-            shards: The files that the ranks have written to ``next_shards`` before.
-            others: The files that ranks other than this one have written before.
+            written: The files that the ranks have written before.
         """
-        tensors: list[Tensor] = []
-        self.require_plain(state, pieces)
-        facts = {**FORMAT, "said": said, "identity": self._identity, "state": encode(state, tensors)}
-        try:
-            if shards.failure or others.failure:
-                raise OSError(shards.failure or others.failure)
-            rows = packed([*pieces]) if pieces else []
-            self._folder.write(facts, tensors, rows, shards.files, others.files)
-        except WriteError as error:
-            self._folder.discard(others.files)
-            if not self._failed:  # once, until one is written again
-                warnings.warn(
-                    f"The checkpoint in {str(self._folder.path)!r} could not be written: {error}. The work "
-                    f"goes on, and tries again; {self.kept or 'nothing is kept yet.'}",
-                    PackpropWarning,
-                    stacklevel=2,
-                )
-            self._failed = True
-            return False
-        finally:
-            self._last, self._batches = clock(), batches
-            self._took = self._last - self._begun
-        self._held, self._safe, self._failed = said, batches, False
-        return True
 
-    @property
-    def kept(self) -> str:
-        """Return the safe part, as a sentence; empty if there is none."""
-        return f"what is kept in {str(self._folder.path)!r}: {self._held}." if self._held else ""
+        def files() -> Sequence[dict[str, Any]]:
+            if written.failure:
+                self.folder.discard(written.files)
+                raise OSError(written.failure)
+            return written.files
+
+        self._batches = batches
+        if self.write(said, facts, files):
+            self._safe = batches
 
 
 def require_checkpoint(asked: str, where: str, folder: str | Path) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler
 
 from packprop.applications.dataset.batch_pass import BatchPass
 from packprop.applications.dataset.batches import Batches, Data, described
-from packprop.applications.dataset.checkpoint import Checkpoint, Every
+from packprop.applications.dataset.checkpoint import Checkpoint, Every, Told
 from packprop.applications.dataset.chunks import ChunkSizesByBatch
 from packprop.applications.dataset.identity import (
     OF_RANK,
@@ -25,7 +25,7 @@ from packprop.applications.dataset.identity import (
     warn_of_untold,
 )
 from packprop.applications.dataset.parts import needs_second_reading
-from packprop.applications.dataset.rank_files import Own, RankFiles, told_to_all
+from packprop.applications.dataset.rank_files import RankFiles
 from packprop.applications.dataset.ranks import Ranks, ranks_for
 from packprop.applications.dataset.result import Result
 from packprop.applications.dataset.run import Run
@@ -147,17 +147,19 @@ def compute(
             options |= {} if isinstance(batches.source, Samples) else {RANKS: group.world}
             return identity_of(model, loss, chosen, batches, **options)
 
-        def loaded() -> tuple[Checkpoint | None, Own | None]:
+        def loaded() -> tuple[Checkpoint | None, Told | None, dict[str, Any] | None]:
             if checkpoint is None or identity is None or group.rank:
-                return None, None
-            kept = stack.enter_context(Checkpoint(checkpoint, Every(every), identity).open())
-            found = kept.load()
-            if found is not None:
-                warn_of_untold(identity, data=found[0]["complete"] or batches.is_placed)
-            return kept, None if found is None else Own(*found)
+                return None, None, None
+            kept = Checkpoint(checkpoint, Every(every), identity)
+            stack.enter_context(kept.open())
+            found = kept.loaded()
+            if found is None:
+                return kept, None, None
+            warn_of_untold(identity, data=found[0].facts["complete"] or batches.is_placed)
+            return kept, *found
 
         def stream_of() -> BatchStream:
-            stored = stored_results(ASKED, store, model, chosen, resume=state is not None, losses=losses)
+            stored = stored_results(ASKED, store, model, chosen, resume=told is not None, losses=losses)
             if stored is not None and stored.writer is not store:
                 stack.enter_context(stored.writer)
             merged = [each for each in chosen if stored is None or each not in stored.extensions]
@@ -170,13 +172,13 @@ def compute(
         require_same_shards(ASKED, model, group)
         identity = group.attempt(identified)
         _require_same(group.each(identity))
-        kept, own = group.attempt(loaded)
-        files = None if checkpoint is None else RankFiles(None if kept is None else kept.path, group)
+        kept, told, own = group.attempt(loaded)
+        files = None if checkpoint is None else RankFiles(None if kept is None else kept.folder, group)
         if sharded and files is not None:
             files.require_one_folder()
-        state = group.each(None if own is None else told_to_all(own.state))[0]
-        if files is not None and state is not None:
-            own = files.read(None if kept is None else kept.others, own, len(state["ranks"]))
+        told = group.each(told)[0]
+        if files is not None and told is not None:
+            own = files.read(told.files, own)
         place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
         stream = group.attempt(stream_of)
         chunk_sizes = ChunkSizesByBatch(
@@ -188,15 +190,17 @@ def compute(
             stack.enter_context(long_work_of(chosen, bar=False))
             budget = budget_of(memory)
             run = Run(batches, stream, chunk_sizes, place, group, checkpoint is not None, progress, budget)
-            run.go_on(kept, files, state, own)
+            run.go_on(kept, files, told, own)
             return run
 
         run = group.attempt(begun)
-        if state is not None:
-            take_up_shards(stream.step.merged, state, place, group)
+        shapes = {name: parameter.shape for name, parameter in named_parameters(model)}
+        if files is not None and told is not None:
+            if told.has_shards:
+                take_up_shards(stream.step.merged, files.shards(told.files), shapes, place, group)
+            stream.step.merged.end_pass(group)  # of results that were written as a whole, and are sharded now
         result = run.to_the_end()
         result.replays, result.chunk_sizes = stream.told(), chunk_sizes.first
-        shapes = {name: parameter.shape for name, parameter in named_parameters(model)}
         result.tables = {savefield: _in_order(shapes, each) for savefield, each in result.tables.items()}
         for extension in chosen:
             values = result.tables.get(extension.savefield, {})

@@ -1,14 +1,12 @@
 """The folder of a checkpoint: locked, written atomically, read back whole or not at all.
 
 # NOTE [Safe files]
-A checkpoint is one small JSON file, ``checkpoint-<number>.json``. It names its files, with their sizes and
-checksums, and has a checksum of its own. packprop writes every file under another name, flushes it to the disk,
-and renames it; the JSON file comes last. So whenever the process is killed, every checkpoint that is there is
-whole. The folder keeps the last
-two: if the last one cannot be read, the one before serves. Results that grow with the data are in files of
-their own, each with the pieces since the checkpoint before; both checkpoints share the older files. Ranks other
-than the first have such files of their own (NOTE [Files of ranks]). Shards of ranks are in a folder of their
-own for each checkpoint (NOTE [Files of shards]).
+A checkpoint is one small JSON file, ``checkpoint-<number>.json``. It names a file of tensors for each rank,
+with their sizes and checksums, and has a checksum of its own. packprop writes every file under another name,
+flushes it to the disk, and renames it; the JSON file comes last. So whenever the process is killed, every
+checkpoint that is there is whole. The folder keeps the last two: if the last one cannot be read, the one before
+serves. Names of files of tensors hold a text that is drawn for each run: a rank that outlives a killed run
+cannot write over files of the next one (NOTE [Files of ranks]).
 """
 
 from __future__ import annotations
@@ -17,37 +15,29 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from packprop.store.schema import Size, Unfit, fitted, parsed
+from packprop.store.files import Lock, part_of, put_in_place, write_whole
+from packprop.store.schema import Size, Unfit, checksum_of, fitted, parsed
 
-try:
-    import fcntl
-except ImportError:  # not on Windows: two runs in one folder are not noticed there
-    fcntl = None  # type: ignore[assignment]  # looked at before it is used
-
-LOCK = "lock"
 UNFINISHED = r".*\.part|\.tmp\w+"
 """Names of files that a killed process left unfinished; safetensors uses the second form."""
 
-NAMES = re.compile(
-    rf"checkpoint-(\d{{6,}})\.json|(state|rows)-\d{{6,}}(-\d+-\w+)?\.safetensors|shards-\d{{6,}}|lock|{UNFINISHED}"
-)
+NAMES = re.compile(rf"(checkpoint|state)-(\d{{6,}})(-\d+-\w+\.safetensors|\.json)|lock|{UNFINISHED}")
+"""Names of files that checkpoints have made; their second part is the number of the checkpoint."""
+
 KEPT = 2
 """Checkpoints that stay in the folder."""
-
-_LOCKED: set[str] = set()
-"""Folders that this process has locked: the system's locks are between processes."""
 
 WriteError = (OSError, safetensors.SafetensorError)
 """The error of a full disk."""
@@ -55,10 +45,6 @@ WriteError = (OSError, safetensors.SafetensorError)
 
 class Damaged(Exception):
     """Raised if a file has changed since it was written."""
-
-
-class LockedElsewhere(Exception):
-    """Raised if another run writes to the folder."""
 
 
 @dataclass(frozen=True)
@@ -80,22 +66,12 @@ class File:
 
 
 @dataclass(frozen=True)
-class OfRank:
-    """The files of a rank other than the first."""
-
-    state: File
-    rows: list[File]
-
-
-@dataclass(frozen=True)
 class Content:
-    """The contents of a checkpoint: its facts, and its files; ``state`` and ``rows`` are the first rank's."""
+    """The contents of a checkpoint: its facts, and the file of tensors of each rank."""
 
     facts: dict[str, Any]
-    state: File
-    rows: list[File]
-    shards: list[File] = field(default_factory=list)
-    others: list[OfRank] = field(default_factory=list)
+    files: list[File] = field(default_factory=list)
+    may_have_more: ClassVar[bool] = True  # in other formats, which the facts tell
 
 
 @dataclass(frozen=True)
@@ -119,9 +95,7 @@ class Folder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.number = 0
-        self.others: list[OfRank] = []
-        self._rows: list[list[dict[str, Any]]] = []
-        self._named: set[str] = set()
+        self._token = secrets.token_hex(8)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -131,20 +105,11 @@ class Folder:
             LockedElsewhere: If another run does.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        key = str(self.path.resolve())
-        if key in _LOCKED:
-            raise LockedElsewhere
-        with open(self.path / LOCK, "a") as file:
-            if fcntl is not None:
-                try:
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as error:
-                    raise LockedElsewhere from error
-            _LOCKED.add(key)
-            try:
-                yield
-            finally:
-                _LOCKED.discard(key)
+        lock = Lock(self.path)
+        try:
+            yield
+        finally:
+            lock.release()
 
     def strangers(self) -> list[str]:
         """Return names of files that no checkpoint has made."""
@@ -153,177 +118,120 @@ class Folder:
     def numbers(self) -> list[int]:
         """Return the checkpoints that are there, the last one first."""
         found = [NAMES.fullmatch(name) for name in os.listdir(self.path)]
-        return sorted((int(match[1]) for match in found if match and match[1]), reverse=True)
+        return sorted((int(m[2]) for m in found if m and m[1] == "checkpoint"), reverse=True)
 
-    def read(self, number: int) -> tuple[dict[str, Any], list[Tensor], list[list[Tensor]]]:
-        """Read facts, tensors, and growing results, file by file, of one checkpoint: those of the first rank.
-
-        It only checks shards, and the files of other ranks, which ``others`` then names.
+    def read(self, number: int) -> Content:
+        """Read facts of one checkpoint, and the names of its files.
 
         Raises:
-            Damaged: If a file of it is missing, or has changed.
+            Damaged: If its JSON file is missing, or has changed.
         """
+        name = f"checkpoint-{number:06d}.json"
         try:
-            outer: Signed = fitted(Signed, parsed((self.path / f"checkpoint-{number:06d}.json").read_bytes()))
-            if outer.checksum != zlib.crc32(_canonical(outer.content)):
-                raise Damaged(f"checkpoint-{number:06d}.json does not have its checksum")
+            outer: Signed = fitted(Signed, parsed((self.path / name).read_bytes()))
+            if outer.checksum != checksum_of(outer.content):
+                raise Damaged(f"{name} does not have its checksum")
             content: Content = fitted(Content, outer.content)
-            state = self._tensors(content.state)
-            rows = [self._tensors(file) for file in content.rows]
-            for file in content.shards:
-                _require_same(self.shards(number) / file.name, file)
-            for file in [file for other in content.others for file in (other.state, *other.rows)]:
-                _require_same(self.path / file.name, file)
-        except (OSError, ValueError, safetensors.SafetensorError) as error:
-            raise Damaged(f"checkpoint-{number:06d}.json: {error}") from error
-        self.number, self.others = number, content.others
-        self._note([[asdict(file) for file in each] for each in (content.rows, *(o.rows for o in self.others))])
-        return content.facts, state, rows
+        except (OSError, ValueError) as error:
+            raise Damaged(f"{name}: {error}") from error
+        self.number = number
+        return content
 
-    def read_of_rank(self, files: OfRank) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """Read tensors, and growing results, file by file, of a rank other than the first.
+    def require_whole(self, files: Sequence[File]) -> None:
+        """Refuse files of a checkpoint that are not what was written.
 
         Raises:
-            Damaged: If a file of it is missing, or has changed.
+            Damaged: If there is none, one is missing, or has another size or checksum.
+        """
+        if not files:
+            raise Damaged("there is no file of a rank")
+        for file in files:
+            try:
+                found = described(self.path / file.name)
+            except OSError as error:
+                raise Damaged(f"{file.name}: {error}") from error
+            if found != asdict(file):
+                raise Damaged(f"{file.name} does not have its size and checksum")
+
+    @contextlib.contextmanager
+    def opened(self, file: File) -> Iterator[Tensors]:
+        """Open a file of tensors, which are read one by one.
+
+        Raises:
+            Damaged: If it cannot be read.
         """
         try:
-            return self._tensors(files.state), [self._tensors(file) for file in files.rows]
-        except (OSError, ValueError, safetensors.SafetensorError) as error:
-            raise Damaged(f"{files.state.name}: {error}") from error
+            with safetensors.safe_open(self.path / file.name, framework="pt") as opened:
+                yield Tensors(opened)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise Damaged(f"{file.name}: {error}") from error
 
-    def write_rows_anew(self) -> None:
-        """Make the next checkpoint hold all rows, not only those since the one before."""
-        self._rows = []
+    def written(self, rank: int, number: int, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """Write the tensors of a rank for the checkpoint of this number; return the file's description.
 
-    def _note(self, rows: list[list[dict[str, Any]]]) -> set[str]:
-        """Note the files of rows of a checkpoint, by rank; return the names in the one before, and in this."""
-        before, self._rows = self._named, rows
-        self._named = {file["name"] for each in rows for file in each}
-        return before | self._named
+        Raises:
+            OSError, SafetensorError: If that fails; nothing of it stays.
+        """
+        path = self.path / f"state-{number:06d}-{rank}-{self._token}.safetensors"
+        whole = {str(index): tensor.detach().cpu().contiguous() for index, tensor in enumerate(tensors)}
+        try:
+            part_of(path).unlink(missing_ok=True)
+            safetensors.torch.save_file(apart(whole), part_of(path))
+            put_in_place(path)
+            return described(path)
+        except BaseException:
+            self.discard([{"name": part_of(path).name}, {"name": path.name}])
+            raise
 
-    def _tensors(self, file: File) -> list[Tensor]:
-        path = self.path / file.name
-        _require_same(path, file)
-        with safetensors.safe_open(path, framework="pt") as opened:
-            return [opened.get_tensor(str(index)).clone() for index in range(len(opened.keys()))]
-
-    def shards(self, number: int) -> Path:
-        """Return the folder for the ranks' shards of one checkpoint."""
-        return self.path / f"shards-{number:06d}"
-
-    def write(
-        self,
-        facts: dict[str, Any],
-        state: Sequence[Tensor],
-        rows: Sequence[Tensor],
-        shards: Sequence[dict[str, Any]] = (),
-        others: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        """Write one more checkpoint; ``rows`` are those since the one before.
+    def write(self, facts: Mapping[str, Any], files: Sequence[Mapping[str, Any]]) -> None:
+        """Complete the next checkpoint, whose files are there.
 
         Args:
             facts: Its description.
-            state: Its tensors.
-            rows: The growth since the one before.
-            shards: Files that are already in its folder of shards.
-            others: Files that are already in the folder, of each rank other than the first: its ``state``, and
-                as ``rows`` its growth.
+            files: The description of the file of each rank.
 
         Raises:
-            OSError, SafetensorError: If that fails; earlier checkpoints are then untouched.
+            OSError: If that fails; earlier checkpoints are then untouched.
         """
-        number = self.number + 1
-        made = [self.shards(number), part_of(self.shards(number))]
+        content = {"facts": {**facts}, "files": [*files]}
+        path = self.path / f"checkpoint-{self.number + 1:06d}.json"
         try:
-            new = [[self.written(f"rows-{number:06d}", rows, made)] if rows else []]
-            new += [each["rows"] for each in others]
-            files = [[*before, *more] for before, more in zip_longest(self._rows, new, fillvalue=())]
-            content = {
-                "facts": facts,
-                "state": self.written(f"state-{number:06d}", state, made),
-                "rows": files[0],
-            }
-            if shards:
-                content["shards"] = [*shards]
-            if others:
-                pairs = zip(others, files[1:], strict=True)
-                content["others"] = [{"state": other["state"], "rows": of_rank} for other, of_rank in pairs]
-            text = json.dumps({"checksum": zlib.crc32(_canonical(content)), "content": content})
-            place = self.path / f"checkpoint-{number:06d}.json"
-            part_of(place).unlink(missing_ok=True)  # packprop never writes through it, whatever it is
-            with open(part_of(place), "w", encoding="utf-8") as file:
-                made.append(part_of(place))
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part_of(place), place)
+            write_whole(path, json.dumps({"checksum": checksum_of(content), "content": content}))
         except BaseException:
-            for path in made:
-                with contextlib.suppress(OSError):  # the first error says more
-                    remove(path)
+            self.discard([{"name": part_of(path).name}, *files])
             raise
-        self.number = number
-        flush_folder(self.path)
-        self._remove_old(self._note(files))
-
-    def written(self, name: str, tensors: Sequence[Tensor], made: list[Path]) -> dict[str, Any]:
-        """Write tensors to a file, add its name to ``made``, and return its description for the JSON file."""
-        path = self.path / f"{name}.safetensors"
-        made.append(part_of(path))
-        part_of(path).unlink(missing_ok=True)
-        whole = {str(index): tensor.detach().cpu().contiguous() for index, tensor in enumerate(tensors)}
-        safetensors.torch.save_file(apart(whole), part_of(path))
-        with open(part_of(path), "rb+") as file:
-            os.fsync(file.fileno())
-        made.append(path)
-        os.replace(part_of(path), path)
-        flush_folder(self.path)
-        return described(path)
-
-    def discard(self, others: Sequence[Mapping[str, Any]]) -> None:
-        """Remove files of other ranks that ``write`` was to name."""
-        for file in [file for other in others for file in (other["state"], *other["rows"])]:
-            with contextlib.suppress(OSError):
-                remove(self.path / file["name"])
-
-    def _remove_old(self, rows: set[str]) -> None:
-        """Remove files that none of the last checkpoints names; ``rows`` are their files of rows."""
+        self.number += 1
         kept = self.numbers()[:KEPT]
         for name in os.listdir(self.path):
-            numbered = re.fullmatch(
-                r"(checkpoint|state|shards)-(\d{6,})(-\d+-\w+)?(\.json|\.safetensors)?", name
-            )
-            old = (numbered and int(numbered[2]) not in kept) or (name.startswith("rows-") and name not in rows)
-            if re.fullmatch(UNFINISHED, name) or old:
-                with contextlib.suppress(OSError):
-                    remove(self.path / name)
+            known = NAMES.fullmatch(name)
+            is_old = known and known[2] and int(known[2]) not in kept
+            if is_old or re.fullmatch(UNFINISHED, name):
+                self.discard([{"name": name}])
+
+    def discard(self, files: Sequence[Mapping[str, Any]]) -> None:
+        """Remove files that no checkpoint names, as far as that is possible."""
+        for file in files:
+            path = self.path / file["name"]
+            with contextlib.suppress(OSError):  # the first error says more
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
 
 
-def part_of(path: Path) -> Path:
-    """Return the name of a file while it is written."""
-    return path.with_name(f"{path.name}.part")
+class Tensors(Sequence[Tensor]):
+    """The tensors of an open file, in copies: the file is mapped, and may be removed."""
 
+    def __init__(self, opened: Any) -> None:
+        self._opened = opened
 
-def remove(path: Path) -> None:
-    """Remove a file, or a folder with its contents, if it is there."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    def __len__(self) -> int:
+        return len(self._opened.keys())
 
-
-def _canonical(content: Any) -> bytes:
-    return json.dumps(content, sort_keys=True).encode()
-
-
-def _require_same(path: Path, file: File) -> None:
-    """Refuse a file that differs from its description.
-
-    Raises:
-        Damaged: If it has another size or checksum.
-    """
-    if described(path) != asdict(file):
-        raise Damaged(f"{path.name} does not have its size and checksum")
+    def __getitem__(self, index: Any) -> Any:
+        if index >= len(self):
+            raise IndexError(f"there is no tensor {index}")
+        return self._opened.get_tensor(str(index)).clone()
 
 
 def described(path: Path) -> dict[str, Any]:
@@ -344,14 +252,3 @@ def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             tensors[name] = tensor.clone()
         seen.add(address)
     return tensors
-
-
-def flush_folder(path: Path) -> None:
-    """Make the system put the names of files on the disk."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from packprop.applications.dataset.one_loss import require_same_weights
-from packprop.applications.dataset.rank_files import Own
 from packprop.applications.dataset.saved import ASKED
 from packprop.applications.dataset.sources import Samples
 from packprop.applications.dataset.state import MergedResults
@@ -35,22 +34,24 @@ def require_divided(source: Any, before: int, now: int) -> None:
 
 
 def take_up(
-    results: MergedResults, own: Own | None, shared: dict[str, Any], device: torch.device | str
+    results: MergedResults, own: dict[str, Any] | None, shared: dict[str, Any], device: torch.device | str
 ) -> None:
-    """Restore the files of one rank, if it has any, and the common part of all ranks."""
+    """Restore the state of one rank, if it has any, and the common part of all ranks."""
     shared = map_tensors(lambda tensor: tensor.to(device), shared)
     if own is None:
         results.restore_what_is_shared(shared)
         return
-    saved, grown = map_tensors(lambda tensor: tensor.to(device), (own.state["results"], own.pieces))
-    results.restore({**saved, "rotations": shared["rotations"]}, [((*key,), piece) for key, piece in grown])
+    saved = map_tensors(lambda tensor: tensor.to(device), own["results"])
+    results.restore({**saved, "rotations": shared["rotations"]})
 
 
-def take_up_others(results: MergedResults, others: Iterable[Own], device: torch.device | str) -> None:
-    """Merge the files of other ranks, in their order, with the results of the first one."""
+def take_up_others(
+    results: MergedResults, others: Iterable[dict[str, Any]], device: torch.device | str
+) -> None:
+    """Merge the states of other ranks, in their order, with the results of the first one."""
     for own in others:
         other = MergedResults(results.extensions)
-        take_up(other, own, own.state["results"], device)
+        take_up(other, own, own["results"], device)
         _join(results, other)
 
 

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from packprop.applications.dataset.batches import Batches
-from packprop.applications.dataset.checkpoint import Checkpoint, Moment
+from packprop.applications.dataset.checkpoint import Checkpoint, Moment, Told
 from packprop.applications.dataset.chunks import ChunkSizesByBatch
 from packprop.applications.dataset.interrupts import interrupts_kept
 from packprop.applications.dataset.joining import require_divided, take_up, take_up_others
 from packprop.applications.dataset.parts import Part, generators_of, readings_of
 from packprop.applications.dataset.progress import progress_bar
-from packprop.applications.dataset.rank_files import Own, RankFiles, merged_apart
+from packprop.applications.dataset.rank_files import RankFiles
 from packprop.applications.dataset.ranks import Ranks
 from packprop.applications.dataset.result import Result
 from packprop.applications.dataset.run_draws import RunDraws
-from packprop.applications.dataset.shard_files import written_shards
-from packprop.applications.dataset.shards import ShardedResults
+from packprop.applications.dataset.saved import packed
 from packprop.applications.dataset.sources import Samples
 from packprop.applications.dataset.stream import BatchStream, is_empty
 from packprop.errors import BadInput, PackpropError
@@ -61,7 +60,7 @@ class Run:
         self._results = stream.step.merged
         self._readings = readings_of(stream.step.extensions)
         self._reading, self._is_complete = 0, False
-        self._number, self._steps, self._written = 0, 0, 0
+        self._number, self._steps = 0, 0
         self._goes_on = False
         self._drawn_outside: list[Tensor] = []
         self._moment: Moment | None = None
@@ -74,34 +73,31 @@ class Run:
         self,
         checkpoint: Checkpoint | None,
         files: RankFiles | None,
-        state: dict[str, Any] | None,
-        own: Own | None,
+        told: Told | None,
+        own: dict[str, Any] | None,
     ) -> None:
         """Restore the last checkpoint, if there is one.
 
         Args:
             checkpoint: The checkpoint of the run; the first rank has it.
-            files: The files of the sums of other ranks; ``None`` without a checkpoint.
-            state: The common part of the last checkpoint.
-            own: The part of this rank; ``None`` on a rank whose batches are all yet to come.
+            files: The files of ranks; ``None`` without a checkpoint.
+            told: The part of the last checkpoint that all ranks are told.
+            own: The state of this rank; ``None`` on a rank whose batches are all yet to come.
 
         Raises:
             BadInput: If it was written by another number of ranks that had batches of their own.
         """
         self._checkpoint, self._files = checkpoint, files
-        self._goes_on = state is not None
-        if state is None:
+        self._goes_on = told is not None
+        if told is None:
             return
-        place = self._own(state["ranks"])
-        self._reading, self._is_complete = state["reading"], state["complete"]
-        self._number = state["number"]
-        take_up(self._results, own, state["results"], self._device)
-        self._written = len(self._results.batches)
-        if checkpoint is not None and files is not None and len(state["ranks"]) not in (1, self._ranks.world):
-            take_up_others(self._results, files.in_turn(checkpoint.others), self._device)
-            checkpoint.write_rows_anew()
-            self._written = 0
-        self._chunk_sizes.restore((state if own is None else own.state)["chunks"])
+        place = self._own_place(told, own)
+        self._reading, self._is_complete = told.facts["reading"], told.facts["complete"]
+        self._number = told.facts["number"]
+        take_up(self._results, own, told.shared, self._device)
+        if checkpoint is not None and files is not None and len(told.files) not in (1, self._ranks.world):
+            take_up_others(self._results, files.in_turn(told.files[1:]), self._device)
+        self._chunk_sizes.restore(told.chunks if own is None else own["chunks"])
         self._draws.begin = place["begin"]
         self._drawn_outside = self._batches.states
         if self._is_complete:
@@ -112,17 +108,17 @@ class Run:
         if self._stream.step.stored is not None:
             self._stream.step.stored.go_to(place["stored"])
 
-    def _own(self, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the checkpoint's part for this rank; derive a new rank's from the first one."""
-        if len(of_ranks) == self._ranks.world:
-            return of_ranks[self._ranks.rank]
-        require_divided(self._batches.source, len(of_ranks), self._ranks.world)
-        first = of_ranks[0]
-        draws, (start, states) = self._ranks.derived(first["draws"]), first["start"]
-        own = {"draws": draws, "start": [self._ranks.derived(start), states]}
+    def _own_place(self, told: Told, own: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the place of this rank; derive a new rank's from that of the first one."""
+        if len(told.files) == self._ranks.world:
+            assert own is not None
+            return own["place"]  # type: ignore[no-any-return]  # a dictionary, as SavedRank declares
+        require_divided(self._batches.source, len(told.files), self._ranks.world)
+        first, (start, states) = told.place, told.place["start"]
         return {
             **first,
-            **own,
+            "draws": self._ranks.derived(first["draws"]),
+            "start": [self._ranks.derived(start), states],
             "begin": self._draws.derived(first["begin"]),
             "now": self._draws.derived(first["now"]),
         }
@@ -224,8 +220,10 @@ class Run:
         self._number += self._ranks.world
         if self._keeps:
             self._note_moment()
-            if self._steps == 1 and self._checkpoint is not None:
-                self._require_plain()
+            if self._steps == 1:
+                packed(
+                    self._own_state()
+                )  # refuses values without a form in a file now, not after half a minute
 
     def _add(self, batch: Any, parts: Sequence[Part], second: bool, number: int, counts: bool = True) -> None:
         """Take a batch through the model; the store identifies its samples by what the data yielded."""
@@ -265,8 +263,7 @@ class Run:
             batch = self._stand_in
             self._batches.take_instead(batch)
         self._add(batch, parts, second, number, counts=has_any)
-        if isinstance(self._results, ShardedResults):
-            self._results.end_pass(self._ranks)
+        self._results.end_pass(self._ranks)
         self._ranks.in_step = True
 
     def _with_the_others(self, batches: Iterator[Any] | Any) -> Iterator[Any]:
@@ -295,44 +292,28 @@ class Run:
         """Write a checkpoint of the last moment between two batches, of all ranks."""
         assert self._moment is not None
         assert self._files is not None
-        if self._checkpoint is not None:
-            self._checkpoint.begin()
-        count, steps = len(self._results.batches), self._moment.steps
-        stored = self._stream.step.stored
+        moment, checkpoint, stored = self._moment, self._checkpoint, self._stream.step.stored
+        if checkpoint is not None:
+            checkpoint.begin()
         if stored is not None:  # the rows that the checkpoint names are on the disk before it
             self._ranks.attempt(stored.writer.commit)
-        found = self._results.since(self._written)
-        place = None if self._checkpoint is None else self._checkpoint.next_shards
-        shards = written_shards(found.partial, place, self._ranks)
-        pieces = [(key, piece) for key, value in found.partial.items() if found.grows(key) for piece in value]
-        own = {"results": merged_apart(found.saved()), "chunks": self._chunk_sizes.saved()}
-        number = None if self._checkpoint is None else self._checkpoint.next_number
-        others = self._files.write(number, own, pieces)
-        of_ranks = self._ranks.each(self._ranks.attempt(self._own_state))
+        tensors = self._ranks.attempt(lambda: packed(self._own_state()))
+        written = self._files.write(None if checkpoint is None else checkpoint.folder.number + 1, tensors)
+        counts = self._ranks.each((moment.place["batches"], self._results.samples))
+        facts = {"reading": self._reading, "complete": self._is_complete, "number": moment.number}
 
-        def write() -> bool:
-            if self._checkpoint is None:
-                return True
-            state = self._state(found.saved(), of_ranks)
-            return self._checkpoint.write(state, pieces, self._said(of_ranks), steps, shards, others)
+        def write() -> None:
+            if checkpoint is not None:
+                checkpoint.complete(self._said(counts), facts, moment.steps, written)
 
-        if all(self._ranks.each(self._ranks.attempt(write))):
-            self._written = count
+        self._ranks.attempt(write)
 
-    def _require_plain(self) -> None:
-        """Refuse values that have no form in a file now, not after half a minute."""
-        assert self._checkpoint is not None
-        pieces = [
-            piece for key, value in self._results.partial.items() if self._results.grows(key) for piece in value
-        ]
-        self._checkpoint.require_plain(self._state(self._results.saved(), [self._own_state()]), pieces)
-
-    def _said(self, of_ranks: list[dict[str, Any]]) -> str:
-        """Describe a checkpoint of the last moment, for messages."""
-        samples = sum(each["samples"] for each in of_ranks)
+    def _said(self, counts: list[tuple[int, int]]) -> str:
+        """Describe a checkpoint of the last moment, for messages, by batches and samples of ranks."""
+        samples = sum(each for _, each in counts)
         if self._is_complete:
             return f"the results of all {samples:,} samples"
-        batches = self._said_batches([each["batches"] for each in of_ranks])
+        batches = self._said_batches([each for each, _ in counts])
         if self._reading == 0:
             return f"the first {batches:,} batches, {samples:,} samples"
         return f"all batches once, and the first {batches:,} batches of a second reading"
@@ -344,25 +325,22 @@ class Run:
         source = self._batches.source
         return min(number, len(source)) if isinstance(source, Samples) else sum(counts)
 
-    def _state(self, results: Mapping[str, Any], of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the state that a run continues from, without results that grow with the data."""
-        assert self._moment is not None
-        return {
-            "reading": self._reading,
-            "complete": self._is_complete,
-            "number": self._moment.number,
-            "results": results,
-            "chunks": self._chunk_sizes.saved(),
-            "ranks": of_ranks,
-        }
-
     def _own_state(self) -> dict[str, Any]:
         """Return the state that this rank continues from."""
         assert self._moment is not None
-        loader = {"loader": self._batches.loader_state(), "ended": self._batches.ended}
-        draws = {"now": self._moment.draws, "begin": self._draws.begin}
-        counts = {"stored": self._moment.stored, "samples": self._results.samples}
-        return {**self._moment.place, **loader, **draws, **counts}
+        place = {
+            **self._moment.place,
+            "loader": self._batches.loader_state(),
+            "ended": self._batches.ended,
+            "now": self._moment.draws,
+            "begin": self._draws.begin,
+            "stored": self._moment.stored,
+        }
+        results = self._results.saved()
+        if self._ranks.rank:  # all ranks have the same results of a first reading
+            results["rotations"] = []
+        chunks, shards = self._chunk_sizes.saved(), self._results.shards_kept()
+        return {"place": place, "results": results, "chunks": chunks, "shards": shards}
 
 
 def _with(error: PackpropError, kept: str) -> PackpropError:

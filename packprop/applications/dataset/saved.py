@@ -13,21 +13,31 @@ from torch import Tensor
 from packprop.applications.dataset.values import NotPlainError, decode, encode
 from packprop.errors import BadInput
 from packprop.store.plain import dtype_of
-from packprop.store.schema import Size, Unfit, fitted_as, parsed
+from packprop.store.schema import Size, Unfit, fitted, fitted_as, parsed
 
 ASKED = "compute(..., checkpoint=...) was called."
 
-Pieces = list[tuple[tuple[Size, Size, str], Tensor]]
-"""A piece of a growing result: extension, row, parameter, and the piece."""
+
+SavedShards = list[tuple[Size, Size, str, list[Size], Any]]
+"""Shards of one rank: extension, row, parameter, the index in the whole at which the shard begins, values."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The contents of the JSON file."""
+    """The contents of the JSON file of any work that is kept."""
 
     said: str
     identity: dict[str, Any]
-    state: Any
+    may_have_more: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class RunFacts(Facts):
+    """The contents of the JSON file of a run, which has a file of tensors for each of its ranks."""
+
+    reading: Literal[0, 1]
+    complete: bool
+    number: Size
     may_have_more: ClassVar[bool] = True
 
 
@@ -50,8 +60,8 @@ class SavedDraws:
 
 
 @dataclass(frozen=True)
-class SavedRank:
-    """The state that one rank continues from."""
+class SavedPlace:
+    """The place in the data that one rank continues from, and its draws."""
 
     batches: Size
     digest: str
@@ -63,7 +73,6 @@ class SavedRank:
     now: SavedDraws
     begin: SavedDraws
     stored: tuple[Size, float] | None
-    samples: Size
     may_have_more: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -89,6 +98,7 @@ class SavedResults:
     terms: int | float
     loss: Tensor | Any
     reduction: Literal["", "mean", "sum"]
+    weights: list[Any]
     again: list[Any]
     batches: list[tuple[Size, Size]]
     may_have_more: ClassVar[bool] = True
@@ -107,36 +117,18 @@ class SavedResults:
 
 
 @dataclass(frozen=True)
-class SavedPart:
-    """One rank's sums, without results that grow with the data, and its chunk sizes."""
+class SavedRank:
+    """The state that one rank continues from: its place, its sums, its chunk sizes, and its shards."""
 
+    place: SavedPlace
     results: SavedResults
     chunks: list[tuple[list[list[Size]], list[Any]]]
+    shards: SavedShards
     may_have_more: ClassVar[bool] = True
-
-
-@dataclass(frozen=True)
-class SavedRun(SavedPart):
-    """The state that a run continues from, without growing results: sums are the first rank's."""
-
-    reading: Literal[0, 1]
-    complete: bool
-    number: Size
-    ranks: list[SavedRank]
-    may_have_more: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Refuse a run without ranks.
-
-        Raises:
-            ValueError: If there is no rank.
-        """
-        if not self.ranks:
-            raise Unfit("there is no rank")
 
 
 def packed(value: Any) -> list[Tensor]:
-    """Return a value as the tensors of one file: the first one describes the others in JSON.
+    """Return a value as the tensors of one file: the last one describes the others in JSON.
 
     Raises:
         BadInput: If it holds something that has no form in a file, with its type.
@@ -152,18 +144,21 @@ def packed(value: Any) -> list[Tensor]:
             "let the statistics of the extension, or the state of the data loader, be made of such; "
             "or leave checkpoint out",
         ) from error
-    return [torch.frombuffer(bytearray(named), dtype=torch.uint8), *tensors]
+    return [*tensors, torch.frombuffer(bytearray(named), dtype=torch.uint8)]
 
 
-def unpacked(kind: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the value that ``packed`` was given.
+def unpacked(kind: Any, tensors: Sequence[Tensor], part: str | None = None) -> Any:
+    """Return the value that ``packed`` was given, or the part of it that has a name; read no other tensor.
 
     Raises:
         Unfit: If it was given nothing of this kind.
     """
-    if not tensors:
+    if not len(tensors):
         raise Unfit("a file of values holds nothing")
-    return fitted_as(kind, decode(parsed(tensors[0].numpy().tobytes()), tensors[1:]))
+    plain = parsed(tensors[len(tensors) - 1].numpy().tobytes())
+    if part is not None:
+        plain = dict(fitted(dict[str, list[tuple[str, Any]]], plain).get("items", ())).get(part)
+    return fitted_as(kind, decode(plain, tensors))
 
 
 def require_states(states: list[Tensor]) -> None:

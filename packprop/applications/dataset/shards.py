@@ -3,26 +3,40 @@
 # NOTE [Sums of shards]
 A pass brings results of whole parameters, for this rank's samples. When it is over, packprop merges those of
 all ranks, a few parameters at a time, and each rank adds the part of its shard to its kept sum over all samples
-so far. It also writes these sums to a checkpoint (NOTE [Files of shards]). That is for results with an entry
-for each entry of a parameter. Every rank keeps others, such as Kronecker factors and rows of samples, for its
-own samples, and packprop merges them at the end.
+so far. That is for results with an entry for each entry of a parameter. Every rank keeps others, such as
+Kronecker factors and rows of samples, for its own samples, and packprop merges them at the end.
+
+Each rank writes its kept sums to its file of a checkpoint, with the index at which they begin in the whole. Any
+number of ranks may read them, sharded in another way, or not at all: each takes the entries that it holds from
+the files of all ranks that wrote, one file after the other. So none needs memory for the sums of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from packprop.applications.dataset.ranks import Ranks
-from packprop.applications.dataset.shard_files import has_saved_shards, read_back
+from packprop.applications.dataset.saved import ASKED, SavedShards
 from packprop.applications.dataset.state import Key, MergedResults
 from packprop.applications.dataset.sums import begun, merged_with
 from packprop.engine.algebra import Moments
-from packprop.engine.tensors import is_distributed, named_parameters, part_like, replicated_like, whole_from
+from packprop.engine.tensors import (
+    is_distributed,
+    named_parameters,
+    own_part,
+    part_like,
+    replicated_like,
+    whole_from,
+)
+from packprop.errors import PackpropError
+from packprop.types import Extension
 
 
 @dataclass
@@ -45,23 +59,21 @@ class ShardedResults(MergedResults):
             self.arrived.pop(key, None)
             self._keep(key, self._part(key, value))
 
-    def since(self, batches: int) -> MergedResults:
-        """Work as for any results; results kept as parts become a ``DTensor``, placed like the parameter."""
-        return self._with_kept(super().since(batches))
-
     def of_all(self, ranks: Ranks) -> MergedResults:
         """Work as for any results; results kept as parts become a ``DTensor``, placed like the parameter."""
-        return self._with_kept(super().of_all(ranks))
-
-    def _with_kept(self, found: MergedResults) -> MergedResults:
+        found = super().of_all(ranks)
         for key, value in self.kept.items():
             shard = self.shards[key[2]]
             found.partial[key] = _each(value, lambda part, shard=shard: whole_from(part, shard), shard)
         return found
 
-    def restore(self, saved: Mapping[str, Any], pieces: Iterable[tuple[Key, Tensor]]) -> None:
+    def shards_kept(self) -> list[list[Any]]:
+        """Return the kept parts with the index at which each begins, in values that files can hold."""
+        return [[*key, _begin(self.shards[key[2]]), value] for key, value in self.kept.items()]
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore the values of ``saved``; results of whole parameters wait for the end of a pass."""
-        super().restore(saved, pieces)
+        super().restore(saved)
         for key in [key for key, value in self.partial.items() if self._is_of_shard(key, value)]:
             self.arrived[key] = self.partial.pop(key)
 
@@ -97,27 +109,108 @@ def results_of(model: nn.Module, extensions: Any, sharded: bool) -> MergedResult
     return ShardedResults(extensions, shards=shards)
 
 
-def take_up_shards(results: MergedResults, state: Mapping[str, Any], device: Any, ranks: Ranks) -> None:
-    """Restore the shards of ranks, and divide results that they have written as a whole; all at once.
+def take_up_shards(
+    results: MergedResults,
+    shards_of_ranks: Iterable[SavedShards],
+    shapes: Mapping[str, torch.Size],
+    device: torch.device | str,
+    ranks: Ranks,
+) -> None:
+    """Restore shards that any number of ranks have written; all ranks must do so at once.
 
     Args:
         results: The results to continue.
-        state: The contents of the checkpoint.
+        shards_of_ranks: The shards of each rank that wrote.
+        shapes: Shapes of whole parameters.
         device: The device of results.
         ranks: The ranks of the run.
+
+    Raises:
+        PackpropError: On every rank, if one of them cannot read its entries.
     """
     shards = results.shards if isinstance(results, ShardedResults) else {}
-    saved = {(position, index, name): value for position, index, name, value in state["results"]["partial"]}
-    saved = {key: value for key, value in saved.items() if has_saved_shards(value)}
-    found = read_back(saved, Path(state["shards"]), shards, device, ranks) if saved else {}
-    for key, value in found.items():
-        results.partial.pop(key, None)
+
+    def entries() -> dict[Key, Any]:
+        return _entries(results.extensions, shards_of_ranks, shards, shapes, device)
+
+    for key, value in ranks.attempt(entries).items():
         if isinstance(results, ShardedResults) and key[2] in shards:
             results.kept[key] = value
         elif ranks.rank == 0:
             results.partial[key] = value
-    if isinstance(results, ShardedResults):
-        results.end_pass(ranks)
+
+
+def _entries(
+    extensions: Sequence[Extension],
+    shards_of_ranks: Iterable[SavedShards],
+    shards: Mapping[str, Tensor],
+    shapes: Mapping[str, torch.Size],
+    device: torch.device | str,
+) -> dict[Key, Any]:
+    """Return the entries that this rank holds: of its shard of a parameter, or of the whole."""
+    found: dict[Key, Any] = {}
+    missing: dict[Key, int] = {}
+    for position, index, name, begin, value in itertools.chain.from_iterable(shards_of_ranks):
+        key, own = (position, index, name), shards.get(name)
+        shape = shapes.get(name, torch.Size()) if own is None else own_part(own).shape
+        is_row = position < len(extensions) and index < len(extensions[position].rows)
+        is_part = all(isinstance(each, Tensor) and each.dim() == len(shape) for each in _tensors(value))
+        if not (is_row and is_part and len(begin) == len(shape)):
+            raise _unreadable(name, "one is no part of a tensor")
+        if key not in found:
+            make = functools.partial(_empty, shape=shape, device=device)
+            found[key], missing[key] = _each(value, make), shape.numel()
+        start = [0] * len(shape) if own is None else _begin(own)
+        for into, part in zip(_tensors(found[key]), _tensors(value), strict=True):
+            copied = _copy_common(into, start, part, begin)
+        missing[key] -= copied
+    for key, number in missing.items():
+        if number > 0:
+            raise _unreadable(key[2], f"{number} of its entries are in no file")
+    return found
+
+
+def _empty(part: Tensor, shape: torch.Size, device: torch.device | str) -> Tensor:
+    return torch.empty(shape, dtype=part.dtype, device=device)
+
+
+def _copy_common(into: Tensor, start: Sequence[int], part: Tensor, begin: Sequence[int]) -> int:
+    """Copy the entries that two parts of one tensor share; return their number.
+
+    Args:
+        into: The part to fill.
+        start: The index in the whole tensor at which it begins.
+        part: The other part.
+        begin: The index at which that begins.
+    """
+    low = [max(pair) for pair in zip(start, begin, strict=True)]
+    ends = zip(start, into.shape, begin, part.shape, strict=True)
+    high = [max(least, min(a + n, b + m)) for least, (a, n, b, m) in zip(low, ends, strict=True)]
+
+    def region(origin: Sequence[int]) -> tuple[slice, ...]:
+        return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+
+    into[region(start)].copy_(part[region(begin)])
+    return into[region(start)].numel()
+
+
+def _begin(shard: Tensor) -> list[int]:
+    """Return the index in the whole tensor at which this rank's part of a ``DTensor`` begins."""
+    return [*shard.__create_chunk_list__()[0].offsets]  # type: ignore[attr-defined]  # a DTensor
+
+
+def _unreadable(name: str, why: str) -> PackpropError:
+    return PackpropError(
+        ASKED,
+        f"the shards of parameter {name!r}",
+        f"they cannot be read: {why}",
+        "put back a copy of the folder of the checkpoint, or remove it to begin again",
+    )
+
+
+def _tensors(value: Any) -> list[Any]:
+    """Return the tensors of a result that have the shape of a parameter."""
+    return [value.mean, value.deviation] if isinstance(value, Moments) else [value]
 
 
 def _each(value: Any, change: Any, shard: Tensor | None = None) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter, methodcaller
 from typing import Any
@@ -223,10 +223,12 @@ class MergedResults:
             return sum(terms for terms, _ in told), "mean"
         return told[0] if told else (0.0, "")
 
-    def since(self, batches: int) -> MergedResults:
-        """Return these results; of growing ones, the pieces after so many ``batches`` of this rank."""
-        own = {key: value[batches:] if self.grows(key) else value for key, value in self.partial.items()}
-        return replace(self, partial=own)
+    def end_pass(self, ranks: Ranks) -> None:
+        """Do nothing; of sharded parameters, merge the results of a pass on all ranks."""
+
+    def shards_kept(self) -> list[list[Any]]:
+        """Return nothing; of sharded parameters, the parts of results that this rank keeps."""
+        return []
 
     def of_all(self, ranks: Ranks) -> MergedResults:
         """Return the results of the batches of all ranks; those of this rank stay as they are."""
@@ -312,12 +314,9 @@ class MergedResults:
         return Result(values, self.samples, float(self.loss) * self._scale, self.reduction)
 
     def saved(self) -> dict[str, Any]:
-        """Return everything but growing results, in values that files can hold; of these only the place.
-
-        The order of merging decides how ranks round results.
-        """
+        """Return everything in values that files can hold; the order of merging decides how ranks round it."""
         return {
-            "partial": [[*key, [] if self.grows(key) else value] for key, value in self.partial.items()],
+            "partial": [[*key, value] for key, value in self.partial.items()],
             "rotations": [[*key, value] for key, value in self.rotations.items()],
             "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()},
             "reached": dict(self.reached),
@@ -330,13 +329,9 @@ class MergedResults:
             "batches": [list(batch) for batch in self.batches],
         }
 
-    def restore(self, saved: Mapping[str, Any], pieces: Iterable[tuple[Key, Tensor]]) -> None:
-        """Restore the values of ``saved``, and the ``pieces`` of growing results, in their order."""
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore the values of ``saved``."""
         self.partial = {(position, index, name): value for position, index, name, value in saved["partial"]}
-        self.partial |= {key: [] for key in self.partial if self.grows(key)}
-        for key, piece in pieces:
-            self.partial.setdefault(key, []).append(piece)
-        self.partial = {key: value for key, value in self.partial.items() if not self.grows(key) or value}
         self.rotations = {(position, name): value for position, name, value in saved["rotations"]}
         self.dtypes = {name: getattr(torch, dtype) for name, dtype in saved["dtypes"].items()}
         self.reached = dict(saved["reached"])

@@ -5,34 +5,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from packprop.engine.algebra import Eigen, EntryOrder, Fold, Moments, fold_swapped, fold_to
-from packprop.store.schema import Size, Unfit, fitted, fitted_tuple
+from packprop.store.schema import Size, Unfit, fitted
 
 Plain = Any
 """Numbers, texts, lists and dictionaries, as JSON has them."""
 
 
-class SavedShards(NamedTuple):
-    """Stands for a tensor whose shards are in files of the ranks.
-
-    Args:
-        name: Its name there.
-        shape: The shape of the whole tensor.
-        dtype: The name of its precision, as ``float64``.
-    """
-
-    name: str
-    shape: list[int]
-    dtype: str
-
-
-TUPLES: dict[str, Any] = {"Moments": Moments, "Eigen": Eigen, "SavedShards": SavedShards}
+TUPLES: dict[str, Any] = {"Moments": Moments, "Eigen": Eigen}
 """Named tuples inside values."""
 
 _ORDER = tuple[Literal["same", "swapped", "places"], tuple[Size, Size, Size], list[Size], Tensor | None]
@@ -109,10 +95,7 @@ def _decoded(plain: Plain, tensors: Sequence[Tensor]) -> Any:
     if kind == "items":
         return {_decoded(key, tensors): _decoded(item, tensors) for key, item in content}
     items = [_decoded(item, tensors) for item in content]
-    if kind == "tuple":
-        return tuple(items)
-    # tensors of the others may be SavedShards
-    return fitted_tuple(SavedShards, items) if kind == "SavedShards" else TUPLES[kind](*items)
+    return tuple(items) if kind == "tuple" else TUPLES[kind](*items)
 
 
 def _described(order: EntryOrder) -> list[Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-from packprop.applications.dataset.checkpoint import SHARE
-from packprop.applications.dataset.folder import Damaged, Folder, LockedElsewhere
-from packprop.applications.dataset.identity import Identity, difference
-from packprop.applications.dataset.values import decode, encode
-from packprop.errors import BadInput, PackpropError, PackpropWarning
-from packprop.store.schema import Size, Unfit, fitted_as
+from packprop.applications.dataset.checkpoint import KeptWork
+from packprop.applications.dataset.folder import Content
+from packprop.applications.dataset.identity import Identity
+from packprop.applications.dataset.saved import packed, unpacked
+from packprop.errors import BadInput
+from packprop.store.schema import Size
 
-FORMAT = {"what": "packprop's refined queries", "format": 2}
+FORMAT = {"what": "packprop's refined queries", "format": 3}
 """The first facts of each checkpoint."""
-
-clock = time.monotonic
 
 
 @dataclass(frozen=True)
@@ -71,73 +67,29 @@ class Keeper:
         work: The kept work, from before and from now on.
     """
 
-    def __init__(self, asked: str, folder: str | Path | None, identity: Identity | None) -> None:
-        self._asked, self._identity = asked, identity
-        self._folder = None if folder is None else Folder(folder)
-        self._last, self._took = clock(), 0.0
+    def __init__(self, asked: str, folder: str | Path | None, identity: Identity) -> None:
+        self._asked, self._where = asked, f"checkpoint={str(folder)!r}"
+        self._kept = None if folder is None else KeptWork(asked, folder, FORMAT, identity)
         self.work = Work([], None, 0)
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[Keeper]:
-        """Give the folder to this call inside; ``work`` is then its content.
-
-        Raises:
-            BadInput: If it is in use, holds other files, is of something else, or cannot be written to.
-            PackpropError: If it cannot be read.
-        """
-        if self._folder is None:
-            yield self
+    def open(self) -> Iterator[None]:
+        """Give the folder to this call inside, as ``KeptWork`` does; ``work`` is then its content."""
+        if self._kept is None:
+            yield
             return
-        where = f"checkpoint={str(self._folder.path)!r}"
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(self._folder.locked())
-                strangers = [] if self._folder.numbers() else self._folder.strangers()
-            except LockedElsewhere:
-                instead = "wait for its end, or give another folder"
-                raise BadInput(self._asked, where, "another call writes there", instead) from None
-            except OSError as error:
-                why = f"nothing can be written there: {error.strerror or error}"
-                raise BadInput(self._asked, where, why, "give a folder that can be made") from error
-            if strangers:
-                why = f"it holds other files: {', '.join(strangers[:3])}"
-                raise BadInput(self._asked, where, why, "give a folder that is empty, or that can be made")
-            self._load(where)
-            yield self
 
-    def _load(self, where: str) -> None:
-        assert self._folder is not None
-        damages: list[str] = []
-        for number in self._folder.numbers():
-            try:
-                facts, tensors, _ = self._folder.read(number)
-                self._require_own(facts, where)
-                work = fitted_as(Work, decode(facts["work"], tensors))
-            except (Damaged, Unfit) as error:
-                damages.append(str(error))
-                continue
+        def read(content: Content) -> Work:
+            assert self._kept is not None
+            with self._kept.folder.opened(content.files[0]) as tensors:
+                work = unpacked(Work, tensors)
             hand = work["hand"]
             done = [DoneGroup(**group) for group in work["done"]]
-            self.work = Work(done, None if hand is None else GroupInHand(**hand), work["readings"])
-            return
-        if damages:
-            raise PackpropError(
-                self._asked,
-                where,
-                f"none of it can be read: {'; '.join(damages)}",
-                "remove the folder to begin again, or put back a copy of its files",
-            )
+            return Work(done, None if hand is None else GroupInHand(**hand), work["readings"])
 
-    def _require_own(self, facts: dict[str, Any], where: str) -> None:
-        if {key: facts.get(key) for key in FORMAT} != FORMAT:
-            why = f"it is {facts.get('what')!r} in format {facts.get('format')!r}"
-            raise BadInput(self._asked, where, why, "give a folder that is empty, or that can be made")
-        assert self._identity is not None
-        found = difference(facts["identity"], self._identity)
-        if found is not None:
-            name, sides = found
-            why = f"it belongs to something else, by its {name}: {sides}"
-            raise BadInput(self._asked, where, why, "call with what it was begun with, or give another folder")
+        with self._kept.open():
+            self.work = self._kept.load(read) or self.work
+            yield
 
     def known(self, place: int, digest: str) -> DoneGroup | GroupInHand | None:
         """Return the kept work of the group at a place, if there is any.
@@ -151,10 +103,9 @@ class Keeper:
         elif place == len(self.work.done):
             found = self.work.hand
         if found is not None and found.digest != digest:
-            assert self._folder is not None
             raise BadInput(
                 self._asked,
-                f"checkpoint={str(self._folder.path)!r}",
+                self._where,
                 "it belongs to other queries, or to another budget that groups them otherwise",
                 "call with what it was begun with, or give another folder",
             )
@@ -162,24 +113,17 @@ class Keeper:
 
     def keep(self, work: Work, now: bool) -> None:
         """Keep this from now on; write it at once, or if writing takes at most a fiftieth of the time."""
-        self.work = work
-        if self._folder is None or not (now or clock() - self._last >= SHARE * self._took):
+        self.work, kept = work, self._kept
+        if kept is None or not (now or kept.is_due()):
             return
-        begun, tensors = clock(), list[Tensor]()
-        kept = {
-            "done": [vars(group) for group in work.done],
-            "hand": None if work.hand is None else vars(work.hand),
-            "readings": work.readings,
-        }
-        facts = {**FORMAT, "identity": self._identity, "work": encode(kept, tensors)}
-        try:
-            self._folder.write(facts, tensors, [])
-        except OSError as error:
-            warnings.warn(
-                f"The checkpoint in {str(self._folder.path)!r} could not be written: {error}. The work goes "
-                "on, and tries again.",
-                PackpropWarning,
-                stacklevel=2,
-            )
-        self._last = clock()
-        self._took = self._last - begun
+        kept.begin()
+
+        def files() -> list[dict[str, Any]]:
+            content = {
+                "done": [vars(group) for group in work.done],
+                "hand": None if work.hand is None else vars(work.hand),
+                "readings": work.readings,
+            }
+            return [kept.folder.written(0, kept.folder.number + 1, packed(content))]
+
+        kept.write(f"{len(work.done)} groups of queries, {work.readings} readings of the data", {}, files)

@@ -40,7 +40,7 @@ class RefinedSearch:
     ) -> None:
         self._asked, self._candidates, self._most = asked, candidates, most
         self._gradients, self._refiner = gradients, refiner
-        self._keeper = Keeper(asked, None, None)
+        self._keeper = Keeper(asked, None, {})
         self._place, self._before = 0, 0
 
     @property

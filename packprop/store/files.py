@@ -1,0 +1,85 @@
+"""Files that are written as a whole or not at all, and locks of folders."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: two writers in one folder are not noticed there
+    fcntl = None  # type: ignore[assignment]  # looked at before it is used
+
+LOCK = "lock"
+"""The name of a folder's lock."""
+
+_OPEN: weakref.WeakSet[Lock] = weakref.WeakSet()
+"""Locks of this process: those of the system are shared with processes that it forks, which may outlive it."""
+
+
+class LockedElsewhere(Exception):
+    """Raised if something else writes to the folder, with the holder's name."""
+
+
+class Lock:
+    """Keeps a second writer out of a folder, until you release it or its process is gone.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        LockedElsewhere: If there is another writer.
+        OSError: If the system does not let it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / LOCK).open("a+b", buffering=0)
+        _OPEN.add(self)
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.close()
+            raise LockedElsewhere((folder / LOCK).read_text(errors="replace") or "another process") from error
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()}".encode())
+
+    def release(self) -> None:
+        """Release the lock."""
+        self._file.close()
+
+
+def _release_all() -> None:
+    for lock in [*_OPEN]:
+        lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_all)
+
+
+def part_of(path: Path) -> Path:
+    """Return the name of a file while it is written."""
+    return path.with_name(f"{path.name}.part")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file in one step: whoever reads it finds all of the old one, or all of this one."""
+    part_of(path).unlink(missing_ok=True)  # packprop never writes through it, whatever it is
+    part_of(path).write_text(text, encoding="utf-8")
+    put_in_place(path)
+
+
+def put_in_place(path: Path) -> None:
+    """Give a file that was written as ``part_of(path)`` its name, when all of it is on the disk."""
+    with part_of(path).open("rb+") as file:
+        os.fsync(file.fileno())
+    part_of(path).replace(path)
+    if os.name == "posix":  # elsewhere folders cannot be opened
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -80,7 +80,7 @@ class CheckedRows:
 
     Args:
         rows: All rows, mapped into memory.
-        sums: Checksums of chunks, in their order; rows of no chunk are not compared.
+        sums: Checksums of chunks, one after the other; without any, rows are not compared.
 
     Raises:
         ValueError: For checksums that are not one for each block.
@@ -107,11 +107,6 @@ class CheckedRows:
     def __len__(self) -> int:
         return len(self.all)
 
-    @property
-    def compared(self) -> int:
-        """Return how many rows have checksums."""
-        return int((self._stops - self._starts).sum())
-
     def between(self, start: int, stop: int) -> np.ndarray:
         """Return rows from ``start`` to ``stop``, mapped.
 
@@ -130,9 +125,7 @@ class CheckedRows:
             Damage: If one of them has changed.
         """
         blocks = np.searchsorted(self._stops, rows, "right")
-        inside = blocks < len(self._starts)
-        inside[inside] = self._starts[blocks[inside]] <= rows[inside]
-        for block in np.unique(blocks[inside]).tolist():
+        for block in np.unique(blocks[blocks < len(self._starts)]).tolist():
             self._check(block)
         found: np.ndarray = self.all[rows]
         return found

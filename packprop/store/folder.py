@@ -25,10 +25,7 @@ FORMAT = "packprop store"
 """The kind of file that headers claim to be."""
 
 VERSION = 2
-"""The version of the written format: with checksums."""
-
-KNOWN = (1, 2)
-"""The versions that packprop reads; it refuses others."""
+"""The version of the format; packprop refuses others, such as 1, which had no checksums."""
 
 HEADER, SAMPLES = "header.json", "samples.npy"
 """The files of a shard beside marks and arrays: the header, the identifiers of samples."""
@@ -164,7 +161,7 @@ class ShardHeader:
             if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
                 raise Unfit("it is no header of a packprop store")
             version, checksum = found.pop("version", None), found.pop("checksum", None)
-            if version not in KNOWN:
+            if version != VERSION:
                 raise BadInput(
                     asked,
                     f"store {str(folder.parent)!r}",
@@ -173,7 +170,7 @@ class ShardHeader:
                     "be read by numpy",
                 )
             header: ShardHeader = fitted(cls, found)
-            if checksum != (checksum_of({"version": version, **found}) if version > 1 else None):
+            if checksum != checksum_of({"version": version, **found}):
                 raise Unfit("it does not have its checksum")
             if folder != folder_of_shard(folder.parent, header.shard):
                 raise Unfit(f"it is that of shard {header.shard}")

@@ -22,7 +22,7 @@ class Mark:
         samples: Samples up to the end of the chunk.
         terms: The divisors of the losses of their batches, added up.
         finished: Says that the writer was closed after it, with nothing left to write.
-        start: Samples before the chunk; ``None`` if the marks are older than checksums.
+        start: Samples before the chunk.
         checksums: Checksums of the blocks of the chunk, by file; rows of other files are zero. See NOTE
             [Checksums of rows].
     """
@@ -30,7 +30,7 @@ class Mark:
     samples: Size = 0
     terms: float = 0.0
     finished: bool = False
-    start: Size | None = None
+    start: Size = 0
     checksums: dict[str, list[Size]] = field(default_factory=dict)
 
     @property
@@ -54,7 +54,7 @@ class Marks:
 
     def __init__(self, place: Path, asked: str) -> None:
         self._path, self.last, self.most, self.chunks = place / CHUNKS, Mark(), 0, list[Mark]()
-        self._checksum: int | None = None
+        self._checksum = 0
         content = self._path.read_bytes() if self._path.exists() else b""
         self._end = content.rfind(b"\n") + 1
         for number, line in enumerate(content[: self._end].splitlines(), 1):
@@ -72,7 +72,7 @@ class Marks:
     def add(self, mark: Mark) -> None:
         """Append a mark, and wait until it is on the disk."""
         content = asdict(mark)
-        checksum = checksum_of(content, self._checksum or 0)
+        checksum = checksum_of(content, self._checksum)
         line = json.dumps({**content, "checksum": checksum}).encode() + b"\n"
         file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -89,21 +89,17 @@ class Marks:
         content = parsed(line)
         checksum = content.pop("checksum", None) if isinstance(content, dict) else None
         mark: Mark = fitted(Mark, content)
-        if checksum is not None or self._checksum is not None:
-            if checksum != checksum_of(content, self._checksum or 0):
-                raise Unfit("the line, or one before it, is not what was written")
-            if mark.start is None or not mark.start <= min(mark.samples, self.last.samples):
-                raise Unfit(f"a chunk cannot begin at {mark.start}")
-            self._checksum = checksum
-        elif mark.start is not None:
-            raise Unfit("it has no checksum")
+        if checksum != checksum_of(content, self._checksum):
+            raise Unfit("the line, or one before it, is not what was written")
+        if mark.start > min(mark.samples, self.last.samples):
+            raise Unfit(f"a chunk cannot begin at {mark.start}")
+        self._checksum = checksum
         self._count(mark)
 
     def _count(self, mark: Mark) -> None:
-        begin = mark.samples if mark.start is None else mark.start
-        while self.chunks and self.chunks[-1].samples > begin:  # rows were cut off
-            if (self.chunks.pop().start or 0) < begin:
-                raise Unfit(f"a chunk cannot begin at {begin}, inside of another one")
-        if begin < mark.samples:
+        while self.chunks and self.chunks[-1].samples > mark.start:  # rows were cut off
+            if self.chunks.pop().start < mark.start:
+                raise Unfit(f"a chunk cannot begin at {mark.start}, inside of another one")
+        if mark.start < mark.samples:
             self.chunks.append(mark)
         self.last, self.most = mark, max(self.most, mark.samples)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packprop.errors import Absent, BadInput, PackpropError, PackpropWarning
+from packprop.errors import Absent, BadInput, PackpropError
 from packprop.store.checksums import CheckedRows, Damage
 from packprop.store.folder import ArrayHeader, is_begun
 from packprop.store.frames import to_frame
@@ -114,11 +113,6 @@ class StoredArray:
         for part, place in zip(self._parts, self._places, strict=True):
             for start, stop in part.damages():
                 yield f"{self._said}, rows {start} to {stop - 1} of {place}"
-
-    @property
-    def compared(self) -> int:
-        """Return how many rows have checksums."""
-        return sum(part.compared for part in self._parts)
 
     @property
     def _said(self) -> str:
@@ -228,9 +222,7 @@ class Store(Mapping[Any, Any]):
         return f"<Store {str(self.folder)!r}: {', '.join(self)} of {self.samples:,} samples>"
 
     def verify(self) -> int:
-        """Read all rows and compare them with their checksums; return how many samples have checksums.
-
-        Stores that are older than checksums have none: a warning says so.
+        """Read all rows and compare them with their checksums; return the number of samples.
 
         Raises:
             PackpropError: With all changed rows.
@@ -244,15 +236,7 @@ class Store(Mapping[Any, Any]):
                 "these rows are not what was written: they have other checksums",
                 "take the files from a copy of the store, or write the store again; other rows can be read",
             )
-        compared = self._identifiers.compared
-        if compared < self.samples:
-            warnings.warn(
-                f"Of the store {str(self.folder)!r}, {self.samples - compared} of {self.samples} samples have "
-                "no checksums: they were written before packprop had such, and nothing is known of their rows.",
-                PackpropWarning,
-                stacklevel=2,
-            )
-        return compared
+        return self.samples
 
     def __getitem__(self, key: str | tuple[str, str]) -> Any:
         array = self._arrays.get(key if isinstance(key, tuple) else (key, ""))

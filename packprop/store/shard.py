@@ -64,11 +64,7 @@ class Shard:
 
     def _rows(self, header: ArrayHeader) -> CheckedRows:
         file, samples = self.file(header), self.marks.last.samples
-        sums = [
-            Sums(chunk.start, chunk.samples, chunk.checksums.get(header.file))
-            for chunk in self.marks.chunks
-            if chunk.start is not None
-        ]
+        sums = [sums_of(chunk, header.file) for chunk in self.marks.chunks]
         rows = mapped(file.path, file.offset, samples, header.shape, header.precision)
         try:
             return CheckedRows(rows, sums)
@@ -79,6 +75,11 @@ class Shard:
                 str(error),
                 "take chunks.jsonl from a copy of the store, or write the store again",
             ) from error
+
+
+def sums_of(chunk: Mark, file: str) -> Sums:
+    """Return the checksums of a chunk of one file."""
+    return Sums(chunk.start, chunk.samples, chunk.checksums.get(file))
 
 
 def with_checksums(mark: Mark, start: int, files: Mapping[str, GrowingArray]) -> Mark:
@@ -97,12 +98,11 @@ def cut_mark(asked: str, mark: Mark, chunks: Sequence[Mark], files: Mapping[str,
         PackpropError: If those rows have changed.
     """
     for chunk in chunks:
-        if chunk.start is not None and chunk.start < mark.samples < chunk.samples:
+        if chunk.start < mark.samples < chunk.samples:
             for name, file in files.items():
                 rows = mapped(file.path, file.offset, chunk.samples, file.shape, file.dtype)
-                known = CheckedRows(rows, [Sums(chunk.start, chunk.samples, chunk.checksums.get(name))])
                 try:
-                    known.between(chunk.start, mark.samples)
+                    CheckedRows(rows, [sums_of(chunk, name)]).between(chunk.start, mark.samples)
                 except Damage as error:
                     raise damaged(asked, error, repr(str(file.path))) from None
             return with_checksums(mark, chunk.start, files)

@@ -165,7 +165,6 @@ class StoreWriter:
             return
         self._header, self._marks, self._mark = shard.header, shard.marks, shard.marks.last
         self._arrays = {key: shard.file(header) for key, header in shard.arrays.items()}
-        self._header.save(self._place)  # in the version of the marks from now on
         self.resume_at(self._mark.samples, self._mark.terms)
 
     def require_model(self, asked: str, model: nn.Module) -> None:

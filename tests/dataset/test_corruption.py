@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from packprop import BadInput, PackpropError, Result, extensions
 from packprop.applications.dataset.folder import described
 from packprop.applications.dataset.ranks import Ranks
-from packprop.applications.dataset.result import BEFORE
+from packprop.applications.dataset.result import _checksum
 from packprop.applications.dataset.shards import take_up_shards
 from packprop.applications.dataset.state import MergedResults
 from packprop.engine.algebra import Moments
@@ -60,13 +61,13 @@ def test_no_file_is_ever_unpickled(tmp_path: Path) -> None:
     """A pickle that would make a folder stands in place of every file, and beside it."""
     with corruption.originals() as (folder, _):
         for kind, (_, use) in corruption.KINDS.items():
-            files = [path for path in (folder / kind).rglob("*") if path.is_file()]
-            for file in files:
-                content = file.read_bytes()
-                file.write_bytes(pickle.dumps(Bomb(tmp_path / "bomb")))
+            for file in [path for path in (folder / kind).rglob("*") if path.is_file()]:
+                used = tmp_path / "used"
+                shutil.copytree(folder / kind, used)
+                (used / file.relative_to(folder / kind)).write_bytes(pickle.dumps(Bomb(tmp_path / "bomb")))
                 with contextlib.suppress(PackpropError):
-                    use(folder / kind)
-                file.write_bytes(content)
+                    use(used)
+                shutil.rmtree(used)
     assert not (tmp_path / "bomb").exists()
 
 
@@ -125,7 +126,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[dict[str, An
     "an attribute of torch": (same, state("place", {"order": ["same", [1], [1], None]}), "order"),
     "a kind that is unknown": (same, state("place", {"os": ["system"]}), "which values it holds"),
     "two kinds": (same, state("place", {"tuple": [], "items": []}), "which values it holds"),
-    "shards of nothing": (same, state("shards", [[0, 0, "x", [3], {"tensor": 0}]]), "shards is"),
+    "shards before the begin": (same, state("shards", [[0, 0, "x", [-3], {"tensor": 0}]]), "is -3"),
     "shards of what is not there": (
         same,
         state("shards", [{"tuple": [0, 0, "x", [3], {"tensor": 0}]}]),
@@ -167,24 +168,28 @@ NOTES: list[dict[str, str]] = [
     {"loss": "x"},
     {"reduction": "min"},
     {"format": "values over a data set, format 9"},
+    {"format": "values over a data set, format 2"},
 ]
 
 
 @one_in(2)
 @pytest.mark.parametrize("notes", NOTES, ids=lambda notes: f"{next(iter(notes.items()))!s:.40}")
 def test_results_that_were_made_up(tmp_path: Path, notes: dict[str, str]) -> None:
-    """Without a checksum, as they were written before, and with notes that make no sense."""
+    """With notes that make no sense, and a checksum that is right."""
     result_made(tmp_path / "used")
     (file,) = (tmp_path / "used").iterdir()
     known = Result.load(file)
     with safetensors.safe_open(file, framework="pt") as opened:
         told = opened.metadata()
     tensors = safetensors.torch.load_file(file)
-    told = {**told, "format": BEFORE}
     del told["checksum"]
-    safetensors.torch.save_file(tensors, file, metadata=told)
+    in_order = [tensors[name] for name in json.loads(told["names"])]
+    signed = {**told, "checksum": str(_checksum(told, in_order))}
+    safetensors.torch.save_file(tensors, file, metadata=signed)
     assert corruption.are_equal(Result.load(file), known)
-    safetensors.torch.save_file(tensors, file, metadata={**told, **notes})
+    told |= notes
+    signed = {**told, "checksum": str(_checksum(told, in_order))}
+    safetensors.torch.save_file(tensors, file, metadata=signed)
     with pytest.raises(BadInput, match="it cannot be read"):
         Result.load(file)
 

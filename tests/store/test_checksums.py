@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from packprop import PackpropError, PackpropWarning, Store, StoreWriter
+from packprop import PackpropError, Store, StoreWriter
 from packprop.store import checksums
 from packprop.store.checksums import COLUMNS, checksum
-from packprop.store.folder import HEADER, ShardHeader
-from packprop.store.marks import CHUNKS
 from tests.selection import one_in
 
 
@@ -170,35 +166,6 @@ def test_rows_that_came_after_others_are_zero_before(tmp_path: Path) -> None:
     flip_row(tmp_path / "store", 2, "b/values.npy", 4)
     with pytest.raises(PackpropError, match="'b', rows 0 to 8 of"):
         Store(tmp_path / "store").verify()
-
-
-def before_checksums(folder: Path) -> None:
-    """Make of a store what was written before there were checksums."""
-    place = folder / "shard-00000"
-    content = json.loads(json.dumps(asdict(ShardHeader.load(place, ""))))
-    (place / HEADER).write_text(json.dumps({"format": "packprop store", "version": 1, **content}))
-    found = [json.loads(line) for line in (place / CHUNKS).read_text().splitlines()]
-    lines = [{key: each[key] for key in ("samples", "terms", "finished")} for each in found]
-    (place / CHUNKS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def test_stores_without_checksums(tmp_path: Path) -> None:
-    """They can be read; it is said that they have none; what is added to them has some."""
-    values = filled(tmp_path / "store")
-    before_checksums(tmp_path / "store")
-    store = Store(tmp_path / "store")
-    assert (store.finished, store.samples) == (True, 100)
-    assert torch.equal(store["a"].torch(), values)
-    with pytest.warns(PackpropWarning, match="100 of 100 samples have no checksums"):
-        assert store.verify() == 0
-    for back, has in ((100, 10), (95, 10)):
-        with StoreWriter(tmp_path / "store", nn.Linear(1, 1), [], resume=True) as writer:
-            writer.resume_at(back, 1.0)
-            writer.write(a=values[:10], b=values[:10, 0])
-        store = Store(tmp_path / "store")
-        assert torch.equal(store["a"].torch(), torch.cat([values[:back], values[:10]]))
-        with pytest.warns(PackpropWarning, match=f"{back} of {back + 10} samples have no checksums"):
-            assert store.verify() == has
 
 
 def test_several_shards(tmp_path: Path) -> None:

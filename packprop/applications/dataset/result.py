@@ -28,9 +28,6 @@ Value = Tensor | list[Tensor] | Eigen
 FORMAT = "values over a data set, format 3"
 """The description in a file."""
 
-BEFORE = "values over a data set, format 2"
-"""The description in files without a checksum."""
-
 
 @dataclass(repr=False)
 class Result(Mapping[Any, dict[str, Any]]):
@@ -168,13 +165,13 @@ class Result(Mapping[Any, dict[str, Any]]):
         try:
             with safetensors.safe_open(path, framework="pt") as file:
                 found = file.metadata() or {}
-                if found.get("format") not in (FORMAT, BEFORE):
+                if found.get("format") != FORMAT:
                     raise Unfit(f"it is not {FORMAT}, or was written by another version of packprop")
                 notes: _Notes = fitted(_Notes, found)
                 # copies: the file is mapped, and may be written to, or be shorter, later on
                 tensors = [file.get_tensor(name).clone() for name in fitted(list[str], parsed(notes.names))]
             known = {name: text for name, text in found.items() if name != "checksum"}
-            if notes.format == FORMAT and notes.checksum != str(_checksum(known, tensors)):
+            if notes.checksum != str(_checksum(known, tensors)):
                 raise Unfit("it does not have its checksum: it is not what was written")
             tables = fitted(dict[str, dict[str, Any]], decode(parsed(notes.values), tensors))
             return cls(tables, int(notes.samples), float(notes.loss), notes.reduction)
@@ -192,7 +189,7 @@ class _Notes:
     reduction: Literal["mean", "sum"]
     values: str
     names: str
-    checksum: str = ""
+    checksum: str
 
 
 def _checksum(notes: Mapping[str, str], tensors: Iterable[Tensor]) -> int:

@@ -168,7 +168,7 @@ class Turning:
 
 def test_refusals() -> None:
     given = _, x, y = problem()
-    with pytest.raises(BadInput, match="these cannot"):
+    with pytest.raises(BadInput, match="can be read once"):
         of_data(given, iter(in_batches(x, y)), memory=SMALL)
     assert of_data(given, iter(in_batches(x, y))).readings == 1
     data = TensorDataset(x, y)

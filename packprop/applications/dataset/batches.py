@@ -140,6 +140,23 @@ class Batches:
         """Tell whether there can be no second reading."""
         return isinstance(self.source, Given) and self.source.is_read_once
 
+    def require_rereadable(
+        self, what: str, why: str, instead: str = "give a list of batches, a data loader, a Dataset or tensors"
+    ) -> None:
+        """Refuse data that can be read only once.
+
+        Args:
+            what: The name of the data in the message.
+            why: The reason why they are read again.
+            instead: What to do.
+
+        Raises:
+            BadInput: If there can be no second reading.
+        """
+        if self.is_read_once:
+            where = f"{what} {described(getattr(self.source, 'data', self))}"
+            raise BadInput(self.asked, where, f"{why}, and they can be read once", instead)
+
     def first(self) -> tuple[Any, Any] | None:
         """Return the next batch; iteration still begins with it. ``None`` if a reading had come to its end.
 

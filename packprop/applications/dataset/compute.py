@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 from packprop.applications.dataset.batch_pass import BatchPass
-from packprop.applications.dataset.batches import Batches, Data, described
+from packprop.applications.dataset.batches import Batches, Data
 from packprop.applications.dataset.checkpoint import Checkpoint, Every, Told
 from packprop.applications.dataset.chunks import ChunkSizesByBatch
+from packprop.applications.dataset.given import device_of
 from packprop.applications.dataset.identity import (
     OF_RANK,
     RANKS,
@@ -133,7 +134,10 @@ def compute(
             batches = data
             if not isinstance(batches, Batches):
                 batches = Batches(ASKED, batches, batch_size, whole=loss is None)
-            _require_rereadable(chosen, batches, data)
+            if twice := [extension for extension in chosen if needs_second_reading(extension)]:
+                instead = "give a list of batches, a data loader, a Dataset or tensors; or ask for KFAC or KFLR"
+                why = f"extension {twice[0].name} goes over the samples twice"
+                batches.require_rereadable("data", why, instead)
             _require_shards(batches, group)
             return chosen, batches, sharded
 
@@ -179,7 +183,7 @@ def compute(
         told = group.each(told)[0]
         if files is not None and told is not None:
             own = files.read(told.files, own)
-        place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+        place = device_of(model, device)
         stream = group.attempt(stream_of)
         chunk_sizes = ChunkSizesByBatch(
             lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, place)
@@ -253,22 +257,6 @@ def _require_mergeable(extensions: Sequence[Extension]) -> None:
                 "use it in `with backpack(...)` on one batch",
             )
     require_own_savefields(ASKED, extensions, "compute one after the other")
-
-
-def _require_rereadable(extensions: Sequence[Extension], batches: Batches, data: object) -> None:
-    """Refuse extensions that go over the samples twice, if the data are gone after one reading.
-
-    Raises:
-        BadInput: With the first such extension.
-    """
-    twice = [extension for extension in extensions if needs_second_reading(extension)]
-    if twice and batches.is_read_once:
-        raise BadInput(
-            ASKED,
-            f"extension {twice[0].name}, with data {described(data)}",
-            "it goes over the samples twice, and these data can be read once",
-            "give a list of batches, a data loader, a Dataset or a pair of tensors; or ask for KFAC or KFLR",
-        )
 
 
 def _require_shards(batches: Batches, ranks: Ranks) -> None:

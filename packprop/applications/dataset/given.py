@@ -1,11 +1,70 @@
-"""Checks of the model and the loss of a call, before anything runs."""
+"""The model and the loss of a call: checked before anything runs, then one object."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from packprop.engine.tensors import require_loss, require_model
+import torch
+from torch import nn
+
+from packprop.applications.dataset.batches import Batches
+from packprop.applications.dataset.sharded import require_whole_parameters
+from packprop.engine.tensors import LossFunction, map_tensors, named_parameters, require_loss, require_model
 from packprop.errors import BadInput
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """The model and the loss of a call, and the device of its batches.
+
+    Args:
+        asked: The call of the user, for messages.
+        model: The model, which is extended while batches go through it.
+        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
+        device: The device of batches.
+    """
+
+    asked: str
+    model: nn.Module
+    loss: LossFunction | None
+    device: torch.device | str
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that are called."""
+        return [each for each in (self.model, self.loss) if isinstance(each, nn.Module)]
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that require gradients, by name."""
+        return {name: p for name, p in named_parameters(self.model) if p.requires_grad}
+
+    def batches(self, data: Any, batch_size: int | None) -> Batches:
+        """Return readings of data of any form."""
+        return Batches(self.asked, data, batch_size, whole=self.loss is None)
+
+    def moved(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Return inputs and targets of a batch on the device."""
+        inputs, targets = map_tensors(lambda tensor: tensor.to(self.device), batch)
+        return inputs, targets
+
+
+def objective_of(asked: str, model: Any, loss: Any, device: torch.device | str | None) -> Objective:
+    """Return the model and the loss of a call that multiplies gradients of whole parameters.
+
+    Raises:
+        BadInput: For anything that is no model with trained parameters, or no loss, or a model whose parameters
+            are divided between processes.
+    """
+    require_model_and_loss(asked, model, loss, "multiplied")
+    require_whole_parameters(asked, model)
+    return Objective(asked, model, loss, device_of(model, device))
+
+
+def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device | str:
+    """Return the device of batches: the given one, or that of the model's parameters."""
+    return device or next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def require_model_and_loss(asked: str, model: Any, loss: Any, wanted: str) -> None:

@@ -9,14 +9,14 @@ each product.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from packprop.applications.dataset.batches import Batches, Data
-from packprop.applications.dataset.given import require_model_and_loss
+from packprop.applications.dataset.batches import Data
+from packprop.applications.dataset.given import objective_of
 from packprop.applications.dataset.products import DataProduct
-from packprop.applications.dataset.sharded import require_whole_parameters
 from packprop.engine.curvature import (
     Eigenpairs,
     Matrix,
@@ -101,20 +101,11 @@ def of_data(
                 [2., 4.]])
     """
     asked = "operators.of_data(...) was called."
-    require_model_and_loss(asked, model, loss, "multiplied")
-    require_whole_parameters(asked, model)
+    objective = objective_of(asked, model, loss, device)
     own = [parameter for _, parameter in named_parameters(model)]
     trainable = [parameter for parameter in own if parameter.requires_grad]
     chosen = chosen_parameters(asked, trainable if parameters is None else parameters, own=own)
-    product = DataProduct(
-        asked,
-        model,
-        loss,
-        Batches(asked, data, batch_size, whole=loss is None),
-        matrix,
-        chosen,
-        memory=memory,
-        device=device or chosen[0].device,
-        progress=progress,
-    )
+    objective = replace(objective, device=device or chosen[0].device)
+    batches = objective.batches(data, batch_size)
+    product = DataProduct(objective, batches, matrix, chosen, memory=memory, progress=progress)
     return Operator(chosen, product, damping, product.snapshots)

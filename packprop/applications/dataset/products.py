@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from packprop.applications.dataset.batches import Batches, described
 from packprop.applications.dataset.describing import Describer
+from packprop.applications.dataset.given import Objective
 from packprop.applications.dataset.loss_terms import add_weights, is_scaled, loss_terms, number_of_terms
 from packprop.applications.dataset.one_loss import TermWeights
 from packprop.applications.dataset.progress import progress_bar
@@ -25,10 +26,8 @@ from packprop.engine.memory import LiveBytes, budget_of, byte_text
 from packprop.engine.recording import SameForEachPass, extended, record
 from packprop.engine.samples import check_graph
 from packprop.engine.tensors import (
-    LossFunction,
     accumulation_dtype,
     free_bytes,
-    map_tensors,
     named_buffers,
     named_parameters,
     outputs_and_loss,
@@ -49,15 +48,12 @@ class DataProduct:
     reads the data once. The model's and the data's random draws are the same in each reading.
 
     Args:
-        asked: The call of the user, for messages.
-        model: The model, which is extended meanwhile.
-        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
+        objective: The model and the loss.
         batches: The data.
         matrix: The name of the matrix.
         parameters: Leaves of the model.
         memory: The most bytes of tensor storage that may be alive at once, vectors and products included.
         room: Without ``memory``, bytes for current vectors in a batch.
-        device: The device of batches.
         progress: Show a bar for each reading.
 
     Attributes:
@@ -71,33 +67,25 @@ class DataProduct:
 
     def __init__(
         self,
-        asked: str,
-        model: nn.Module,
-        loss: LossFunction | None,
+        objective: Objective,
         batches: Batches,
         matrix: Matrix,
         parameters: Sequence[Tensor],
         *,
         memory: int | str | None,
         room: int | None = None,
-        device: torch.device | str,
         progress: bool,
     ) -> None:
+        asked, self._objective = objective.asked, objective
         if matrix not in ("ggn", "hessian"):
             raise BadInput(asked, f"matrix={matrix!r}", "there is no such matrix", "give 'ggn' or 'hessian'")
-        if batches.is_read_once:
-            raise BadInput(
-                asked,
-                f"data {described(getattr(batches.source, 'data', batches))}",
-                "each product reads them, and they can be read once",
-                "give a list of batches, a data loader, a Dataset or a pair of tensors",
-            )
-        self._asked, self._model, self._loss, self._batches = asked, model, loss, batches
+        batches.require_rereadable("data", "each product reads them")
+        self._asked, self._batches = asked, batches
         self._matrix, self._parameters = matrix, [*parameters]
-        self._budget, self._device, self._progress = budget_of(memory), torch.device(device), progress
+        self._budget, self._device, self._progress = budget_of(memory), torch.device(objective.device), progress
         batches.described(Describer())  # generators in the data have to draw the same in each reading
         self._draws = random_states()
-        self._same = SameForEachPass([each for each in (model, loss) if isinstance(each, nn.Module)])
+        self._same = SameForEachPass(objective.modules)
         self._room = room
         self._sizes: list[tuple[int, int]] = []
         self.readings = 0
@@ -135,7 +123,7 @@ class DataProduct:
         """Extend the model inside, and let it draw as in other readings."""
         before = random_states()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(extended(self._model, self._loss))
+            stack.enter_context(extended(*self._objective.modules))
             stack.enter_context(self._batches.explained())
             stack.callback(set_random_states, before)
             stack.callback(self._renew)
@@ -148,10 +136,10 @@ class DataProduct:
         self.snapshots[self._first_buffer :] = snapshots_of(buffers)
 
     def _own(self) -> list[Tensor]:
-        return [parameter for _, parameter in named_parameters(self._model)]
+        return [parameter for _, parameter in named_parameters(self._objective.model)]
 
     def _buffers(self) -> list[Tensor]:
-        return [buffer for _, buffer in named_buffers(self._model)]
+        return [buffer for _, buffer in named_buffers(self._objective.model)]
 
     def _add(
         self, sums: list[Tensor], vectors: list[Tensor], batch: Any, number: int, merged: MergedResults
@@ -186,9 +174,9 @@ class DataProduct:
 
     def _forward(self, batch: Any, number: int, merged: MergedResults) -> tuple[Graph, Product, float]:
         """Run the forward pass of a batch, and count it; return its products, and the divisor of its loss."""
-        inputs, targets = map_tensors(lambda tensor: tensor.to(self._device), batch)
+        (inputs, targets), loss = self._objective.moved(batch), self._objective.loss
         with torch.enable_grad(), record(), sdpa_kernel(SDPBackend.MATH):
-            outputs, value = outputs_and_loss(self._asked, self._model, self._loss, inputs, targets)
+            outputs, value = outputs_and_loss(self._asked, self._objective.model, loss, inputs, targets)
             graph = walk([value], [None], None)
             require_loss_inputs(graph)
             check_graph(graph)
@@ -196,7 +184,7 @@ class DataProduct:
         reduction, divisor, weights = loss_terms(graph)
         terms = number_of_terms(divisor)
         outputs = outputs if is_scaled(graph) else None
-        add_weights(merged.weights, weights, terms, graph.samples, self._loss, outputs, targets)
+        add_weights(merged.weights, weights, terms, graph.samples, loss, outputs, targets)
         merged.count(number, graph.samples, terms, value.detach(), reduction)
         return graph, product, terms
 

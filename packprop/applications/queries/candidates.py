@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,16 @@ from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 from packprop.applications.dataset.batch_pass import Found as FoundByBatch
 from packprop.applications.dataset.batches import Batches, described
 from packprop.applications.dataset.digests import digest
+from packprop.applications.dataset.given import Objective
 from packprop.applications.dataset.identity import BATCHES, identity_of
 from packprop.applications.dataset.stored import of_summed_loss
 from packprop.applications.dataset.stream import is_empty
 from packprop.applications.queries.checks import gradients_in, numbers_of_groups, require_same_model
 from packprop.applications.queries.gradients import PassesApart
+from packprop.applications.queries.vectors import rows_like
 from packprop.engine.algebra import CAT, along_each
 from packprop.engine.memory import byte_text
-from packprop.engine.tensors import LossFunction, named_parameters, random_numbers_from, random_states
+from packprop.engine.tensors import random_numbers_from, random_states
 from packprop.errors import BadInput, PackpropError
 from packprop.store.reading import BLOCK, Store
 from packprop.store.search import Found, better, bytes_of_a_row, summed_products
@@ -67,29 +69,6 @@ class Wanted(NamedTuple):
         return [self.k, None if self.groups is None else torch.as_tensor(self.groups).tolist()]
 
 
-class Candidates(Protocol):
-    """Samples that queries are compared with.
-
-    Attributes:
-        quantity: The name of their gradients.
-    """
-
-    quantity: str
-
-    @property
-    def arrays(self) -> Mapping[str, Any]:
-        """Gradients by parameter, or empty tensors like them; of all parameters together by ``""``."""
-
-    def room(self, budget: int) -> int:
-        """Return the bytes of a budget that the vectors of a group of queries may take."""
-
-    def facts(self) -> dict[str, Any]:
-        """Describe the search, as JSON has it."""
-
-    def find(self, rows: dict[str, Tensor]) -> Ends:
-        """Search for the vectors of some queries ``[q, ...]``, by array."""
-
-
 class StoredSamples:
     """Samples whose gradients are in a store.
 
@@ -107,7 +86,7 @@ class StoredSamples:
     ) -> None:
         self._asked, self._store, self._wanted = asked, store, wanted
         self.quantity = gradients_in(asked, store, quantity)
-        self.arrays: Mapping[str, Any] = store.arrays(self.quantity)
+        self.arrays = store.arrays(self.quantity)
         require_same_model(asked, store, model)
         groups = wanted.groups
         self._numbers = None if groups is None else numbers_of_groups(asked, groups, store.samples)
@@ -170,12 +149,9 @@ class ReadSamples:
     """Samples of data, whose gradients are computed anew in each search; see NOTE [Samples without a store].
 
     Args:
-        asked: The call of the user, for messages.
+        objective: The model and the loss.
         batches: The data.
-        model: The model, which is extended meanwhile.
-        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
         wanted: What to find.
-        device: The device of batches.
 
     Raises:
         BadInput: For a loader that shuffles.
@@ -183,24 +159,12 @@ class ReadSamples:
 
     quantity = "gradients"
 
-    def __init__(
-        self,
-        asked: str,
-        batches: Batches,
-        model: nn.Module,
-        loss: LossFunction | None,
-        wanted: Wanted,
-        device: torch.device | str,
-    ) -> None:
-        self._asked, self._batches, self._wanted = asked, batches, wanted
-        self._model, self._loss, self._device = model, loss, device
-        trained = {name: p for name, p in named_parameters(model) if p.requires_grad}
-        self.arrays: Mapping[str, Any] = {
-            name: torch.empty(0, *p.shape, dtype=p.dtype, device="meta") for name, p in trained.items()
-        }
+    def __init__(self, objective: Objective, batches: Batches, wanted: Wanted) -> None:
+        self._objective, self._batches, self._wanted = objective, batches, wanted
+        self._asked, self.arrays = objective.asked, rows_like(objective)
         self._readings, self._first, self._draws = 0, (0, ""), random_states()
         batches.watched = True
-        _require_order(asked, getattr(batches.source, "data", None))
+        _require_order(self._asked, getattr(batches.source, "data", None))
 
     def room(self, budget: int) -> int:
         """Return a third: queries are made in another one; vectors on the device take the last one."""
@@ -208,7 +172,7 @@ class ReadSamples:
 
     def facts(self) -> dict[str, Any]:
         """Describe the search, as JSON has it."""
-        known = identity_of(self._model, self._loss, [], self._batches)
+        known = identity_of(self._objective.model, self._objective.loss, [], self._batches)
         return {"data": known["data"], BATCHES: known[BATCHES], "asked for": self._wanted.facts()}
 
     def find(self, rows: dict[str, Tensor]) -> Ends:
@@ -242,17 +206,14 @@ class ReadSamples:
 
     def _products(self, rows: dict[str, Tensor]) -> Iterator[tuple[Tensor, float]]:
         """Yield the products ``[q, n]`` of each batch, and the divisor of its loss."""
-        batches, extension = self._batches, AlongVectors({name: v.to(self._device) for name, v in rows.items()})
+        batches, device = self._batches, self._objective.device
+        extension = AlongVectors({name: each.to(device) for name, each in rows.items()})
         if self._readings:
-            if batches.is_read_once:
-                raise BadInput(
-                    self._asked,
-                    f"data {described(getattr(batches.source, 'data', batches))}",
-                    "the queries do not fit into memory together, so data are read again; these cannot",
-                    "give more memory, fewer queries, or a data loader, a Dataset or a pair of tensors",
-                )
+            why = "the queries do not fit into memory together, so data are read again"
+            instead = "give more memory, fewer queries, or a data loader, a Dataset or a pair of tensors"
+            batches.require_rereadable("data", why, instead)
             batches.begin_again()
-        run = PassesApart(self._asked, self._model, self._loss, [extension], self._device)
+        run = PassesApart(self._objective, [extension])
         done = 0
         with random_numbers_from(self._draws):  # the same in each reading
             for batch in batches:
@@ -293,6 +254,10 @@ class ReadSamples:
                 "their batches were others than in the first reading, or in another order",
                 "read them without shuffling, or give more memory, so that one reading is enough",
             )
+
+
+Candidates = StoredSamples | ReadSamples
+"""Samples that queries are compared with."""
 
 
 def _require_order(asked: str, data: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packprop.applications.dataset.batches import Batches, Data, described
+from packprop.applications.dataset.batches import Batches, Data
 from packprop.applications.dataset.result import Result
 from packprop.applications.queries.checks import numbers_of_groups
 from packprop.applications.queries.influence import influence
@@ -90,13 +90,9 @@ def tracin(
     stores = [each.store if isinstance(each.store, Store) else Store(each.store) for each in given]
     _require_fitting(given, stores)
     numbers = None if groups is None else numbers_of_groups(ASKED, groups, stores[0].samples)
-    if len(given) > 1 and Batches(ASKED, queries, batch_size, whole=loss is None).is_read_once:
-        raise BadInput(
-            ASKED,
-            f"queries {described(queries)}",
-            f"{len(given)} checkpoints read them, and they can be read once",
-            "give a list of batches, a data loader, a Dataset or a pair of tensors",
-        )
+    if len(given) > 1:
+        batches = Batches(ASKED, queries, batch_size, whole=loss is None)
+        batches.require_rereadable("queries", f"{len(given)} checkpoints read them")
     moment = copy.deepcopy(model)
     each_alone = torch.arange(stores[0].samples)
     sums, found = torch.zeros(()), list[Influence]()

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from packprop.applications.dataset.batch_pass import BatchPass, Found
+from packprop.applications.dataset.given import Objective
 from packprop.applications.dataset.parts import readings_of
 from packprop.applications.dataset.state import MergedResults
 from packprop.applications.dataset.stored import of_summed_loss
@@ -17,7 +18,7 @@ from packprop.applications.queries.preconditioning import Preconditioner, togeth
 from packprop.engine.algebra import KEEP, Dense, EntryOrder, Projection, entry_order_of, projected
 from packprop.engine.memory import chunk_sizes_over_data
 from packprop.engine.recording import SameForEachPass
-from packprop.engine.tensors import LossFunction, accumulation_dtype, map_tensors, named_parameters
+from packprop.engine.tensors import accumulation_dtype
 from packprop.errors import PackpropError
 from packprop.extensions import BatchGrad, Projected
 from packprop.store.reading import StoredArray
@@ -35,29 +36,15 @@ class PassesApart:
     """Runs a pass over one batch after the other, and merges nothing; each begins as the first one did.
 
     Args:
-        asked: The call of the user, for messages.
-        model: The model, which is extended meanwhile.
-        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
+        objective: The model and the loss.
         extensions: The quantities.
-        device: The device of batches.
     """
 
-    def __init__(
-        self,
-        asked: str,
-        model: nn.Module,
-        loss: LossFunction | None,
-        extensions: Sequence[Extension],
-        device: torch.device | str,
-    ) -> None:
-        self._pass, self._device = BatchPass(asked, model, loss, MergedResults([]), extensions, None), device
+    def __init__(self, objective: Objective, extensions: Sequence[Extension]) -> None:
+        asked, model, loss = objective.asked, objective.model, objective.loss
+        self._pass = BatchPass(asked, model, loss, MergedResults([]), extensions, None)
         self._pass.parts = readings_of(extensions)[0]
-        self._same = SameForEachPass(self.modules)
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules that are called."""
-        return self._pass.modules
+        self._objective, self._same = objective, SameForEachPass(objective.modules)
 
     def __call__(self, batch: tuple[Any, Any]) -> Found:
         """Return the results of a batch.
@@ -65,8 +52,8 @@ class PassesApart:
         Raises:
             PackpropError: If the weights of its terms, behind the loss function, are others than before.
         """
-        each, device = self._pass, self._device
-        inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
+        each, device = self._pass, self._objective.device
+        inputs, targets = self._objective.moved(batch)
         each.chunk_sizes = chunk_sizes_over_data(each.model, each.loss, batch, each.extensions, None, device)
         with self._same.around():
             return each.run_alone(inputs, targets)
@@ -79,12 +66,9 @@ class QueryGradients:
     of ``h`` with the rows, in expectation. (The inverse of a projected F would be another matrix.)
 
     Args:
-        asked: The call of the user, for messages.
-        model: The model, which is extended meanwhile.
-        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
+        objective: The model and the loss.
         arrays: Stored rows, or empty tensors like them, by parameter; of all together by ``""``.
         preconditioner: The preconditioner of gradients, if there is one.
-        device: The device of batches.
         raw: Leaves gradients as they are until ``projected_rows``: refining comes before that.
 
     Attributes:
@@ -93,18 +77,15 @@ class QueryGradients:
 
     def __init__(
         self,
-        asked: str,
-        model: nn.Module,
-        loss: LossFunction | None,
+        objective: Objective,
         arrays: Mapping[str, StoredArray | Tensor],
         preconditioner: Preconditioner | None,
-        device: torch.device | str,
         raw: bool = False,
     ) -> None:
         self._raw, self.orders = raw, dict[str, EntryOrder | None]()
-        self._asked, self._arrays, self._preconditioner = asked, arrays, preconditioner
-        self._shapes = {name: p.shape for name, p in named_parameters(model) if p.requires_grad}
-        self._dtypes = {name: p.dtype for name, p in named_parameters(model) if p.requires_grad}
+        self._asked, self._arrays, self._preconditioner = objective.asked, arrays, preconditioner
+        self._shapes = {name: p.shape for name, p in objective.trained.items()}
+        self._dtypes = {name: p.dtype for name, p in objective.trained.items()}
         whole = arrays.get("")  # of a store: all parameters together
         options = whole.header.projection if isinstance(whole, StoredArray) else None
         self._projection = None if options is None else Projection(**options)
@@ -117,17 +98,12 @@ class QueryGradients:
         self._extensions: list[Extension] = [self._extension]
         if preconditioner is not None and preconditioner.as_factors:
             self._extensions.append(EntryOrders())
-        self._run = PassesApart(asked, model, loss, self._extensions, device)
+        self._run = PassesApart(objective, self._extensions)
 
     @property
     def curvature(self) -> str | None:
         """The name of the preconditioner, if there is one."""
         return None if self._preconditioner is None else self._preconditioner.name
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules that are called."""
-        return self._run.modules
 
     @property
     def kept_bytes(self) -> int:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from packprop.applications.dataset.batches import BATCH_SIZE, Batches, Data
-from packprop.applications.dataset.given import require_model_and_loss
+from packprop.applications.dataset.given import Objective, objective_of
 from packprop.applications.dataset.result import Result
-from packprop.applications.dataset.sharded import require_whole_parameters
 from packprop.applications.dataset.sources import Samples
 from packprop.applications.queries.candidates import (
     Candidates,
@@ -110,22 +109,20 @@ def influence(
         PackpropError: For gradients that are not finite; for a Hessian to refine by that is indefinite.
     """
     require_number(ASKED, k)
-    require_model_and_loss(ASKED, model, loss, "multiplied")
-    require_whole_parameters(ASKED, model)
+    objective = objective_of(ASKED, model, loss, device)
     inverse = Inverse(curvature, damping, factored, refine)
     budget = budget_of(memory) or sys.maxsize
-    place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
-    candidates = _candidates(store, model, loss, Wanted(k, groups), quantity, budget, batch_size, place)
+    candidates = _candidates(objective, store, Wanted(k, groups), quantity, budget, batch_size)
     _require_real(candidates.arrays)
-    gradients, refiner = vectors_of(ASKED, model, loss, candidates.arrays, inverse, budget, place)
+    gradients, refiner = vectors_of(objective, candidates.arrays, inverse, budget)
     most = _most_queries(gradients, candidates, budget, refiner)
-    batches = Batches(ASKED, queries, batch_size, whole=loss is None)
+    batches = objective.batches(queries, batch_size)
     if isinstance(batches.source, Samples) and most < (batch_size or BATCH_SIZE):
-        batches = Batches(ASKED, queries, most, whole=loss is None)
+        batches = objective.batches(queries, most)
     found: list[Ends] = []
     empty: list[int] = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(extended(*gradients.modules))
+        stack.enter_context(extended(*objective.modules))
         refined = None
         if refiner is not None:
             refined = RefinedSearch(ASKED, candidates, gradients, refiner, most)
@@ -159,24 +156,16 @@ def influence(
 
 
 def _candidates(
-    given: Any,
-    model: nn.Module,
-    loss: LossFunction | None,
-    wanted: Wanted,
-    quantity: str | None,
-    budget: int,
-    batch_size: int | None,
-    device: torch.device | str,
+    objective: Objective, given: Any, wanted: Wanted, quantity: str | None, budget: int, batch_size: int | None
 ) -> Candidates:
     """Return the samples that queries are compared with: those of a store, or of data."""
     if isinstance(given, (Store, str, Path)):
         store = given if isinstance(given, Store) else Store(given)
-        return StoredSamples(ASKED, store, model, quantity, wanted, budget)
+        return StoredSamples(ASKED, store, objective.model, quantity, wanted, budget)
     if quantity is not None:
         why = "only a store has several kinds of gradients"
         raise BadInput(ASKED, f"quantity={quantity!r} with data", why, "leave it out, or give a store")
-    batches = Batches(ASKED, given, batch_size, whole=loss is None)
-    return ReadSamples(ASKED, batches, model, loss, wanted, device)
+    return ReadSamples(objective, objective.batches(given, batch_size), wanted)
 
 
 def _groups(batches: Batches, gradients: QueryGradients, most: int) -> Iterator[dict[str, Tensor]]:

@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from packprop.applications.dataset.batches import Batches, Data
+from packprop.applications.dataset.batches import Data
 from packprop.applications.dataset.describing import Describer
+from packprop.applications.dataset.given import Objective
 from packprop.applications.dataset.products import DataProduct
 from packprop.applications.queries.preconditioning import Preconditioner, together
 from packprop.engine.algebra import ConjugateGradients, EntryOrder, NotPositive
 from packprop.engine.curvature import Matrix, indefinite, require_tolerance, warn_of_residuals
-from packprop.engine.tensors import LossFunction, accumulation_dtype, named_parameters
+from packprop.engine.tensors import accumulation_dtype
 
 SETS = 8
 """Vectors of the length of all parameters that are alive at once for each query: see ``ConjugateGradients``."""
@@ -63,15 +64,12 @@ class Refiner:
     """Turns raw gradients of groups of queries into products with the inverse.
 
     Args:
-        asked: The call of the user, for messages.
-        model: The model.
-        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
+        objective: The model and the loss.
         refinement: The options.
         names: The parameters that count.
         preconditioner: An approximate inverse; ``None`` for none.
         damping: Added to the matrix.
         room: Bytes for current vectors in a batch.
-        device: The device of batches and vectors.
 
     Attributes:
         matrix: The name of the matrix.
@@ -86,36 +84,27 @@ class Refiner:
 
     def __init__(
         self,
-        asked: str,
-        model: nn.Module,
-        loss: LossFunction | None,
+        objective: Objective,
         refinement: Refinement,
         names: Sequence[str],
         preconditioner: Preconditioner | None,
         damping: float,
         room: int,
-        device: torch.device | str,
     ) -> None:
+        asked = objective.asked
         self.matrix, self.checkpoint = refinement.matrix, refinement.checkpoint
         require_tolerance(asked, refinement.tolerance, "readings", refinement.readings)
         require_tolerance(asked, refinement.tolerance, "width", refinement.width)
         self._asked, self._refinement, self._damping = asked, refinement, damping
-        self._preconditioner, self._device = preconditioner, device
-        own = dict(named_parameters(model))
-        self.parameters = {name: own[name] for name in names}
-        self.batches = Batches(asked, refinement.data, refinement.batch_size, whole=loss is None)
-        self._product = DataProduct(
-            asked,
-            model,
-            loss,
-            self.batches,
-            refinement.matrix,
+        self._preconditioner, self._device = preconditioner, objective.device
+        trained = objective.trained
+        self.parameters = {name: trained[name] for name in names}
+        self.batches, own = (
+            objective.batches(refinement.data, refinement.batch_size),
             [*self.parameters.values()],
-            memory=None,
-            room=room,
-            device=device,
-            progress=refinement.progress,
         )
+        options: dict[str, Any] = {"memory": None, "room": room, "progress": refinement.progress}
+        self._product = DataProduct(objective, self.batches, refinement.matrix, own, **options)
         self.residuals: list[Tensor] = []
 
     @property

@@ -12,20 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from packprop.applications.dataset.batch_pass import Found
-from packprop.applications.dataset.batches import Batches, Data
-from packprop.applications.dataset.given import require_model_and_loss
+from packprop.applications.dataset.batches import Data
+from packprop.applications.dataset.given import Objective, objective_of
 from packprop.applications.dataset.result import Result
-from packprop.applications.dataset.sharded import require_whole_parameters
 from packprop.applications.dataset.stream import is_empty
 from packprop.applications.queries.candidates import added_up
 from packprop.applications.queries.checks import queries_without_gradient, warn_of_empty
 from packprop.applications.queries.gradients import PassesApart
 from packprop.applications.queries.refining import Refinement
-from packprop.applications.queries.vectors import Inverse, joined, vectors_of
+from packprop.applications.queries.vectors import Inverse, joined, rows_like, vectors_of
 from packprop.engine.algebra import ADD_IN_PLACE, CAT, token_along
 from packprop.engine.memory import budget_of, byte_text
 from packprop.engine.recording import extended
-from packprop.engine.tensors import LossFunction, named_parameters
+from packprop.engine.tensors import LossFunction
 from packprop.errors import BadInput, PackpropError
 from packprop.types import GRADIENT_BY_TOKEN, Extension, Row
 
@@ -105,16 +104,13 @@ def token_influence(
         BadInput: As ``influence`` does; for samples of different lengths.
         PackpropError: As ``influence`` does; for a loss without tokens.
     """
-    require_model_and_loss(ASKED, model, loss, "multiplied")
-    require_whole_parameters(ASKED, model)
-    place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+    objective = objective_of(ASKED, model, loss, device)
     inverse = Inverse(curvature, damping, factored, refine)
-    vectors = _vectors(model, loss, queries, inverse, memory, batch_size, place)
-    extension = AlongQueries({name: each.to(place) for name, each in vectors.items()})
-    run = PassesApart(ASKED, model, loss, [extension], place)
-    batches = Batches(ASKED, data, batch_size, whole=loss is None)
+    vectors = _vectors(objective, queries, inverse, memory, batch_size)
+    extension = AlongQueries({name: each.to(objective.device) for name, each in vectors.items()})
+    run, batches = PassesApart(objective, [extension]), objective.batches(data, batch_size)
     found: list[Tensor] = []
-    with extended(*run.modules):
+    with extended(*objective.modules):
         for batch in batches:
             with batches.explained():
                 if is_empty(batch):
@@ -147,13 +143,7 @@ def _summed(extension: Extension, run: Found) -> Tensor:
 
 
 def _vectors(
-    model: nn.Module,
-    loss: LossFunction | None,
-    queries: Data,
-    inverse: Inverse,
-    memory: int | str | None,
-    batch_size: int | None,
-    device: torch.device | str,
+    objective: Objective, queries: Data, inverse: Inverse, memory: int | str | None, batch_size: int | None
 ) -> dict[str, Tensor]:
     """Return the vectors of all queries ``[q, *p]`` by parameter, on the processor."""
     if isinstance(inverse.refine, Refinement) and inverse.refine.checkpoint is not None:
@@ -163,15 +153,13 @@ def _vectors(
             "the folder belongs to a search in a store",
             "leave checkpoint out",
         )
-    trained = {name: p for name, p in named_parameters(model) if p.requires_grad}
-    arrays = {name: torch.empty(0, *p.shape, dtype=p.dtype, device="meta") for name, p in trained.items()}
     budget = budget_of(memory) or sys.maxsize
-    gradients, refiner = vectors_of(ASKED, model, loss, arrays, inverse, budget, device)
+    gradients, refiner = vectors_of(objective, rows_like(objective), inverse, budget)
     query = gradients.kept_bytes if refiner is None else refiner.query_bytes
-    batches = Batches(ASKED, queries, batch_size, whole=loss is None)
+    batches = objective.batches(queries, batch_size)
     parts: list[dict[str, Tensor]] = []
     count = 0
-    with extended(*gradients.modules):
+    with extended(*objective.modules):
         for batch in batches:
             with batches.explained():
                 number, rows = gradients.of(batch)

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from packprop.applications.dataset.batches import Data
+from packprop.applications.dataset.given import Objective
 from packprop.applications.dataset.products import ROOM
 from packprop.applications.dataset.result import Result
 from packprop.applications.queries.blocks import blocks_of
 from packprop.applications.queries.gradients import QueryGradients
 from packprop.applications.queries.preconditioning import Preconditioner, preconditioner_of, require_damping
 from packprop.applications.queries.refining import Refinement, Refiner
-from packprop.engine.tensors import LossFunction, named_parameters
 from packprop.errors import BadInput
 from packprop.store.reading import StoredArray
 
@@ -40,35 +40,26 @@ class Inverse:
 
 
 def vectors_of(
-    asked: str,
-    model: nn.Module,
-    loss: LossFunction | None,
-    arrays: Mapping[str, StoredArray | Tensor],
-    inverse: Inverse,
-    budget: int,
-    device: torch.device | str,
+    objective: Objective, arrays: Mapping[str, StoredArray | Tensor], inverse: Inverse, budget: int
 ) -> tuple[QueryGradients, Refiner | None]:
     """Return the maker of queries' gradients, and the refiner if there is one.
 
     Args:
-        asked: The call of the user, for messages.
-        model: The model.
-        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
+        objective: The model and the loss.
         arrays: What the vectors multiply, by parameter; of all together by ``""``.
         inverse: The matrix.
         budget: Bytes for current vectors.
-        device: The device of batches.
     """
     names = None if "" in arrays else [*arrays]
-    preconditioner = _preconditioner(asked, inverse, model, names)
+    preconditioner = _preconditioner(objective, inverse, names)
     raw = inverse.refine is not None
-    gradients = QueryGradients(asked, model, loss, arrays, preconditioner, device, raw=raw)
+    gradients = QueryGradients(objective, arrays, preconditioner, raw=raw)
     if inverse.refine is None:
         return gradients, None
     assert inverse.damping is not None
     refinement = inverse.refine if isinstance(inverse.refine, Refinement) else Refinement(inverse.refine)
     room, damping = min(budget // 4, ROOM), inverse.damping
-    refiner = Refiner(asked, model, loss, refinement, gradients.names, preconditioner, damping, room, device)
+    refiner = Refiner(objective, refinement, gradients.names, preconditioner, damping, room)
     return gradients, refiner
 
 
@@ -77,10 +68,16 @@ def joined(waiting: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([rows.pop(name) for rows in waiting]) for name in list(waiting[0])}
 
 
-def _preconditioner(
-    asked: str, inverse: Inverse, model: nn.Module, names: list[str] | None
-) -> Preconditioner | None:
+def rows_like(objective: Objective) -> dict[str, Tensor]:
+    """Return empty rows of gradients by trained parameter: shapes and precisions without data."""
+    return {
+        name: torch.empty(0, *p.shape, dtype=p.dtype, device="meta") for name, p in objective.trained.items()
+    }
+
+
+def _preconditioner(objective: Objective, inverse: Inverse, names: list[str] | None) -> Preconditioner | None:
     """Return the preconditioner of gradients, if there is one."""
+    asked = objective.asked
     curvature, damping, factored = inverse.curvature, inverse.damping, inverse.factored
     refined = inverse.refine is not None
     if refined:
@@ -97,9 +94,5 @@ def _preconditioner(
             )
         return None
     name, blocks = blocks_of(asked, curvature)
-    shapes = {
-        each: p.shape
-        for each, p in named_parameters(model)
-        if p.requires_grad and (names is None or each in names)
-    }
+    shapes = {each: p.shape for each, p in objective.trained.items() if names is None or each in names}
     return preconditioner_of(asked, name, blocks, damping, factored, shapes)

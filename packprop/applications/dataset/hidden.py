@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import functools
+import gc
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import islice
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from packprop.engine.tensors import attributes_of, cells
+from packprop.engine.tensors import cells
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 """Types of generators."""
@@ -22,7 +22,7 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 CONTAINERS = (list, dict, set, deque)
 """Types that hold values, and may be filled."""
 
-WITHOUT = (str, bytes, bytearray, int, float, complex, Tensor, np.ndarray, type, ModuleType)
+WITHOUT = (str, bytes, bytearray, int, float, complex, Tensor, np.ndarray, type, ModuleType, CodeType)
 """Types that hold no generator."""
 
 MOST = 5000
@@ -40,21 +40,7 @@ def generators_in(values: Iterable[Any]) -> Iterator[Any]:
         met[id(value)] = value
         if isinstance(value, GENERATORS):
             yield value
-        elif isinstance(value, Mapping):
-            todo += islice(value.values(), MOST) if isinstance(value, dict) else ()  # lazy ones read files
-        elif isinstance(value, (*CONTAINERS, tuple, frozenset)):
-            todo += islice(value, MOST)
+        elif isinstance(value, FunctionType):  # which refers to all names of its module
+            todo += [*(each for _, each in cells(value)), value.__defaults__, value.__kwdefaults__]
         else:
-            todo += _parts_of(value)
-
-
-def _parts_of(value: Any) -> Iterator[Any]:
-    if isinstance(value, functools.partial):
-        yield from (value.func, value.args, value.keywords)
-    elif isinstance(value, FunctionType):
-        yield from (each for _, each in cells(value))
-        yield from (value.__defaults__, value.__kwdefaults__)
-    elif isinstance(value, (MethodType, BuiltinFunctionType)):
-        yield value.__self__
-    else:
-        yield from (each for _, each in attributes_of(value))
+            todo += islice(gc.get_referents(value), MOST)

@@ -128,10 +128,9 @@ class BatchPass:
         ) -> None:
             rows[name] = dtype, found
 
-        _, samples, reduction, terms, weights = self._run(inputs, targets, take)
-        return Found(samples, reduction, terms, weights, rows)
+        return self._run(inputs, targets, take)[1]._replace(rows=rows)
 
-    def _run(self, inputs: Any, targets: Any, take: Take) -> tuple[Tensor, int, str, float, dict[str, Tensor]]:
+    def _run(self, inputs: Any, targets: Any, take: Take) -> tuple[Tensor, Found]:
         outputs, loss, graph = self._recorded(inputs, targets)
         with self._put_together(graph):
             self._settle(graph)
@@ -147,7 +146,7 @@ class BatchPass:
             with _quiet_without(terms):
                 self._backward(graph, done)
             self._count(graph.samples, reduction, terms, loss)  # inside: if it fails here, others are told
-        return loss, graph.samples, reduction, terms, weights
+        return loss, Found(graph.samples, reduction, terms, weights, {})
 
     def take_part(self, inputs: Any, targets: Any) -> None:
         """Run the pass because other ranks need this one in it; merge nothing."""

@@ -104,8 +104,8 @@ class Batches:
         self._rank, self._world = 0, 1
         self._draws = Draws()
         own = self.source.generators() if isinstance(self.source, Given) else []
-        self._generators: list[Drawing] = [*own, *GLOBAL]
-        self._start: list[Any] = []
+        self._generators: list[Drawing] = [self._draws, *own, *GLOBAL]
+        self._start: list[Tensor] = []
 
     def __length_hint__(self) -> int:
         return max(0, len(self.source) - self.count)
@@ -129,7 +129,7 @@ class Batches:
             known.add(id(each))
             self._generators.append(each if isinstance(each, torch.Generator) else Numbers(each))
             if self._start:  # the run has looked at a batch before
-                self._start = [self._start[0], [*self._start[1], *states_of(self._generators[-1:])]]
+                self._start += states_of(self._generators[-1:])
 
     def left(self) -> int:
         """Return how many batches are to come; if that is not known, as many as there were."""
@@ -200,20 +200,19 @@ class Batches:
 
     def begin_again(self) -> None:
         """Begin another reading with the next batch; it draws the same numbers as the last one."""
-        self._draws.state, states = self._start_or_now
-        set_states(self._generators, states)
+        set_states(self._generators, self._start_or_now)
         self.count, self.digest, self.ended = 0, "", False
         self._rest = None
         self._first.clear()
 
     @property
-    def _start_or_now(self) -> list[Any]:
+    def _start_or_now(self) -> list[Tensor]:
         """Return the random states that a reading begins with."""
-        return self._start or [self._draws.state, states_of(self._generators)]
+        return [*self._start] or self.states
 
     @property
     def states(self) -> list[Tensor]:
-        """States of the generators that the data draw from, beside the global one of torch."""
+        """States of the generators that the data draw from; the first stands for the global one of torch."""
         return states_of(self._generators)
 
     def end_at(self, place: Mapping[str, Any], number: int) -> None:
@@ -223,7 +222,7 @@ class Batches:
 
     def leave_undrawn(self, before: Sequence[Tensor]) -> None:
         """Restore the states ``before`` of generators that no reading has drawn from."""
-        states = zip(before, self._start_or_now[1], self.states, strict=False)
+        states = zip(before, self._start_or_now, self.states, strict=False)
         set_states(self._generators, [unless_drawn(*each) for each in states])
 
     def place(self) -> dict[str, Any]:
@@ -231,14 +230,9 @@ class Batches:
 
         Before the first batch is taken, this is the start, even if the run has looked at the batch.
         """
-        now = [self._draws.state, states_of(self._generators)] if self.count else self._start_or_now
-        return {
-            "batches": self.count,
-            "digest": self.digest,
-            "start": self._start_or_now,
-            "draws": now[0],
-            "generators": now[1],
-        }
+        start = self._start_or_now
+        now = self.states if self.count else start
+        return {"batches": self.count, "digest": self.digest, "start": start, "generators": now}
 
     @property
     def has_state(self) -> bool:
@@ -284,7 +278,6 @@ class Batches:
                     source.data.load_state_dict(place["loader"])  # type: ignore[attr-defined]  # as it had one
             self._open(number)
         self.count, self.digest, self._current = place["batches"], place["digest"], None
-        self._draws.state = place["draws"]
         set_states(self._generators, place["generators"])
 
     def _read_up_to(self, place: Mapping[str, Any]) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from packprop.applications.dataset.one_loss import require_same_weights
 from packprop.applications.dataset.saved import ASKED
 from packprop.applications.dataset.sources import Samples
-from packprop.applications.dataset.state import MergedResults
+from packprop.applications.dataset.state import MergedResults, counted_together
 from packprop.applications.dataset.sums import merged_with
 from packprop.engine.tensors import map_tensors
 from packprop.errors import BadInput
@@ -57,7 +56,6 @@ def take_up_others(
 
 def _join(into: MergedResults, other: MergedResults) -> None:
     """Merge the results of another rank into those of one; growing results are then in the order of batches."""
-    is_mean = "mean" in (into.reduction, other.reduction)
     numbers = [number for number, _ in (*into.batches, *other.batches)]
     for key, value in other.partial.items():
         before = into.partial.get(key)
@@ -68,15 +66,5 @@ def _join(into: MergedResults, other: MergedResults) -> None:
             into.partial[key] = [piece for _, piece in pieces]
         else:
             into.partial[key] = merged_with(into.monoid_of(key), before, value)
-    into.batches = sorted([*into.batches, *other.batches])
-    into.dtypes = {**other.dtypes, **into.dtypes}
-    for name, samples in other.reached.items():
-        into.reached[name] = into.reached.get(name, 0) + samples
-    into.samples += other.samples
-    into.terms = into.terms + other.terms if is_mean else into.terms or other.terms
-    into.loss = into.loss + other.loss
-    into.reduction = into.reduction or other.reduction
-    require_same_weights([into.weights, other.weights])
-    into.weights = into.weights if into.weights.own else other.weights
-    terms = into.again[1] + other.again[1] if is_mean else into.again[1] or other.again[1]
-    into.again = [into.again[0] + other.again[0], terms]
+    for name, value in vars(counted_together([into.counts, other.counts])).items():
+        setattr(into, name, value)

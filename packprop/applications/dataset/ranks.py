@@ -64,11 +64,6 @@ class Ranks:
         """Tell whether the others wait for this rank's message."""
         self._begun: Callable[[], list[int]] | None = None
 
-    @property
-    def group(self) -> Any:
-        """The process group; ``None`` for the default one, and for this process alone."""
-        return None if self.all is None else self.all.group
-
     def arrive(self) -> None:
         """Wait until all ranks have begun.
 
@@ -176,15 +171,6 @@ class Ranks:
             return [value]
         with self._noticing():
             return exchanged(value, self.all.group)
-
-    def together(self, work: Callable[[], Value]) -> Value:
-        """Return the result of ``work``, in which PyTorch exchanges what all ranks need.
-
-        Raises:
-            OtherRankFailed: If another rank is gone.
-        """
-        with self._noticing():
-            return work()
 
     def given_to_all(self, value: Value | None) -> Value | None:
         """Return the value, or on a rank that has none that of the first rank that has one.

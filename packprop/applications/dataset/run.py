@@ -114,14 +114,13 @@ class Run:
             assert own is not None
             return own["place"]  # type: ignore[no-any-return]  # a dictionary, as SavedRank declares
         require_divided(self._batches.source, len(told.files), self._ranks.world)
-        first, (start, states) = told.place, told.place["start"]
-        return {
-            **first,
-            "draws": self._ranks.derived(first["draws"]),
-            "start": [self._ranks.derived(start), states],
-            "begin": self._draws.derived(first["begin"]),
-            "now": self._draws.derived(first["now"]),
-        }
+        own = dict(told.place)
+        for name in ("start", "generators"):  # the data's draws come first
+            draws, *others = own[name]
+            own[name] = [self._ranks.derived(draws), *others]
+        for name in ("begin", "now"):
+            own[name] = self._draws.derived(own[name])
+        return own
 
     def to_the_end(self) -> Result:
         """Read the data as often as it takes; keep the work so far if that fails.

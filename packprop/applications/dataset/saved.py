@@ -65,8 +65,7 @@ class SavedPlace:
 
     batches: Size
     digest: str
-    start: list[Any]
-    draws: Tensor
+    start: list[Tensor]
     generators: list[Tensor]
     loader: Any
     ended: bool
@@ -81,9 +80,10 @@ class SavedPlace:
         Raises:
             ValueError: If it is not.
         """
-        require_states([self.draws, *self.generators])
-        if self.draws.shape != torch.get_rng_state().shape:
-            raise Unfit("there is no random state of the data")
+        for states in (self.start, self.generators):
+            require_states(states)
+            if not states or states[0].shape != torch.get_rng_state().shape:
+                raise Unfit("there is no random state of the data")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import random
@@ -133,15 +134,9 @@ class Given:
         loader: Any = self.data
         if type(loader) is not DataLoader or not loader.persistent_workers:
             return iter(self.data)
-        batches: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
-        if isinstance(loader.dataset, IterableDataset):
-            batches = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        elif loader.batch_sampler is None:
-            batches = {"batch_size": None, "sampler": loader.sampler}
-        names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")
-        options = {name: getattr(loader, name) for name in (*names, "prefetch_factor", "generator")}
-        context = loader.multiprocessing_context
-        return iter(DataLoader(loader.dataset, **batches, **options, multiprocessing_context=context))
+        fresh = copy.copy(loader)
+        vars(fresh)["persistent_workers"] = False  # a loader refuses to be assigned to
+        return iter(fresh)
 
     def __len__(self) -> int:
         try:
@@ -175,6 +170,14 @@ class Draws:
             >> 1
         )
         self.state: Tensor = torch.Generator().manual_seed(seed).get_state()
+
+    def get_state(self) -> Tensor:
+        """Return the state of the next draws."""
+        return self.state
+
+    def set_state(self, state: Tensor) -> None:
+        """Draw from this state."""
+        self.state = state
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -235,7 +238,7 @@ def _array(found: dict[str, Any]) -> Any:
     return np.array(found["values"], found["dtype"])[()] if found.keys() == {"dtype", "values"} else found
 
 
-Drawing = torch.Generator | Numbers
+Drawing = torch.Generator | Numbers | Draws
 """Types of generators."""
 
 GLOBAL = (Numbers(random), Numbers(np.random))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from operator import itemgetter, methodcaller
 from typing import Any
 
@@ -26,8 +27,73 @@ Key = tuple[int, int, str]
 """Places of the extension and of its row, and the name of the parameter."""
 
 
+@dataclass(kw_only=True)
+class Counts:
+    """Numbers of the batches so far, as if the loss were a sum over terms.
+
+    Args:
+        dtypes: Precision of each parameter.
+        reached: For each parameter the number of samples that depend on it.
+        samples: Samples so far.
+        terms: Terms of the loss so far, under a mean; under a sum the divisor of the loss.
+        loss: The sum of all terms.
+        reduction: The reduction of the loss.
+        weights: The weights of terms in the losses of batches.
+        again: Samples and terms so far of a second reading.
+        batches: If results grow with the data: the number of each batch among those of all ranks, and the
+            number of its samples. There is one piece of each such result for it.
+    """
+
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    reached: dict[str, int] = field(default_factory=dict)
+    samples: int = 0
+    terms: float = 0.0
+    loss: Tensor | float = 0.0
+    reduction: str = ""
+    weights: TermWeights = field(default_factory=TermWeights)
+    again: list[float] = field(default_factory=lambda: [0, 0.0])
+    batches: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def counts(self) -> Counts:
+        """These numbers alone, on the processor."""
+        found = {each.name: getattr(self, each.name) for each in fields(Counts)}
+        return Counts(**{**found, "loss": float(self.loss)})
+
+
+def counted_together(counts: Sequence[Counts]) -> Counts:
+    """Return the numbers of the batches of several ranks.
+
+    Raises:
+        PackpropError: If their losses are no parts of one loss.
+    """
+    require_same_weights([each.weights for each in counts])
+    begun = [each for each in counts if each.reduction]
+    reductions = sorted({each.reduction for each in begun})
+    if len(reductions) > 1:
+        raise two_reductions(*reductions)
+
+    def all_terms(terms: Sequence[float]) -> float:
+        return sum(terms) if reductions == ["mean"] else max(terms, default=0.0)
+
+    reached = Counter[str]()
+    for each in counts:
+        reached.update(each.reached)
+    return Counts(
+        dtypes={name: dtype for each in counts for name, dtype in each.dtypes.items()},
+        reached=dict(reached),
+        samples=sum(each.samples for each in counts),
+        terms=all_terms([each.terms for each in begun]),
+        loss=sum(each.loss for each in counts),
+        reduction=reductions[0] if reductions else "",
+        weights=next((each.weights for each in counts if each.weights.own), TermWeights()),
+        again=[sum(each.again[0] for each in counts), all_terms([each.again[1] for each in counts])],
+        batches=sorted(batch for each in counts for batch in each.batches),
+    )
+
+
 @dataclass
-class MergedResults:
+class MergedResults(Counts):
     """Merged partial results of the batches so far, as if the loss were a sum over terms.
 
     Sums and moments merge in float64 if the device has it: over millions of samples those in float32 lose
@@ -38,32 +104,13 @@ class MergedResults:
         partial: Merged results by extension, row and parameter name.
         rotations: Results of the first reading for the second, by extension and parameter name; see NOTE
             [Second reading].
-        dtypes: Precision of each parameter.
-        reached: For each parameter the number of samples that depend on it.
-        samples: Samples so far.
-        terms: Terms of the loss so far, under a mean; under a sum the divisor of the loss.
-        loss: The sum of all terms.
-        reduction: The reduction of the loss.
-        weights: The weights of terms in the losses of batches.
         whole: Says that no batch is half merged; whoever adds batches says so when one is.
-        again: Samples and terms so far of a second reading.
-        batches: If results grow with the data: the number of each batch among those of all ranks, and the
-            number of its samples. There is one piece of each such result for it.
     """
 
     extensions: Sequence[Extension]
     partial: dict[Key, Any] = field(default_factory=dict)
     rotations: dict[tuple[int, str], list[Any]] = field(default_factory=dict)
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    reached: dict[str, int] = field(default_factory=dict)
-    samples: int = 0
-    terms: float = 0.0
-    loss: Tensor | float = 0.0
-    reduction: str = ""
-    weights: TermWeights = field(default_factory=TermWeights)
     whole: bool = True
-    again: list[float] = field(default_factory=lambda: [0, 0.0])
-    batches: list[tuple[int, int]] = field(default_factory=list)
 
     def count(self, number: int, samples: int, terms: float, loss: Tensor, reduction: str) -> None:
         """Count a batch whose results were added, by its number among those of all ranks.
@@ -166,12 +213,13 @@ class MergedResults:
         for key in own:
             del self.partial[key]
         merged = ranks.merged(own, self.monoid_of)
-        terms, reduction = self._terms_of(ranks)
-        self.reduction = reduction
-        dtypes = {name: dtype for each in ranks.each(self.dtypes) for name, dtype in each.items()}
-        scale = 1 / terms if terms else math.nan
+        found = counted_together(ranks.each(self.counts))
+        self.reduction = found.reduction
+        scale = 1 / found.terms if found.terms else math.nan
         keys = list(dict.fromkeys((position, name) for position, _, name in merged))
-        rows = ranks.attempt(lambda: {key: self._rows(*key, merged, dtypes[key[1]], scale) for key in keys})
+        rows = ranks.attempt(
+            lambda: {key: self._rows(*key, merged, found.dtypes[key[1]], scale) for key in keys}
+        )
         sizes = {key: sum(len(t) ** 3 for t in tensors_in(rows[key]) if t.dim() == 2) for key in keys}
         mine = [key for key, rank in _shared(sizes, ranks.world).items() if rank == ranks.rank]
         expect("eigenvectors", sum(sizes[key] for key in mine))
@@ -211,18 +259,6 @@ class MergedResults:
         """Return how the partial results under a key merge."""
         return self.extensions[key[0]].rows[key[1]].over_n
 
-    def _terms_of(self, ranks: Ranks) -> tuple[float, str]:
-        """Return terms of the losses of all ranks, and their reduction."""
-        each = ranks.each((self.terms, self.reduction, self.weights))
-        told = [(terms, reduction) for terms, reduction, _ in each if reduction]
-        require_same_weights([weights for *_, weights in each])
-        reductions = {reduction for _, reduction in told}
-        if len(reductions) > 1:
-            raise two_reductions(*sorted(reductions))
-        if reductions == {"mean"}:
-            return sum(terms for terms, _ in told), "mean"
-        return told[0] if told else (0.0, "")
-
     def end_pass(self, ranks: Ranks) -> None:
         """Do nothing; of sharded parameters, merge the results of a pass on all ranks."""
 
@@ -234,34 +270,11 @@ class MergedResults:
         """Return the results of the batches of all ranks; those of this rank stay as they are."""
         if ranks.world == 1:
             return replace(self, partial=dict(self.partial))
-        terms, reduction = self._terms_of(ranks)
-        counts: dict[str, Any] = {
-            "samples": self.samples,
-            "again": self.again,
-            "loss": float(self.loss),
-            "dtypes": self.dtypes,
-            "reached": self.reached,
-            "batches": self.batches,
-        }
-        told = ranks.each(counts)
-        again = [each["again"] for each in told]
-        found = replace(
-            self,
-            partial=ranks.merged(self.partial, self.monoid_of),
-            dtypes={name: dtype for each in told for name, dtype in each["dtypes"].items()},
-            reached={},
-            samples=sum(each["samples"] for each in told),
-            terms=terms,
-            loss=sum(each["loss"] for each in told),
-            reduction=reduction,
-            again=[sum(n for n, _ in again), sum(t for _, t in again) if reduction == "mean" else terms],
-            batches=sorted(batch for each in told for batch in each["batches"]),
-        )
-        for each in told:
-            for name, samples in each["reached"].items():
-                found.reached[name] = found.reached.get(name, 0) + samples
+        told = ranks.each(self.counts)
+        counts = counted_together(told)
+        found = replace(self, partial=ranks.merged(self.partial, self.monoid_of), **vars(counts))
         found._require_reached()
-        sizes = [each["batches"] for each in told]
+        sizes = [each.batches for each in told]
         for key, pieces in found.partial.items():
             if (axis := self.monoid_of(key).axis) is not None:
                 found.partial[key] = _in_order(pieces, axis, sizes)

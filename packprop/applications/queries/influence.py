@@ -125,8 +125,8 @@ def influence(
         stack.enter_context(extended(*objective.modules))
         refined = None
         if refiner is not None:
-            refined = RefinedSearch(ASKED, candidates, gradients, refiner, most)
-            stack.enter_context(refined.kept(model, loss))
+            refined = RefinedSearch(objective, candidates, gradients, refiner, most)
+            stack.enter_context(refined.kept())
         for rows in _groups(batches, gradients, most):
             done = sum(len(each.largest.products) for each in found)
             empty += [done + place for place in queries_without_gradient(rows)]

@@ -4,26 +4,65 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from packprop.applications.dataset.checkpoint import KeptWork
 from packprop.applications.dataset.digests import digest
+from packprop.applications.dataset.folder import Content
+from packprop.applications.dataset.given import Objective
 from packprop.applications.dataset.identity import identity_of
+from packprop.applications.dataset.saved import packed, unpacked
 from packprop.applications.queries.candidates import Candidates, Ends
 from packprop.applications.queries.gradients import QueryGradients
-from packprop.applications.queries.keeping import DoneGroup, GroupInHand, Keeper, Work
 from packprop.applications.queries.refining import Refiner
 from packprop.engine.algebra import ConjugateGradients
-from packprop.engine.tensors import LossFunction
+from packprop.errors import BadInput
 from packprop.extensions import BatchGrad
+from packprop.store.schema import Size
 from packprop.store.search import Found
+
+FORMAT = {"what": "packprop's refined queries", "format": 3}
+"""The first facts of each checkpoint."""
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """A finished group of queries: what stands for its gradients, its residuals, and its ``Ends``."""
+
+    digest: str
+    residuals: Tensor
+    largest: tuple[Tensor, Tensor, Tensor]
+    smallest: tuple[Tensor, Tensor, Tensor]
+    groups: Tensor | None
+    samples: Size
+    terms: float
+
+
+@dataclass(frozen=True)
+class SavedSystem:
+    """The current group: what stands for its gradients, and the state of its systems."""
+
+    digest: str
+    state: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class SavedWork:
+    """The whole content of a checkpoint."""
+
+    done: list[SavedGroup]
+    current: SavedSystem | None
+    readings: Size
 
 
 class RefinedSearch:
     """Finds, for one group of queries after the other, the samples at both ends.
 
     Args:
-        asked: The call of the user, for messages.
+        objective: The model and the loss.
         candidates: The samples.
         gradients: The maker of the groups.
         refiner: The refiner.
@@ -32,15 +71,17 @@ class RefinedSearch:
 
     def __init__(
         self,
-        asked: str,
+        objective: Objective,
         candidates: Candidates,
         gradients: QueryGradients,
         refiner: Refiner,
         most: int,
     ) -> None:
-        self._asked, self._candidates, self._most = asked, candidates, most
+        self._objective, self._candidates, self._most = objective, candidates, most
         self._gradients, self._refiner = gradients, refiner
-        self._keeper = Keeper(asked, None, {})
+        self._kept: KeptWork | None = None
+        self._done: list[dict[str, Any]] = []
+        self._current: dict[str, Any] | None = None
         self._place, self._before = 0, 0
 
     @property
@@ -49,36 +90,71 @@ class RefinedSearch:
         return self._before + self._refiner.readings
 
     @contextlib.contextmanager
-    def kept(self, model: nn.Module, loss: LossFunction | None) -> Iterator[None]:
-        """Keep the work inside in the folder of the refinement, if there is one."""
-        folder = self._refiner.checkpoint
+    def kept(self) -> Iterator[None]:
+        """Keep the work inside in the folder of the refinement, if there is one, and continue from there."""
+        asked, folder = self._objective.asked, self._refiner.checkpoint
         if folder is None:
             yield
             return
         options = {**self._refiner.facts, "store": self._candidates.facts()}
+        model, loss = self._objective.model, self._objective.loss
         identity = identity_of(model, loss, [BatchGrad()], self._refiner.batches, **options)
-        self._keeper = Keeper(self._asked, folder, identity)
-        with self._keeper.open():
-            self._before = self._keeper.work.readings
+        self._kept = kept = KeptWork(asked, folder, FORMAT, identity)
+
+        def read(content: Content) -> dict[str, Any]:
+            with kept.folder.opened(content.files[0]) as tensors:
+                return unpacked(SavedWork, tensors)  # type: ignore[no-any-return]  # as it is declared
+
+        with kept.open():
+            work = kept.load(read)
+            if work is not None:
+                self._done, self._current, self._before = work["done"], work["current"], work["readings"]
             yield
 
     def __call__(self, rows: dict[str, Tensor]) -> Ends:
-        """Return the results for the next group of queries; release ``rows``."""
+        """Return the results for the next group of queries; release ``rows``.
+
+        Raises:
+            BadInput: If the folder keeps the work of another group in its place.
+        """
         place, stamp = self._place, " ".join(map(digest, rows.values()))
         self._place += 1
-        known = self._keeper.known(place, stamp)
-        if isinstance(known, DoneGroup):
-            self._refiner.residuals.append(known.residuals)
-            return Ends(Found(*known.largest), Found(*known.smallest), known.groups, known.samples, known.terms)
+        is_done = place < len(self._done)
+        known = self._done[place] if is_done else self._current
+        if known is not None and known["digest"] != stamp:
+            raise BadInput(
+                self._objective.asked,
+                f"checkpoint={str(self._refiner.checkpoint)!r}",
+                "it belongs to other queries, or to another budget that groups them otherwise",
+                "call with what it was begun with, or give another folder",
+            )
+        if known is not None and is_done:
+            self._refiner.residuals.append(known["residuals"])
+            largest, smallest = Found(*known["largest"]), Found(*known["smallest"])
+            return Ends(largest, smallest, known["groups"], known["samples"], known["terms"])
 
         def keep(iterations: ConjugateGradients) -> None:
-            done = self._keeper.work.done
-            self._keeper.keep(Work(done, GroupInHand(stamp, iterations.state()), self.readings), now=False)
+            self._current = {"digest": stamp, "state": iterations.state()}
+            self._keep(now=False)
 
-        state = None if known is None else known.state
+        state = None if known is None else known["state"]
         solved = self._refiner(rows, self._gradients.orders, state, self._most, keep)
         found = self._candidates.find(self._gradients.projected_rows(solved))
-        largest, smallest, groups, samples, terms = found
-        group = DoneGroup(stamp, [*largest], [*smallest], groups, self._refiner.residuals[-1], samples, terms)
-        self._keeper.keep(Work([*self._keeper.work.done, group], None, self.readings), now=True)
+        group = {"digest": stamp, "residuals": self._refiner.residuals[-1], **found._asdict()}
+        group |= {"largest": (*found.largest,), "smallest": (*found.smallest,)}
+        self._done, self._current = [*self._done, group], None
+        self._keep(now=True)
         return found
+
+    def _keep(self, now: bool) -> None:
+        """Write the work, at once or if writing takes at most a fiftieth of the time."""
+        kept = self._kept
+        if kept is None or not (now or kept.is_due()):
+            return
+        kept.begin()
+
+        def files() -> list[dict[str, Any]]:
+            work = {"done": self._done, "current": self._current, "readings": self.readings}
+            return [kept.folder.written(0, kept.folder.number + 1, packed(work))]
+
+        kept.write(f"{len(self._done)} groups of queries, {self.readings} readings of the data", {}, files)

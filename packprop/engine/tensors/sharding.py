@@ -208,11 +208,6 @@ def is_distributed(tensor: Tensor) -> bool:
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
-def is_replicated(tensor: Tensor) -> bool:
-    """Tell whether a ``DTensor`` is whole on every rank."""
-    return all(each.is_replicate() for each in tensor.placements)  # type: ignore[attr-defined]  # a DTensor
-
-
 def own_part(tensor: Tensor) -> Tensor:
     """Return a tensor as it is; of a ``DTensor``, the part of this process."""
     part: Tensor = tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]  # a DTensor

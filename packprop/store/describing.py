@@ -19,12 +19,12 @@ from packprop.store.plain import name_of
 from packprop.types import Extension
 
 
-def version() -> str:
-    """The version of packprop."""
+def packprop_version() -> str | None:
+    """Return the version of packprop that is installed, if one is."""
     try:
         return importlib.metadata.version("packprop")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    except importlib.metadata.PackageNotFoundError:  # a source tree that was not installed
+        return None
 
 
 def described_extension(extension: Extension) -> dict[str, Any]:
@@ -56,21 +56,19 @@ def require_same_parameters(
         BadInput: With the first of them.
     """
     now = described_model(model)
-    name = next((each for each in {**known, **now} if now.get(each) != known.get(each)), None)
-    if name is None:
-        return
-    there, here = known.get(name), now.get(name)
-    why = "the model has others than the one that the store was opened for"
-    if there is not None and here is not None and there[:2] == here[:2]:
-        why = (
-            "it was trained when the store was opened, and is not now" if there[2] else "it is trained only now"
-        )
-    raise BadInput(
-        asked,
-        f"parameter {name!r}, with the store {folder!r}",
-        why,
-        "write a store of its own for each choice of trained parameters",
-    )
+    for name in {**known, **now}:
+        there, here = known.get(name), now.get(name)
+        if there == here:
+            continue
+        why = "the model has others than the one that the store was opened for"
+        if there is not None and here is not None and there[:2] == here[:2]:
+            why = (
+                "it is trained only now"
+                if here[2]
+                else "it was trained when the store was opened, and is not now"
+            )
+        instead = "write a store of its own for each choice of trained parameters"
+        raise BadInput(asked, f"parameter {name!r}, with the store {folder!r}", why, instead)
 
 
 def projection_of(extension: Extension | None) -> dict[str, Any] | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 try:
@@ -74,12 +76,19 @@ def write_whole(path: Path, text: str) -> None:
 
 def put_in_place(path: Path) -> None:
     """Give a file that was written as ``part_of(path)`` its name, when all of it is on the disk."""
-    with part_of(path).open("rb+") as file:
-        os.fsync(file.fileno())
+    with opened(part_of(path), os.O_RDWR) as file:
+        os.fsync(file)
     part_of(path).replace(path)
     if os.name == "posix":  # elsewhere folders cannot be opened
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
+        with opened(path.parent, os.O_RDONLY) as folder:
             os.fsync(folder)
-        finally:
-            os.close(folder)
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Open a file of the system inside."""
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from packprop.errors import BadInput
+from packprop.store.files import opened
 from packprop.store.schema import Size, Unfit, checksum_of, fitted, parsed
 
 CHUNKS = "chunks.jsonl"
@@ -74,13 +75,10 @@ class Marks:
         content = asdict(mark)
         checksum = checksum_of(content, self._checksum)
         line = json.dumps({**content, "checksum": checksum}).encode() + b"\n"
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
+        with opened(self._path, os.O_RDWR | os.O_CREAT) as file:
             os.ftruncate(file, self._end)  # a line that was cut off
             os.pwrite(file, line, self._end)
             os.fsync(file)
-        finally:
-            os.close(file)
         self._end += len(line)
         self._checksum = checksum
         self._count(mark)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from packprop.errors import BadInput
+from packprop.store.files import opened
 
 MAGIC = b"\x93NUMPY\x01\x00"
 """The first bytes of a ``.npy`` file of version 1.0."""
@@ -113,19 +114,13 @@ class GrowingArray:
 
     def show(self, rows: int) -> None:
         """Say in the file that it has so many rows, which must be there; touch nothing else in it."""
-        file = os.open(self.path, os.O_RDWR)
-        try:
+        with opened(self.path, os.O_RDWR) as file:
             os.pwrite(file, header_of(rows, self.shape, self.dtype), 0)
-        finally:
-            os.close(file)
 
     def sync(self) -> None:
         """Wait until all written rows are on the disk."""
-        file = os.open(self.path, os.O_RDWR)
-        try:
+        with opened(self.path, os.O_RDWR) as file:
             os.fsync(file)
-        finally:
-            os.close(file)
 
     def cut(self, rows: int) -> None:
         """Drop all rows from ``rows`` on."""

@@ -45,9 +45,8 @@ def extreme_products(
     require_number(asked, k)
     flat, width = _flat(asked, arrays, queries)
     count = len(next(iter(flat.values())))
-    step = max(1, memory // bytes_of_a_row(arrays, count))
     best = [(torch.empty(count, 0, dtype=torch.int64), torch.empty(count, 0, dtype=width)) for _ in largest]
-    for start, products in _blocks(asked, arrays, flat, step):
+    for start, products in _blocks(asked, arrays, flat, memory):
         best = [better(known, products, start, k, side) for known, side in zip(best, largest, strict=True)]
     return best
 
@@ -71,7 +70,7 @@ def summed_products(
     flat, _ = _flat(asked, arrays, queries)
     count = len(next(iter(flat.values())))
     sums = torch.zeros(count, int(groups.max()) + 1, dtype=torch.float64)
-    for start, products in _blocks(asked, arrays, flat, max(1, memory // bytes_of_a_row(arrays, count))):
+    for start, products in _blocks(asked, arrays, flat, memory):
         sums.index_add_(1, groups[start : start + products.shape[1]], products.double())
     return sums
 
@@ -100,9 +99,10 @@ def _flat(
 
 
 def _blocks(
-    asked: str, arrays: Mapping[str, Any], flat: Mapping[str, Tensor], step: int
+    asked: str, arrays: Mapping[str, Any], flat: Mapping[str, Tensor], memory: int
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the first of some rows, and their products ``[q, n]``, block by block."""
+    step = max(1, memory // bytes_of_a_row(arrays, len(next(iter(flat.values())))))
     for start in range(0, len(next(iter(arrays.values()))), step):
         products: Tensor | None = None
         for name, array in arrays.items():

@@ -17,10 +17,10 @@ from packprop.errors import BadInput, PackpropError
 from packprop.store.describing import (
     described_extension,
     described_model,
+    packprop_version,
     projection_of,
     require_same_parameters,
     require_storable,
-    version,
 )
 from packprop.store.files import Lock
 from packprop.store.folder import (
@@ -108,7 +108,7 @@ class StoreWriter:
             [described_extension(extension) for extension in self.extensions],
             described_model(model),
             json.loads(json.dumps(dict(notes or {}))),
-            version(),
+            packprop_version() or "unknown",
             (),
         )
         self._place = folder_of_shard(self.folder, self._header.shard)

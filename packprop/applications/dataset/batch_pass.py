@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.applications.compiled.passes import Outcome
-from packprop.applications.dataset.loss_terms import add_weights, is_scaled, loss_terms, number_of_terms
+from packprop.applications.dataset.loss_terms import counted_terms, is_scaled, loss_terms, number_of_terms
 from packprop.applications.dataset.parts import Part, drawn_in_each_reading
 from packprop.applications.dataset.ranks import Ranks
 from packprop.applications.dataset.state import MergedResults
@@ -134,9 +134,8 @@ class BatchPass:
         outputs, loss, graph = self._recorded(inputs, targets)
         with self._put_together(graph):
             self._settle(graph)
-            reduction, divisor, weights = loss_terms(graph)
-            terms = number_of_terms(divisor)
-            add_weights(self.merged.weights, weights, terms, graph.samples, self.loss, outputs, targets)
+            before = self.merged.weights
+            reduction, terms, weights = counted_terms(graph, before, self.loss, outputs, targets)
             del outputs
 
             def done(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch.utils.data import Dataset
 
 from packprop.applications.dataset.all_samples import as_data_set
 from packprop.applications.dataset.describing import Describer
+from packprop.applications.dataset.messages import described, explanation, has_tensors, shapes
 from packprop.applications.dataset.ranks import Ranks
 from packprop.applications.dataset.sources import (
     GLOBAL,
@@ -29,7 +28,7 @@ from packprop.applications.dataset.sources import (
     states_of,
     unless_drawn,
 )
-from packprop.engine.tensors import LABELS, class_words, inputs_and_targets, tensors_in
+from packprop.engine.tensors import LABELS, inputs_and_targets
 from packprop.errors import BadInput, PackpropError
 
 Inputs = Tensor | tuple[Tensor, ...] | list[Tensor] | Mapping[str, Tensor]
@@ -337,7 +336,7 @@ class Batches:
     def _checked(self, batch: Any) -> tuple[Any, Any]:
         self._current = batch
         split = inputs_and_targets(batch, self._whole)
-        if split is not None and _has_tensors(split[0]):
+        if split is not None and has_tensors(split[0]):
             return split
         where = f"batch {max(self.count, 1)} of the data, {described(batch)}"
         if self._whole:
@@ -374,34 +373,3 @@ class Batches:
             if isinstance(error, torch.OutOfMemoryError):
                 instead = "use smaller batches"
             raise BadInput(self.asked, where, explanation(error), instead) from error
-
-
-def explanation(error: BaseException) -> str:
-    """Return type and message of an exception, and the last place outside of torch and packprop on its way."""
-    frames = traceback.extract_tb(error.__traceback__)
-    packages = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
-    own = [frame for frame in frames if not frame.filename.startswith(packages)]
-    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if not own or isinstance(error, SyntaxError):  # its message says where it is
-        return message
-    return f"{message} ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name})"
-
-
-def described(value: Any) -> str:
-    """Describe a value for messages: its type, and shapes if it holds tensors."""
-    if isinstance(value, Tensor):
-        return f"a tensor {shapes(value)}"
-    if isinstance(value, (tuple, list)) and len(value) == 2 and _has_tensors(value):
-        return f"inputs {shapes(value[0])}, targets {shapes(value[1])}"
-    kind = class_words(value)
-    return f"{kind} of tensors {shapes(value)}" if _has_tensors(value) else kind
-
-
-def shapes(value: Any) -> str:
-    """Describe shapes and types of the tensors in nested tuples, lists and dictionaries."""
-    texts = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors_in(value)]
-    return " and ".join(texts) if texts else f"of type {type(value).__name__}"
-
-
-def _has_tensors(value: Any) -> bool:
-    return next(tensors_in(value), None) is not None

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from torch import Tensor
+
 from packprop.applications.dataset.folder import Content, Damaged, File, Folder, WriteError
 from packprop.applications.dataset.identity import Identity, difference
 from packprop.applications.dataset.rank_files import Written
@@ -44,7 +46,7 @@ class Moment(NamedTuple):
     """
 
     place: dict[str, Any]
-    draws: dict[str, Any]
+    draws: dict[str, Tensor]
     number: int
     steps: int
     stored: tuple[int, float] | None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
-import hashlib
 import importlib.metadata
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
 from typing import Any
+
+from packprop.applications.dataset.digests import bytes_digest
 
 SILENT = {"CACHE", "EXTENDED_ARG", "NOP", "RESUME"}
 """Instructions that do nothing to values."""
@@ -70,7 +71,7 @@ def code_of(code: CodeType) -> Code:
         if step.opname != "PRECALL":  # of Python 3.11 alone: it takes the arguments for the call behind it
             taken.append(f"{step.opname} {_argument(step, found)}")
         _note_names(steps, place, found, code)
-    found.digest = short_digest("\n".join(taken))
+    found.digest = bytes_digest("\n".join(taken).encode())
     return found
 
 
@@ -181,11 +182,6 @@ def _constant(value: Any) -> str:
     if isinstance(value, frozenset):  # its order differs in each process
         return f"{{{', '.join(sorted(map(_constant, value)))}}}"
     return f"{type(value).__name__} {value!r}"
-
-
-def short_digest(text: str) -> str:
-    """Return a short text that no other text shares."""
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def package_of(thing: Any) -> str | None:

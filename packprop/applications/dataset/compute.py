@@ -152,15 +152,16 @@ def compute(
             return identity_of(model, loss, chosen, batches, **options)
 
         def loaded() -> tuple[Checkpoint | None, Told | None, dict[str, Any] | None]:
-            if checkpoint is None or identity is None or group.rank:
+            if checkpoint is None or identity is None:
                 return None, None, None
             kept = Checkpoint(checkpoint, Every(every), identity)
-            stack.enter_context(kept.open())
-            found = kept.loaded()
-            if found is None:
+            if group.rank:
                 return kept, None, None
-            warn_of_untold(identity, data=found[0].facts["complete"] or batches.is_placed)
-            return kept, *found
+            stack.enter_context(kept.open())
+            told, own = kept.loaded() or (None, None)
+            if told is not None:
+                warn_of_untold(identity, data=told.facts["complete"] or batches.is_placed)
+            return kept, told, own
 
         def stream_of() -> BatchStream:
             stored = stored_results(ASKED, store, model, chosen, resume=told is not None, losses=losses)
@@ -177,7 +178,7 @@ def compute(
         identity = group.attempt(identified)
         _require_same(group.each(identity))
         kept, told, own = group.attempt(loaded)
-        files = None if checkpoint is None else RankFiles(None if kept is None else kept.folder, group)
+        files = None if kept is None else RankFiles(kept.folder, group)
         if sharded and files is not None:
             files.require_one_folder()
         told = group.each(told)[0]
@@ -193,8 +194,9 @@ def compute(
             stack.enter_context(extended(*stream.step.modules))
             stack.enter_context(long_work_of(chosen, bar=False))
             budget = budget_of(memory)
-            run = Run(batches, stream, chunk_sizes, place, group, checkpoint is not None, progress, budget)
-            run.go_on(kept, files, told, own)
+            run = Run(batches, stream, chunk_sizes, place, group, kept, files, progress, budget)
+            if told is not None:
+                run.go_on(told, own)
             return run
 
         run = group.attempt(begun)

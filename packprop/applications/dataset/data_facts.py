@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from packprop.applications.dataset.code import package_of, short_digest
+from packprop.applications.dataset.code import package_of
 from packprop.applications.dataset.describing import Describer
-from packprop.applications.dataset.digests import spot_check
+from packprop.applications.dataset.digests import bytes_digest, spot_check
 from packprop.engine.tensors import tensors_in
 
 SAMPLER_OPTIONS = (
@@ -110,7 +110,7 @@ def _digest_of(data: Any, at: int) -> str:
     with _fixed_draws():
         sample = data[at]
     described = Describer().of(sample, "a sample")
-    return short_digest(json.dumps(described, sort_keys=True))
+    return bytes_digest(json.dumps(described, sort_keys=True).encode())
 
 
 @contextlib.contextmanager

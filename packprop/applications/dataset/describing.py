@@ -30,7 +30,6 @@ from packprop.applications.dataset.code import (
     own_classes,
     package_at,
     package_of,
-    short_digest,
     version_of,
 )
 from packprop.applications.dataset.digests import PIECE, SPOTS, bytes_digest, digest, kind_of, spot_check
@@ -102,7 +101,7 @@ class Describer:
             read: Attributes to describe, if the value has them; by default all that count.
         """
         if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, enum.Enum)):
-            return value if not isinstance(value, str) or len(value) < 500 else short_digest(value)
+            return value if not isinstance(value, str) or len(value) < 500 else bytes_digest(value.encode())
         if isinstance(value, float):
             return value if math.isfinite(value) else repr(value)
         if isinstance(value, (bytes, bytearray)):
@@ -212,7 +211,7 @@ class Describer:
         some = [inside.of(each, where) for each in entries[:: len(entries) // 100]]
         self.draws |= inside.draws
         self.generators += inside.generators
-        return f"{len(entries)} entries {short_digest(json.dumps(some, sort_keys=True))}"
+        return f"{len(entries)} entries {bytes_digest(json.dumps(some, sort_keys=True).encode())}"
 
     def _function(self, function: FunctionType, where: str) -> dict[str, Any]:
         """Describe a function: its code, its defaults, and the names around it that it uses."""

@@ -46,6 +46,11 @@ def bytes_digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
+def seed_from(content: bytes) -> int:
+    """Return a seed that these bytes determine."""
+    return int(bytes_digest(content), 16) >> 1
+
+
 def kind_of(tensor: Tensor) -> str:
     """Return shape and precision of a tensor, and whether it is trained."""
     trained = ", trained" if tensor.requires_grad else ""

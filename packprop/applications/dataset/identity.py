@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import warnings
 from collections.abc import Collection, Iterable, Sequence
@@ -16,6 +15,7 @@ from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.digests import kind_of
 from packprop.engine.tensors import named_buffers, named_modules, named_parameters
 from packprop.errors import PackpropWarning
+from packprop.store.describing import packprop_version
 from packprop.types import Extension
 
 Identity = dict[str, Any]
@@ -35,14 +35,6 @@ BATCHES = "batches"
 
 OF_RANK = ("modules", "loss", BATCHES)
 """Facts in which ranks may differ: modules and losses may keep the number of their rank, or its device."""
-
-
-def packprop_version() -> str | None:
-    """Return the version of packprop that is installed, if one is."""
-    try:
-        return importlib.metadata.version("packprop")
-    except importlib.metadata.PackageNotFoundError:  # a source tree that was not installed
-        return None
 
 
 def identity_of(
@@ -93,19 +85,21 @@ def identity_of(
 
 def changes_around(model: nn.Module, loss: Any) -> bool:
     """Tell whether code of model or loss changes something around it, such as a global counter."""
-    describer = Describer()
-    _described_modules(model, describer)
-    describer.of(loss, "the loss")
-    return describer.changes
+    return _describer_of(model, loss).changes
 
 
 def keep_generators(model: nn.Module, loss: Any, data: Batches) -> None:
     """Make the data keep the states of all generators in model, loss and data, for another reading."""
+    data.described(Describer())
+    data.keep_generators(_describer_of(model, loss).generators)
+
+
+def _describer_of(model: nn.Module, loss: Any) -> Describer:
+    """Return what has described the model and the loss."""
     describer = Describer()
     _described_modules(model, describer)
     describer.of(loss, "the loss")
-    data.described(Describer())
-    data.keep_generators(describer.generators)
+    return describer
 
 
 def _precision(tensors: Iterable[Tensor]) -> dict[str, str]:
@@ -135,8 +129,9 @@ def difference(saved: Identity, asked: Identity, but: Collection[str] = ()) -> t
     if not (saved.get(BATCHES) and asked.get(BATCHES)) or saved.get(RANKS) != asked.get(RANKS):
         but = (BATCHES, *but)  # an iterator tells nothing, and other ranks have other batches
     for name in dict.fromkeys([*asked, *saved]):
-        if name not in (UNTOLD, RANKS, *but) and not _same(saved.get(name), asked.get(name)):
-            return name, _first_difference(saved.get(name), asked.get(name))
+        found = None if name in (UNTOLD, RANKS, *but) else _difference(saved.get(name), asked.get(name))
+        if found is not None:
+            return name, found
     return None
 
 
@@ -158,13 +153,6 @@ def warn_of_untold(identity: Identity, data: bool) -> None:
         )
 
 
-def _same(saved: Any, asked: Any) -> bool:
-    if isinstance(saved, dict) and isinstance(asked, dict):
-        keys = dict.fromkeys([*saved, *asked])
-        return all(_same(*_sides(key, saved, asked)) for key in keys)
-    return bool(saved == asked)
-
-
 def _sides(key: str, saved: dict[str, Any], asked: dict[str, Any]) -> tuple[Any, Any]:
     """Return both values of a key; for samples, those that both have read."""
     here, there = asked.get(key), saved.get(key)
@@ -174,21 +162,21 @@ def _sides(key: str, saved: dict[str, Any], asked: dict[str, Any]) -> tuple[Any,
     return [there[each] for each in both if there], [here[each] for each in both if here]
 
 
-def _first_difference(saved: Any, asked: Any) -> str:
-    """Describe the difference of two facts, as a sentence."""
+def _difference(saved: Any, asked: Any) -> str | None:
+    """Describe the first difference of two facts, as a sentence; ``None`` if there is none that counts."""
+    if saved == asked:
+        return None
     if isinstance(saved, dict) and isinstance(asked, dict):
         if saved.get("class") != asked.get("class") and "tensors" not in saved:
             return f"{_last(saved.get('class'))} became {_last(asked.get('class'))}"
         for key in dict.fromkeys([*saved, *asked]):
             there, here = _sides(key, saved, asked)
-            if not _same(there, here):
-                if key == "code" and there and here:
-                    return "its code is another one"
-                return f"{key}: {_first_difference(there, here)}"
+            found = _difference(there, here)
+            if found is not None:
+                return "its code is another one" if key == "code" and there and here else f"{key}: {found}"
+        return None
     if isinstance(saved, list) and isinstance(asked, list) and len(saved) == len(asked):
-        for one, other in zip(saved, asked, strict=True):
-            if one != other:
-                return _first_difference(one, other)
+        return next(filter(None, map(_difference, saved, asked)), None)
     return f"{_short(saved)} there, {_short(asked)} here"
 
 

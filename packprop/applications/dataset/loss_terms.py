@@ -140,33 +140,29 @@ def is_scaled(graph: Graph) -> bool:
     return any(root.grad_fn not in nodes for root in graph.roots)
 
 
-def add_weights(
-    before: TermWeights,
-    weights: dict[str, Tensor],
-    terms: float,
-    samples: int,
-    loss: LossFunction | None,
-    outputs: Any,
-    targets: Any,
-) -> None:
-    """Add the weights of a batch to those of the batches before; see NOTE [Weights of terms].
+def counted_terms(
+    graph: Graph, before: TermWeights, loss: LossFunction | None, outputs: Any, targets: Any
+) -> tuple[str, float, dict[str, Tensor]]:
+    """Return reduction, divisor and weights of a batch's loss, compared with those before.
+
+    See NOTE [Weights of terms].
 
     Args:
-        before: The weights in the batches before.
-        weights: The weights of the batch.
-        terms: The divisor of its loss.
-        samples: The number of its samples.
+        graph: The graph of the batch.
+        before: The weights in the batches before; those of the batch are added to them.
         loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
         outputs: What the model made of the first batch, if anything follows the loss function.
         targets: Its targets.
 
     Raises:
-        PackpropError: If the weights differ.
+        PackpropError: If the divisor is not known, or the weights differ.
     """
-    is_first = not before.own
+    reduction, divisor, weights = loss_terms(graph)
+    terms, is_first = number_of_terms(divisor), not before.own
     before.add(weights, terms)
     if is_first and loss is not None and outputs is not None:
-        before.of_more = _weights_of_more(loss, outputs, targets, samples)
+        before.of_more = _weights_of_more(loss, outputs, targets, graph.samples)
+    return reduction, terms, weights
 
 
 def _weights_of_more(loss: LossFunction, outputs: Any, targets: Any, samples: int) -> dict[str, Any]:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from packprop.applications.dataset.batches import Batches, described
+from packprop.applications.dataset.batches import Batches
 from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.given import Objective
-from packprop.applications.dataset.loss_terms import add_weights, is_scaled, loss_terms, number_of_terms
+from packprop.applications.dataset.loss_terms import counted_terms, is_scaled
+from packprop.applications.dataset.messages import described, no_samples
 from packprop.applications.dataset.one_loss import TermWeights
 from packprop.applications.dataset.progress import progress_bar
 from packprop.applications.dataset.state import MergedResults
@@ -114,7 +115,7 @@ class DataProduct:
                             self._add(sums, given, batch, number, merged)
                     advance(merged.samples)
         if not merged.samples:
-            raise BadInput(self._asked, "data", "no samples were in any batch", "give at least one sample")
+            raise no_samples(self._asked, "data")
         self.readings += 1
         return [each.div_(merged.terms) for each in sums]
 
@@ -181,10 +182,8 @@ class DataProduct:
             require_loss_inputs(graph)
             check_graph(graph)
             product = graph_product(graph, self._matrix, self._parameters)
-        reduction, divisor, weights = loss_terms(graph)
-        terms = number_of_terms(divisor)
         outputs = outputs if is_scaled(graph) else None
-        add_weights(merged.weights, weights, terms, graph.samples, loss, outputs, targets)
+        reduction, terms, _ = counted_terms(graph, merged.weights, loss, outputs, targets)
         merged.count(number, graph.samples, terms, value.detach(), reduction)
         return graph, product, terms
 

@@ -43,14 +43,14 @@ class RankFiles:
     """The files of ranks; all ranks must make and use it at once.
 
     Args:
-        folder: The folder of the checkpoint, which the first rank has locked; ``None`` on the others.
+        folder: The folder of the checkpoint, which the first rank has locked.
         ranks: The ranks of the run.
     """
 
-    def __init__(self, folder: Folder | None, ranks: Ranks) -> None:
+    def __init__(self, folder: Folder, ranks: Ranks) -> None:
         self._ranks = ranks
-        path, self._hidden = _seen_by(None if folder is None else folder.path, ranks)
-        self._folder = folder or Folder(path)
+        path, self._hidden = _seen_by(folder.path, ranks)
+        self._folder = Folder(path) if ranks.rank else folder
 
     def require_one_folder(self) -> None:
         """Refuse ranks that do not all see the folder, if each reads shards of all others.
@@ -68,16 +68,15 @@ class RankFiles:
                     "give a folder on a disk that all ranks share",
                 )
 
-    def write(self, number: int | None, tensors: Sequence[Tensor]) -> Written:
+    def write(self, number: int, tensors: Sequence[Tensor]) -> Written:
         """Write the files of the checkpoint of a number, which the first rank tells; return the outcome.
 
         Args:
-            number: The number; ``None`` on other ranks.
+            number: The number, on the first rank.
             tensors: The packed state of this rank.
         """
         ranks = self._ranks
         number = ranks.each(number)[0]
-        assert number is not None
         is_hidden = bool(self._hidden[ranks.rank])
         own = ranks.attempt(lambda: Written() if is_hidden else self._written(ranks.rank, number, tensors))
         told = ranks.each(own)
@@ -145,14 +144,14 @@ class RankFiles:
         return [rank for rank, why in enumerate(self._hidden) if why]
 
 
-def _seen_by(folder: Path | None, ranks: Ranks) -> tuple[Path, list[str]]:
+def _seen_by(folder: Path, ranks: Ranks) -> tuple[Path, list[str]]:
     """Return the first rank's folder, and why each rank does not see it; all ranks must ask at once.
 
     Args:
-        folder: The folder, which the first rank has locked; ``None`` on the others.
+        folder: The folder of this rank.
         ranks: The ranks of the run.
     """
-    path, token, failure = part_of((folder or Path()) / "ranks"), secrets.token_hex(8), ""
+    path, token, failure = part_of(folder / "ranks"), secrets.token_hex(8), ""
     if ranks.world == 1:
         return path.parent, [""]
     if ranks.rank == 0:

@@ -18,7 +18,6 @@ ranks that come to different units learn so.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -27,8 +26,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from packprop.applications.dataset.digests import seed_from
 from packprop.engine.algebra import Monoid
-from packprop.engine.distributed import AllRanks, exchanged, merge_over_ranks, merged_in_turn, ranks_of
+from packprop.engine.distributed import AllRanks, exchanged, merged_in_turn, ranks_of
 from packprop.engine.tensors import map_tensors
 from packprop.errors import BadInput, PackpropError
 
@@ -187,10 +187,7 @@ class Ranks:
 
     def merged(self, partial: Mapping[Key, Any], monoid_of: Callable[[Key], Monoid]) -> dict[Key, Any]:
         """Return partial results of all ranks, merged; growing ones are lists with one piece for each rank."""
-        if self.world == 1 or self.all is None:
-            return dict(partial)
-        with self._noticing():
-            return merge_over_ranks(partial, monoid_of, group=self.all.group)
+        return dict(self.merged_in_turn(partial, monoid_of))
 
     def merged_in_turn(
         self, partial: Mapping[Key, Any], monoid_of: Callable[[Key], Monoid]
@@ -206,8 +203,7 @@ class Ranks:
         """Return a state for the generator of this rank, with other draws than those of the first one."""
         if self.rank == 0:
             return state
-        text = state.numpy().tobytes() + str(self.rank).encode()
-        seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+        seed = seed_from(state.numpy().tobytes() + str(self.rank).encode())
         return torch.Generator(device=device).manual_seed(seed).get_state()
 
     def _require_same_place(self, place: int) -> None:

@@ -176,7 +176,12 @@ class Result(Mapping[Any, dict[str, Any]]):
             tables = fitted(dict[str, dict[str, Any]], decode(parsed(notes.values), tensors))
             return cls(tables, int(notes.samples), float(notes.loss), notes.reduction)
         except (OSError, ValueError, safetensors.SafetensorError) as error:
-            raise _no_result(path, f"it cannot be read ({error})") from error
+            raise BadInput(
+                "Result.load(...) was called.",
+                f"the file {str(path)!r}",
+                f"it cannot be read ({error})",
+                "give a file that Result.save has written",
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -199,15 +204,6 @@ def _checksum(notes: Mapping[str, str], tensors: Iterable[Tensor]) -> int:
         entries = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         kinds.append([str(tensor.dtype), [*tensor.shape], checksum(entries)])
     return checksum_of([dict(notes), kinds])
-
-
-def _no_result(path: str | Path, why: str) -> BadInput:
-    return BadInput(
-        "Result.load(...) was called.",
-        f"the file {str(path)!r}",
-        why,
-        "give a file that Result.save has written",
-    )
 
 
 def _names_of(tables: dict[str, dict[str, Value]]) -> list[str]:

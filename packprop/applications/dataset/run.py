@@ -15,6 +15,7 @@ from packprop.applications.dataset.checkpoint import Checkpoint, Moment, Told
 from packprop.applications.dataset.chunks import ChunkSizesByBatch
 from packprop.applications.dataset.interrupts import interrupts_kept
 from packprop.applications.dataset.joining import require_divided, take_up, take_up_others
+from packprop.applications.dataset.messages import no_samples
 from packprop.applications.dataset.parts import Part, generators_of, readings_of
 from packprop.applications.dataset.progress import progress_bar
 from packprop.applications.dataset.rank_files import RankFiles
@@ -24,7 +25,7 @@ from packprop.applications.dataset.run_draws import RunDraws
 from packprop.applications.dataset.saved import packed
 from packprop.applications.dataset.sources import Samples
 from packprop.applications.dataset.stream import BatchStream, is_empty
-from packprop.errors import BadInput, PackpropError
+from packprop.errors import PackpropError
 
 
 class Run:
@@ -36,7 +37,8 @@ class Run:
         chunk_sizes: The chunk sizes of batches.
         device: The device of results.
         ranks: The ranks of the run.
-        keeps: Says that there is a checkpoint.
+        checkpoint: The checkpoint of the run, if it has one; the first rank writes it.
+        files: The files of ranks in it.
         progress: Show a bar.
         budget: The most bytes for tensors; ``None`` without a budget.
     """
@@ -48,15 +50,15 @@ class Run:
         chunk_sizes: ChunkSizesByBatch,
         device: torch.device | str,
         ranks: Ranks,
-        keeps: bool,
+        checkpoint: Checkpoint | None,
+        files: RankFiles | None,
         progress: bool,
         budget: int | None = None,
     ) -> None:
         self._budget = budget
         self._batches, self._stream, self._chunk_sizes = batches, stream, chunk_sizes
-        self._device, self._ranks, self._keeps, self._progress = device, ranks, keeps, progress
-        self._checkpoint: Checkpoint | None = None
-        self._files: RankFiles | None = None
+        self._device, self._ranks, self._progress = device, ranks, progress
+        self._checkpoint, self._files = checkpoint, files
         self._results = stream.step.merged
         self._readings = readings_of(stream.step.extensions)
         self._reading, self._is_complete = 0, False
@@ -66,37 +68,27 @@ class Run:
         self._moment: Moment | None = None
         self._stand_in: Any = None  # a batch for passes in which other ranks need this one
         batches.share(ranks)
-        batches.watched = keeps
+        batches.watched = checkpoint is not None
         self._draws = RunDraws(generators_of(stream.step.extensions), ranks)
 
-    def go_on(
-        self,
-        checkpoint: Checkpoint | None,
-        files: RankFiles | None,
-        told: Told | None,
-        own: dict[str, Any] | None,
-    ) -> None:
-        """Restore the last checkpoint, if there is one.
+    def go_on(self, told: Told, own: dict[str, Any] | None) -> None:
+        """Restore the last checkpoint.
 
         Args:
-            checkpoint: The checkpoint of the run; the first rank has it.
-            files: The files of ranks; ``None`` without a checkpoint.
-            told: The part of the last checkpoint that all ranks are told.
+            told: The part of it that all ranks are told.
             own: The state of this rank; ``None`` on a rank whose batches are all yet to come.
 
         Raises:
             BadInput: If it was written by another number of ranks that had batches of their own.
         """
-        self._checkpoint, self._files = checkpoint, files
-        self._goes_on = told is not None
-        if told is None:
-            return
+        self._goes_on = True
         place = self._own_place(told, own)
         self._reading, self._is_complete = told.facts["reading"], told.facts["complete"]
         self._number = told.facts["number"]
         take_up(self._results, own, told.shared, self._device)
-        if checkpoint is not None and files is not None and len(told.files) not in (1, self._ranks.world):
-            take_up_others(self._results, files.in_turn(told.files[1:]), self._device)
+        assert self._files is not None
+        if not self._ranks.rank and len(told.files) != self._ranks.world:
+            take_up_others(self._results, self._files.in_turn(told.files[1:]), self._device)
         self._chunk_sizes.restore(told.chunks if own is None else own["chunks"])
         self._draws.begin = place["begin"]
         self._drawn_outside = self._batches.states
@@ -146,7 +138,7 @@ class Run:
 
     def _work(self, raise_lost_interrupt: Callable[[], None]) -> Result:
         if not self._is_complete:
-            begins = self._keeps and self._stream.step.stored is not None and not self._goes_on
+            begins = self._checkpoint is not None and self._stream.step.stored is not None and not self._goes_on
             if begins:
                 self._note_moment()  # before looking at a batch, which draws it
             self._ranks.attempt(self._look_at_first)
@@ -154,13 +146,12 @@ class Run:
                 self._keep()  # a store without a checkpoint would be one of something else
             self._read(raise_lost_interrupt)
             if self._reading == 0 and not sum(self._ranks.each(self._results.samples)):
-                asked, instead = self._batches.asked, "give at least one sample"
-                raise BadInput(asked, "data", "no samples were in any batch", instead)
+                raise no_samples(self._batches.asked, "data")
             if len(self._readings) > 1 and self._reading == 0:
                 self._turn_over()
                 self._read(raise_lost_interrupt)
             self._is_complete = True
-            if self._keeps:
+            if self._checkpoint is not None:
                 self._note_moment()
                 self._keep()
         found = self._results.of_all(self._ranks)
@@ -186,7 +177,7 @@ class Run:
         self._reading, self._number = 1, 0
         self._draws.set(self._draws.begin)
         self._ranks.attempt(self._batches.begin_again)
-        if self._keeps:
+        if self._checkpoint is not None:
             self._note_moment()
             self._keep()
 
@@ -217,7 +208,7 @@ class Run:
                 self._add(batch, parts, second, number)
         self._steps += 1
         self._number += self._ranks.world
-        if self._keeps:
+        if self._checkpoint is not None:
             self._note_moment()
             if self._steps == 1:
                 packed(
@@ -291,18 +282,18 @@ class Run:
         """Write a checkpoint of the last moment between two batches, of all ranks."""
         assert self._moment is not None
         assert self._files is not None
+        assert self._checkpoint is not None
         moment, checkpoint, stored = self._moment, self._checkpoint, self._stream.step.stored
-        if checkpoint is not None:
-            checkpoint.begin()
+        checkpoint.begin()
         if stored is not None:  # the rows that the checkpoint names are on the disk before it
             self._ranks.attempt(stored.writer.commit)
         tensors = self._ranks.attempt(lambda: packed(self._own_state()))
-        written = self._files.write(None if checkpoint is None else checkpoint.folder.number + 1, tensors)
+        written = self._files.write(checkpoint.folder.number + 1, tensors)
         counts = self._ranks.each((moment.place["batches"], self._results.samples))
         facts = {"reading": self._reading, "complete": self._is_complete, "number": moment.number}
 
         def write() -> None:
-            if checkpoint is not None:
+            if not self._ranks.rank:
                 checkpoint.complete(self._said(counts), facts, moment.steps, written)
 
         self._ranks.attempt(write)
@@ -319,7 +310,7 @@ class Run:
 
     def _said_batches(self, counts: list[int]) -> int:
         """Return how many batches all ranks have done."""
-        assert self._moment is not None or not self._keeps or self._is_complete
+        assert self._moment is not None or self._checkpoint is None or self._is_complete
         number = self._number if self._moment is None else self._moment.number
         source = self._batches.source
         return min(number, len(source)) if isinstance(source, Samples) else sum(counts)

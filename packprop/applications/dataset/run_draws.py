@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from packprop.applications.dataset.ranks import Ranks
-from packprop.applications.dataset.sources import set_states, states_of, unless_drawn
+from packprop.applications.dataset.sources import unless_drawn
 from packprop.engine.tensors import random_states, set_random_states
 
-States = dict[str, Any]
-"""States of the devices by name, and of generators in their order."""
+States = dict[str, Tensor]
+"""States of the devices by their names, and of generators by their places."""
 
 
 class RunDraws:
@@ -38,23 +37,26 @@ class RunDraws:
     def now(self) -> States:
         """Return the states of the next draws."""
         states = {str(device): state for device, state in random_states().items()}
-        return {"devices": states, "generators": states_of(self._generators)}
+        return states | {place: each.get_state() for place, each in self._by_place.items()}
 
     def set(self, states: States) -> None:
         """Draw from these states from now on."""
-        set_random_states({torch.device(name): state for name, state in states["devices"].items()})
-        set_states(self._generators, states["generators"])
+        own = self._by_place
+        set_random_states({torch.device(name): states[name] for name in states.keys() - own.keys()})
+        for place in states.keys() & own.keys():
+            own[place].set_state(states[place])
 
     def derived(self, states: States) -> States:
         """Return states of this rank, given those of the first one."""
-        generators = [
-            self._ranks.derived(state, generator.device)
-            for state, generator in zip(states["generators"], self._generators, strict=True)
-        ]
-        devices = {
-            name: self._ranks.derived(state, torch.device(name)) for name, state in states["devices"].items()
+        devices = {place: each.device for place, each in self._by_place.items()}
+        return {
+            name: self._ranks.derived(state, devices.get(name) or torch.device(name))
+            for name, state in states.items()
         }
-        return {"devices": devices, "generators": generators}
+
+    @property
+    def _by_place(self) -> dict[str, torch.Generator]:
+        return {f"generator {place}": each for place, each in enumerate(self._generators)}
 
     def end_alike(self) -> None:
         """Leave random states as users expect them, who do not know of numbers that ranks draw on their own.
@@ -76,7 +78,6 @@ class RunDraws:
 
 def _each(choose: Callable[..., Tensor], *moments: States) -> States:
     """Choose a state for each device and generator from those of several moments."""
-    names = [name for name in moments[0]["devices"] if all(name in each["devices"] for each in moments)]
-    devices = {name: choose(*(each["devices"][name] for each in moments)) for name in names}
-    generators = [choose(*each) for each in zip(*(each["generators"] for each in moments), strict=True)]
-    return {"devices": devices, "generators": generators}
+    first, *others = moments
+    names = [name for name in first if all(name in each for each in others)]
+    return {name: choose(*(each[name] for each in moments)) for name in names}

@@ -42,24 +42,6 @@ class RunFacts(Facts):
 
 
 @dataclass(frozen=True)
-class SavedDraws:
-    """Random states, by device and by generator."""
-
-    devices: dict[str, Tensor]
-    generators: list[Tensor]
-
-    def __post_init__(self) -> None:
-        """Refuse anything that is no random state.
-
-        Raises:
-            ValueError: If there is none of the CPU, or one of another kind.
-        """
-        require_states([*self.devices.values(), *self.generators])
-        if "cpu" not in self.devices or self.devices["cpu"].shape != torch.get_rng_state().shape:
-            raise Unfit("there is no random state of the CPU")
-
-
-@dataclass(frozen=True)
 class SavedPlace:
     """The place in the data that one rank continues from, and its draws."""
 
@@ -69,8 +51,8 @@ class SavedPlace:
     generators: list[Tensor]
     loader: Any
     ended: bool
-    now: SavedDraws
-    begin: SavedDraws
+    now: dict[str, Tensor]
+    begin: dict[str, Tensor]
     stored: tuple[Size, float] | None
     may_have_more: ClassVar[bool] = True
 
@@ -80,10 +62,11 @@ class SavedPlace:
         Raises:
             ValueError: If it is not.
         """
-        for states in (self.start, self.generators):
-            require_states(states)
-            if not states or states[0].shape != torch.get_rng_state().shape:
-                raise Unfit("there is no random state of the data")
+        require_states([*self.now.values(), *self.begin.values(), *self.start, *self.generators])
+        of_cpu = self.now.get("cpu"), self.begin.get("cpu"), *self.start[:1], *self.generators[:1]
+        length = len(torch.get_rng_state())
+        if [None if each is None else len(each) for each in of_cpu] != [length] * 4:
+            raise Unfit("there is no random state of the CPU, or of the data")
 
 
 @dataclass(frozen=True)

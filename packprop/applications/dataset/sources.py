@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence, Sized
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from packprop.applications.dataset.data_facts import data_set_facts, loader_facts
 from packprop.applications.dataset.describing import Describer
-from packprop.applications.dataset.digests import spot_check
+from packprop.applications.dataset.digests import bytes_digest, seed_from, spot_check
 from packprop.engine.tensors import tensors_in
 
 
@@ -165,10 +164,7 @@ class Draws:
     """
 
     def __init__(self) -> None:
-        seed = (
-            int.from_bytes(hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).digest())
-            >> 1
-        )
+        seed = seed_from(torch.get_rng_state().numpy().tobytes())
         self.state: Tensor = torch.Generator().manual_seed(seed).get_state()
 
     def get_state(self) -> Tensor:
@@ -193,7 +189,7 @@ class Draws:
 
 def chained(before: str, batch: Any) -> str:
     """Return a text that stands for the batches so far and this one, in their order."""
-    return hashlib.blake2b((before + spot_check([*tensors_in(batch)])).encode(), digest_size=8).hexdigest()
+    return bytes_digest((before + spot_check([*tensors_in(batch)])).encode())
 
 
 class Numbers:

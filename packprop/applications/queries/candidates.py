@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from packprop.applications.dataset.batch_pass import Found as FoundByBatch
-from packprop.applications.dataset.batches import Batches, described
+from packprop.applications.dataset.batches import Batches
 from packprop.applications.dataset.digests import digest
 from packprop.applications.dataset.given import Objective
 from packprop.applications.dataset.identity import BATCHES, identity_of
+from packprop.applications.dataset.messages import described, no_samples
 from packprop.applications.dataset.stored import of_summed_loss
 from packprop.applications.dataset.stream import is_empty
 from packprop.applications.queries.checks import gradients_in, numbers_of_groups, require_same_model
@@ -242,7 +243,7 @@ class ReadSamples:
     def _end_reading(self, samples: int) -> None:
         """Refuse data without samples, and those that are others than in the first reading."""
         if not samples:
-            raise BadInput(self._asked, "data", "no samples were in any batch", "give at least one sample")
+            raise no_samples(self._asked, "data")
         read = samples, self._batches.digest
         self._readings += 1
         if self._readings == 1:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from packprop.applications.dataset.batches import BATCH_SIZE, Batches, Data
 from packprop.applications.dataset.given import Objective, objective_of
+from packprop.applications.dataset.messages import no_samples
 from packprop.applications.dataset.result import Result
 from packprop.applications.dataset.sources import Samples
 from packprop.applications.queries.candidates import (
@@ -132,7 +133,7 @@ def influence(
             empty += [done + place for place in queries_without_gradient(rows)]
             found.append(candidates.find(rows) if refined is None else refined(rows))
     if not found:
-        raise BadInput(ASKED, "queries", "no samples were in any batch", "give at least one query")
+        raise no_samples(ASKED, "queries")
     warn_of_empty(ASKED, empty, sum(len(each.largest.products) for each in found))
     largest, smallest = (
         Found(*(torch.cat(parts) for parts in zip(*side, strict=True)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rich import box
@@ -60,23 +60,11 @@ class Influence:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain numbers, texts, lists and dictionaries."""
-        return {
-            "samples": self.samples,
-            "terms": self.terms,
-            "quantity": self.quantity,
-            "curvature": self.curvature,
-            "damping": self.damping,
-            "readings": self.readings,
-            "refined_by": self.refined_by,
-            "residuals": None if self.residuals is None else self.residuals.tolist(),
-            "data_readings": self.data_readings,
-            "checkpoints": self.checkpoints,
-            "groups": None if self.groups is None else self.groups.tolist(),
-            "queries": [
-                {"largest": _rows(self.largest, query), "smallest": _rows(self.smallest, query)}
-                for query in range(len(self))
-            ],
-        }
+        facts = {each.name: getattr(self, each.name) for each in fields(self)}
+        sides = facts.pop("largest"), facts.pop("smallest")
+        plain = {name: fact.tolist() if isinstance(fact, Tensor) else fact for name, fact in facts.items()}
+        queries = [[_rows(side, query) for side in sides] for query in range(len(self))]
+        return plain | {"queries": [{"largest": most, "smallest": least} for most, least in queries]}
 
     def to_json(self) -> str:
         """Return ``to_dict`` as text."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from packprop.applications.dataset.batch_pass import Found
 from packprop.applications.dataset.batches import Data
 from packprop.applications.dataset.given import Objective, objective_of
+from packprop.applications.dataset.messages import no_samples
 from packprop.applications.dataset.result import Result
 from packprop.applications.dataset.stream import is_empty
 from packprop.applications.queries.candidates import added_up
@@ -117,7 +118,7 @@ def token_influence(
                     continue
                 found.append(_summed(extension, run(batch)))
     if not found:
-        raise BadInput(ASKED, "data", "no samples were in any batch", "give at least one sample")
+        raise no_samples(ASKED, "data")
     lengths = sorted({each.shape[1] for each in found})
     if len(lengths) > 1:
         raise BadInput(
@@ -173,7 +174,7 @@ def _vectors(
                 )
             parts += [rows] if number else []
         if not parts:
-            raise BadInput(ASKED, "queries", "no samples were in any batch", "give at least one query")
+            raise no_samples(ASKED, "queries")
         vectors = joined(parts)
         warn_of_empty(ASKED, queries_without_gradient(vectors), count)
         if refiner is None:

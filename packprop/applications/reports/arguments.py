@@ -6,13 +6,13 @@ import argparse
 import contextlib
 
 from packprop.applications.dataset.batches import BATCH_SIZE
-from packprop.applications.dataset.identity import packprop_version
 from packprop.applications.reports.commands import Commands, new_command
 from packprop.applications.reports.page.libraries import INSTALL
 from packprop.applications.reports.profile.outlying import SHOWN
 from packprop.applications.reports.profile.quantities import EXACT_OUTPUTS, LARGEST_FACTOR
 from packprop.applications.reports.profile.table import WIDTH
 from packprop.applications.reports.query import add_query
+from packprop.store.describing import packprop_version
 
 OUTPUT = "profile"
 """The default of ``--output``."""

@@ -23,8 +23,8 @@ from rich.console import Console
 from torch import nn
 
 from packprop import examples
-from packprop.applications.dataset.batches import explanation
 from packprop.applications.dataset.checkpoint import require_checkpoint
+from packprop.applications.dataset.messages import explanation
 from packprop.applications.reports.arguments import parser
 from packprop.applications.reports.compare import Comparison, compare
 from packprop.applications.reports.devices import device_named

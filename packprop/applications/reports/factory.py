@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from packprop.applications.dataset.batches import described, explanation
+from packprop.applications.dataset.messages import described, explanation
 from packprop.errors import BadInput
 
 ASKED = "packprop profile was called."

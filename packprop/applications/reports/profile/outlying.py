@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from packprop.applications.dataset.batches import Batches, explanation
+from packprop.applications.dataset.batches import Batches
 from packprop.applications.dataset.digests import spot_check
+from packprop.applications.dataset.messages import explanation
 from packprop.applications.dataset.sources import Samples
 from packprop.applications.reports.profile.said import said_of
 from packprop.applications.reports.profile.table import counted

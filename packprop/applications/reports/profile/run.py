@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packprop.applications.dataset.batches import Data, described, explanation
+from packprop.applications.dataset.batches import Data
 from packprop.applications.dataset.compute import compute
 from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.given import require_model_and_loss
-from packprop.applications.dataset.identity import packprop_version
+from packprop.applications.dataset.messages import described, explanation
 from packprop.applications.reports.profile.assembly import assemble
 from packprop.applications.reports.profile.layers import TOTAL
 from packprop.applications.reports.profile.memory_use import memory_use
@@ -48,6 +48,7 @@ from packprop.engine.tensors import (
 )
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchL2Grad
+from packprop.store.describing import packprop_version
 from packprop.types import EXACT, Extension
 
 ASKED = "packprop.profile(...) was called."

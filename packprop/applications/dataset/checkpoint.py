@@ -291,7 +291,7 @@ class Checkpoint(KeptWork):
 
         def files() -> Sequence[dict[str, Any]]:
             if written.failure:
-                self.folder.discard(written.files)
+                self.folder.discard(file["name"] for file in written.files)
                 raise OSError(written.failure)
             return written.files
 

@@ -18,7 +18,7 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -180,7 +180,7 @@ class Folder:
             put_in_place(path)
             return described(path)
         except BaseException:
-            self.discard([{"name": part_of(path).name}, {"name": path.name}])
+            self.discard([part_of(path).name, path.name])
             raise
 
     def write(self, facts: Mapping[str, Any], files: Sequence[Mapping[str, Any]]) -> None:
@@ -198,7 +198,7 @@ class Folder:
         try:
             write_whole(path, json.dumps({"checksum": checksum_of(content), "content": content}))
         except BaseException:
-            self.discard([{"name": part_of(path).name}, *files])
+            self.discard([part_of(path).name, *(file["name"] for file in files)])
             raise
         self.number += 1
         kept = self.numbers()[:KEPT]
@@ -206,12 +206,11 @@ class Folder:
             known = NAMES.fullmatch(name)
             is_old = known and known[2] and int(known[2]) not in kept
             if is_old or re.fullmatch(UNFINISHED, name):
-                self.discard([{"name": name}])
+                self.discard([name])
 
-    def discard(self, files: Sequence[Mapping[str, Any]]) -> None:
+    def discard(self, names: Iterable[str]) -> None:
         """Remove files that no checkpoint names, as far as that is possible."""
-        for file in files:
-            path = self.path / file["name"]
+        for path in [self.path / name for name in names]:
             with contextlib.suppress(OSError):  # the first error says more
                 if path.is_dir():
                     shutil.rmtree(path)

@@ -27,6 +27,10 @@ Key = tuple[int, int, str]
 """Places of the extension and of its row, and the name of the parameter."""
 
 
+PLAIN = ("reached", "samples", "terms", "loss", "reduction", "again", "batches")
+"""Names of the counts that files hold as they are."""
+
+
 @dataclass(kw_only=True)
 class Counts:
     """Numbers of the batches so far, as if the loss were a sum over terms.
@@ -332,14 +336,8 @@ class MergedResults(Counts):
             "partial": [[*key, value] for key, value in self.partial.items()],
             "rotations": [[*key, value] for key, value in self.rotations.items()],
             "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()},
-            "reached": dict(self.reached),
-            "samples": self.samples,
-            "terms": self.terms,
-            "loss": self.loss,
-            "reduction": self.reduction,
             "weights": [self.weights.own, self.weights.of_more, self.weights.rounding],
-            "again": self.again,
-            "batches": [list(batch) for batch in self.batches],
+            **{name: getattr(self, name) for name in PLAIN},
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -347,11 +345,9 @@ class MergedResults(Counts):
         self.partial = {(position, index, name): value for position, index, name, value in saved["partial"]}
         self.rotations = {(position, name): value for position, name, value in saved["rotations"]}
         self.dtypes = {name: getattr(torch, dtype) for name, dtype in saved["dtypes"].items()}
-        self.reached = dict(saved["reached"])
-        self.samples, self.terms = saved["samples"], saved["terms"]
-        self.loss, self.reduction, self.again = saved["loss"], saved["reduction"], saved["again"]
         self.weights = TermWeights(*saved["weights"])
-        self.batches = [(number, samples) for number, samples in saved["batches"]]
+        for name in PLAIN:
+            setattr(self, name, saved[name])
 
     def restore_what_is_shared(self, saved: Mapping[str, Any]) -> None:
         """Restore the part for a rank whose own batches are all yet to come."""

@@ -23,7 +23,11 @@ CURVATURES = (
 """Entries of a ``Result`` that are curvature with an inverse."""
 
 
-def blocks_of(asked: str, curvature: Result | Mapping[str, Any] | str | Path) -> tuple[str, Mapping[str, Any]]:
+Curvature = Result | Mapping[str, Any] | str | Path
+"""A result of ``compute``, its file, or blocks by parameter."""
+
+
+def blocks_of(asked: str, curvature: Curvature) -> tuple[str, Mapping[str, Any]]:
     """Return the one curvature of a result, or given blocks by parameter, and a name for them.
 
     Raises:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packprop.applications.queries.blocks import Curvature, blocks_of
 from packprop.engine.algebra import Coupled, Eigen, EntryOrder, coupled, kronecker
 from packprop.engine.tensors import accumulation_dtype, map_tensors
 from packprop.errors import BadInput, naming
@@ -95,27 +96,23 @@ def together(preconditioner: Preconditioner | None, names: Iterable[str]) -> lis
 
 
 def preconditioner_of(
-    asked: str,
-    name: str,
-    blocks: Mapping[str, Any],
-    damping: float | None,
-    factored: bool,
-    shapes: Mapping[str, torch.Size],
+    asked: str, curvature: Curvature, damping: float | None, factored: bool, shapes: Mapping[str, torch.Size]
 ) -> Preconditioner:
     """Return the inverses of damped blocks, all made and checked before any gradient.
 
     Args:
         asked: The call of the user, for messages.
-        name: The name of the curvature.
-        blocks: A block for each parameter: a diagonal ``[*p]``, one or two factors, or an ``Eigen``.
+        curvature: A block for each parameter: a diagonal ``[*p]``, one or two factors, or an ``Eigen``; or a
+            result that holds them.
         damping: The damping of the blocks.
         factored: Lets two factors share the damping.
         shapes: Shapes of the parameters that have gradients.
 
     Raises:
-        BadInput: For missing or negative damping, a parameter without a block, or a block that does not fit it,
-            is not finite, or is not positive.
+        BadInput: For no curvature, missing or negative damping, a parameter without a block, or a block that
+            does not fit it, is not finite, or is not positive.
     """
+    name, blocks = blocks_of(asked, curvature)
     added = require_damping(asked, damping, name)
     missing = [parameter for parameter in shapes if parameter not in blocks]
     if missing:

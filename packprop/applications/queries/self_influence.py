@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from packprop.applications.dataset.result import Result
-from packprop.applications.queries.blocks import blocks_of
+from packprop.applications.queries.blocks import Curvature
 from packprop.applications.queries.checks import gradients_in
 from packprop.applications.queries.preconditioning import Preconditioner, preconditioner_of, together
 from packprop.engine.memory import budget_of
@@ -72,7 +72,7 @@ def self_influence(
 
 
 def _preconditioner(
-    curvature: Result | Mapping[str, Any] | str | Path | None, damping: float | None, arrays: Mapping[str, Any]
+    curvature: Curvature | None, damping: float | None, arrays: Mapping[str, Any]
 ) -> Preconditioner | None:
     if curvature is None:
         if damping is not None:
@@ -88,13 +88,12 @@ def _preconditioner(
             "the inverse belongs between gradients, not between their projections",
             "write the store with BatchGrad(), or leave curvature out",
         )
-    name, blocks = blocks_of(ASKED, curvature)
     shapes = {parameter: torch.Size(array.shape[1:]) for parameter, array in arrays.items()}
-    made = preconditioner_of(ASKED, name, blocks, damping, False, shapes)
+    made = preconditioner_of(ASKED, curvature, damping, False, shapes)
     if made.as_factors:
         raise BadInput(
             ASKED,
-            f"{name} of parameter {min(made.as_factors)!r}",
+            f"{made.name} of parameter {min(made.as_factors)!r}",
             "two factors do not say where the parameter keeps its entries",
             "compute EKFAC, which does, or a diagonal",
         )

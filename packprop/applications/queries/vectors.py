@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +11,7 @@ from torch import Tensor
 from packprop.applications.dataset.batches import Data
 from packprop.applications.dataset.given import Objective
 from packprop.applications.dataset.products import ROOM
-from packprop.applications.dataset.result import Result
-from packprop.applications.queries.blocks import blocks_of
+from packprop.applications.queries.blocks import Curvature
 from packprop.applications.queries.gradients import QueryGradients
 from packprop.applications.queries.preconditioning import Preconditioner, preconditioner_of, require_damping
 from packprop.applications.queries.refining import Refinement, Refiner
@@ -33,7 +30,7 @@ class Inverse:
         refine: The data to refine by; ``None`` for none.
     """
 
-    curvature: Result | Mapping[str, Any] | str | Path | None = None
+    curvature: Curvature | None = None
     damping: float | None = None
     factored: bool = False
     refine: Data | Refinement | None = None
@@ -93,6 +90,5 @@ def _preconditioner(objective: Objective, inverse: Inverse, names: list[str] | N
                 "give curvature=..., such as packprop.compute(..., [EKFAC()]), or leave it out",
             )
         return None
-    name, blocks = blocks_of(asked, curvature)
     shapes = {each: p.shape for each, p in objective.trained.items() if names is None or each in names}
-    return preconditioner_of(asked, name, blocks, damping, factored, shapes)
+    return preconditioner_of(asked, curvature, damping, factored, shapes)

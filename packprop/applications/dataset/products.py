@@ -91,8 +91,10 @@ class DataProduct:
         self._sizes: list[tuple[int, int]] = []
         self.readings = 0
         self._weights = TermWeights()
-        self.snapshots = [*snapshots_of(self._own()), *snapshots_of(self._buffers())]
-        self._first_buffer = len(self._own())
+        own = [parameter for _, parameter in named_parameters(objective.model)]
+        buffers = [buffer for _, buffer in named_buffers(objective.model)]
+        self.snapshots = [*snapshots_of(own), *snapshots_of(buffers)]
+        self._first_buffer = len(own)
 
     def __call__(self, vectors: Vectors) -> list[Tensor]:
         """Return products ``[v, *p]`` for each parameter, in at least float32.
@@ -136,12 +138,6 @@ class DataProduct:
         buffers = [each.tensor for each in self.snapshots[self._first_buffer :]]
         self.snapshots[self._first_buffer :] = snapshots_of(buffers)
 
-    def _own(self) -> list[Tensor]:
-        return [parameter for _, parameter in named_parameters(self._objective.model)]
-
-    def _buffers(self) -> list[Tensor]:
-        return [buffer for _, buffer in named_buffers(self._objective.model)]
-
     def _add(
         self, sums: list[Tensor], vectors: list[Tensor], batch: Any, number: int, merged: MergedResults
     ) -> None:
@@ -151,14 +147,13 @@ class DataProduct:
         fitting = max((fits for known, fits in self._sizes if known >= size), default=0)
         if not fitting:  # the first batch, or a larger one than those before
             live = LiveBytes()
-            live.own([*self._fixed(), *vectors, *sums, *tensors_in(batch)], "")
+            fixed = [each.tensor.detach() for each in self.snapshots]
+            live.own([*fixed, *vectors, *sums, *tensors_in(batch)], "")
             with live:
                 graph, product, terms = self._forward(batch, number, merged)
                 before = live.now
                 live.restart()
-                self._products(
-                    vectors, 0, 1, product
-                )  # chunks are the same in each reading: it counts for none
+                self._products(vectors, 0, 1, product)  # for none: chunks are the same in each reading
                 fitting = self._fitting(before, live.peak - before, batch)
             self._sizes.append((size, fitting))
         else:
@@ -168,10 +163,6 @@ class DataProduct:
             for total, part in zip(sums, found, strict=True):
                 total[start : start + fitting].add_(part, alpha=terms)
         graph.release(keep=False)
-
-    def _fixed(self) -> list[Tensor]:
-        """Return the bytes that are there all the time."""
-        return [each.detach() for each in [*self._own(), *self._buffers()]]
 
     def _forward(self, batch: Any, number: int, merged: MergedResults) -> tuple[Graph, Product, float]:
         """Run the forward pass of a batch, and count it; return its products, and the divisor of its loss."""

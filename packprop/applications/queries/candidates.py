@@ -222,23 +222,9 @@ class ReadSamples:
                     continue
                 with batches.explained():
                     found = run(batch)
-                    products = self._summed(extension, found, done)
+                    products = added_up(self._asked, extension, found, done).T
                 yield products, float(found.terms)
                 done += found.samples
-
-    def _summed(self, extension: Extension, found: FoundByBatch, done: int) -> Tensor:
-        """Add up the products of a batch over parameters ``[q, n]``, at the scale of a loss that is summed."""
-        total = added_up(extension, found).T
-        wrong = (~total.isfinite()).nonzero()
-        if len(wrong):
-            query, sample = wrong[0].tolist()
-            raise PackpropError(
-                self._asked,
-                f"query {query} and sample {done + sample} of the data",
-                f"the inner product of their gradients is {total[query, sample].item()}",
-                "look at the loss of each sample, and leave out those that are not finite",
-            )
-        return total
 
     def _end_reading(self, samples: int) -> None:
         """Refuse data without samples, and those that are others than in the first reading."""
@@ -281,14 +267,33 @@ def _require_order(asked: str, data: Any) -> None:
             )
 
 
-def added_up(extension: Extension, found: FoundByBatch) -> Tensor:
-    """Add up products ``[n, ...]`` of a batch over parameters, at the scale of a loss that is summed."""
+def added_up(asked: str, extension: Extension, found: FoundByBatch, done: int) -> Tensor:
+    """Add up products ``[n, ..., q]`` of a batch over parameters, at the scale of a loss that is summed.
+
+    Args:
+        asked: The call of the user, for messages.
+        extension: The extension of the products.
+        found: The results of the batch.
+        done: The number of samples before it.
+
+    Raises:
+        PackpropError: If one is not finite.
+    """
     products = [
         of_summed_loss(extension, values, dtype, found.samples, float(found.terms))
         for dtype, results in found.rows.values()
         for values in results.values()
     ]
-    return torch.stack([each.to("cpu", torch.float64) for each in products]).sum(0)
+    total = torch.stack([each.to("cpu", torch.float64) for each in products]).sum(0)
+    wrong = (~total.isfinite()).nonzero().tolist()
+    if wrong:
+        raise PackpropError(
+            asked,
+            f"query {wrong[0][-1]} and sample {done + wrong[0][0]} of the data",
+            f"the inner product of their gradients is {total[tuple(wrong[0])].item()}",
+            "look at the loss of each sample, and leave out those that are not finite",
+        )
+    return total
 
 
 def too_small(asked: str, where: str, why: str, instead: str) -> PackpropError:

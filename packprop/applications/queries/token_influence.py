@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packprop.applications.dataset.batch_pass import Found
 from packprop.applications.dataset.batches import Data
 from packprop.applications.dataset.given import Objective, objective_of
 from packprop.applications.dataset.messages import no_samples
@@ -26,7 +25,7 @@ from packprop.engine.algebra import ADD_IN_PLACE, CAT, token_along
 from packprop.engine.memory import budget_of, byte_text
 from packprop.engine.recording import extended
 from packprop.engine.tensors import LossFunction
-from packprop.errors import BadInput, PackpropError
+from packprop.errors import BadInput
 from packprop.types import GRADIENT_BY_TOKEN, Extension, Row
 
 ASKED = "token_influence(...) was called."
@@ -116,7 +115,8 @@ def token_influence(
             with batches.explained():
                 if is_empty(batch):
                     continue
-                found.append(_summed(extension, run(batch)))
+                done = sum(map(len, found))
+                found.append(added_up(ASKED, extension, run(batch), done))
     if not found:
         raise no_samples(ASKED, "data")
     lengths = sorted({each.shape[1] for each in found})
@@ -128,19 +128,6 @@ def token_influence(
             "give samples of one length: pad them with targets that the loss ignores (ignore_index)",
         )
     return torch.cat(found).permute(2, 0, 1).contiguous()
-
-
-def _summed(extension: Extension, run: Found) -> Tensor:
-    """Add up the products of a batch over parameters ``[n, t, q]``, at the scale of a loss that is summed."""
-    total = added_up(extension, run)
-    if not total.isfinite().all():
-        raise PackpropError(
-            ASKED,
-            "a sample of the data",
-            "the gradient of one of its tokens is not finite",
-            "look at the loss of each sample, and leave out those that are not finite",
-        )
-    return total
 
 
 def _vectors(

@@ -69,7 +69,7 @@ SAID = {
         "rank 1\n  why:     it has failed:\ncompute(...) was called.\n  where:   data int",
         "data int",
     ),
-    "read once": ("they can be read once", "they can be read once"),
+    "read once": ("these data can be read once", "these data can be read once"),
     "fails on one": ("rank 1\n  why:     it has failed", "the disk is gone"),
     "other reductions": ("by its reduction of the loss: mean there, sum here",) * 2,
     "other factors": ("multiplies the loss by",) * 2,

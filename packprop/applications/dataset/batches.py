@@ -154,7 +154,7 @@ class Batches:
         """
         if self.is_read_once:
             where = f"{what} {described(getattr(self.source, 'data', self))}"
-            raise BadInput(self.asked, where, f"{why}, and they can be read once", instead)
+            raise BadInput(self.asked, where, f"{why}, and these data can be read once", instead)
 
     def first(self) -> tuple[Any, Any] | None:
         """Return the next batch; iteration still begins with it. ``None`` if a reading had come to its end.

@@ -140,8 +140,15 @@ class RefinedSearch:
         state = None if known is None else known["state"]
         solved = self._refiner(rows, self._gradients.orders, state, self._most, keep)
         found = self._candidates.find(self._gradients.projected_rows(solved))
-        group = {"digest": stamp, "residuals": self._refiner.residuals[-1], **found._asdict()}
-        group |= {"largest": (*found.largest,), "smallest": (*found.smallest,)}
+        group = {
+            "digest": stamp,
+            "residuals": self._refiner.residuals[-1],
+            "largest": (*found.largest,),
+            "smallest": (*found.smallest,),
+            "groups": found.groups,
+            "samples": found.samples,
+            "terms": found.terms,
+        }
         self._done, self._current = [*self._done, group], None
         self._keep(now=True)
         return found

@@ -1,10 +1,10 @@
 """Second derivatives: their seed vectors, the routes to compute them, and products with them."""
 
 from packprop.engine.curvature.columns import Columns
-from packprop.engine.curvature.graph_products import Matrix, graph_product
 from packprop.engine.curvature.linear import (
     ASKED,
     INSTEAD,
+    Product,
     Vectors,
     differentiable_gradients,
     jvps,
@@ -16,7 +16,7 @@ from packprop.engine.curvature.linearity import kind_of_map
 from packprop.engine.curvature.nonlinearities import residuals
 from packprop.engine.curvature.not_finite import faulty_jacobian, faulty_node, warn_unless_finite
 from packprop.engine.curvature.operators import Operator, block_diagonal, chosen_parameters, ggn, hessian
-from packprop.engine.curvature.products import Product, ggnvp, hessian_product, shown, vjp
+from packprop.engine.curvature.products import Matrix, ggnvp, graph_product, hessian_product, shown, vjp
 from packprop.engine.curvature.routes import Routes, choose_routes
 from packprop.engine.curvature.sample_losses import sample_losses
 from packprop.engine.curvature.second_order import (

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
-from packprop.engine.curvature.generic_loss import loss_hessian_products
-from packprop.engine.curvature.linear import ASKED, INSTEAD, jvps, vjps
+from packprop.engine.curvature.matrices import CurvatureProduct, GaussNewton, Hessian
 from packprop.engine.curvature.needed import read_by_products
 from packprop.engine.curvature.nonlinearities import residuals
-from packprop.engine.curvature.not_finite import faulty_jacobian, faulty_node, warn_unless_finite
 from packprop.engine.curvature.routes import Routes, choose_routes
-from packprop.engine.curvature.second_order import (
-    differentiating_twice,
-    gradients_at,
-    require_second_derivatives,
-)
-from packprop.engine.curvature.seeds import columns
+from packprop.engine.curvature.second_order import named
+from packprop.engine.curvature.seeds import loss_hessians
 from packprop.engine.curvature.snapshots import Snapshot, snapshots_of, were_changed
 from packprop.engine.graph.graph import Graph
-from packprop.engine.tensors.hooks import Hooks
 from packprop.engine.tensors.precision import at_least, result_dtype
 from packprop.errors import BadInput, PackpropError
-from packprop.types import EXACT
 
 Matrix = Literal["hessian", "ggn", "positive"]
 
@@ -46,20 +39,17 @@ class BlockProduct:
 
     Args:
         leaf: The parameter.
-        product: Maps vectors ``[v, *p]`` to products.
+        product: The product with the block, for vectors ``[v, *p]``.
         snapshots: Snapshots, from the backward pass, of the parameters that the product reads.
         name: Name of the parameter, for messages.
-        hooks: The user's hooks on the graph, which products do not run.
         factor: The factor on products.
     """
 
     leaf: Tensor
-    product: _HessianBlock | _GaussNewtonBlock
+    product: CurvatureProduct
     snapshots: Sequence[Snapshot]
     name: str
-    hooks: Hooks
     factor: Tensor | float = 1.0
-    _looked_at: bool = False
 
     def __reduce__(self) -> NoReturn:
         raise PackpropError(
@@ -101,12 +91,7 @@ class BlockProduct:
             )
         given = vectors.detach().to(self.leaf.dtype)
         try:
-            with self.hooks.quiet():
-                product = self.product(given[None] if single else given)
-                if not self._looked_at:  # once is enough, because it waits for the device
-                    self._looked_at = True
-                    what = f"A product with the block of parameter {self.name!r}"
-                    warn_unless_finite(what, [product], [given], self.product.faulty_node, self.product.graph)
+            (product,) = self.product([given[None] if single else given])
         except RuntimeError as error:
             if "inplace operation" not in str(error):
                 raise
@@ -136,22 +121,28 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
     leaves = graph.leaves()
     now = dict(zip(map(id, leaves), snapshots_of(leaves), strict=True))
     read = [[now[id(each)] for each in needed] for needed in read_by_products(graph, leaves)]
-    if matrix == "hessian":
-        for leaf, snapshots in zip(leaves, read, strict=True):
-            yield leaf, BlockProduct(leaf, _HessianBlock(graph, leaf), snapshots, graph.name(leaf), graph.hooks)
-        return
-    columns(graph, EXACT, create_graph=False)  # refuses losses that have no GGN
-    tensors: list[GradientEdge] = [loss.entrance.edge for loss in graph.losses]
-    hessians: list[Callable[[Tensor], Tensor]] = [loss_hessian_products(graph, loss) for loss in graph.losses]
+    roots, seeds = graph.roots, graph.root_gradients()
+    tensors: list[GradientEdge] = []
+    hessians: list[Callable[[Tensor], Tensor]] = []
+    if matrix != "hessian":
+        tensors, hessians = loss_hessians(graph)
     if matrix == "positive":
         routes = choose_routes(graph, known_losses=True, per_sample=True)
         _require_swept(graph, routes)
         tensors += [place.edge for _, place in routes.nonlinearities]
         weights = residuals(graph, [nonlinearity.node for nonlinearity, _ in routes.nonlinearities])
-        hessians += [_Scaling(at_least(each, 0.0) if modify == "clip" else each.abs()) for each in weights]
+        weights = [at_least(each, 0.0) if modify == "clip" else each.abs() for each in weights]
+        hessians += [functools.partial(torch.mul, weight) for weight in weights]
     for leaf, snapshots in zip(leaves, read, strict=True):
-        block = _GaussNewtonBlock(graph, leaf, tensors, hessians)
-        yield leaf, BlockProduct(leaf, block, snapshots, graph.name(leaf), graph.hooks)
+        block = (
+            Hessian(roots, seeds, [leaf])
+            if matrix == "hessian"
+            else GaussNewton(roots, seeds, [leaf], tensors, hessians)
+        )
+        where = named(graph)(leaf)
+        called = f"A product with the block of {where}"
+        product = CurvatureProduct(block, called, where, named(graph), graph.hooks, graph=graph)
+        yield leaf, BlockProduct(leaf, product, snapshots, graph.name(leaf))
 
 
 def _require_swept(graph: Graph, routes: Routes) -> None:
@@ -164,70 +155,3 @@ def _require_swept(graph: Graph, routes: Routes) -> None:
                 "curvature of these has a sign at each entry",
                 "ask for GGNMP, or set requires_grad=False on the parameter",
             )
-
-
-@dataclass(frozen=True)
-class _Scaling:
-    weight: Tensor
-
-    def __call__(self, vectors: Tensor) -> Tensor:
-        return vectors * self.weight
-
-
-@dataclass(eq=False)
-class _HessianBlock:
-    """The product ``H v``: the first call computes the gradient, and keeps it."""
-
-    graph: Graph
-    leaf: Tensor
-    _gradient: list[Tensor | None] = field(default_factory=list)
-
-    def __call__(self, vectors: Tensor) -> Tensor:
-        with differentiating_twice(f"parameter {self.graph.name(self.leaf)!r}", ASKED, INSTEAD):
-            if not self._gradient:
-                own = f"parameter {self.graph.name(self.leaf)!r}"
-                require_second_derivatives(self.graph.roots, [self.leaf], lambda leaf: own, ASKED)
-                with torch.enable_grad():
-                    self._gradient += gradients_at(self.graph, [self.leaf], create_graph=True)
-            gradient = self._gradient[0]
-            gradient = gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
-            (product,) = vjps([gradient], [self.leaf], [vectors])
-        return torch.zeros_like(vectors) if product is None else product
-
-    def faulty_node(self) -> Node | None:
-        """Return the node whose second derivative is not finite."""
-        return faulty_node(self.graph.roots, self.graph.root_gradients(), [self.leaf], [self.leaf])
-
-
-@dataclass(eq=False)
-class _GaussNewtonBlock:
-    """The product ``sum_t J_t^T H_t J_t v`` over tensors t between the parameter and the root.
-
-    Args:
-        graph: The graph with the roots.
-        leaf: The parameter.
-        tensors: The edges of the tensors t.
-        hessians: For each t the product with ``H_t``.
-    """
-
-    graph: Graph
-    leaf: Tensor
-    tensors: Sequence[GradientEdge]
-    hessians: Sequence[Callable[[Tensor], Tensor]]
-    _checked: bool = False
-
-    def __call__(self, vectors: Tensor) -> Tensor:
-        own = f"parameter {self.graph.name(self.leaf)!r}"
-        if not self._checked:  # once is enough: the graph does not change
-            require_second_derivatives(self.graph.roots, [self.leaf], lambda leaf: own, ASKED, linear=True)
-            self._checked = True
-        with differentiating_twice(own, ASKED, INSTEAD):
-            at_tensors = jvps(self.tensors, [self.leaf], [vectors])
-            curved = [hessian(each) for hessian, each in zip(self.hessians, at_tensors, strict=True)]
-            (product,) = vjps(self.tensors, [self.leaf], curved)
-        return torch.zeros_like(vectors) if product is None else product
-
-    def faulty_node(self) -> Node | None:
-        """Return the node whose second derivative is not finite."""
-        own = faulty_node(self.graph.roots, self.graph.root_gradients(), self.tensors, self.tensors)
-        return own or faulty_jacobian(self.tensors, [self.leaf])

@@ -10,8 +10,8 @@ checks the result by ``<u, J v> = <J^T u, v>``, since it has both sides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, TypedDict, Unpack
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,19 +34,12 @@ INSTEAD = (
 )
 
 
-class PullOptions(TypedDict, total=False):
-    """Options of ``pull_columns``."""
-
-    batched: bool
-    create_graph: bool
-    retain_graph: bool
+Product = Callable[[Vectors], list[Tensor]]
+"""Maps vectors ``[v, *p]`` for each parameter to products."""
 
 
-class LinearMap(Protocol):
-    """The map from vectors v at some inputs to ``J v``."""
-
-    def __call__(self, vectors: Vectors, **options: Unpack[PullOptions]) -> list[Tensor]:
-        """Map ``[v, *x]`` at each input to ``[v, *y]`` for each output."""
+LinearMap = Callable[..., list[Tensor]]
+"""Maps ``[v, *x]`` at each input to ``J v``, ``[v, *y]`` for each output; takes options of ``pull_columns``."""
 
 
 def differentiable_gradients(value: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
@@ -58,7 +51,7 @@ def differentiable_gradients(value: Tensor, inputs: Sequence[Tensor]) -> list[Te
 
 
 def vjps(
-    outputs: Sequence[Any], inputs: Sequence[Any], vectors: Vectors, **options: Unpack[PullOptions]
+    outputs: Sequence[Any], inputs: Sequence[Any], vectors: Vectors, **options: bool
 ) -> list[Tensor | None]:
     """Return ``J^T u`` for u ``[v, *y]`` at each output: ``[v, *x]`` for each input, ``None`` if not reached.
 
@@ -74,9 +67,7 @@ def vjps(
     return pull_columns([output for output, _ in pairs], inputs, [vector for _, vector in pairs], **options)
 
 
-def jvps(
-    outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Vectors, **options: Unpack[PullOptions]
-) -> list[Tensor]:
+def jvps(outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Vectors, **options: bool) -> list[Tensor]:
     """Return ``J v`` for v ``[v, *x]`` at each input: ``[v, *y]`` for each output.
 
     See NOTE [Products by double backward].
@@ -91,7 +82,7 @@ def linearize(outputs: Sequence[Any], inputs: Sequence[Tensor], retain_graph: bo
         arbitrary = [tensor.requires_grad_() for tensor in noise_like(outputs)]
         linear = vjps(outputs, inputs, arbitrary, batched=False, create_graph=True, retain_graph=retain_graph)
 
-    def apply(vectors: Vectors, **options: Unpack[PullOptions]) -> list[Tensor]:
+    def apply(vectors: Vectors, **options: bool) -> list[Tensor]:
         products = vjps(linear, arbitrary, vectors, **options)
         found = with_zeros(products, arbitrary, len(vectors[0]) if options.get("batched", True) else None)
         if not looked_at and not is_dry_run():  # once is enough, because it waits for the device

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from packprop.engine.algebra import kronecker
 from packprop.engine.algebra.kronecker import Block, Eigen
-from packprop.engine.curvature.linear import Vectors
-from packprop.engine.curvature.products import Product, ggn_product, hessian_product
+from packprop.engine.curvature.linear import Product, Vectors
+from packprop.engine.curvature.products import ggn_product, hessian_product
 from packprop.engine.curvature.snapshots import Snapshot, snapshots_of, were_changed
 from packprop.engine.graph.search import leaves_above
 from packprop.engine.tensors.precision import accumulation_dtype, result_dtype

@@ -5,32 +5,36 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from packprop.engine.curvature.linear import (
     ASKED,
     INSTEAD,
+    Product,
     Vectors,
-    differentiable_gradients,
     jvps,
-    linearize,
     require_vectors,
     vjps,
     with_zeros,
 )
-from packprop.engine.curvature.not_finite import faulty_jacobian, faulty_node, warn_unless_finite
+from packprop.engine.curvature.matrices import CurvatureProduct, GaussNewton, Hessian
+from packprop.engine.curvature.not_finite import faulty_jacobian, warn_unless_finite
 from packprop.engine.curvature.second_order import (
     differentiating_twice,
+    named,
     require_passable,
     require_second_derivatives,
 )
+from packprop.engine.curvature.seeds import loss_hessians
+from packprop.engine.graph.graph import Graph
 from packprop.engine.graph.hooks import hooks_below
 from packprop.errors import BadInput
+
+Matrix = Literal["ggn", "hessian"]
 
 
 def vjp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> list[Tensor]:
@@ -98,10 +102,6 @@ def hvp(loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor], vecto
     return _finished(product(_with_axis(vectors, single)), parameters, vectors, single)
 
 
-Product = Callable[[Vectors], list[Tensor]]
-"""Maps vectors ``[v, *p]`` for each parameter to products."""
-
-
 def hessian_product(
     asked: str, loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor]
 ) -> tuple[Product, Tensor]:
@@ -116,22 +116,9 @@ def hessian_product(
         raise BadInput(
             f"{asked}(...) was called.", f"loss of shape {list(value.shape)}", "it is no scalar", "reduce it"
         )
-    require_second_derivatives([value], parameters, shown, ASKED)
-    where, hooks = f"the loss given to {asked}", hooks_below([value], parameters)
-    with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet(), kernels():
-        gradients = differentiable_gradients(value, parameters)
-
-    def product(vectors: Vectors) -> list[Tensor]:
-        with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet(), kernels():
-            products = with_zeros(vjps(gradients, parameters, vectors), parameters, len(vectors[0]))
-            if not looked_at:  # once is enough, because it waits for the device
-                looked_at.append(True)
-                search = functools.partial(faulty_node, [value], [None], parameters, parameters)
-                warn_unless_finite(f"A product by {asked}", products, vectors, search)
-            return products
-
-    looked_at: list[bool] = []
-    return product, value
+    matrix, hooks = Hessian([value], [None], parameters), hooks_below([value], parameters)
+    where = f"the loss given to {asked}"
+    return CurvatureProduct(matrix, f"A product by {asked}", where, shown, hooks, kernels).prepare(), value
 
 
 def ggnvp(
@@ -178,27 +165,37 @@ def ggn_product(
             f"{asked}(lambda: (outputs := model(x), loss(outputs, y)), parameters)",
         )
     outputs, loss = found
-    require_second_derivatives([loss], parameters, shown, ASKED, linear=True)
+    gradient = Hessian([loss], [None], [outputs])
+
+    def hessian(vectors: Tensor) -> Tensor:
+        return with_zeros(gradient.multiply([vectors]), [outputs], len(vectors))[0]
+
+    matrix = GaussNewton([loss], [None], parameters, [outputs], [hessian])
     where, hooks = f"the graph given to {asked}", hooks_below([loss, outputs], parameters)
-    with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet(), kernels():
-        jacobian, gradient = linearize([outputs], parameters), differentiable_gradients(loss, [outputs])
+    return CurvatureProduct(matrix, f"A product by {asked}", where, shown, hooks, kernels).prepare(), loss
 
-    def product(vectors: Vectors) -> list[Tensor]:
-        with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet(), kernels():
-            at_outputs = jacobian(vectors)
-            curved = with_zeros(vjps(gradient, [outputs], at_outputs), [outputs], len(at_outputs[0]))
-            products = with_zeros(vjps([outputs], parameters, curved), parameters, len(vectors[0]))
-            if not looked_at:  # once is enough, because it waits for the device
-                looked_at.append(True)
-                warn_unless_finite(f"A product by {asked}", products, vectors, search)
-            return products
 
-    def search() -> Node | None:
-        own = faulty_node([loss], [None], [outputs], [outputs])
-        return own or faulty_jacobian([outputs], parameters)
+def graph_product(graph: Graph, matrix: Matrix, parameters: Sequence[Tensor]) -> Product:
+    """Return the product with the GGN, or the Hessian, of a recorded loss.
 
-    looked_at: list[bool] = []
-    return product, loss
+    The product maps vectors ``[v, *p]`` for each parameter to products. The GGN linearises everything before
+    the loss function, as for the extensions: operations between the model's output and the loss function belong
+    to the model.
+
+    Args:
+        graph: The graph, with its samples located; the product keeps it alive.
+        matrix: The GGN or the Hessian.
+        parameters: Leaves; the products of those that the graph does not reach are zero.
+
+    Raises:
+        PackpropError: If a function in the graph is not twice differentiable, or a loss has no GGN. The product
+            may also raise this.
+    """
+    if matrix == "hessian":
+        return hessian_product("operators.of_data", graph.roots[0], parameters)[0]
+    gauss_newton = GaussNewton(graph.roots, graph.root_gradients(), parameters, *loss_hessians(graph))
+    called, where = "A product with the GGN of a batch", "the loss of a batch"
+    return CurvatureProduct(gauss_newton, called, where, named(graph), graph.hooks, graph=graph).prepare()
 
 
 def _evaluated(value: Any) -> tuple[Any, Callable[[], AbstractContextManager[Any]]]:

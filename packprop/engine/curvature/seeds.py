@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from packprop.engine.curvature.columns import Columns, unit_columns
-from packprop.engine.curvature.generic_loss import evaluated_again, generic_root, loss_factor
+from packprop.engine.curvature.generic_loss import (
+    evaluated_again,
+    generic_root,
+    loss_factor,
+    loss_hessian_products,
+)
 from packprop.engine.curvature.tokens import (
     TOKENS_ASKED,
     columns_by_token,
@@ -110,6 +116,17 @@ def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
         return [column for each in by_loss for column in each.chunk(start, stop)]
 
     return [Columns([each.edges[0] for each in by_loss], by_loss[0].count, together)]
+
+
+def loss_hessians(graph: Graph) -> tuple[list[GradientEdge], list[Callable[[Tensor], Tensor]]]:
+    """Return the entrances of all losses, and for each the product with its Hessian.
+
+    Raises:
+        PackpropError: If a loss has no GGN.
+    """
+    columns(graph, EXACT, create_graph=False)  # refuses such losses; columns are made on demand
+    losses = graph.losses
+    return [loss.entrance.edge for loss in losses], [loss_hessian_products(graph, loss) for loss in losses]
 
 
 def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from packprop.applications.reports.profile.run import profile
     from packprop.compat.paths import distributed, memory
     from packprop.engine.algebra import kronecker
-    from packprop.engine.algebra.algorithms import algorithms
+    from packprop.engine.algebra.choices import algorithms
     from packprop.engine.clipped import ClippedGradients, clipped_gradients
     from packprop.engine.context import backpack
     from packprop.engine.curvature import products
-    from packprop.engine.distributed.ranks import AllRanks
+    from packprop.engine.distributed.statement import AllRanks
     from packprop.engine.eager import eager_backward
     from packprop.engine.functions.losses.description import register_loss
     from packprop.engine.functions.registry import register_use
@@ -65,7 +65,7 @@ __path__.append(f"{__path__[0]}/compat/paths")
 # What is imported when it is first asked for, so that `import packprop` costs nothing beside torch:
 # name -> module that holds it. The test of this file compares it with the imports above.
 _HOMES = {
-    "AllRanks": "packprop.engine.distributed.ranks",
+    "AllRanks": "packprop.engine.distributed.statement",
     "BadInput": "packprop.errors",
     "Checkpoint": "packprop.applications.queries.checkpoints",
     "ClippedGradients": "packprop.engine.clipped",
@@ -84,7 +84,7 @@ _HOMES = {
     "Store": "packprop.store.reading",
     "StoreWriter": "packprop.store.writing",
     "StoredArray": "packprop.store.reading",
-    "algorithms": "packprop.engine.algebra.algorithms",
+    "algorithms": "packprop.engine.algebra.choices",
     "backpack": "packprop.engine.context",
     "byte_text": "packprop.engine.memory.bytes",
     "clipped_gradients": "packprop.engine.clipped",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from packprop.engine.curvature.columns import Columns
 from packprop.engine.distributed.joint import JointPass
-from packprop.engine.distributed.ranks import AllRanks, ranks_of
+from packprop.engine.distributed.statement import AllRanks, ranks_of
 from packprop.engine.graph.graph import Graph
 from packprop.engine.memory.bytes import keep_freed_pages
 from packprop.engine.memory.plan import Plan

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from packprop.engine.curvature.columns import Columns
 from packprop.engine.distributed.joint import JointPass
-from packprop.engine.distributed.ranks import AllRanks
-from packprop.engine.distributed.sharded import require_sharded, swept
+from packprop.engine.distributed.residence import require_sharded, swept
+from packprop.engine.distributed.statement import AllRanks
 from packprop.engine.graph.completeness import MARK_THE_LOSS, UNKNOWN_LOSS, require_complete
 from packprop.engine.graph.graph import Graph
 from packprop.engine.graph.outline import Outline, outline

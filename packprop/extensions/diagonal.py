@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from packprop.engine.algebra.monoid import ADD_IN_PLACE, CAT
-from packprop.engine.algebra.statistics import batch_sq, sum_sq
-from packprop.engine.algebra.tokens import token_batch_sq
+from packprop.engine.algebra.statistics import batch_sq, sum_sq, token_batch_sq
 from packprop.extensions.by_token import BySampleOrToken, Per, save_by_token
 from packprop.extensions.sampled import Sampled
 from packprop.types import EXACT, EXACT_BY_TOKEN, Extension, Row

@@ -16,8 +16,17 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from packprop.engine.algebra.monoid import ADD_IN_PLACE, CAT, MOMENTS, Moments
-from packprop.engine.algebra.statistics import gram, moments, per_sample_grad, sq_norm, sum_sq
-from packprop.engine.algebra.tokens import token_grads, token_moments, token_sq_norm, token_sum_sq
+from packprop.engine.algebra.statistics import (
+    gram,
+    moments,
+    per_sample_grad,
+    sq_norm,
+    sum_sq,
+    token_grads,
+    token_moments,
+    token_sq_norm,
+    token_sum_sq,
+)
 from packprop.extensions.by_token import BySampleOrToken
 from packprop.types import GRADIENT, GRADIENT_BY_TOKEN, Extension, Row
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.algebra.monoid import CAT
-from packprop.engine.algebra.projecting import projected
-from packprop.engine.algebra.projections import Kind, Projection
+from packprop.engine.algebra.projections import Kind, Projection, projected
 from packprop.errors import BadInput
 from packprop.extensions.arguments import require_one_of
 from packprop.extensions.first_order import BatchGrad

@@ -136,7 +136,7 @@ def test_algorithms_that_do_not_exist(names: dict[str, str]) -> None:
 def test_the_older_switch_forces_convolutions_by_groups() -> None:
     from packprop.core.derivatives.convnd import weight_jac_t_save_memory
 
-    from packprop.engine.algebra.algorithms import forced_algorithm
+    from packprop.engine.algebra.choices import forced_algorithm
 
     with weight_jac_t_save_memory(save_memory=True):
         assert forced_algorithm("convolutions") == "groups"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from packprop.engine.algebra.algorithms import algorithms
+from packprop.engine.algebra.choices import algorithms
 from packprop.engine.algebra.joining import join
 from packprop.engine.algebra.kernels import norms_of
 from packprop.engine.algebra.order import fold_to

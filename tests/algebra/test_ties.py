@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.algebra import kronecker
-from packprop.engine.algebra.algorithms import algorithms
+from packprop.engine.algebra.choices import algorithms
 from packprop.engine.algebra.order import fold_to
 from packprop.engine.algebra.statistics import sq_norm
 from packprop.engine.algebra.structures import Lookup, Outer, Tied

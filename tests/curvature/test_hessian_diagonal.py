@@ -11,9 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import packprop
 from packprop import extensions
-from packprop.engine.curvature import linearity, routes
-from packprop.engine.curvature.output_diagonals import OutputDiagonals
-from packprop.engine.curvature.shared_rows import SharedRows
+from packprop.engine.curvature import routes
+from packprop.engine.curvature.nonlinearities import OutputDiagonals, SharedRows
 from packprop.engine.passes import column_sweeps, hessian
 from packprop.errors import PackpropError
 from tests.cases import BY_NAME, CASES, Case
@@ -95,7 +94,7 @@ AFFINE = [BY_NAME[name] for name in ("linear-deep", "conv2d-deep", "layernorm-sh
 def test_all_ways_lead_to_the_same(case: Case, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a route takes for known, the route that takes nothing for known gives the same numbers."""
     if way == "output":
-        monkeypatch.setattr(linearity, "kind_of", lambda *_: "nonlinear")
+        monkeypatch.setattr(routes, "kind_of", lambda *_: "nonlinear")
     else:
         monkeypatch.setattr(routes, "_is_affine", lambda *_: False)
     went, choose = set(), routes.choose_routes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import packprop
-from packprop.engine.algebra import projecting
+from packprop.engine.algebra import projections
 from packprop.engine.passes.chunks import ChunkSizes
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchGrad, BatchL2Grad, Projected, SumGradSquared, Variance
@@ -82,7 +82,7 @@ def test_structures_in_blocks(
 ) -> None:
     """Dimensions that are no whole words; many rows of a table and few; blocks of few entries, and chunks."""
     if block is not None:
-        monkeypatch.setattr(projecting, "BLOCK", block)
+        monkeypatch.setattr(projections, "BLOCK", block)
         monkeypatch.setattr(ChunkSizes, "samples_at_once", lambda *_: 2)
     torch.manual_seed(0)
     model, loss = packprop.extend(Words(words).double()), packprop.extend(nn.CrossEntropyLoss())

@@ -103,7 +103,7 @@ def test_the_same_extension_twice_is_one() -> None:
 def test_hooks_in_another_thread_see_what_is_chosen_in_this_one() -> None:
     """Autograd runs nodes on accelerators in threads of its own, where context variables are not set."""
 
-    from packprop.engine.algebra.algorithms import forced_algorithm
+    from packprop.engine.algebra.choices import forced_algorithm
     from packprop.engine.graph.sweep import Watch
 
     found = []

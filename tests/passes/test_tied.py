@@ -8,7 +8,7 @@ from torch import nn
 
 import packprop
 from packprop import extensions
-from packprop.engine.algebra.algorithms import algorithms
+from packprop.engine.algebra.choices import algorithms
 from packprop.engine.algebra.structures import Tied
 from packprop.engine.memory import LiveBytes
 from tests.cases import BY_NAME

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.engine.algebra.partial import Partial
+from packprop.engine.algebra.monoid import Partial
 from packprop.engine.passes.chunks import ChunkSizes
 from packprop.errors import PackpropError
 from tests.versions import needs_counting

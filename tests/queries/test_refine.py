@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import Refinement
-from packprop.engine.algebra.projecting import projected
-from packprop.engine.algebra.projections import Projection
+from packprop.engine.algebra.projections import Projection, projected
 from packprop.engine.algebra.structures import Dense
 from packprop.engine.memory import LiveBytes
 from packprop.errors import BadInput, PackpropError, PackpropWarning

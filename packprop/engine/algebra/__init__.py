@@ -1,7 +1,7 @@
 """Tensors in, tensors out: structures, their statistics, and the merging of results."""
 
 from packprop.engine.algebra import kronecker
-from packprop.engine.algebra.algorithms import algorithms
+from packprop.engine.algebra.choices import algorithms
 from packprop.engine.algebra.conjugate_gradients import ConjugateGradients, NotPositive
 from packprop.engine.algebra.coupled import Coupled, coupled
 from packprop.engine.algebra.decompositions import eigh, eigvalsh
@@ -22,8 +22,7 @@ from packprop.engine.algebra.monoid import (
     rescale,
 )
 from packprop.engine.algebra.order import EntryOrder, Fold, fold_swapped, fold_to
-from packprop.engine.algebra.projecting import projected
-from packprop.engine.algebra.projections import Projection
+from packprop.engine.algebra.projections import Projection, projected
 from packprop.engine.algebra.statistics import (
     along,
     along_each,
@@ -32,10 +31,10 @@ from packprop.engine.algebra.statistics import (
     moments,
     sq_norm,
     sum_sq,
+    token_along,
     total_grad,
 )
 from packprop.engine.algebra.structures import Dense, Lookup, Structure, entry_order_of, rows
-from packprop.engine.algebra.tokens import token_along
 
 __all__ = [
     "ADD_IN_PLACE",

@@ -16,7 +16,7 @@ from torch import Tensor
 from packprop.engine.algebra.choices import features_at_once, norms_by_products, samples_in_products
 from packprop.engine.algebra.kernels import square_norms, squared_products, summed_products
 from packprop.engine.algebra.monoid import Moments
-from packprop.engine.algebra.structures import Lookup, Outer, Tied, fold_matrix
+from packprop.engine.algebra.structures import Lookup, Outer, Tied, cotangent_of, fold_matrix
 from packprop.engine.tensors.device import device_kind
 from packprop.engine.tensors.dry import chunk_starts
 from packprop.engine.tensors.precision import at_least, wider_dtype
@@ -47,24 +47,24 @@ def _outer_sum_sq(structure: Outer) -> Tensor | None:
     With shared positions it forms gradients, squares them and adds them up, one after the other if that is
     faster.
     """
-    assert structure.cotangent is not None
-    columns, _, positions, groups, fan_out = structure.cotangent.shape
+    cotangent = cotangent_of(structure)
+    columns, _, positions, groups, fan_out = cotangent.shape
     if positions != 1:
         if structure.formed or structure.by_groups or groups != 1:
             return None
         total = squared_products(*structure.matrices).unflatten(0, (columns, fan_out)).sum(0)
         return fold_matrix(structure, total)
-    squares = structure.cotangent.squeeze(2).square().sum(0)
+    squares = cotangent.squeeze(2).square().sum(0)
     return structure.fold(summed_products(squares, structure.x.squeeze(1).square()))
 
 
 @fast_cell("batch_sq", Outer)
 def _outer_batch_sq(structure: Outer) -> Tensor | None:
     """Work as for ``sum_sq``, but sum squares of cotangents over columns before the products."""
-    assert structure.cotangent is not None
-    if structure.cotangent.shape[2] != 1:
+    cotangent = cotangent_of(structure)
+    if cotangent.shape[2] != 1:
         return None
-    squares = structure.cotangent[:, :, 0].square().sum(0)
+    squares = cotangent[:, :, 0].square().sum(0)
     return structure.fold(squares[..., None] * structure.x[:, 0, :, None, :].square())
 
 
@@ -75,8 +75,7 @@ def _outer_sq_norm(structure: Outer) -> Tensor | None:
     Positions may cancel. So the products have a wider precision, if there is one. Their rounding is then no
     more than the rounding of gradients to their own precision would add to the squares.
     """
-    cotangent = structure.cotangent
-    assert cotangent is not None
+    cotangent = cotangent_of(structure)
     positions = cotangent.shape[2]
     if structure.formed or not norms_by_products(structure.extents):
         return None
@@ -125,8 +124,7 @@ def _outer_moments(structure: Outer) -> Moments | None:
     It subtracts the mean after summing the squares. This cancels only digits that per-sample gradients would
     not have had: rounding them to their own precision costs more than the sum in the wider one.
     """
-    cotangent = structure.cotangent
-    assert cotangent is not None
+    cotangent = cotangent_of(structure)
     _, samples, positions, groups, fan_out = cotangent.shape
     wide = wider_dtype(cotangent.dtype, device_kind(cotangent))
     if positions != 1 or structure.formed or wide is None or torch.is_grad_enabled():
@@ -146,8 +144,7 @@ def _outer_moments(structure: Outer) -> Moments | None:
 @fast_cell("gram", Outer)
 def _outer_gram(structure: Outer) -> Tensor | None:
     """Multiply two Gram matrices: their product is the Gram matrix of outer products."""
-    cotangent, x = structure.cotangent, structure.x
-    assert cotangent is not None
+    cotangent, x = cotangent_of(structure), structure.x
     if cotangent.shape[2] != 1:
         return None
     cotangents = torch.einsum("vngo,vmgo->gnm", cotangent[:, :, 0], cotangent[:, :, 0])
@@ -158,8 +155,7 @@ def _outer_gram(structure: Outer) -> Tensor | None:
 @fast_cell("sq_norm", Lookup)
 def _lookup_sq_norm(structure: Lookup) -> Tensor | None:
     """Add up cotangents at the first position that looked up the same row; no sample needs a table."""
-    cotangent = structure.cotangent
-    assert cotangent is not None
+    cotangent = cotangent_of(structure)
     same = structure.index[:, :, None] == structure.index[:, None, :]
     first = same.byte().argmax(2)  # the first of several
     summed = torch.zeros_like(cotangent).scatter_add(2, first[None, :, :, None].expand_as(cotangent), cotangent)
@@ -172,18 +168,16 @@ def _tied_sq_norm(structure: Tied) -> Tensor | None:
     outer, lookup = structure.parts
     if structure.formed or not norms_by_products(outer.extents):
         return None
-    assert outer.cotangent is not None
-    assert lookup.cotangent is not None
-    dtype = outer.cotangent.dtype
-    wide = wider_dtype(dtype, device_kind(outer.cotangent)) or dtype
-    outer = replace(outer, given=outer.x.to(wide), cotangent=outer.cotangent.to(wide), direct=None, inner=None)
-    lookup = replace(lookup, cotangent=lookup.cotangent.to(wide))
-    mapped, looked = _outer_sq_norm(outer), _lookup_sq_norm(lookup)
+    cotangent, of_rows = cotangent_of(outer), cotangent_of(lookup)
+    dtype = cotangent.dtype
+    wide = wider_dtype(dtype, device_kind(cotangent)) or dtype
+    cotangent, of_rows = cotangent.to(wide), of_rows.to(wide)
+    outer = replace(outer, given=outer.x.to(wide), cotangent=cotangent, direct=None, inner=None)
+    mapped, looked = _outer_sq_norm(outer), _lookup_sq_norm(replace(lookup, cotangent=of_rows))
     if mapped is None or looked is None:
         return None
-    assert outer.cotangent is not None
-    inputs = torch.einsum("nsi,vnti->vnst", outer.x[:, :, 0], lookup.cotangent)
-    cotangent = outer.cotangent[:, :, :, 0]
+    inputs = torch.einsum("nsi,vnti->vnst", outer.x[:, :, 0], of_rows)
+    cotangent = cotangent[:, :, :, 0]
     index = lookup.index[None, :, None, :].expand(*cotangent.shape[:3], -1)
     both = (inputs * cotangent.gather(3, index)).sum((0, 2, 3))
     norms: Tensor = mapped + looked + 2 * both

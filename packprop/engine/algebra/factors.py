@@ -11,7 +11,7 @@ from torch import Tensor
 
 from packprop.engine.algebra.kernels import outer_products, second_moment, sum_of_squares
 from packprop.engine.algebra.statistics import flat_rows, sum_sq
-from packprop.engine.algebra.structures import Dense, Lookup, Outer, Structure
+from packprop.engine.algebra.structures import Dense, Lookup, Outer, Structure, cotangent_of
 from packprop.errors import OfParameter
 
 Approximation = Literal["mixed", "expand", "reduce"]
@@ -37,8 +37,7 @@ def cotangent_gram(
     if isinstance(structure, Dense):
         flat = flat_rows(structure)
     else:
-        assert structure.cotangent is not None
-        cotangent = structure.cotangent
+        cotangent = cotangent_of(structure)
         if approximation == "expand":
             flat = cotangent.flatten(3).flatten(1, 2)
         else:
@@ -157,8 +156,7 @@ def rotated_sum_sq(structure: Structure, first: Sequence[Any]) -> Tensor:
         return torch.empty_like(left if is_skipped(left) else right)
     if isinstance(structure, Dense):
         return sum_of_squares(_rotated(flat_rows(structure), left).flatten(0, 1))
-    cotangent = structure.cotangent
-    assert cotangent is not None
+    cotangent = cotangent_of(structure)
     if isinstance(structure, Lookup):
         rotated = _rotated(cotangent, left)
         if right.dim() == 1:

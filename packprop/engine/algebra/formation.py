@@ -23,17 +23,15 @@ from packprop.engine.algebra.statistics import (
     sq_norm,
     sum_sq,
     summed_grad,
-    total_grad,
-)
-from packprop.engine.algebra.structures import entry_order_of
-from packprop.engine.algebra.tokens import (
     token_along,
     token_batch_sq,
     token_grads,
     token_moments,
     token_sq_norm,
     token_sum_sq,
+    total_grad,
 )
+from packprop.engine.algebra.structures import entry_order_of
 from packprop.engine.tensors.device import device_kind
 from packprop.engine.tensors.precision import accumulation_dtype, wider_dtype
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from packprop.engine.algebra.algorithms import forced_algorithm
+from packprop.engine.algebra.choices import forced_algorithm
 from packprop.engine.tensors.device import device_kind
 from packprop.engine.tensors.traced import is_traced
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from packprop.engine.algebra.cells import FAST_CELLS
-from packprop.engine.algebra.kernels import square_norms, sum_of_squares
+from packprop.engine.algebra.kernels import square_norms, sum_of_squares, summed_products
 from packprop.engine.algebra.monoid import Moments
 from packprop.engine.algebra.order import EntryOrder
-from packprop.engine.algebra.quadratic import diagonal_batch, diagonal_sum, product_batch_sum, product_sum
 from packprop.engine.algebra.structures import (
+    ByToken,
     Dense,
     Diagonal,
     Lookup,
@@ -27,8 +27,61 @@ from packprop.engine.algebra.structures import (
     Quadratic,
     Structure,
     Tied,
+    cotangent_of,
     rows,
 )
+
+
+def product_sum(structure: Product) -> Tensor:
+    """Sum products of rows over columns and samples ``[*p]``."""
+    outer, cotangents = structure.left, _cotangent_products(structure)
+    if cotangents is None or not isinstance(outer, Outer):
+        return _row_product_sum(structure)
+    return outer.fold(summed_products(cotangents, outer.x.squeeze(1).square()))
+
+
+def product_batch_sum(structure: Product) -> Tensor:
+    """Sum products of rows over columns ``[n, *p]``."""
+    outer, cotangents = structure.left, _cotangent_products(structure)
+    if cotangents is None or not isinstance(outer, Outer):
+        return structure.products.sum(0)
+    return outer.fold(cotangents[..., None] * outer.x[:, 0, :, None, :].square())
+
+
+def diagonal_sum(structure: Diagonal) -> Tensor:
+    """Sum diagonals over samples ``[*p]``; an affine use need not form those of single samples."""
+    source = structure.source
+    if isinstance(source, Outer) and source.cotangent is not None:
+        return source.fold(torch.einsum("vnsgo,nsgi->goi", source.cotangent, source.x))
+    return rows(source).sum((0, 1))
+
+
+def diagonal_batch(structure: Diagonal) -> Tensor:
+    """Return the diagonal of each sample ``[n, *p]``."""
+    return rows(structure.source)[0]
+
+
+def _row_product_sum(structure: Product) -> Tensor:
+    """Compute ``product_sum`` from the rows themselves."""
+    left, weights = rows(structure.left), structure.weights
+    if weights is None or structure.right is not None:
+        return structure.products.sum((0, 1))
+    squares = left.square().reshape(weights.numel(), -1)  # one matrix product weights and adds them
+    return (weights.reshape(1, -1) @ squares).reshape(left.shape[2:])
+
+
+def _cotangent_products(structure: Product) -> Tensor | None:
+    """Sum products of cotangents over columns ``[n, g, o]``; return ``None`` if positions are shared."""
+    left, right = structure.left, structure.left if structure.right is None else structure.right
+    if not isinstance(left, Outer) or not isinstance(right, Outer):
+        return None
+    if cotangent_of(left).shape[2] != 1:
+        return None
+    products = cotangent_of(left)[:, :, 0] * cotangent_of(right)[:, :, 0]
+    if structure.weights is None:
+        return products.sum(0)
+    return torch.einsum("vngo,vn->ngo", products, structure.weights)
+
 
 Statistic = Callable[..., Any]
 
@@ -162,3 +215,58 @@ def _fast(statistic: str, structure: Structure) -> Any:
     """Return the value of the fast cell, if there is one for the structure and it applies; else ``None``."""
     cell = FAST_CELLS.get(statistic, {}).get(type(structure))
     return None if cell is None else cell(structure)
+
+
+def token_grads(structure: ByToken) -> Tensor:
+    """Return gradients of single tokens, one column each, ``[t, n, *p]``."""
+    return rows(structure.source)
+
+
+def token_sum_sq(structure: ByToken) -> Tensor:
+    """Sum squares of gradients of tokens over columns, tokens and samples ``[*p]``."""
+    return sum_sq(structure.source)
+
+
+def token_moments(structure: ByToken) -> Moments:
+    """Return number, mean and summed squared deviation of the gradients of tokens that count, one column each.
+
+    The others have rows of zeros, which add nothing to the mean.
+    """
+    gradients = rows(structure.source).flatten(0, 1)
+    counts = structure.counted.to(gradients.dtype)
+    number = counts.sum()
+    mean = gradients.sum(0) / number.clamp(min=1)
+    deviations = (gradients - mean) * counts.reshape(-1, *[1] * mean.dim())
+    return Moments(number, mean, deviations.square().sum(0))
+
+
+def token_along(structure: ByToken, directions: Mapping[str, Tensor], name: str, shape: object) -> Tensor:
+    """Return inner products of gradients of tokens, one column each, with several directions ``[t, n, q]``.
+
+    Args:
+        structure: Structure of the parameter.
+        directions: The directions ``[q, *p]`` by name of the parameter.
+        name: Name of the parameter.
+        shape: Its shape, which the directions have already.
+    """
+    products = torch.stack([along(structure.folded, [each]) for each in directions[name]], -1)
+    by_token: Tensor = products.unflatten(0, (structure.tokens, -1))
+    return by_token
+
+
+def _by_token(statistic: Statistic) -> Callable[[ByToken], Tensor]:
+    """Turn a statistic ``[n, ...]`` of the samples into one of their tokens ``[t, n, ...]``."""
+
+    def of_tokens(structure: ByToken) -> Tensor:
+        value: Tensor = statistic(structure.folded)
+        by_token: Tensor = value.unflatten(0, (structure.tokens, -1))
+        return by_token
+
+    return of_tokens
+
+
+token_sq_norm = _by_token(sq_norm)
+"""Squared norms of gradients of tokens, summed over columns, ``[t, n]``."""
+
+token_batch_sq = _by_token(batch_sq)
+"""Squares of gradients of tokens, summed over columns, ``[t, n, *p]``."""

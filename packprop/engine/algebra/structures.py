@@ -6,7 +6,8 @@ A structure holds the tensors of some samples and some columns of a seed, in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -71,8 +72,7 @@ class Outer:
     @cached_property
     def extents(self) -> Extents:
         """The sizes that choose algorithms."""
-        cotangent = self.cotangent
-        assert cotangent is not None
+        cotangent = cotangent_of(self)
         _, positions, groups, fan_in = self.shape
         fans = groups, fan_in, cotangent.shape[4], 0 if self.direct is None else self.channels
         return Extents(positions, *fans, cotangent.dtype, device_kind(cotangent), self.held)
@@ -118,9 +118,9 @@ class Outer:
     @cached_property
     def matrices(self) -> tuple[Tensor, Tensor]:
         """Cotangents ``[n*g, v*o, s]`` and inputs ``[n*g, i, s]``."""
-        assert self.cotangent is not None
-        columns, samples, positions, groups, fan_out = self.cotangent.shape
-        left = self.cotangent.permute(1, 3, 0, 4, 2).reshape(samples * groups, columns * fan_out, positions)
+        cotangent = cotangent_of(self)
+        columns, samples, positions, groups, fan_out = cotangent.shape
+        left = cotangent.permute(1, 3, 0, 4, 2).reshape(samples * groups, columns * fan_out, positions)
         return left, self.x.permute(0, 2, 3, 1).reshape(samples * groups, self.shape[3], positions)
 
 
@@ -182,6 +182,12 @@ class Tied(Dense):
 
     def __init__(self, parts: tuple[Outer, Lookup]) -> None:
         object.__setattr__(self, "parts", parts)
+
+    @classmethod
+    def of(cls, parts: Iterable[Any]) -> Tied:
+        """Make the structure of an ``Outer`` and a ``Lookup``."""
+        outer, lookup = parts
+        return cls((outer, lookup))
 
     @property
     def formed(self) -> bool:
@@ -270,6 +276,12 @@ def rows(structure: Structure) -> Tensor:
     return gradients
 
 
+def cotangent_of(structure: Outer | Lookup) -> Tensor:
+    """Return the cotangent of a structure that was not built for its inputs alone."""
+    assert structure.cotangent is not None, "this structure was built without a cotangent"
+    return structure.cotangent
+
+
 def fold_matrix(structure: Outer, matrix: Tensor) -> Tensor:
     """Map ``[o, i]`` to ``[*p]``: a matrix for a parameter without groups."""
     return structure.fold(matrix.unsqueeze(-3))
@@ -284,10 +296,10 @@ def entry_order_of(structure: Structure) -> EntryOrder | None:
     """Return the order of entries ``[g, o, i]``; ``None`` if no input multiplies the parameter."""
     if isinstance(structure, Dense):
         return None
-    assert structure.cotangent is not None
+    fans = cotangent_of(structure).shape[3:]
     if isinstance(structure, Lookup):
-        return EntryOrder(fold_table, (1, structure.cotangent.shape[3], structure.entries))
-    return EntryOrder(structure.fold, (*structure.cotangent.shape[3:], structure.shape[3]))
+        return EntryOrder(fold_table, (1, *fans, structure.entries))
+    return EntryOrder(structure.fold, (*fans, structure.shape[3]))
 
 
 def with_squares(structure: Structure) -> Structure | None:
@@ -304,28 +316,17 @@ def with_squares(structure: Structure) -> Structure | None:
 def tokens_as_samples(structure: Structure, tokens: int) -> Structure:
     """Turn a structure of ``t * k`` columns and n samples into one of ``k`` columns and ``t * n`` samples."""
 
-    def cotangent_of(part: Outer | Lookup) -> Tensor:
-        assert part.cotangent is not None
-        return _tokens_to_samples(part.cotangent, tokens)
-
     def repeated(inputs: Tensor) -> Tensor:
         return inputs.expand(tokens, *inputs.shape).flatten(0, 1)
 
-    if isinstance(structure, Outer):
+    if isinstance(structure, Tied):
+        return Tied.of(tokens_as_samples(part, tokens) for part in structure.parts)
+    changed = with_cotangent(structure, functools.partial(_tokens_to_samples, tokens=tokens))
+    if isinstance(structure, Outer) and isinstance(changed, Outer):
         samples, *rest = structure.shape
         given = LazyTensor([tokens * samples, *rest], lambda: repeated(structure.x))
-        cotangent = cotangent_of(structure)
-        return replace(
-            structure, given=given, cotangent=cotangent, moment=None, direct=None, inner=None, out=None
-        )
-    if isinstance(structure, Lookup):
-        return replace(structure, index=repeated(structure.index), cotangent=cotangent_of(structure))
-    if isinstance(structure, Tied):
-        outer, lookup = (tokens_as_samples(part, tokens) for part in structure.parts)
-        assert isinstance(outer, Outer)
-        assert isinstance(lookup, Lookup)
-        return Tied((outer, lookup))
-    return Dense(_tokens_to_samples(rows(structure), tokens))
+        return replace(changed, given=given, moment=None)
+    return replace(changed, index=repeated(changed.index)) if isinstance(changed, Lookup) else changed
 
 
 def _tokens_to_samples(columns: Tensor, tokens: int) -> Tensor:
@@ -342,3 +343,22 @@ def filled_up(structure: Structure) -> Structure:
     if isinstance(structure, Outer):
         return replace(structure, is_filled_up=True)
     return Dense(structure.rows) if isinstance(structure, Lookup) else structure
+
+
+def with_factors(structure: Structure, factors: Tensor) -> Structure:
+    """Return the same structure, with the gradient of each sample multiplied by a factor ``[n]``."""
+    return with_cotangent(
+        structure, lambda values: values * factors.to(values.dtype).reshape(-1, *[1] * (values.dim() - 2))
+    )
+
+
+def with_cotangent(structure: Structure, change: Callable[[Tensor], Tensor]) -> Structure:
+    """Return the same structure with another cotangent, or other rows where there is none."""
+    if isinstance(structure, Tied):
+        return Tied.of(with_cotangent(part, change) for part in structure.parts)
+    if isinstance(structure, Dense):
+        return Dense(change(rows(structure)))
+    changed = change(cotangent_of(structure))
+    if isinstance(structure, Lookup):
+        return replace(structure, cotangent=changed)
+    return replace(structure, cotangent=changed, direct=None, inner=None, out=None)

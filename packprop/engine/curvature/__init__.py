@@ -1,6 +1,7 @@
 """Second derivatives: their seed vectors, the routes to compute them, and products with them."""
 
 from packprop.engine.curvature.columns import Columns
+from packprop.engine.curvature.generic_loss import sample_losses
 from packprop.engine.curvature.linear import (
     ASKED,
     INSTEAD,
@@ -12,21 +13,20 @@ from packprop.engine.curvature.linear import (
     vjps,
     with_zeros,
 )
-from packprop.engine.curvature.linearity import kind_of_map
-from packprop.engine.curvature.nonlinearities import residuals
-from packprop.engine.curvature.not_finite import faulty_jacobian, faulty_node, warn_unless_finite
+from packprop.engine.curvature.nonlinearities import residuals, shared_rows
 from packprop.engine.curvature.operators import Operator, block_diagonal, chosen_parameters, ggn, hessian
 from packprop.engine.curvature.products import Matrix, ggnvp, graph_product, hessian_product, shown, vjp
-from packprop.engine.curvature.routes import Routes, choose_routes
-from packprop.engine.curvature.sample_losses import sample_losses
+from packprop.engine.curvature.routes import Routes, choose_routes, kind_of_map
 from packprop.engine.curvature.second_order import (
     differentiating_twice,
     factors_on_losses,
+    faulty_jacobian,
+    faulty_node,
     require_passable,
     require_second_derivatives,
+    warn_unless_finite,
 )
 from packprop.engine.curvature.seeds import columns
-from packprop.engine.curvature.shared_rows import shared_rows
 from packprop.engine.curvature.snapshots import snapshots_of
 from packprop.engine.curvature.solving import Solution, indefinite, require_tolerance, solve, warn_of_residuals
 from packprop.engine.curvature.spectra import (

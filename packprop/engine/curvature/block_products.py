@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from packprop.engine.curvature.matrices import CurvatureProduct, GaussNewton, Hessian
-from packprop.engine.curvature.needed import read_by_products
 from packprop.engine.curvature.nonlinearities import residuals
+from packprop.engine.curvature.products import CurvatureProduct, GaussNewton, Hessian
 from packprop.engine.curvature.routes import Routes, choose_routes
 from packprop.engine.curvature.second_order import named
 from packprop.engine.curvature.seeds import loss_hessians
-from packprop.engine.curvature.snapshots import Snapshot, snapshots_of, were_changed
+from packprop.engine.curvature.snapshots import Snapshot, read_by_products, snapshots_of, were_changed
 from packprop.engine.graph.graph import Graph
 from packprop.engine.tensors.precision import at_least, result_dtype
 from packprop.errors import BadInput, PackpropError

@@ -1,8 +1,9 @@
-"""Losses differentiated by autograd: their factors, roots of their Hessians, products with their Hessians."""
+"""Losses called again, and differentiated by autograd: factors, Hessians, losses of single samples."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,17 +11,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from packprop.engine.functions.losses.description import INPUT_NAMES, Root, input_of
+from packprop.engine.functions.losses.description import INPUT_NAMES, Root, describe, input_of, without_classes
 from packprop.engine.functions.losses.roots import matrix_root
 from packprop.engine.functions.nodes import is_once_differentiable
 from packprop.engine.graph.graph import Graph, ReachedLoss
 from packprop.engine.graph.pull import derivatives
 from packprop.engine.graph.search import nodes_above
+from packprop.engine.recording.switch import disable
 from packprop.engine.tensors.dry import has_fault
 from packprop.engine.tensors.layout import Layout
 from packprop.engine.tensors.nesting import map_tensors
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.engine.tensors.repeated import one_by_one
+from packprop.engine.tensors.state import version
 from packprop.errors import PackpropError
 
 
@@ -207,3 +210,51 @@ def _require_separate(product: Callable[[Tensor], Tensor], front: Tensor) -> Non
             "its Hessian couples the outputs of different samples",
             "use a loss that is a sum or mean of one term for each sample",
         )
+
+
+ASKED = "Losses of single samples were asked for."
+
+
+def sample_losses(graph: Graph) -> Tensor:
+    """Return the terms of the loss, summed for each sample: ``[n]``, in at least float32.
+
+    The terms include the weights of classes and terms, and the factor on the loss, but no divisor of a mean.
+
+    Raises:
+        PackpropError: If there is not exactly one recorded loss, its input was changed, or it does not return
+            its terms.
+    """
+    if len(graph.losses) != 1:
+        raise PackpropError(
+            ASKED,
+            f"a loss made of {len(graph.losses)} recorded loss functions",
+            "which terms belong to a sample is known of one alone",
+            "use one loss function of torch",
+        )
+    loss = graph.losses[0]
+    call, name = loss.call, getattr(loss.call.function, "__name__", str(loss.call.function))
+    if version(call.input) != call.version:
+        raise PackpropError(
+            ASKED,
+            f"the input of {name}, of shape {list(call.shape)}",
+            "it was changed in place after the loss was computed",
+            "clone it before changing it",
+        )
+    rule = describe(call.function, call.args, call.kwargs)
+    layout, shape = without_classes(loss.layout, call.shape, rule.class_axis)
+    factor = linear_factor(graph, loss, ASKED)
+    terms: Tensor | None = None
+    given = inspect.signature(call.function).bind(*call.args, **call.kwargs)
+    if "reduction" in inspect.signature(call.function).parameters:
+        given.arguments["reduction"] = "none"
+        with torch.no_grad(), disable():
+            terms = call.function(*given.args, **given.kwargs)
+    if terms is None or terms.shape != shape:
+        raise PackpropError(
+            ASKED,
+            f"the loss {name}",
+            "it does not return a term for each sample and position with reduction='none'",
+            "use a loss function of torch that does, or store losses by hand: StoreWriter.write(loss=...)",
+        )
+    front = layout.to_front(terms.to(accumulation_dtype(terms.dtype)))
+    return front.reshape(len(front), -1).sum(1) * factor

@@ -26,20 +26,127 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from packprop.engine.curvature.coupling import couples_samples
-from packprop.engine.curvature.dependence import bits_of, dependence
-from packprop.engine.curvature.linearity import Nonlinearity, NonlinearNodes, nonlinear_nodes
-from packprop.engine.functions.nodes import is_wrong_in_third_order
+from packprop.engine.curvature.dependence import bits_of, dependence, upstream_bits, upstream_first
+from packprop.engine.functions.node_calls import has_complex_numbers
+from packprop.engine.functions.nodes import (
+    ENTRYWISE,
+    RESHAPES,
+    Kind,
+    is_wrong_in_third_order,
+    kind_of,
+    made_by,
+    name_of_node,
+)
 from packprop.engine.graph.graph import Graph, ReachedUse
-from packprop.engine.samples.separation import Place
+from packprop.engine.samples.separation import Place, places_at
 from packprop.engine.tensors.traced import decided
 from packprop.errors import PackpropError
+
+
+@dataclass(frozen=True)
+class Nonlinearity:
+    """An elementwise nonlinearity between a loss and some uses.
+
+    Args:
+        node: Its node.
+        input: The edge of its input.
+        upstream: Bits of the uses that its input depends on.
+    """
+
+    node: Node
+    input: GradientEdge
+    upstream: int
+
+
+@dataclass
+class NonlinearNodes:
+    """The nodes between the losses and the uses that are not linear.
+
+    Args:
+        elementwise: Elementwise nonlinearities.
+        places: Their inputs, with the places of samples in them.
+        products: Products, each by the bits of its factors. A product is linear for a leaf if only one of its
+            factors depends on the leaf's uses.
+        unknown: Bits of the uses upstream of nodes of any other kind.
+    """
+
+    elementwise: list[Nonlinearity] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    products: set[tuple[int, ...]] = field(default_factory=set)
+    unknown: int = 0
+
+    def allow_sweep(self, bits: int) -> bool:
+        """Tell whether uses, given as bits, have only linear and elementwise nodes downstream."""
+        if bits & self.unknown:
+            return False
+        return not any(sum(bool(bits & factor) for factor in factors) > 1 for factors in self.products)
+
+
+def nonlinear_nodes(graph: Graph, masks: dict[Node, int]) -> NonlinearNodes:
+    """Find the nodes between the losses and the uses that are not linear.
+
+    Args:
+        graph: The graph, with its samples located.
+        masks: The uses upstream of each node, as bits.
+    """
+    nodes = NonlinearNodes()
+    for node in upstream_first([loss.entrance.edge.node for loss in graph.losses]):
+        _classify(node, masks, nodes)
+    while nodes.elementwise:
+        places = places_at(graph, [each.input for each in nodes.elementwise])
+        if isinstance(places, list):
+            nodes.places = places
+            break
+        nodes.unknown |= nodes.elementwise.pop(places).upstream  # its layout was not found
+    return nodes
+
+
+def kind_of_map(node: Node, place: int) -> Kind | Literal["complex", "reshape", "piecewise"]:
+    """Return the kind of a node in one of its inputs, and tell three kinds apart from the others.
+
+    A ``"complex"`` node has complex numbers. A ``"reshape"`` keeps all entries in order, and a ``"piecewise"``
+    linear function takes each entry by itself.
+    """
+    if has_complex_numbers(node):
+        return "complex"
+    name, kind = name_of_node(node), kind_of(node, [place])
+    if name in RESHAPES:
+        return "reshape"
+    return "piecewise" if kind == "linear" and name in ENTRYWISE else kind
+
+
+def _classify(node: Node, masks: dict[Node, int], nodes: NonlinearNodes) -> None:
+    """Add a node to those of its kind, unless it is linear."""
+    edges = node.next_functions
+    factors = [
+        (place, masks[above]) for place, (above, _) in enumerate(edges) if above is not None and masks[above]
+    ]
+    if not factors:
+        return
+    places = [place for place, _ in factors]
+    upstream = functools.reduce(int.__or__, (mask for _, mask in factors))
+    complex_numbers = has_complex_numbers(node)
+    kind = kind_of(node, places, complex_numbers)
+    if kind == "elementwise":
+        source, output = edges[places[0]]
+        assert source is not None
+        if made_by(source)[output].shape == made_by(node)[0].shape:
+            nodes.elementwise.append(Nonlinearity(node, GradientEdge(source, output), upstream))
+            return
+    if kind == "linear":
+        return
+    if len(places) > 1 and all(kind_of(node, [place], complex_numbers) == "linear" for place in places):
+        nodes.products.add(tuple(mask for _, mask in factors))
+    else:
+        nodes.unknown |= upstream
+
 
 Route = Literal["swept", "output", "parameter"]
 
@@ -160,3 +267,32 @@ def _is_affine(leaf: Tensor, uses: Sequence[ReachedUse], bits: int, masks: dict[
     if not all(site.direct and site.entry.linear for site in sites):
         return False
     return not any(masks.get(edge.node, -1) & bits for use in uses for edge in use.edges)
+
+
+def swept_uses(graph: Graph, routes: Routes) -> list[ReachedUse]:
+    """Copy the uses of swept leaves, with these leaves alone."""
+    swept = {id(leaf) for leaf in routes.swept}
+    copies = []
+    for use in graph.uses:
+        sites = [site for site in use.sites if id(site.leaf) in swept]
+        if sites:
+            copy = replace(use, sites=sites)
+            routes.bits[copy] = routes.bits[use]
+            copies.append(copy)
+    return with_own_ends(copies, routes)
+
+
+def with_own_ends(uses: Sequence[ReachedUse], routes: Routes) -> list[ReachedUse]:
+    """Copy uses for a sweep that ends at those without another one of them upstream."""
+    copies = []
+    for use in uses:
+        copy = replace(use, is_end=False)
+        routes.bits[copy] = routes.bits[use]
+        copies.append(copy)
+    masks = upstream_bits(
+        [node for use in copies for node, _ in use.nodes.values()], {use: routes.bits[use] for use in copies}
+    )
+    for use in copies:
+        above = [above for node, _ in use.nodes.values() for above, _ in node.next_functions]
+        use.is_end = not any(masks[node] for node in above if node is not None)
+    return copies

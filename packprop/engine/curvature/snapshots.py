@@ -1,4 +1,4 @@
-"""Snapshots of tensors, which show whether they changed after a computation."""
+"""Snapshots of tensors, which show whether they changed after a computation, and what a product reads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
+from packprop.engine.curvature.dependence import upstream_first
+from packprop.engine.functions.nodes import CONVOLUTIONS, NORMALISATIONS, PRODUCTS, name_of_node
+from packprop.engine.functions.operands import WITH_SUMMAND, saved_tensors
+from packprop.engine.functions.saved import keeps_elsewhere
+from packprop.engine.graph.graph import Graph
 from packprop.engine.tensors.dry import has_fault, is_dry_run
 from packprop.engine.tensors.state import version
 
@@ -57,3 +64,78 @@ def snapshots_of(tensors: Iterable[Tensor]) -> list[Snapshot]:
 def were_changed(snapshots: Sequence[Snapshot]) -> bool:
     """Tell whether one of the tensors has changed, as far as its snapshot shows."""
     return any(snapshot.is_outdated for snapshot in snapshots)
+
+
+AFFINE = NORMALISATIONS | {"NativeLayerNorm", "NativeGroupNorm"}
+"""Functions whose derivatives in scale and shift (all inputs but the first) do not read scale and shift."""
+
+
+def read_by_products(graph: Graph, leaves: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return for each leaf the leaves that the product with its block reads, whose change makes it wrong.
+
+    A product differentiates the nodes between its parameter and the roots, and reads the tensors that these
+    nodes saved, such as the weights downstream. You may change its own weight, and weights upstream.
+    """
+    everything = [list(leaves) for _ in leaves]
+    bits = {id(leaf): 1 << place for place, leaf in enumerate(leaves)}
+    in_storage: dict[int, list[Tensor]] = {}
+    for leaf in leaves:
+        if not leaf.is_sparse:
+            in_storage.setdefault(leaf.untyped_storage().data_ptr(), []).append(leaf)
+    masks: dict[Node, int] = {}
+    readers = {id(leaf): 0 for leaf in leaves}
+    for node in upstream_first([root.grad_fn for root in graph.roots if root.grad_fn is not None]):
+        variable = getattr(node, "variable", None)
+        slots = [0 if above is None else masks[above] for above, _ in node.next_functions]
+        masks[node] = bits.get(id(variable), 0)
+        for slot in slots:
+            masks[node] |= slot
+        if not masks[node] or variable is not None:
+            continue
+        if isinstance(node, BackwardCFunction) or "Backward" not in node.name():  # it may hold anything
+            return everything
+        if keeps_elsewhere(node):  # a recomputation reads all parameters again
+            return everything
+        for saved in saved_tensors(node):
+            if saved.layout != leaves[0].layout:
+                continue
+            for leaf in in_storage.get(saved.untyped_storage().data_ptr(), ()):
+                if _overlap(leaf, saved):
+                    readers[id(leaf)] |= _readers(name_of_node(node), slots, bits[id(leaf)])
+    return [[each for each in leaves if readers[id(each)] & bits[id(leaf)]] for leaf in leaves]
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors in one storage lie in the same part of it."""
+    (start, stop), (begin, end) = map(_extent, (one, other))
+    return start < end and begin < stop
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the places of a tensor's first entry, and behind its last one, in its storage."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset())
+    return start, start + (1 + last) * bool(tensor.numel())
+
+
+def _readers(name: str, slots: Sequence[int], own: int) -> int:
+    """Return the leaves, as bits, whose products read a leaf that a node has saved.
+
+    The derivative of a product in one operand reads the other operand. That in a summand reads neither.
+
+    Args:
+        name: Name of the node.
+        slots: The leaves that each of its inputs depends on, as bits.
+        own: The bit of the leaf that it has saved.
+    """
+    read = slots
+    if name in AFFINE:
+        read = slots[:1]
+    elif name in PRODUCTS and sum(bool(slot & own) for slot in slots) == 1:
+        first, last = name in WITH_SUMMAND or name == "Addcmul", name in CONVOLUTIONS or name == "Linear"
+        summand = 0 if first else 2 if last else None  # it comes before the two operands, or after them
+        read = [slot for place, slot in enumerate(slots) if place != summand and not slot & own]
+    found = 0
+    for slot in read:
+        found |= slot
+    return found

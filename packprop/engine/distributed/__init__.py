@@ -2,8 +2,8 @@
 
 from packprop.engine.distributed.joint import JointPass
 from packprop.engine.distributed.merging import exchanged, merge_over_ranks, merged_in_turn
-from packprop.engine.distributed.ranks import AllRanks, ranks_of
-from packprop.engine.distributed.sharded import require_sharded, swept
+from packprop.engine.distributed.residence import require_sharded, swept
+from packprop.engine.distributed.statement import AllRanks, ranks_of
 
 __all__ = [
     "AllRanks",

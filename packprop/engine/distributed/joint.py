@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from packprop.engine.algebra.monoid import SINGLE, lift, nothing_like, rescale
-from packprop.engine.distributed.arriving import RefusedElsewhere, require_well
-from packprop.engine.distributed.merging import merge_over_ranks
-from packprop.engine.distributed.ranks import ASKED, AllRanks
+from packprop.engine.distributed.merging import RefusedElsewhere, merge_over_ranks, require_well
 from packprop.engine.distributed.statement import (
+    ASKED,
+    AllRanks,
     Statement,
     agreed,
     described,

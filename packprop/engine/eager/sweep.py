@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.engine.eager.choices import ASKED, Keep, bad, byte_count
-from packprop.engine.eager.keeping import choose_keep, to_keep
+from packprop.engine.eager.choices import ASKED, Keep, bad, byte_count, choose_keep, to_keep
 from packprop.engine.eager.pieces import (
     Job,
     devices_of,

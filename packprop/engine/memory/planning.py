@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from packprop.engine.algebra.algorithms import CHOICES, forced_algorithm
+from packprop.engine.algebra.choices import CHOICES, forced_algorithm
 from packprop.engine.graph.graph import Graph
 from packprop.engine.memory.bytes import keep_freed_pages
-from packprop.engine.memory.dry_run import DryRun
+from packprop.engine.memory.dry_run import DryRun, Forward, PlannedStep, copy_without_data
 from packprop.engine.memory.mesh import mesh_of, require_not_sharded_yet
 from packprop.engine.memory.plan import (
     ASKED,
@@ -24,7 +24,6 @@ from packprop.engine.memory.plan import (
     options_of,
 )
 from packprop.engine.memory.search import budget_of, choose_plan
-from packprop.engine.memory.step import Forward, PlannedStep, copy_without_data
 from packprop.engine.passes.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.recording.marks import LOSS, marks_of
 from packprop.engine.recording.recorder import mark_loss

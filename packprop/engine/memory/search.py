@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from packprop.engine.memory.bytes import byte_count, byte_text, enough_text
-from packprop.engine.memory.dry_run import DryRun
+from packprop.engine.memory.dry_run import DryRun, PlannedStep
 from packprop.engine.memory.plan import BudgetTooSmall, Plan
-from packprop.engine.memory.step import PlannedStep
 from packprop.engine.passes.chunks import ChunkSizes, default_chunk_sizes
 from packprop.errors import BadInput, PackpropError
 

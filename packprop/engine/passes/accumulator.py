@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packprop.engine.algebra.monoid import ONE, Extent
 from packprop.engine.algebra.one_by_one import evaluate_together
 from packprop.engine.algebra.order import fold_to
-from packprop.engine.algebra.partial import ONE, Extent
 from packprop.engine.algebra.statistics import Statistic, per_sample_grad
 from packprop.engine.algebra.structures import Dense, Outer, Statistical
 from packprop.engine.functions.entry import Samples

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.algebra.choices import norms_by_products
-from packprop.engine.algebra.monoid import CAT
-from packprop.engine.algebra.partial import ONE
+from packprop.engine.algebra.monoid import CAT, ONE
 from packprop.engine.algebra.statistics import per_sample_grad, sq_norm
 from packprop.engine.graph.graph import ReachedUse
 from packprop.engine.graph.site import Site

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from packprop.engine.algebra.formation import OF_ROWS
-from packprop.engine.algebra.partial import ONE, Extent
+from packprop.engine.algebra.monoid import ONE, Extent
 from packprop.engine.graph.graph import ReachedUse
 from packprop.engine.passes.accumulator import Accumulator
 from packprop.engine.passes.contributions import Build, Contribution, joint_structure, unreached

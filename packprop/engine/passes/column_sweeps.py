@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from packprop.engine.algebra.partial import Extent
+from packprop.engine.algebra.monoid import Extent
 from packprop.engine.curvature.columns import Columns
-from packprop.engine.curvature.output_diagonals import OutputDiagonals
+from packprop.engine.curvature.nonlinearities import OutputDiagonals
 from packprop.engine.graph.graph import ReachedUse
 from packprop.engine.graph.sweep import SweepOptions, sweep
 from packprop.engine.passes.accumulator import Accumulator

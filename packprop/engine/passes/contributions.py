@@ -9,7 +9,6 @@ from torch import Tensor
 
 from packprop.engine.algebra.choices import Extents
 from packprop.engine.algebra.joining import join
-from packprop.engine.algebra.scaling import with_factors
 from packprop.engine.algebra.structures import (
     ByToken,
     Diagonal,
@@ -17,6 +16,7 @@ from packprop.engine.algebra.structures import (
     Product,
     Statistical,
     Structure,
+    with_factors,
 )
 from packprop.engine.functions.building import select_samples
 from packprop.engine.functions.entry import Samples

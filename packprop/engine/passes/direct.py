@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packprop.engine.algebra.monoid import ONE, Extent, Partial, whole
 from packprop.engine.algebra.one_by_one import evaluate_together
 from packprop.engine.algebra.order import fold_to
-from packprop.engine.algebra.partial import ONE, Extent, Partial, whole
 from packprop.engine.algebra.statistics import per_sample_grad, summed_grad
 from packprop.engine.algebra.structures import Dense, Outer, Statistical, Structure
 from packprop.engine.graph.graph import ReachedUse

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.graph.graph import Graph
-from packprop.engine.tensors.finite import all_finite, extremes
+from packprop.engine.tensors.dry import all_finite, extremes
 from packprop.errors import PackpropWarning
 
 

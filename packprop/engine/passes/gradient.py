@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.algebra.formation import forms_rows
-from packprop.engine.curvature.terms import term_gradients
+from packprop.engine.curvature.double_backward import term_gradients
 from packprop.engine.graph.graph import ReachedUse
 from packprop.engine.graph.hooks import refusing_changed_sums
 from packprop.engine.graph.restriction import split_leaves

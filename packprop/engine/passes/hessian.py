@@ -7,17 +7,19 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from packprop.engine.algebra.partial import ONE
+from packprop.engine.algebra.monoid import ONE
 from packprop.engine.algebra.structures import Dense, Diagonal
 from packprop.engine.curvature.columns import Columns
-from packprop.engine.curvature.double_backward import estimated_diagonals, hessian_columns, parameter_diagonals
-from packprop.engine.curvature.nonlinearities import nonlinearity_terms
-from packprop.engine.curvature.not_finite import cause_in
-from packprop.engine.curvature.output_diagonals import OutputDiagonals
-from packprop.engine.curvature.routes import Routes, choose_routes
+from packprop.engine.curvature.double_backward import (
+    estimated_diagonals,
+    hessian_columns,
+    parameter_diagonals,
+    term_diagonals,
+)
+from packprop.engine.curvature.nonlinearities import OutputDiagonals, nonlinearity_terms
+from packprop.engine.curvature.routes import Routes, choose_routes, swept_uses
+from packprop.engine.curvature.second_order import cause_in
 from packprop.engine.curvature.seeds import columns
-from packprop.engine.curvature.swept_uses import swept_uses
-from packprop.engine.curvature.terms import term_diagonals
 from packprop.engine.graph.graph import Graph, ReachedUse
 from packprop.engine.passes.accumulator import Accumulator
 from packprop.engine.passes.column_sweeps import ColumnSweeps

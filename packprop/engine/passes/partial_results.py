@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from packprop.engine.algebra.factors import LARGEST_FACTOR
-from packprop.engine.algebra.partial import Partial
+from packprop.engine.algebra.monoid import Partial
 from packprop.engine.graph.graph import Graph
 from packprop.engine.passes.request import Task
 from packprop.engine.tensors.long_work import doing

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packprop.engine.algebra.algorithms import choose_algorithm
+from packprop.engine.algebra.choices import choose_algorithm
 from packprop.engine.algebra.kernels import grouped_gradients, second_moment
 from packprop.engine.algebra.order import Fold, fold_swapped, fold_to
 from packprop.engine.algebra.patches import patch_moment, patches, shift_moment, transposed_patches

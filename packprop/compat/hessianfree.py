@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from packprop.engine.curvature import (
     ASKED,
     INSTEAD,
-    differentiable_gradients,
+    Hessian,
     differentiating_twice,
     faulty_jacobian,
-    faulty_node,
     ggnvp,
     jvps,
     require_passable,
@@ -63,11 +62,11 @@ def hessian_vector_product(
     require_second_derivatives([f], inputs, shown, ASKED)
     with differentiating_twice(WHERE, ASKED, INSTEAD):
         gradient: Sequence[Tensor | None] = [] if grad_params is None else _listed(grad_params)
+        hessian = Hessian([f], [None], inputs)
         if not any(part is not None and part.requires_grad for part in gradient):  # made without a graph
-            gradient = differentiable_gradients(f, inputs)
+            gradient = hessian.gradients
         product = vjps(gradient, inputs, vectors, batched=False, create_graph=not detach)
-        search = functools.partial(faulty_node, [f], [None], inputs, inputs)
-        warn_unless_finite("A product by hessian_vector_product", product, vectors, search)
+        warn_unless_finite("A product by hessian_vector_product", product, vectors, hessian.faulty_node)
     return _result(with_zeros(product, inputs, None), detach)
 
 

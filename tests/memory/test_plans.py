@@ -178,7 +178,7 @@ def test_a_plan_is_good_for_what_it_was_made_for() -> None:
     assert all(hasattr(p, "diag_ggn_exact") for p in model.parameters())
     others: list[tuple[nn.Module, tuple[Tensor, Tensor], Any, str]] = [
         (network(), data(32), asked, r"\[32, .*planned was .*\[64, "),
-        (network(), data(), extensions.BatchGrad(), "BatchGrad; planned were DiagGGNExact"),
+        (network(), data(), extensions.BatchGrad(), "extensions BatchGrad; planned was DiagGGNExact"),
         (nn.Sequential(nn.Flatten(), nn.Linear(128, 6)), data(), asked, "uses of parameters"),
         (network().double(), (data()[0].double(), data()[1]), asked, r"float64; planned was .*float32"),
     ]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from packprop.engine.tensors.precision import wider_dtype
+from packprop.engine.tensors.setting import setting
 from packprop.errors import BadInput
 
 CHOICES = {
@@ -56,11 +57,8 @@ def algorithms(
                 "there is no such algorithm",
                 f"choose from {', '.join(map(repr, CHOICES[kind]))}",
             )
-    token = _FORCED.set((_FORCED.get() or {}) | chosen)
-    try:
+    with setting(_FORCED, (_FORCED.get() or {}) | chosen):
         yield
-    finally:
-        _FORCED.reset(token)
 
 
 def forced_algorithm(kind: str) -> str | None:

@@ -10,8 +10,18 @@ import torch
 from torch import Tensor
 
 from packprop.engine.algebra.kernels import outer_products, second_moment, sum_of_squares
-from packprop.engine.algebra.statistics import flat_rows, sum_sq
-from packprop.engine.algebra.structures import Dense, Lookup, Outer, Structure, cotangent_of
+from packprop.engine.algebra.statistics import (
+    BY_FACTORS,
+    LINEAR,
+    OF_ROWS,
+    Statistic,
+    flat_rows,
+    moments,
+    sum_sq,
+)
+from packprop.engine.algebra.structures import Dense, Lookup, Outer, Structure, cotangent_of, entry_order_of
+from packprop.engine.tensors.device import device_kind
+from packprop.engine.tensors.precision import accumulation_dtype, wider_dtype
 from packprop.errors import OfParameter
 
 Approximation = Literal["mixed", "expand", "reduce"]
@@ -222,3 +232,28 @@ def _too_large(like: Tensor, size: int, otherwise: Otherwise, dtype: torch.dtype
         "give the extension otherwise='diagonal', which keeps the diagonal of such a factor, or "
         "otherwise='skip'; else set requires_grad=False on that parameter, or ask for a diagonal (DiagGGNMC)",
     )
+
+
+FACTORED = (*BY_FACTORS, cotangent_gram, input_gram, input_sum, homogeneous_sum, rotated_sum_sq, entry_order_of)
+"""Statistics that form no per-sample gradients of an affine use without shared positions."""
+
+MATRICES = (cotangent_gram, input_gram)
+"""Statistics that are one matrix of all samples, as large for one of them as for many."""
+
+
+def is_for_real_numbers(statistic: Statistic) -> bool:
+    """Tell whether a statistic of this library multiplies gradients with each other, as real numbers."""
+    plain = getattr(statistic, "func", statistic)
+    return plain in (*OF_ROWS, *FACTORED) and plain not in LINEAR
+
+
+def forms_no_rows(statistic: Statistic, groups: int, like: Tensor) -> bool:
+    """Tell whether a statistic of an affine use without shared positions forms no per-sample gradients.
+
+    Two of those in ``FACTORED`` depend on more: a basis of all output channels mixes the groups of a
+    convolution, and moments need a precision wider than that of sums for a parameter ``like`` this one.
+    """
+    plain = getattr(statistic, "func", statistic)
+    if plain is moments:
+        return wider_dtype(accumulation_dtype(like.dtype), device_kind(like)) is not None
+    return plain in FACTORED and not (plain is rotated_sum_sq and groups > 1)

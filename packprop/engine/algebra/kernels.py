@@ -185,12 +185,11 @@ def grouped_gradients(
         groups: Groups of the convolution itself.
     """
     gradient = (conv1d_weight, conv2d_weight, conv3d_weight)[len(shape) - 3]
-    samples = len(images)
+    samples, options = len(images), ([*stride], [*padding], [*dilation])
     if _is_faster_by_channels_last(cotangent, shape, groups):
-        options: Any = list(stride), list(padding), list(dilation), groups
         images, cotangent = (each.contiguous(memory_format=torch.channels_last) for each in (images, cotangent))
         rows = [
-            gradient(image, shape, own, *options)  # type: ignore[no-untyped-call]  # torch's own
+            gradient(image, shape, own, *options, groups)  # type: ignore[no-untyped-call]  # torch's own
             for image, own in zip(images.split(1), cotangent.split(1), strict=True)
         ]
         return torch.stack(rows)[None]
@@ -198,9 +197,7 @@ def grouped_gradients(
         images.reshape(1, -1, *images.shape[2:]),
         (samples * shape[0], *shape[1:]),
         cotangent.reshape(1, -1, *cotangent.shape[2:]),
-        list(stride),
-        list(padding),
-        list(dilation),
+        *options,
         samples * groups,
     )
     return merged.view(1, samples, *shape)

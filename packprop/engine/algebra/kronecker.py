@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, overload
 
 import torch
@@ -55,12 +55,15 @@ def eigen(block: Block) -> Eigen:
         >>> eigen([torch.eye(2), 3 * torch.eye(1)]).values.tolist()
         [[3.0], [3.0]]
     """
-    if isinstance(block, Eigen):
-        return block
-    _require_factors("eigen", block)
-    pairs = [_decomposed(_widened(factor)) for factor in block]
-    values = pairs[0][0] if len(pairs) == 1 else torch.outer(pairs[0][0], pairs[1][0])
-    return Eigen(values, [vectors for _, vectors in pairs])
+    return block if isinstance(block, Eigen) else _eigen("eigen", block, lambda values: values)
+
+
+def _eigen(asked: str, factors: Factors, settled: Callable[[Tensor], Tensor]) -> Eigen:
+    """Return the eigendecomposition, from eigenvalues of each factor that are ``settled`` before."""
+    _require_factors(asked, factors)
+    pairs = [_decomposed(_widened(factor)) for factor in factors]
+    left, *rest = (settled(values) for values, _ in pairs)
+    return Eigen(torch.outer(left, rest[0]) if rest else left, [vectors for _, vectors in pairs])
 
 
 def eigenvectors(factor: Tensor) -> Tensor:
@@ -189,14 +192,9 @@ def solve(block: Block, vectors: Tensor, damping: float) -> Tensor:
         OfParameter: If the block is singular and is not damped.
     """
     _require_damping("solve", damping)
-    if isinstance(block, Eigen):
-        return _scaled("solve", block, vectors, _reciprocals(block.values, damping))
-    _require_factors("solve", block)
-    pairs = [_decomposed(_widened(factor)) for factor in block]
-    left, *rest = (_without_rounding(values, damping) for values, _ in pairs)
-    values = torch.outer(left, rest[0]) if rest else left
-    decomposed = Eigen(values, [vectors for _, vectors in pairs])
-    return _scaled("solve", decomposed, vectors, _reciprocals(values, damping))
+    if not isinstance(block, Eigen):
+        block = _eigen("solve", block, functools.partial(_without_rounding, damping=damping))
+    return _scaled("solve", block, vectors, _reciprocals(block.values, damping))
 
 
 def trace(block: Block) -> Tensor:

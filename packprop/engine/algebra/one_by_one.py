@@ -10,10 +10,17 @@ import torch
 from torch import Tensor
 
 from packprop.engine.algebra.choices import Extents, convolved_by_groups
-from packprop.engine.algebra.formation import forms_rows
 from packprop.engine.algebra.kernels import norms_of, products_one_by_one, worth_a_call
 from packprop.engine.algebra.monoid import Moments
-from packprop.engine.algebra.statistics import Statistic, moments, per_sample_grad, sq_norm, sum_sq, summed_grad
+from packprop.engine.algebra.statistics import (
+    Statistic,
+    forms_rows,
+    moments,
+    per_sample_grad,
+    sq_norm,
+    sum_sq,
+    summed_grad,
+)
 from packprop.engine.algebra.structures import Outer, Statistical, fold_matrix
 from packprop.engine.tensors.dry import is_dry_run
 

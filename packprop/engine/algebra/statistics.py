@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.algebra.cells import FAST_CELLS
+from packprop.engine.algebra.choices import Extents, norms_by_products
 from packprop.engine.algebra.kernels import square_norms, sum_of_squares, summed_products
 from packprop.engine.algebra.monoid import Moments
 from packprop.engine.algebra.order import EntryOrder
@@ -28,6 +29,7 @@ from packprop.engine.algebra.structures import (
     Structure,
     Tied,
     cotangent_of,
+    entry_order_of,
     rows,
 )
 
@@ -270,3 +272,25 @@ token_sq_norm = _by_token(sq_norm)
 
 token_batch_sq = _by_token(batch_sq)
 """Squares of gradients of tokens, summed over columns, ``[t, n, *p]``."""
+
+
+OF_TOKENS = (token_grads, token_sum_sq, token_batch_sq, token_sq_norm, token_moments, token_along)
+"""Statistics that are functions of the gradients of single tokens."""
+
+BY_FACTORS = (total_grad, along, along_each, sum_sq, batch_sq, sq_norm, moments)
+"""Statistics of ``OF_ROWS`` and of ``FACTORED``."""
+
+OF_ROWS = frozenset({per_sample_grad, summed_grad, gram, *BY_FACTORS, *OF_TOKENS})
+"""Statistics that are functions of per-sample gradients, whatever structure these come from."""
+
+LINEAR = (per_sample_grad, token_grads, summed_grad, total_grad, entry_order_of)
+"""Statistics that multiply no two gradients, so they also exist for complex parameters."""
+
+
+def forms_rows(statistic: Statistic, extents: Extents) -> bool:
+    """Tell whether a statistic of an affine use with shared positions forms per-sample gradients."""
+    if extents.positions == 1:
+        return False
+    if statistic is sq_norm:
+        return not norms_by_products(extents)
+    return statistic in (per_sample_grad, sum_sq, batch_sq, moments, gram)

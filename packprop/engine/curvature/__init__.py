@@ -7,12 +7,12 @@ from packprop.engine.curvature.linear import (
     INSTEAD,
     Product,
     Vectors,
-    differentiable_gradients,
     jvps,
     require_vectors,
     vjps,
     with_zeros,
 )
+from packprop.engine.curvature.matrices import Hessian
 from packprop.engine.curvature.nonlinearities import residuals, shared_rows
 from packprop.engine.curvature.operators import Operator, block_diagonal, chosen_parameters, ggn, hessian
 from packprop.engine.curvature.products import Matrix, ggnvp, graph_product, hessian_product, shown, vjp
@@ -21,7 +21,6 @@ from packprop.engine.curvature.second_order import (
     differentiating_twice,
     factors_on_losses,
     faulty_jacobian,
-    faulty_node,
     require_passable,
     require_second_derivatives,
     warn_unless_finite,
@@ -43,6 +42,7 @@ __all__ = [
     "INSTEAD",
     "Columns",
     "Eigenpairs",
+    "Hessian",
     "Matrix",
     "Operator",
     "Product",
@@ -55,12 +55,10 @@ __all__ = [
     "choose_routes",
     "chosen_parameters",
     "columns",
-    "differentiable_gradients",
     "differentiating_twice",
     "eigenvalues",
     "factors_on_losses",
     "faulty_jacobian",
-    "faulty_node",
     "ggn",
     "ggnvp",
     "graph_product",

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from packprop.engine.curvature.matrices import CurvatureProduct, GaussNewton, Hessian
 from packprop.engine.curvature.nonlinearities import residuals
-from packprop.engine.curvature.products import CurvatureProduct, GaussNewton, Hessian
 from packprop.engine.curvature.routes import Routes, choose_routes
 from packprop.engine.curvature.second_order import named
 from packprop.engine.curvature.seeds import loss_hessians
@@ -82,26 +82,24 @@ class BlockProduct:
                 "give [v, *p] or [*p]",
             )
         if were_changed(self.snapshots):
-            raise PackpropError(
-                "A product with a curvature block was asked for.",
-                f"parameter {self.name!r}",
-                "parameters were changed in place since the backward pass: the block is that of old values",
-                "run a forward and a backward pass with the extension again",
-            )
+            raise self._outdated("parameters were changed in place since the backward pass")
         given = vectors.detach().to(self.leaf.dtype)
         try:
             (product,) = self.product([given[None] if single else given])
         except RuntimeError as error:
             if "inplace operation" not in str(error):
                 raise
-            raise PackpropError(
-                "A product with a curvature block was asked for.",
-                f"parameter {self.name!r}",
-                "inputs or other tensors of the forward pass were changed in place since",
-                "run a forward and a backward pass with the extension again",
-            ) from error
+            raise self._outdated("inputs or other tensors of the forward pass were changed in place") from error
         product = product[0] if single else product
         return (self.factor * product).to(result_dtype(vectors, product)).contiguous()
+
+    def _outdated(self, why: str) -> PackpropError:
+        return PackpropError(
+            "A product with a curvature block was asked for.",
+            f"parameter {self.name!r}",
+            f"{why}: the block is that of old values",
+            "run a forward and a backward pass with the extension again",
+        )
 
 
 def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tuple[Tensor, BlockProduct]]:

@@ -56,17 +56,14 @@ class Columns:
         ]
 
 
-def unit_columns(
-    shape: torch.Size, layout: Layout, like: Tensor, start: int = 0, stop: int | None = None
-) -> Tensor:
-    """Return columns that are 1 at one entry of every sample, all or from ``start`` to ``stop``.
+def unit_columns(shape: torch.Size, layout: Layout, like: Tensor, start: int, stop: int) -> Tensor:
+    """Return columns that are 1 at one entry of every sample, from ``start`` to ``stop``.
 
     Their shape is ``[v, *shape]``.
 
     Samples share memory where possible, so the columns must not be written to.
     """
     rest = layout.front_shape(shape)[1:]
-    stop = rest.numel() if stop is None else stop
     flat = torch.zeros(stop - start, rest.numel(), dtype=like.dtype, device=like.device)
     flat.diagonal(start).fill_(1.0)
     units = flat.view(stop - start, 1, *rest).expand(-1, layout.samples, *rest)

@@ -13,6 +13,7 @@ from packprop.engine.algebra.joining import join
 from packprop.engine.algebra.structures import rows
 from packprop.engine.curvature.columns import unit_columns
 from packprop.engine.curvature.dependence import upstream_first
+from packprop.engine.curvature.linear import vjps
 from packprop.engine.curvature.routes import require_third_derivatives
 from packprop.engine.curvature.second_order import (
     differentiating_twice,
@@ -44,7 +45,7 @@ BY_DOUBLE_BACKWARD = "columns by double backward"
 
 
 def hessian_columns(
-    graph: Graph, uses: Sequence[ReachedUse], create_graph: bool, at_once: int | None = None
+    graph: Graph, uses: Sequence[ReachedUse], create_graph: bool
 ) -> Iterator[tuple[list[list[Tensor | None]], list[list[Tensor | None]]]]:
     """Yield unit columns u at the outputs of some uses, and ``H u`` with H the Hessian in these outputs.
 
@@ -52,7 +53,6 @@ def hessian_columns(
         graph: The graph, with its samples located.
         uses: The uses, whose outputs are taken together.
         create_graph: Whether columns are differentiable.
-        at_once: The number of columns in a chunk; by default as many as ``BATCHED_ENTRIES`` allows.
 
     Yields:
         For each use and output, ``[v, *y]`` of both.
@@ -67,7 +67,7 @@ def hessian_columns(
         for (use, index), gradient in zip(places, reached, strict=True)
     ]
     total = sum(gradient.numel() for gradient in gradients)
-    step = at_once or max(1, BATCHED_ENTRIES // max(1, total))
+    step = max(1, BATCHED_ENTRIES // max(1, total))
     expect(BY_DOUBLE_BACKWARD, total // max(1, graph.samples))
     for active, ((use, index), gradient) in enumerate(zip(places, gradients, strict=True)):
         layout = use.layouts[index]
@@ -192,21 +192,18 @@ def estimated_diagonals(
     with differentiating_twice(where):
         with torch.enable_grad():
             gradients = _whole_gradients(graph, leaves)
-        totals: list[Tensor | float] = [0.0] * len(leaves)
+        zeros = [torch.zeros_like(leaf, requires_grad=False) for leaf in leaves]
+        totals = [zero.to(accumulation_dtype(zero.dtype)) for zero in zeros]
         for _ in chunk_starts(draws, 1):  # a dry run draws a few: sums take no more memory
             signs = [_signs(leaf, seed.generator) for leaf in leaves]
-            pairs = [(g, u[None]) for g, u in zip(gradients, signs, strict=True) if g.requires_grad]
-            products: Sequence[Tensor | None] = [None] * len(leaves)
-            if pairs:
-                given, along = [gradient for gradient, _ in pairs], [u for _, u in pairs]
-                products = derivatives(given, leaves, along, create_graph=create_graph)
+            along = [u[None] for u in signs]
+            products = vjps(gradients, leaves, along, batched=False, create_graph=create_graph)
             for place, (u, product) in enumerate(zip(signs, products, strict=True)):
                 if product is not None:
                     product = product.to_dense() if product.is_sparse else product
-                    totals[place] = totals[place] + (u * product).to(accumulation_dtype(u.dtype))
+                    totals[place] = totals[place] + (u * product).to(totals[place].dtype)
     for leaf, total in zip(leaves, totals, strict=True):
-        zeros = torch.zeros_like(leaf, dtype=accumulation_dtype(leaf.dtype), requires_grad=False)
-        yield leaf, total / draws if isinstance(total, Tensor) else zeros
+        yield leaf, total / draws
 
 
 def _signs(like: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from packprop.engine.functions.losses.description import INPUT_NAMES, Root, describe, input_of, without_classes
+from packprop.engine.functions.losses.description import INPUT_NAMES, Root, describe, without_classes
 from packprop.engine.functions.losses.roots import matrix_root
 from packprop.engine.functions.nodes import is_once_differentiable
 from packprop.engine.graph.graph import Graph, ReachedLoss
 from packprop.engine.graph.pull import derivatives
 from packprop.engine.graph.search import nodes_above
+from packprop.engine.recording.marks import RecordedLoss
 from packprop.engine.recording.switch import disable
 from packprop.engine.tensors.dry import has_fault
 from packprop.engine.tensors.layout import Layout
@@ -26,6 +28,9 @@ from packprop.engine.tensors.repeated import one_by_one
 from packprop.engine.tensors.state import version
 from packprop.errors import PackpropError
 
+GGN_ASKED = "A generalized Gauss-Newton quantity was asked for."
+LOSSES_ASKED = "Losses of single samples were asked for."
+
 
 def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
     """Return the factor on a loss: the gradient of the roots with respect to the output of the loss function.
@@ -34,10 +39,10 @@ def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
         PackpropError: If the loss enters nonlinearly or with a negative factor: its curvature is then not the
             curvature of the roots.
     """
-    factor = linear_factor(graph, loss, "A generalized Gauss-Newton quantity was asked for.")
+    factor = linear_factor(graph, loss, GGN_ASKED)
     if has_fault((factor < 0).any()):
         raise PackpropError(
-            "A generalized Gauss-Newton quantity was asked for.",
+            GGN_ASKED,
             "what the loss was multiplied by",
             "a negative factor makes the matrix negative: it has no square root",
             "ask for the quantities of the loss itself, and change the sign of the result",
@@ -58,7 +63,8 @@ def linear_factor(graph: Graph, loss: ReachedLoss, asked: str) -> Tensor:
         curved: list[Tensor | None] = []
         if factor.requires_grad:  # random, because along ones a share of the total does not change
             noise = torch.rand(factor.shape, generator=torch.Generator().manual_seed(0)).to(factor)
-            curved = derivatives([factor], _ends(graph), [noise])
+            ends = [each.value for each in graph.losses] + graph.open  # what it may depend on
+            curved = derivatives([factor], ends, [noise])
     if any(each is not None and has_fault((each != 0).any()) for each in curved):
         raise PackpropError(
             asked,
@@ -71,26 +77,15 @@ def linear_factor(graph: Graph, loss: ReachedLoss, asked: str) -> Tensor:
     return factor if torch.is_grad_enabled() else factor.detach()
 
 
-def _ends(graph: Graph) -> list[GradientEdge]:
-    """Return the edges that the factor of a loss may depend on: values of all losses, and open paths."""
-    return [loss.value for loss in graph.losses] + graph.open
-
-
-def generic_root(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    factor: Tensor,
-    layout: Layout,
-) -> Root:
+def generic_root(call: RecordedLoss, factor: Tensor, layout: Layout) -> Root:
     """Return the root of a loss without a rule, from the second derivatives of each sample."""
     differentiable = torch.is_grad_enabled()
-    outputs, value = _evaluated_in_wide(function, args, kwargs, factor)
-    _require_twice_differentiable(function, value)
+    outputs, value = _evaluated_in_wide(call, factor)
+    _require_twice_differentiable(call, value)
     with torch.enable_grad():
         (gradient,) = derivatives([value], [outputs], create_graph=True)
         assert gradient is not None
-        given_in = input_of(function, args, kwargs).dtype
+        given_in = call.input.dtype
         front = layout.to_front(gradient).reshape(layout.samples, -1)
         entries = front.shape[1]
         if not gradient.requires_grad:
@@ -104,8 +99,8 @@ def generic_root(
                 (row,) = derivatives([front], [outputs], given, create_graph=differentiable)
             except (RuntimeError, NotImplementedError) as error:
                 raise PackpropError(
-                    "A generalized Gauss-Newton quantity was asked for.",
-                    f"the loss {getattr(function, '__name__', function)}",
+                    GGN_ASKED,
+                    f"the loss {loss_name(call)}",
                     f"PyTorch cannot differentiate it twice: {error}",
                     "use a twice differentiable loss, or ask for first-order quantities",
                 ) from error
@@ -120,16 +115,13 @@ def generic_root(
     return _rounded(matrix_root(0.5 * (hessian + hessian.mT)), given_in)
 
 
-def _evaluated_in_wide(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], factor: Tensor
-) -> tuple[Tensor, Tensor]:
+def _evaluated_in_wide(call: RecordedLoss, factor: Tensor) -> tuple[Tensor, Tensor]:
     """Call ``evaluated_again`` in at least float32: in low precision a Hessian may not be positive."""
-    given_in = input_of(function, args, kwargs).dtype
-    if accumulation_dtype(given_in) != given_in:
+    if accumulation_dtype(call.input.dtype) != call.input.dtype:
         with torch.enable_grad(), contextlib.suppress(RuntimeError):  # there may be constants in low precision
-            wide = [map_tensors(_widened, value) for value in args]
-            return evaluated_again(function, (*wide,), map_tensors(_widened, kwargs), factor)
-    return evaluated_again(function, args, kwargs, factor)
+            args, kwargs = map_tensors(_widened, (call.args, call.kwargs))
+            return evaluated_again(replace(call, args=args, kwargs=kwargs), factor)
+    return evaluated_again(call, factor)
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -153,8 +145,8 @@ def loss_hessian_products(graph: Graph, loss: ReachedLoss) -> Callable[[Tensor],
     with torch.no_grad():
         factor = loss_factor(graph, loss)
         if loss.entrance.made is None:
-            outputs, value = evaluated_again(call.function, call.args, call.kwargs, factor)
-            _require_twice_differentiable(call.function, value)
+            outputs, value = evaluated_again(call, factor)
+            _require_twice_differentiable(call, value)
             seeds = None
         else:
             outputs, value, seeds = loss.entrance.edge, loss.value, [factor]
@@ -171,29 +163,32 @@ def loss_hessian_products(graph: Graph, loss: ReachedLoss) -> Callable[[Tensor],
     return product
 
 
-def _require_twice_differentiable(function: Callable[..., Any], value: Tensor) -> None:
+def _require_twice_differentiable(call: RecordedLoss, value: Tensor) -> None:
     """Raise if a loss contains functions that are marked as once differentiable."""
     for node in nodes_above([value.grad_fn]):
         if is_once_differentiable(node):
             raise PackpropError(
-                "A generalized Gauss-Newton quantity was asked for.",
-                f"{node.name()} in the loss {getattr(function, '__name__', type(function).__name__)}",
+                GGN_ASKED,
+                f"{node.name()} in the loss {loss_name(call)}",
                 "its backward pass is marked once_differentiable: the loss has no second derivative",
                 "write its backward pass in differentiable operations and drop the mark",
             )
 
 
-def evaluated_again(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], factor: Tensor
-) -> tuple[Tensor, Tensor]:
+def evaluated_again(call: RecordedLoss, factor: Tensor) -> tuple[Tensor, Tensor]:
     """Evaluate a loss again; return its input, and its term of the roots as a function of this input."""
-    original, differentiable = input_of(function, args, kwargs), torch.is_grad_enabled()
+    original, differentiable = call.input, torch.is_grad_enabled()
     with torch.enable_grad():
         outputs = original.view_as(original) if differentiable else original.detach()
         outputs.requires_grad_(True)
-        own_args = (outputs, *args[1:]) if args else ()
-        own_kwargs = kwargs if args else {**kwargs, INPUT_NAMES.get(function, "input"): outputs}
-        return outputs, (function(*own_args, **own_kwargs) * factor).sum()
+        args = (outputs, *call.args[1:]) if call.args else ()
+        kwargs = call.kwargs if args else {**call.kwargs, INPUT_NAMES.get(call.function, "input"): outputs}
+        return outputs, (call.function(*args, **kwargs) * factor).sum()
+
+
+def loss_name(call: RecordedLoss) -> str:
+    """Return the name of a loss function, for messages."""
+    return str(getattr(call.function, "__name__", call.function))
 
 
 def _require_separate(product: Callable[[Tensor], Tensor], front: Tensor) -> None:
@@ -205,14 +200,11 @@ def _require_separate(product: Callable[[Tensor], Tensor], front: Tensor) -> Non
     scale = product(torch.ones_like(front[:1])).abs().amax()
     if has_fault(leaked.abs().amax() > 1e-6 * scale):
         raise PackpropError(
-            "A generalized Gauss-Newton quantity was asked for.",
+            GGN_ASKED,
             "the loss function",
             "its Hessian couples the outputs of different samples",
             "use a loss that is a sum or mean of one term for each sample",
         )
-
-
-ASKED = "Losses of single samples were asked for."
 
 
 def sample_losses(graph: Graph) -> Tensor:
@@ -226,23 +218,23 @@ def sample_losses(graph: Graph) -> Tensor:
     """
     if len(graph.losses) != 1:
         raise PackpropError(
-            ASKED,
+            LOSSES_ASKED,
             f"a loss made of {len(graph.losses)} recorded loss functions",
             "which terms belong to a sample is known of one alone",
             "use one loss function of torch",
         )
     loss = graph.losses[0]
-    call, name = loss.call, getattr(loss.call.function, "__name__", str(loss.call.function))
+    call, name = loss.call, loss_name(loss.call)
     if version(call.input) != call.version:
         raise PackpropError(
-            ASKED,
+            LOSSES_ASKED,
             f"the input of {name}, of shape {list(call.shape)}",
             "it was changed in place after the loss was computed",
             "clone it before changing it",
         )
     rule = describe(call.function, call.args, call.kwargs)
     layout, shape = without_classes(loss.layout, call.shape, rule.class_axis)
-    factor = linear_factor(graph, loss, ASKED)
+    factor = linear_factor(graph, loss, LOSSES_ASKED)
     terms: Tensor | None = None
     given = inspect.signature(call.function).bind(*call.args, **call.kwargs)
     if "reduction" in inspect.signature(call.function).parameters:
@@ -251,7 +243,7 @@ def sample_losses(graph: Graph) -> Tensor:
             terms = call.function(*given.args, **given.kwargs)
     if terms is None or terms.shape != shape:
         raise PackpropError(
-            ASKED,
+            LOSSES_ASKED,
             f"the loss {name}",
             "it does not return a term for each sample and position with reduction='none'",
             "use a loss function of torch that does, or store losses by hand: StoreWriter.write(loss=...)",

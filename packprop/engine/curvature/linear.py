@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.functions.nodes import made_by
-from packprop.engine.graph.pull import derivatives, pull_columns
+from packprop.engine.graph.pull import pull_columns
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.errors import BadInput, PackpropError
@@ -40,14 +40,6 @@ Product = Callable[[Vectors], list[Tensor]]
 
 LinearMap = Callable[..., list[Tensor]]
 """Maps ``[v, *x]`` at each input to ``J v``, ``[v, *y]`` for each output; takes options of ``pull_columns``."""
-
-
-def differentiable_gradients(value: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return gradients of a scalar, with a graph of their own; ``None`` if it does not depend on an input."""
-    if not value.requires_grad:
-        return [None] * len(inputs)
-    with torch.enable_grad():
-        return derivatives([value], inputs, create_graph=True)
 
 
 def vjps(
@@ -155,14 +147,12 @@ def require_vectors(call: str, like: Sequence[Tensor], vectors: Vectors, many: b
     Raises:
         BadInput: If numbers or shapes differ.
     """
-    fits = len(like) == len(vectors)
-    if fits and many:
-        fits = len({vector.shape[:1] for vector in vectors}) == 1 and all(vector.dim() for vector in vectors)
-    if fits:
-        pairs = zip(vectors, like, strict=True)
-        fits = all((vector.shape[1:] if many else vector.shape) == own.shape for vector, own in pairs)
+    given, wanted = ([tuple(tensor.shape) for tensor in each] for each in (vectors, like))
+    fits = given == wanted
+    if many:
+        leading = {shape[:1] for shape in given}
+        fits = len(leading) == 1 and () not in leading and [shape[1:] for shape in given] == wanted
     if not fits:
-        given, wanted = ([tuple(tensor.shape) for tensor in each] for each in (vectors, like))
         raise BadInput(
             f"{call} was called.",
             f"vectors of shapes {given}",

@@ -155,9 +155,7 @@ def hessian(
     """
     chosen = chosen_parameters("operators.hessian(...) was called.", parameters)
     product, value = hessian_product("operators.hessian", loss, chosen)
-    return Operator(
-        chosen, _of_parameters(chosen, product), damping, snapshots_of(leaves_above([value.grad_fn]))
-    )
+    return _of_graph(chosen, product, damping, value)
 
 
 def ggn(
@@ -179,9 +177,7 @@ def ggn(
     """
     chosen = chosen_parameters("operators.ggn(...) was called.", parameters)
     product, loss = ggn_product("operators.ggn", graph, chosen)
-    return Operator(
-        chosen, _of_parameters(chosen, product), damping, snapshots_of(leaves_above([loss.grad_fn]))
-    )
+    return _of_graph(chosen, product, damping, loss)
 
 
 def block_diagonal(parameters: Sequence[Tensor], blocks: Sequence[Block], damping: float = 0.0) -> Operator:
@@ -216,9 +212,13 @@ def block_diagonal(parameters: Sequence[Tensor], blocks: Sequence[Block], dampin
     return Operator(chosen, product, damping)
 
 
-def _of_parameters(parameters: Sequence[Tensor], product: Product) -> Product:
-    """Cast the vectors of a product that autograd computes to the parameters' own precision."""
-    return lambda vectors: product([v.to(p.dtype) for v, p in zip(vectors, parameters, strict=True)])
+def _of_graph(parameters: tuple[Tensor, ...], product: Product, damping: float, loss: Tensor) -> Operator:
+    """Return the operator of a product that autograd computes in the parameters' own precision."""
+
+    def cast(vectors: Vectors) -> list[Tensor]:
+        return product([v.to(p.dtype) for v, p in zip(vectors, parameters, strict=True)])
+
+    return Operator(parameters, cast, damping, snapshots_of(leaves_above([loss.grad_fn])))
 
 
 def _fits(parameter: Tensor, block: Block) -> bool:

@@ -236,16 +236,11 @@ def faulty_node(
 
         return note
 
-    handles = [node.register_hook(note_made(node)) for node in forward]
-    try:
-        with torch.enable_grad():
-            first = derivatives(outputs, inputs, seeds, create_graph=True)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not are_finite(first):
-        return None
+    with _hooked(forward, note_made), torch.enable_grad():
+        first = derivatives(outputs, inputs, seeds, create_graph=True)
     curved = [gradient for gradient in first if gradient is not None and gradient.requires_grad]
+    if not curved or not are_finite(first):
+        return None
     found: list[Node] = []
 
     def look_at(node: Node) -> Callable[..., None]:
@@ -255,17 +250,24 @@ def faulty_node(
 
         return look
 
-    above = list(nodes_above(gradient.grad_fn for gradient in curved))
-    handles = [node.register_hook(look_at(node)) for node in above if "AccumulateGrad" not in node.name()]
+    above = [node for node in nodes_above(each.grad_fn for each in curved) if not hasattr(node, "variable")]
     try:
-        if curved:
+        with _hooked(above, look_at):
             derivatives(curved, ends, [torch.ones_like(gradient) for gradient in curved])
     except RuntimeError:  # the faulty product was computed in another way
         return None
+    return found[0] if found else None
+
+
+@contextlib.contextmanager
+def _hooked(nodes: Iterable[Node], hook: Callable[[Node], Callable[..., None]]) -> Iterator[None]:
+    """Let each node call its own hook inside."""
+    handles = [node.register_hook(hook(node)) for node in nodes]
+    try:
+        yield
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else None
 
 
 def faulty_jacobian(outputs: Sequence[Any], inputs: Sequence[Any]) -> Node | None:

@@ -11,18 +11,20 @@ from torch.autograd.graph import GradientEdge
 
 from packprop.engine.curvature.columns import Columns, unit_columns
 from packprop.engine.curvature.generic_loss import (
+    GGN_ASKED,
     evaluated_again,
     generic_root,
     loss_factor,
     loss_hessian_products,
+    loss_name,
 )
 from packprop.engine.curvature.tokens import (
     TOKENS_ASKED,
     columns_by_token,
     counted_tokens,
-    differentiable_argument,
     gradient_by_token,
     in_order,
+    require_constant_arguments,
     require_losses,
     token_count,
 )
@@ -106,7 +108,7 @@ def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
             if seed.kind == "gradient":
                 return gradient_by_token(graph)
             return [_loss_columns(graph, loss, seed) for loss in in_order(graph.losses)]
-    require_losses(graph, "A generalized Gauss-Newton quantity was asked for.", "its Hessian is")
+    require_losses(graph, GGN_ASKED, "its Hessian is")
     with torch.set_grad_enabled(create_graph):
         by_loss = [_loss_columns(graph, loss, seed) for loss in graph.losses]
     if seed in (EXACT, ENTRYWISE) or len(by_loss) == 1:
@@ -134,8 +136,8 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     call, layout = loss.call, loss.layout
     if call.input.is_complex():
         raise PackpropError(
-            "A generalized Gauss-Newton quantity was asked for.",
-            f"the loss {getattr(call.function, '__name__', call.function)}",
+            GGN_ASKED,
+            f"the loss {loss_name(call)}",
             "its input is complex: real and imaginary parts curve together, which no rule of a loss describes",
             "give the loss real numbers, as torch.view_as_real(output)",
         )
@@ -143,33 +145,30 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     rule = entrance.rule
     if rule.refusal is not None:
         raise PackpropError(
-            "A generalized Gauss-Newton quantity was asked for.",
-            f"the loss {getattr(call.function, '__name__', call.function)}",
+            GGN_ASKED,
+            f"the loss {loss_name(call)}",
             *rule.refusal,
         )
     if version(call.input) != call.version:
         raise PackpropError(
-            "A generalized Gauss-Newton quantity was asked for.",
+            GGN_ASKED,
             f"the input of the loss, of shape {list(call.shape)}",
             "it was changed in place after the loss was computed",
             "clone it before changing it",
         )
-    other = differentiable_argument(loss)
-    if other is not None:
-        raise PackpropError(
-            "A generalized Gauss-Newton quantity was asked for.",
-            f"{other} of {getattr(call.function, '__name__', call.function)}",
-            "it requires gradients, as the model's output does: the loss curves in both together, and a "
-            "generalized Gauss-Newton matrix is one of what the model's output alone enters",
-            "detach it, if no gradient shall go through it (targets); where one shall (a predicted "
-            "variance), ask for the Hessian: DiagHessian, BatchDiagHessian, HMP",
-        )
+    require_constant_arguments(
+        loss,
+        GGN_ASKED,
+        "the loss curves in both together: a generalized Gauss-Newton matrix is one of what the model's output "
+        "alone enters",
+        "where one shall (a predicted variance), ask for the Hessian: DiagHessian, BatchDiagHessian, HMP",
+    )
     factor = loss_factor(graph, loss)
     tokens = token_count(loss, rule) if seed.by_token else 0
     if seed == EMPIRICAL:
         return _empirical_column(loss, rule, factor)
     if rule.root is None:
-        root = generic_root(call.function, call.args, call.kwargs, factor, layout)
+        root = generic_root(call, factor, layout)
         axis, positions = None, 1
     else:
         axis = rule.class_axis
@@ -197,13 +196,13 @@ def _empirical_column(loss: ReachedLoss, rule: Loss, factor: Tensor) -> Columns:
     if rule.divisor is None:
         raise PackpropError(
             "The empirical Fisher information was asked for.",
-            f"the loss {getattr(call.function, '__name__', call.function)}",
+            f"the loss {loss_name(call)}",
             "it is not known what its terms are divided by, so its gradients have no known scale",
             "use a loss function of torch; or say it: @packprop.register_loss(MyLoss) on a rule that returns "
             "packprop.functions.Loss(..., divisor=...), for the class MyLoss of your loss module; "
             "fisher='sampled' needs neither",
         )
-    outputs, value = evaluated_again(call.function, call.args, call.kwargs, factor)
+    outputs, value = evaluated_again(call, factor)
     (gradient,) = torch.autograd.grad(value, outputs, create_graph=torch.is_grad_enabled())
     front = canonical(gradient, layout, axis)
     scale = _scale(rule, loss, factor, front)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -110,7 +110,16 @@ def require_tolerance(asked: str, tolerance: float, name: str, number: int) -> N
     """
     if not (isinstance(tolerance, (int, float)) and 0 < tolerance < 1):
         instead = "give a share between 0 and 1, such as 1e-3"
-        raise BadInput(asked, f"tolerance={tolerance!r}", "it is no share of the right-hand sides", instead)
+        raise BadInput(asked, f"tolerance={tolerance!r}", "it is no share", instead)
+    require_number(asked, name, number)
+
+
+def require_number(asked: str, name: str, number: Any) -> None:
+    """Raise if an argument is no positive whole number.
+
+    Raises:
+        BadInput: With its name.
+    """
     if type(number) is not int or number < 1:
         instead = "give a whole number of at least 1"
         raise BadInput(asked, f"{name}={number!r}", "it is no such number", instead)

@@ -6,12 +6,13 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from packprop.engine.curvature.operators import Operator
+from packprop.engine.curvature.solving import require_number, require_tolerance
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 
 READINGS = 100
@@ -90,7 +91,7 @@ def trace(operator: Operator, draws: int = 32, generator: torch.Generator | None
     Raises:
         BadInput: If ``draws`` is not a positive whole number.
     """
-    _require_number("operators.trace", "draws", draws)
+    require_number("operators.trace(...) was called.", "draws", draws)
     signs = _signs(operator, draws, generator)
     values = (signs * (operator @ signs)).sum(0, dtype=torch.float64)
     error = float(values.std() / math.sqrt(draws)) if draws > 1 else math.nan
@@ -125,14 +126,12 @@ def eigenvalues(
         PackpropError: If products are not finite.
     """
     asked = "operators.eigenvalues(...) was called."
-    _require_number("operators.eigenvalues", "k", k)
-    if which not in WHICH or k > operator.shape[0]:
-        wrong = f"which={which!r}" if which not in WHICH else f"k={k}"
-        why = "it is no end of a spectrum" if which not in WHICH else f"there are {operator.shape[0]}"
-        instead = f"give one of {', '.join(WHICH)}" if which not in WHICH else "give less"
-        raise BadInput(asked, wrong, why, instead)
-    if not isinstance(tolerance, (int, float)) or not 0 < tolerance < 1:
-        raise BadInput(asked, f"tolerance={tolerance!r}", "it is no number between 0 and 1", "give 1e-6, or so")
+    require_tolerance(asked, tolerance, "k", k)
+    if which not in WHICH:
+        instead = f"give one of {', '.join(WHICH)}"
+        raise BadInput(asked, f"which={which!r}", "it is no end of a spectrum", instead)
+    if k > operator.shape[0]:
+        raise BadInput(asked, f"k={k}", f"there are {operator.shape[0]}", "give less")
     size, block = operator.shape[0], k + BESIDE
     place = torch.device("cpu") if generator is None else generator.device
     kind = operator.device, operator.dtype
@@ -218,8 +217,8 @@ def spectral_density(
     Raises:
         BadInput: If ``steps`` or ``draws`` is not a positive whole number.
     """
-    _require_number("operators.spectral_density", "steps", steps)
-    _require_number("operators.spectral_density", "draws", draws)
+    require_number("operators.spectral_density(...) was called.", "steps", steps)
+    require_number("operators.spectral_density(...) was called.", "draws", draws)
     current = _signs(operator, draws, generator) / math.sqrt(operator.shape[0])
     steps = min(steps, operator.shape[0])
     basis = [current]
@@ -248,9 +247,3 @@ def _signs(operator: Operator, draws: int, generator: torch.Generator | None) ->
     place = torch.device("cpu") if generator is None else generator.device
     drawn = torch.randint(2, (operator.shape[0], draws), generator=generator, device=place)
     return (2 * drawn - 1).to(operator.device, operator.dtype)
-
-
-def _require_number(asked: str, name: str, value: Any) -> None:
-    if type(value) is not int or value < 1:
-        instead = "give a whole number of at least 1"
-        raise BadInput(f"{asked}(...) was called.", f"{name}={value!r}", "it is no such number", instead)

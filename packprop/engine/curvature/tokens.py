@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.curvature.columns import Columns
-from packprop.engine.curvature.generic_loss import linear_factor
+from packprop.engine.curvature.generic_loss import linear_factor, loss_name
 from packprop.engine.functions.losses.description import Loss, canonical, weight_of_terms, without_classes
 from packprop.engine.graph.graph import Graph, ReachedLoss
 from packprop.engine.graph.links import Entrance
@@ -60,14 +60,27 @@ def require_losses(graph: Graph, asked: str, unknown: str) -> None:
         )
 
 
-def differentiable_argument(loss: ReachedLoss) -> str | None:
-    """Name something beside the input of a loss that requires gradients, such as a target; or ``None``."""
+def require_constant_arguments(loss: ReachedLoss, asked: str, why: str, instead: str) -> None:
+    """Raise if something beside the input of a loss requires gradients, such as a target.
+
+    Raises:
+        PackpropError: With its name, the request ``asked``, why it cannot be, and what to do ``instead``.
+    """
     call = loss.call
     others: list[tuple[int | str, Any]] = [*enumerate(call.args[1:], 1), *call.kwargs.items()]
-    for place, value in others:
-        if isinstance(value, Tensor) and value.requires_grad and value is not call.input:
-            return f"argument {place!r}"
-    return "a tensor of the model that is no argument" if loss.others else None
+    found = [
+        f"argument {place!r}"
+        for place, value in others
+        if isinstance(value, Tensor) and value.requires_grad and value is not call.input
+    ]
+    found += ["a tensor of the model that is no argument"] if loss.others else []
+    if found:
+        raise PackpropError(
+            asked,
+            f"{found[0]} of {loss_name(call)}",
+            f"it requires gradients, as the model's output does, and {why}",
+            f"detach it, if no gradient shall go through it (targets); {instead}",
+        )
 
 
 def in_order(losses: Sequence[ReachedLoss]) -> list[ReachedLoss]:
@@ -85,7 +98,7 @@ def token_count(loss: ReachedLoss, rule: Loss) -> int:
         PackpropError: If the loss has no positions, or they are not known.
     """
     shape, layout = loss.call.shape, loss.layout
-    name = f"the loss {getattr(loss.call.function, '__name__', loss.call.function)}"
+    name = f"the loss {loss_name(loss.call)}"
     where = f"{name}, whose input has shape {list(shape)}"
     of_rows = rule.link is not None and rule.link.of_rows
     if rule.class_axis is None and (rule.root is None or of_rows):
@@ -128,15 +141,8 @@ def gradient_by_token(graph: Graph) -> list[Columns]:
     rules = [loss.entrance.rule for loss in losses]
     for loss, rule in zip(losses, rules, strict=True):
         token_count(loss, rule)  # raises before any work
-        other = differentiable_argument(loss)
-        if other is not None:
-            raise PackpropError(
-                TOKENS_ASKED,
-                f"{other} of {getattr(loss.call.function, '__name__', loss.call.function)}",
-                "it requires gradients, as the model's output does, and which tokens its entries belong to is "
-                "not known",
-                'detach it, if no gradient shall go through it (targets); else ask for per="sample"',
-            )
+        why = "which tokens its entries belong to is not known"
+        require_constant_arguments(loss, TOKENS_ASKED, why, 'else ask for per="sample"')
     create_graph = torch.is_grad_enabled()
     values = [loss.value for loss in losses]
     found = []

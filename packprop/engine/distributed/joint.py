@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.algebra.monoid import SINGLE, lift, nothing_like, rescale
-from packprop.engine.distributed.merging import RefusedElsewhere, merge_over_ranks, require_well
+from packprop.engine.distributed.merging import RefusedElsewhere, in_buckets, merge_over_ranks, require_well
 from packprop.engine.distributed.statement import (
     ASKED,
     AllRanks,
@@ -138,7 +138,8 @@ class JointPass:
         self._share = float(self._ranks.share) if not isinstance(self._ranks.share, str) else share
         start = sum(statement.samples for statement in told[:rank])
         self.rows = range(start, start + own.samples)
-        self._groups = [*_some_at_once(leaves_of_all(told))]
+        entries = leaves_of_all(told)
+        self._groups = [*in_buckets(entries, entries.__getitem__, AT_ONCE)]
         self._others_wait = True
         if saver is not None and not any(statement.samples for statement in told):
             saved_nothing(graph, self._extensions, saver)
@@ -248,16 +249,3 @@ def _names(leaves: Sequence[Tensor], parameters: dict[str, Tensor]) -> dict[int,
         times[name] += 1
         found[id(leaf)] = name if times[name] == 1 else f"{name} ({times[name]})"
     return found
-
-
-def _some_at_once(entries: dict[str, int]) -> Iterator[list[str]]:
-    names: list[str] = []
-    total = 0
-    for name, number in entries.items():
-        names.append(name)
-        total += number
-        if total >= AT_ONCE:
-            yield names
-            names, total = [], 0
-    if names:
-        yield names

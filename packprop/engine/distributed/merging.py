@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -85,15 +85,23 @@ def merged_in_turn(
     for key, of_ranks in known.items():
         _require_same(key, of_ranks, gather)
     lacking = [number for _, number in forms]
-    bucket: list[tuple[Key, Any, list[Form | None]]] = []
-    entries = 0
-    for key, of_ranks in known.items():
-        bucket.append((key, partial.get(key), of_ranks))
-        entries += _entries(of_ranks)
-        if entries >= BUCKET:
-            yield from _merged(bucket, monoid_of, group, gather, lacking)
-            bucket, entries = [], 0
-    yield from _merged(bucket, monoid_of, group, gather, lacking)
+    found = [(key, partial.get(key), of_ranks) for key, of_ranks in known.items()]
+    for bucket in in_buckets(found, lambda each: _entries(each[2]), BUCKET):
+        yield from _merged(bucket, monoid_of, group, gather, lacking)
+
+
+def in_buckets(items: Iterable[Value], entries: Callable[[Value], int], enough: int) -> Iterator[list[Value]]:
+    """Yield some items at once, as many as have ``enough`` entries together."""
+    bucket: list[Value] = []
+    total = 0
+    for item in items:
+        bucket.append(item)
+        total += entries(item)
+        if total >= enough:
+            yield bucket
+            bucket, total = [], 0
+    if bucket:
+        yield bucket
 
 
 def exchanged(value: Value, group: Group) -> list[Value]:
@@ -230,13 +238,11 @@ def _gathered(pieces: list[Tensor], axis: int, lengths: Sequence[int], group: Gr
     filled = own.new_zeros(shape)
     filled.narrow(axis, 0, own.shape[axis]).copy_(own)
     found = [torch.empty_like(filled) for _ in lengths]
-    real = torch.view_as_real if own.is_complex() else _as_it_is
-    torch.distributed.all_gather([real(each) for each in found], real(filled), group)
+    given, taken = filled, found
+    if own.is_complex():
+        given, taken = torch.view_as_real(filled), [torch.view_as_real(each) for each in found]
+    torch.distributed.all_gather(taken, given, group)
     return [each.narrow(axis, 0, length) for each, length in zip(found, lengths, strict=True)]
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _device(bucket: Sequence[tuple[Any, Any, Any]], group: Group) -> torch.device:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from packprop.engine.memory.bytes import byte_count as memory_bytes
+from packprop.engine.memory.bytes import byte_count
 from packprop.errors import BadInput, PackpropError
 
 Keep = Literal["exact", "cpu", "recompute"] | torch.dtype
@@ -49,21 +49,14 @@ def check_choices(choices: Choices) -> None:
         known = "'exact', 'cpu', 'recompute', or a dtype such as torch.bfloat16"
         raise bad(f"{keep=}", "there is no such choice", known)
     if (memory := choices["memory"]) is not None:
-        byte_count(memory)
+        if byte_count(memory) is None:
+            raise bad(f"{memory=}", "this is no number of bytes", "memory='64MiB', say")
         if keep != "exact":
             raise bad(f"{keep=}, {memory=}", "both say what is kept", "give one of them")
     if weights is not None and not (
         isinstance(weights, Tensor) and weights.ndim == 1 and weights.is_floating_point()
     ):
         raise bad("weights", "there is one weight per sample", "a floating point tensor [n]")
-
-
-def byte_count(memory: int | str) -> int:
-    """Return the bytes of a number, or of a text such as `"64MiB"` or `"1.5 GB"`."""
-    count = memory_bytes(memory)
-    if count is None:
-        raise bad(f"{memory=}", "this is no number of bytes", "memory='64MiB', say")
-    return count
 
 
 def choose_keep(budget: int, leaves: list[Any], targets: list[Tensor], shared: bool) -> Keep:

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.eager.choices import ASKED, Hook, bad
-from packprop.engine.eager.pieces import (
-    Job,
-    devices_of,
-    freed,
-)
+from packprop.engine.eager.pieces import Job, devices_of, freed
 from packprop.engine.eager.reach import key_of
 from packprop.engine.eager.sweep import Sweep
 from packprop.engine.recording.marks import graph_is_kept

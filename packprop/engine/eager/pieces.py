@@ -20,6 +20,7 @@ from packprop.errors import BadInput
 
 Autocast = list[tuple[str, bool, torch.dtype]]
 
+
 NOTHING: AbstractContextManager[Any] = nullcontext()
 
 

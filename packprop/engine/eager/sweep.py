@@ -9,13 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.engine.eager.choices import ASKED, Keep, bad, byte_count, choose_keep, to_keep
-from packprop.engine.eager.pieces import (
-    Job,
-    devices_of,
-    surroundings,
-)
+from packprop.engine.eager.choices import ASKED, Keep, bad, choose_keep, to_keep
+from packprop.engine.eager.pieces import Job, devices_of, surroundings
 from packprop.engine.eager.reach import Key, clock, reached, tensors_of
+from packprop.engine.memory.bytes import byte_count
 from packprop.engine.tensors.hooks import undisturbed
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.engine.tensors.random import random_states
@@ -120,7 +117,7 @@ class Sweep:
         shared = [*whole, *outside.values()] if job.rows else []
         if self.budget is not None:
             targets = [self.leaves[n] for n in own.values()] + list(outside.values())
-            self.keep = choose_keep(byte_count(self.budget), self.leaves, targets, bool(shared))
+            self.keep = choose_keep(byte_count(self.budget) or 0, self.leaves, targets, bool(shared))
             self.budget = None
         if shared and self.keep != "recompute":
             names = {id(tensor): name for name, tensor in tensors_of(job.fn)}

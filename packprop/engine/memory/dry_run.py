@@ -37,11 +37,9 @@ from packprop.engine.memory.plan import (
     ASKED,
     Line,
     Plan,
+    facts_of,
     forms_gradients,
-    leaf_shapes,
     line_of,
-    options_of,
-    use_shapes,
 )
 from packprop.engine.passes.backward_pass import BackwardPass
 from packprop.engine.passes.chunks import ChunkSizes
@@ -156,7 +154,8 @@ class DryRun:
                     parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
             parts, forward, graph = self._run_step(model)
             kept, results = peaks.saved_alive(), peaks.saved_bytes
-            samples, shapes, leaves = graph.samples, use_shapes(graph), leaf_shapes(graph)
+            samples = graph.samples
+            facts = tuple(value for _, value in facts_of(graph, step.extensions, step.device.type))
             if step.gradients and not step.freed:
                 again = [forward, *self._before_results]
                 if is_order_of_data(graph):  # then each step locates the samples anew
@@ -184,9 +183,7 @@ class DryRun:
             tuple(extension.name for extension in step.extensions),
             step.freed,
             step.accumulated,
-            shapes,
-            leaves,
-            tuple(map(options_of, step.extensions)),
+            facts,
             step.mesh,
         )
 

@@ -62,9 +62,7 @@ def mesh_of(
             raise BadInput(asked, "units", "there is no mesh", instead)
         return None
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    if not sizes or not all(
-        isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes
-    ):
+    if not sizes or not all(type(size) is int and size > 0 for size in sizes):
         raise BadInput(
             asked,
             f"mesh_shape={shape!r}",

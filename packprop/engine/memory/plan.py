@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -117,9 +117,7 @@ class Plan:
         extensions: Names of the extensions.
         freed: Says that it counts on an extension hook that takes values away.
         accumulated: Says that it counts gradients of an earlier pass, which are there when a step begins.
-        shapes: Uses and the shapes of their outputs. A pass with this plan has the same.
-        leaves: Shapes and precisions of parameters; likewise.
-        options: Names and values of the extensions' options; likewise.
+        facts: What a pass with this plan has in common with it; see ``facts_of``.
         mesh: The mesh that shards the model, if there is one: then the plan is that of one device.
     """
 
@@ -135,9 +133,7 @@ class Plan:
     extensions: tuple[str, ...]
     freed: bool
     accumulated: bool
-    shapes: tuple[tuple[str, tuple[int, ...]], ...] = field(repr=False)
-    leaves: tuple[tuple[tuple[int, ...], torch.dtype], ...] = field(repr=False)
-    options: tuple[tuple[tuple[str, str], ...], ...] = field(repr=False)
+    facts: tuple[str, ...] = field(repr=False)
     mesh: Mesh | None = None
 
     def beside(self, kind: str, size: int) -> Plan:
@@ -152,25 +148,13 @@ class Plan:
         Raises:
             BadInput: With the first difference.
         """
-        shapes = use_shapes(graph)
-        names = tuple(extension.name for extension in extensions)
         device = next((leaf.device.type for leaf in graph.leaves()), self.device)
-        difference = None
+        pairs = zip(facts_of(graph, extensions, device), self.facts, strict=False)
+        difference = next(
+            (f"{of}{it}; planned was {planned}" for (of, it), planned in pairs if it != planned), None
+        )
         if self.freed and not hooked:
             difference = "no extension hook; planned was one that takes values away"
-        elif names != self.extensions:
-            difference = f"extensions {', '.join(names)}; planned were {', '.join(self.extensions)}"
-        elif device != self.device:
-            difference = f"parameters on {device}; planned was {self.device}"
-        elif len(shapes) != len(self.shapes):
-            difference = f"{len(shapes)} uses of parameters; planned were {len(self.shapes)}"
-        else:
-            for (use, shape), (planned_use, planned_shape) in zip(shapes, self.shapes, strict=True):
-                if (use, shape) != (planned_use, planned_shape):
-                    difference = f"{use} {list(shape)}; planned was {planned_use} {list(planned_shape)}"
-                    break
-        if difference is None:
-            difference = self._other_options(extensions) or self._other_leaves(graph)
         if difference is not None:
             raise BadInput(
                 "A backward pass with a plan was started.",
@@ -187,26 +171,11 @@ class Plan:
                 stacklevel=2,
             )
 
-    def _other_options(self, extensions: Sequence[Extension]) -> str | None:
-        for extension, planned in zip(extensions, map(dict, self.options), strict=True):
-            if not is_dataclass(extension):
-                continue  # its attributes need not be options: it may keep what it has seen
-            for name, value in options_of(extension):
-                if planned.get(name, value) != value:
-                    return f"{extension.name} with {name} {value}; planned was {planned[name]}"
-        return None
-
-    def _other_leaves(self, graph: Graph) -> str | None:
-        for leaf, (shape, dtype) in zip(graph.leaves(), self.leaves, strict=False):
-            if (tuple(leaf.shape), leaf.dtype) != (shape, dtype):
-                what = f"parameter {graph.name(leaf)!r} {[*leaf.shape]} {leaf.dtype}"
-                return f"{what}; planned was {[*shape]} {dtype}"
-        return None
-
     def __str__(self) -> str:
-        return plain_text(self._table(), self._sum(), width=112)
+        return plain_text(*self._tables(), width=112)
 
-    def _table(self) -> Table:
+    def _tables(self) -> tuple[Table, Table]:
+        """Return the table of parameters, and that of what is there at the peak."""
         import_rich()
         from rich.table import Table
 
@@ -215,27 +184,34 @@ class Plan:
             chunks = f"{line.chunks} of {line.samples}" if line.chunks > 1 else f"1 of {line.count}"
             cells = (line.parameter, line.use, line.structure, line.algorithm, chunks, byte_text(line.bytes))
             table.add_row(*cells)
-        return table
-
-    def _sum(self) -> Table:
-        import_rich()
-        from rich.table import Table
-
         budget = "no budget" if self.memory is None else f"budget {byte_text(self.memory)}"
         where = self.device if self.mesh is None else f"each of {self.mesh} {self.device} devices"
-        table = Table("", "", title=f"peak {byte_text(self.peak)} on {where}, {budget}", box=None)
+        peak = Table("", "", title=f"peak {byte_text(self.peak)} on {where}, {budget}", box=None)
         for kind, size in self.parts.items():
-            table.add_row(kind, byte_text(size))
-        table.add_section()
-        table.add_row("largest at the peak", "")
+            peak.add_row(kind, byte_text(size))
+        peak.add_section()
+        peak.add_row("largest at the peak", "")
         for name, size in self.items:
-            table.add_row(f"  {name}", byte_text(size))
-        return table
+            peak.add_row(f"  {name}", byte_text(size))
+        return table, peak
 
 
-def use_shapes(graph: Graph) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return the uses and the shapes of their outputs."""
-    return tuple((use.name, tuple(shape)) for use in graph.uses for shape in use.shapes)
+def facts_of(graph: Graph, extensions: Sequence[Extension], device: str) -> Iterator[tuple[str, str]]:
+    """Yield words and values: what a pass must have in common with its plan, the first difference first."""
+    yield "extensions ", ", ".join(extension.name for extension in extensions)
+    yield "parameters on ", device
+    yield "uses of parameters: ", str(sum(len(use.shapes) for use in graph.uses))
+    for use in graph.uses:
+        yield from (("", f"{use.name} {[*shape]}") for shape in use.shapes)
+    for extension in extensions:
+        options = dict(options_of(extension))
+        if is_dataclass(
+            extension
+        ):  # attributes of others need not be options: they may keep what they have seen
+            names = [option.name for option in fields(extension)]  # a source of draws counts as none
+            yield from ((f"{extension.name} with {name} ", options.get(name, "None")) for name in names)
+    for leaf, (shape, dtype) in zip(graph.leaves(), leaf_shapes(graph), strict=True):
+        yield f"parameter {graph.name(leaf)!r} ", f"{[*shape]} {dtype}"
 
 
 def leaf_shapes(graph: Graph) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:

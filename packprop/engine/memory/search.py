@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable, Sequence
 
@@ -82,27 +83,23 @@ def choose_plan(
     def tried(chunk_sizes: ChunkSizes) -> Plan:
         return whole(DryRun(step, chunk_sizes).run(budget))
 
+    def fits(chunk_sizes: ChunkSizes) -> bool:
+        return budget is None or tried(chunk_sizes).peak <= budget
+
     def first_fitting(candidates: Sequence[ChunkSizes]) -> ChunkSizes:
         """Find the first that fits, by bisection; the last one is known to fit, whatever is between."""
-        assert budget is not None
-        low, high = -1, len(candidates) - 1
-        middle = 0  # mostly it is this one
-        while high - low > 1:
-            if tried(candidates[middle]).peak <= budget:
-                high = middle
-            else:
-                low = middle
-            middle = (low + high) // 2
-        return candidates[high]
+        if fits(candidates[0]):  # mostly it is this one
+            return candidates[0]
+        return candidates[bisect.bisect_left(candidates, True, 0, len(candidates) - 1, key=fits)]
 
     candidates = choices(step.device, step.freed)
-    if budget is None or tried(candidates[0]).peak <= budget:
+    if budget is None or fits(candidates[0]):
         return tried(candidates[0])
-    if tried(candidates[-1]).peak <= budget:
+    if fits(candidates[-1]):
         best = first_fitting(candidates)
     else:
         best = _least(lambda chunk_sizes: tried(chunk_sizes).peak, candidates, budget)
-        if tried(best).peak > budget:
+        if not fits(best):
             floor = tried(best)
             raise _impossible(floor, budget, _fitting_samples(step, floor, budget, whole))
     for name in ("cotangents", "held", "scratch"):  # restored first: the one whose loss costs most time
@@ -162,30 +159,21 @@ INSTEAD = {
 
 
 def _fitting_samples(step: PlannedStep, floor: Plan, budget: int, whole: Callable[[Plan], Plan]) -> int:
-    """Return a number of samples that fits the budget with the same chunks; 0 if there may be none.
+    """Return the most samples that fit the budget with the same chunks; 0 if there may be none.
 
-    It plans each number that it considers: much of a peak may be the same for any number of samples. Between
-    two numbers it takes the one on a straight line, and stops once that fits.
+    It plans each number that it considers: much of a peak may be the same for any number of samples.
     """
 
-    def peak(samples: int) -> int | None:
+    def is_too_much(samples: int) -> bool:
         try:
-            return whole(DryRun(step.of_fewer(floor.samples, samples), floor.chunk_sizes).run(budget)).peak
+            return (
+                whole(DryRun(step.of_fewer(floor.samples, samples), floor.chunk_sizes).run(budget)).peak
+                > budget
+            )
         except (PackpropError, RuntimeError):  # its samples are not on leading axes, or it needs some number
-            return None
+            return True
 
-    few, least = 1, peak(1)
-    many, most = floor.samples, floor.peak
-    while least is not None and least <= budget and many > few + 1:
-        between = few + (many - few) * (budget - least) // max(1, most - least)
-        between = min(max(between, few + 1), many - 1)
-        found = peak(between)
-        if found is None:
-            return few
-        if found <= budget:
-            return between
-        many, most = between, found
-    return few if least is not None and least <= budget and few < floor.samples else 0
+    return bisect.bisect_left(range(1, floor.samples), True, key=is_too_much)
 
 
 def _impossible(floor: Plan, budget: int, fitting: int) -> BudgetTooSmall:

@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from packprop.engine.algebra.formation import OF_ROWS
 from packprop.engine.algebra.monoid import ONE, Extent
+from packprop.engine.algebra.statistics import OF_ROWS
 from packprop.engine.graph.graph import ReachedUse
 from packprop.engine.passes.accumulator import Accumulator
 from packprop.engine.passes.contributions import Build, Contribution, joint_structure, unreached

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.engine.algebra.formation import forms_rows
+from packprop.engine.algebra.statistics import forms_rows
 from packprop.engine.curvature.double_backward import term_gradients
 from packprop.engine.graph.graph import ReachedUse
 from packprop.engine.graph.hooks import refusing_changed_sums

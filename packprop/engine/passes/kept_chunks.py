@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from packprop.engine.algebra.formation import OF_ROWS
 from packprop.engine.algebra.monoid import Extent
+from packprop.engine.algebra.statistics import OF_ROWS
 from packprop.engine.algebra.structures import Dense, Lookup, Outer, Statistical, rows
 from packprop.engine.passes.chunks import ChunkSizes
 from packprop.engine.passes.request import Task

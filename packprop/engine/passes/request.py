@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from packprop.engine.algebra.formation import is_for_real_numbers
+from packprop.engine.algebra.factors import is_for_real_numbers
 from packprop.engine.algebra.monoid import SUM
 from packprop.engine.algebra.statistics import summed_grad, total_grad
 from packprop.engine.curvature.columns import Columns

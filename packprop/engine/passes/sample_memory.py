@@ -8,10 +8,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from packprop.engine.algebra.choices import Extents, convolved_by_groups
-from packprop.engine.algebra.factors import LARGEST_FACTOR
-from packprop.engine.algebra.formation import MATRICES, OF_ROWS, forms_no_rows
+from packprop.engine.algebra.factors import LARGEST_FACTOR, MATRICES, forms_no_rows
 from packprop.engine.algebra.one_by_one import goes_one_by_one
-from packprop.engine.algebra.statistics import Statistic, per_sample_grad
+from packprop.engine.algebra.statistics import OF_ROWS, Statistic, per_sample_grad
 from packprop.engine.graph.site import Site
 from packprop.engine.passes.contributions import Contribution, JoinedSite, extents_of
 from packprop.engine.tensors.layout import Layout

@@ -16,14 +16,7 @@ from packprop.engine.tensors.hooks import has_late_hooks, is_hooked
 from packprop.engine.tensors.layout import Layout, possible_layouts
 from packprop.engine.tensors.long_work import doing, expect, waiting
 from packprop.engine.tensors.names import PARALLEL, named_buffers, named_modules, named_parameters
-from packprop.engine.tensors.nesting import (
-    PLAIN,
-    attributes_of,
-    cells,
-    map_instances,
-    map_tensors,
-    tensors_in,
-)
+from packprop.engine.tensors.nesting import PLAIN, attributes_of, cells, map_instances, map_tensors, tensors_in
 from packprop.engine.tensors.plain_text import plain_text
 from packprop.engine.tensors.precision import accumulation_dtype, at_least, result_dtype, wider_dtype
 from packprop.engine.tensors.random import random_numbers_from, random_states, set_random_states

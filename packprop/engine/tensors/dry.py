@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from packprop.engine.tensors.setting import setting
 from packprop.engine.tensors.traced import is_traced, note_fault
 
 
@@ -44,19 +45,14 @@ class TensorSpec(NamedTuple):
         return made.requires_grad_(self.requires_grad)
 
 
-@contextlib.contextmanager
-def dry_run(device: str = "cpu", of_batch: Set[int] = frozenset()) -> Iterator[None]:
+def dry_run(device: str, of_batch: Set[int] = frozenset()) -> AbstractContextManager[object]:
     """Inside, tensors have no data, and are treated as if on ``device``. Checks of data find no fault.
 
     Args:
         device: The type of device that the run stands in for.
         of_batch: Storages that the batch decides on, by ``storage_key``, while they are alive.
     """
-    token = _DRY_RUN.set(_DryRun(device, of_batch))
-    try:
-        yield
-    finally:
-        _DRY_RUN.reset(token)
+    return setting(_DRY_RUN, _DryRun(device, of_batch))
 
 
 def dry_run_device() -> str | None:

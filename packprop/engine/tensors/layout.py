@@ -110,13 +110,12 @@ class Layout(NamedTuple):
             return tensor if axis == skip else tensor.movedim(skip, axis)
         return tensor.movedim(skip, axis if self.major else axis + 1).flatten(axis, axis + 1)
 
-    def broadcast(self, values: Tensor, dims: int, skip: int = 0) -> Tensor:
-        """Values for each sample ``[n]``, broadcast against a tensor of ``dims`` axes, ``skip`` in front."""
+    def broadcast(self, values: Tensor, dims: int) -> Tensor:
+        """Values for each sample ``[n]``, broadcast against a tensor of ``dims`` axes."""
         rows = values[self.sample_of(values.device)]
         if self.axis is None:
             return rows.reshape([1] * dims)
-        behind = dims - skip - self.behind
-        return rows.reshape(*[1] * (skip + self.axis), *(self.joined or (-1,)), *[1] * behind)
+        return rows.reshape(*[1] * self.axis, *(self.joined or (-1,)), *[1] * (dims - self.behind))
 
     def sample_of(self, device: torch.device) -> Tensor:
         """The sample index of each entry along ``axis``."""
@@ -126,12 +125,6 @@ class Layout(NamedTuple):
         if self.parts == 1:
             return index
         return index.repeat_interleave(self.parts) if self.major else index.repeat(self.parts)
-
-    def transposed(self, dims: int) -> Layout:
-        """The layout of the same tensor of ``dims`` axes with its last two axes exchanged."""
-        if self.axis is None or self.axis < dims - 2:
-            return self
-        return self._replace(axis=2 * dims - 3 - self.axis)
 
     def __str__(self) -> str:
         if self.axis is None:

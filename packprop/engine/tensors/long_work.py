@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from packprop.engine.tensors.plain_text import import_rich
+from packprop.engine.tensors.setting import setting
 from packprop.errors import PackpropWarning
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
 clock = time.perf_counter
 
@@ -45,13 +46,11 @@ class Gauge:
         total: The amount of work, as far as it is known.
         done: The part that is done.
         seconds: The time that this part took.
-        pieces: The number of pieces that it came in.
     """
 
     total: float = 0.0
     done: float = 0.0
     seconds: float = 0.0
-    pieces: int = 0
 
     @property
     def left(self) -> float:
@@ -75,7 +74,6 @@ class LongWork:
         self._gauges: dict[str, Gauge] = {}
         self._begin, self._warned = clock(), False
         self._progress: Progress | None = None
-        self._task: TaskID | None = None
 
     def expect(self, what: str, count: float) -> None:
         """Announce more work of this kind: ``"columns"``, or ``"eigenvectors"`` (rows, cubed)."""
@@ -88,7 +86,6 @@ class LongWork:
         yield
         gauge = self._gauges.setdefault(what, Gauge())
         gauge.done += count
-        gauge.pieces += 1
         gauge.seconds += clock() - start
         self._look(what, gauge)
 
@@ -117,10 +114,9 @@ class LongWork:
 
         if self._progress is None:
             self._progress = Progress(console=Console(stderr=True), transient=True)
-            self._task = self._progress.add_task(self._asked)
+            self._progress.add_task(self._asked)
             self._progress.start()
-        assert self._task is not None
-        self._progress.update(self._task, total=passed + left, completed=passed)
+        self._progress.update(self._progress.task_ids[0], total=passed + left, completed=passed)
 
     def close(self) -> None:
         """Remove the bar."""
@@ -138,13 +134,8 @@ def long_work(asked: str, cheaper: Sequence[str] = (), bar: bool = True) -> Iter
     if outer is not None:
         yield outer
         return
-    work = LongWork(asked, cheaper, bar)
-    token = _CURRENT.set(work)
-    try:
+    with setting(_CURRENT, LongWork(asked, cheaper, bar)) as work, contextlib.closing(work):
         yield work
-    finally:
-        _CURRENT.reset(token)
-        work.close()
 
 
 def expect(what: str, count: float) -> None:

@@ -9,8 +9,8 @@ once. The products get their full size when they are there.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.tensors.dry import chunk_starts, is_dry_run, storage_key
+from packprop.engine.tensors.setting import setting
 
 STANDING = 2
 """Columns that stand for all: one alone would be laid out like none."""
@@ -39,15 +40,9 @@ class Repeated:
 _REPEATED: ContextVar[Repeated | None] = ContextVar("packprop_repeated", default=None)
 
 
-@contextlib.contextmanager
-def counting_repeated() -> Iterator[Repeated]:
+def counting_repeated() -> AbstractContextManager[Repeated]:
     """Let columns stand for others inside; whoever counts memory reads the result."""
-    repeated = Repeated()
-    token = _REPEATED.set(repeated)
-    try:
-        yield repeated
-    finally:
-        _REPEATED.reset(token)
+    return setting(_REPEATED, Repeated())
 
 
 Products = list[Tensor | None]

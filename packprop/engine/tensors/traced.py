@@ -9,14 +9,15 @@ over the decisions that passes make by values from the pass before, which made t
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from packprop.engine.tensors.setting import setting
 from packprop.errors import PackpropError
 
 Value = TypeVar("Value")
@@ -57,26 +58,14 @@ _TRACE: ContextVar[Trace | None] = ContextVar("packprop_trace", default=None)
 _NOTED: ContextVar[Decisions | None] = ContextVar("packprop_decisions", default=None)
 
 
-@contextlib.contextmanager
-def traced(decisions: Decisions) -> Iterator[Trace]:
+def traced(decisions: Decisions) -> AbstractContextManager[Trace]:
     """Trace a pass inside; take over its decisions."""
-    trace = Trace(decisions)
-    token = _TRACE.set(trace)
-    try:
-        yield trace
-    finally:
-        _TRACE.reset(token)
+    return setting(_TRACE, Trace(decisions))
 
 
-@contextlib.contextmanager
-def noting_decisions() -> Iterator[Decisions]:
+def noting_decisions() -> AbstractContextManager[Decisions]:
     """Note the decisions by values of the passes inside."""
-    noted: Decisions = []
-    token = _NOTED.set(noted)
-    try:
-        yield noted
-    finally:
-        _NOTED.reset(token)
+    return setting(_NOTED, [])
 
 
 def is_traced() -> bool:

@@ -1,0 +1,20 @@
+"""Context variables that have a value inside a block."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+
+@contextlib.contextmanager
+def setting(variable: ContextVar[Value | None], value: Value) -> Iterator[Value]:
+    """Give a context variable a value inside; afterwards it has the one before."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)

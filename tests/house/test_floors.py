@@ -224,7 +224,10 @@ def reaching_in(house: House) -> list[str]:
 
 
 def exports(house: House, room: str) -> Collection[str]:
-    """What a room of the engine offers: the ``__all__`` of a folder, the public names of a file."""
+    """What a room of the engine offers.
+
+    Of a folder the names that it imports as themselves, or its ``__all__``; of a file the public names.
+    """
     if (alone := house.files.get(f"engine/{room}")) is not None:
         names = {getattr(node, "name", "") for node in alone.tree.body}
         names |= {
@@ -235,12 +238,15 @@ def exports(house: House, room: str) -> Collection[str]:
             if isinstance(target, ast.Name)
         }
         return {"", *(name for name in names if not name.startswith("_"))}
+    offered: set[str] = set()
     folder = house.files.get(f"engine/{room}/__init__")
     for node in folder.tree.body if folder else []:
         match node:
+            case ast.ImportFrom(names=names):
+                offered |= {alias.name for alias in names if alias.asname == alias.name}
             case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
-                return set(ast.literal_eval(value))
-    return ()
+                offered |= set(ast.literal_eval(value))
+    return offered
 
 
 def circular(house: House) -> list[str]:
@@ -347,7 +353,7 @@ IN_ORDER = {
     "extensions/first_order.py": "from ..types import Extension\n",
     "store/reading.py": "from packprop.engine.algebra import cat\n"
     "from packprop.engine.context import LEVEL, extend\n",
-    "engine/algebra/__init__.py": "from packprop.engine.algebra.monoid import cat\n__all__ = ['cat']\n",
+    "engine/algebra/__init__.py": "from packprop.engine.algebra.monoid import cat as cat\n",
     "engine/algebra/monoid.py": "from ...errors import PackpropError\n",
     "engine/algebra/structures.py": "# NOTE [Autograd in structures]\nimport torch\ntorch.autograd.grad\n",
     "engine/functions/entry.py": "from ..algebra import structures, monoid\nself.autograd\n",

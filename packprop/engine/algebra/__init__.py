@@ -1,85 +1,47 @@
 """Tensors in, tensors out: structures, their statistics, and the merging of results."""
 
-from packprop.engine.algebra import kronecker
-from packprop.engine.algebra.choices import algorithms
-from packprop.engine.algebra.conjugate_gradients import ConjugateGradients, NotPositive
-from packprop.engine.algebra.coupled import Coupled, coupled
-from packprop.engine.algebra.decompositions import eigh, eigvalsh
-from packprop.engine.algebra.factors import cotangent_gram, input_gram, input_sum, mean_product
-from packprop.engine.algebra.joining import join
-from packprop.engine.algebra.kronecker import Eigen
-from packprop.engine.algebra.monoid import (
-    ADD_IN_PLACE,
-    CAT,
-    KEEP,
-    MOMENTS,
-    SINGLE,
-    SUM,
-    Moments,
-    Monoid,
-    lift,
-    nothing_like,
-    rescale,
-)
-from packprop.engine.algebra.order import EntryOrder, Fold, fold_swapped, fold_to
-from packprop.engine.algebra.projections import Projection, projected
-from packprop.engine.algebra.statistics import (
-    along,
-    along_each,
-    batch_sq,
-    gram,
-    moments,
-    sq_norm,
-    sum_sq,
-    token_along,
-    total_grad,
-)
-from packprop.engine.algebra.structures import Dense, Lookup, Structure, entry_order_of, rows
-
-__all__ = [
-    "ADD_IN_PLACE",
-    "CAT",
-    "KEEP",
-    "MOMENTS",
-    "SINGLE",
-    "SUM",
-    "ConjugateGradients",
-    "Coupled",
-    "Dense",
-    "Eigen",
-    "EntryOrder",
-    "Fold",
-    "Lookup",
-    "Moments",
-    "Monoid",
-    "NotPositive",
-    "Projection",
-    "Structure",
-    "algorithms",
-    "along",
-    "along_each",
-    "batch_sq",
-    "cotangent_gram",
-    "coupled",
-    "eigh",
-    "eigvalsh",
-    "entry_order_of",
-    "fold_swapped",
-    "fold_to",
-    "gram",
-    "input_gram",
-    "input_sum",
-    "join",
-    "kronecker",
-    "lift",
-    "mean_product",
-    "moments",
-    "nothing_like",
-    "projected",
-    "rescale",
-    "rows",
-    "sq_norm",
-    "sum_sq",
-    "token_along",
-    "total_grad",
-]
+from packprop.engine.algebra import kronecker as kronecker
+from packprop.engine.algebra.choices import algorithms as algorithms
+from packprop.engine.algebra.conjugate_gradients import ConjugateGradients as ConjugateGradients
+from packprop.engine.algebra.conjugate_gradients import NotPositive as NotPositive
+from packprop.engine.algebra.coupled import Coupled as Coupled
+from packprop.engine.algebra.coupled import coupled as coupled
+from packprop.engine.algebra.decompositions import eigh as eigh
+from packprop.engine.algebra.decompositions import eigvalsh as eigvalsh
+from packprop.engine.algebra.factors import cotangent_gram as cotangent_gram
+from packprop.engine.algebra.factors import input_gram as input_gram
+from packprop.engine.algebra.factors import input_sum as input_sum
+from packprop.engine.algebra.factors import mean_product as mean_product
+from packprop.engine.algebra.joining import join as join
+from packprop.engine.algebra.kronecker import Eigen as Eigen
+from packprop.engine.algebra.monoid import ADD_IN_PLACE as ADD_IN_PLACE
+from packprop.engine.algebra.monoid import CAT as CAT
+from packprop.engine.algebra.monoid import KEEP as KEEP
+from packprop.engine.algebra.monoid import MOMENTS as MOMENTS
+from packprop.engine.algebra.monoid import SINGLE as SINGLE
+from packprop.engine.algebra.monoid import SUM as SUM
+from packprop.engine.algebra.monoid import Moments as Moments
+from packprop.engine.algebra.monoid import Monoid as Monoid
+from packprop.engine.algebra.monoid import lift as lift
+from packprop.engine.algebra.monoid import nothing_like as nothing_like
+from packprop.engine.algebra.monoid import rescale as rescale
+from packprop.engine.algebra.order import EntryOrder as EntryOrder
+from packprop.engine.algebra.order import Fold as Fold
+from packprop.engine.algebra.order import fold_swapped as fold_swapped
+from packprop.engine.algebra.order import fold_to as fold_to
+from packprop.engine.algebra.projections import Projection as Projection
+from packprop.engine.algebra.projections import projected as projected
+from packprop.engine.algebra.statistics import along as along
+from packprop.engine.algebra.statistics import along_each as along_each
+from packprop.engine.algebra.statistics import batch_sq as batch_sq
+from packprop.engine.algebra.statistics import gram as gram
+from packprop.engine.algebra.statistics import moments as moments
+from packprop.engine.algebra.statistics import sq_norm as sq_norm
+from packprop.engine.algebra.statistics import sum_sq as sum_sq
+from packprop.engine.algebra.statistics import token_along as token_along
+from packprop.engine.algebra.statistics import total_grad as total_grad
+from packprop.engine.algebra.structures import Dense as Dense
+from packprop.engine.algebra.structures import Lookup as Lookup
+from packprop.engine.algebra.structures import Structure as Structure
+from packprop.engine.algebra.structures import entry_order_of as entry_order_of
+from packprop.engine.algebra.structures import rows as rows

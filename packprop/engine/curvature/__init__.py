@@ -1,87 +1,48 @@
 """Second derivatives: their seed vectors, the routes to compute them, and products with them."""
 
-from packprop.engine.curvature.columns import Columns
-from packprop.engine.curvature.generic_loss import sample_losses
-from packprop.engine.curvature.linear import (
-    ASKED,
-    INSTEAD,
-    Product,
-    Vectors,
-    jvps,
-    require_vectors,
-    vjps,
-    with_zeros,
-)
-from packprop.engine.curvature.matrices import Hessian
-from packprop.engine.curvature.nonlinearities import residuals, shared_rows
-from packprop.engine.curvature.operators import Operator, block_diagonal, chosen_parameters, ggn, hessian
-from packprop.engine.curvature.products import Matrix, ggnvp, graph_product, hessian_product, shown, vjp
-from packprop.engine.curvature.routes import Routes, choose_routes, kind_of_map
-from packprop.engine.curvature.second_order import (
-    differentiating_twice,
-    factors_on_losses,
-    faulty_jacobian,
-    require_passable,
-    require_second_derivatives,
-    warn_unless_finite,
-)
-from packprop.engine.curvature.seeds import columns
-from packprop.engine.curvature.snapshots import snapshots_of
-from packprop.engine.curvature.solving import Solution, indefinite, require_tolerance, solve, warn_of_residuals
-from packprop.engine.curvature.spectra import (
-    Eigenpairs,
-    SpectralDensity,
-    Trace,
-    eigenvalues,
-    spectral_density,
-    trace,
-)
-
-__all__ = [
-    "ASKED",
-    "INSTEAD",
-    "Columns",
-    "Eigenpairs",
-    "Hessian",
-    "Matrix",
-    "Operator",
-    "Product",
-    "Routes",
-    "Solution",
-    "SpectralDensity",
-    "Trace",
-    "Vectors",
-    "block_diagonal",
-    "choose_routes",
-    "chosen_parameters",
-    "columns",
-    "differentiating_twice",
-    "eigenvalues",
-    "factors_on_losses",
-    "faulty_jacobian",
-    "ggn",
-    "ggnvp",
-    "graph_product",
-    "hessian",
-    "hessian_product",
-    "indefinite",
-    "jvps",
-    "kind_of_map",
-    "require_passable",
-    "require_second_derivatives",
-    "require_tolerance",
-    "require_vectors",
-    "residuals",
-    "sample_losses",
-    "shared_rows",
-    "shown",
-    "snapshots_of",
-    "solve",
-    "spectral_density",
-    "trace",
-    "vjp",
-    "vjps",
-    "warn_of_residuals",
-    "warn_unless_finite",
-    "with_zeros",
-]
+from packprop.engine.curvature.columns import Columns as Columns
+from packprop.engine.curvature.generic_loss import sample_losses as sample_losses
+from packprop.engine.curvature.linear import ASKED as ASKED
+from packprop.engine.curvature.linear import INSTEAD as INSTEAD
+from packprop.engine.curvature.linear import Product as Product
+from packprop.engine.curvature.linear import Vectors as Vectors
+from packprop.engine.curvature.linear import jvps as jvps
+from packprop.engine.curvature.linear import require_vectors as require_vectors
+from packprop.engine.curvature.linear import vjps as vjps
+from packprop.engine.curvature.linear import with_zeros as with_zeros
+from packprop.engine.curvature.matrices import Hessian as Hessian
+from packprop.engine.curvature.nonlinearities import residuals as residuals
+from packprop.engine.curvature.nonlinearities import shared_rows as shared_rows
+from packprop.engine.curvature.operators import Operator as Operator
+from packprop.engine.curvature.operators import block_diagonal as block_diagonal
+from packprop.engine.curvature.operators import chosen_parameters as chosen_parameters
+from packprop.engine.curvature.operators import ggn as ggn
+from packprop.engine.curvature.operators import hessian as hessian
+from packprop.engine.curvature.products import Matrix as Matrix
+from packprop.engine.curvature.products import ggnvp as ggnvp
+from packprop.engine.curvature.products import graph_product as graph_product
+from packprop.engine.curvature.products import hessian_product as hessian_product
+from packprop.engine.curvature.products import shown as shown
+from packprop.engine.curvature.products import vjp as vjp
+from packprop.engine.curvature.routes import Routes as Routes
+from packprop.engine.curvature.routes import choose_routes as choose_routes
+from packprop.engine.curvature.routes import kind_of_map as kind_of_map
+from packprop.engine.curvature.second_order import differentiating_twice as differentiating_twice
+from packprop.engine.curvature.second_order import factors_on_losses as factors_on_losses
+from packprop.engine.curvature.second_order import faulty_jacobian as faulty_jacobian
+from packprop.engine.curvature.second_order import require_passable as require_passable
+from packprop.engine.curvature.second_order import require_second_derivatives as require_second_derivatives
+from packprop.engine.curvature.second_order import warn_unless_finite as warn_unless_finite
+from packprop.engine.curvature.seeds import columns as columns
+from packprop.engine.curvature.snapshots import snapshots_of as snapshots_of
+from packprop.engine.curvature.solving import Solution as Solution
+from packprop.engine.curvature.solving import indefinite as indefinite
+from packprop.engine.curvature.solving import require_tolerance as require_tolerance
+from packprop.engine.curvature.solving import solve as solve
+from packprop.engine.curvature.solving import warn_of_residuals as warn_of_residuals
+from packprop.engine.curvature.spectra import Eigenpairs as Eigenpairs
+from packprop.engine.curvature.spectra import SpectralDensity as SpectralDensity
+from packprop.engine.curvature.spectra import Trace as Trace
+from packprop.engine.curvature.spectra import eigenvalues as eigenvalues
+from packprop.engine.curvature.spectra import spectral_density as spectral_density
+from packprop.engine.curvature.spectra import trace as trace

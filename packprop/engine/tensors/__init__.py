@@ -1,106 +1,59 @@
 """Facts about tensors that need no computation: their samples, precision, device, state."""
 
-from packprop.engine.tensors.calling import (
-    LABELS,
-    LossFunction,
-    call,
-    class_words,
-    inputs_and_targets,
-    outputs_and_loss,
-    require_loss,
-    require_model,
-)
-from packprop.engine.tensors.device import allocated_bytes, free_bytes
-from packprop.engine.tensors.dry import has_fault
-from packprop.engine.tensors.hooks import has_late_hooks, is_hooked
-from packprop.engine.tensors.layout import Layout, possible_layouts
-from packprop.engine.tensors.long_work import doing, expect, waiting
-from packprop.engine.tensors.names import PARALLEL, named_buffers, named_modules, named_parameters
-from packprop.engine.tensors.nesting import PLAIN, attributes_of, cells, map_instances, map_tensors, tensors_in
-from packprop.engine.tensors.plain_text import plain_text
-from packprop.engine.tensors.precision import accumulation_dtype, at_least, result_dtype, wider_dtype
-from packprop.engine.tensors.random import random_numbers_from, random_states, set_random_states
-from packprop.engine.tensors.sharding import (
-    abandon_forward,
-    class_before_sharding,
-    coming_to_units,
-    has_sharded_units,
-    is_distributed,
-    is_fully_sharded_before,
-    own_part,
-    part_like,
-    placed_where,
-    replicated_like,
-    reshard,
-    whole_from,
-    whole_tensor,
-)
-from packprop.engine.tensors.state import storage_of, version
-from packprop.engine.tensors.traced import (
-    Decisions,
-    NotTraceable,
-    is_traced,
-    not_traceable,
-    noting_decisions,
-    traced,
-)
-
-__all__ = [
-    "LABELS",
-    "PARALLEL",
-    "PLAIN",
-    "Decisions",
-    "Layout",
-    "LossFunction",
-    "NotTraceable",
-    "abandon_forward",
-    "accumulation_dtype",
-    "allocated_bytes",
-    "at_least",
-    "attributes_of",
-    "call",
-    "cells",
-    "class_before_sharding",
-    "class_words",
-    "coming_to_units",
-    "doing",
-    "expect",
-    "free_bytes",
-    "has_fault",
-    "has_late_hooks",
-    "has_sharded_units",
-    "inputs_and_targets",
-    "is_distributed",
-    "is_fully_sharded_before",
-    "is_hooked",
-    "is_traced",
-    "map_instances",
-    "map_tensors",
-    "named_buffers",
-    "named_modules",
-    "named_parameters",
-    "not_traceable",
-    "noting_decisions",
-    "outputs_and_loss",
-    "own_part",
-    "part_like",
-    "placed_where",
-    "plain_text",
-    "possible_layouts",
-    "random_numbers_from",
-    "random_states",
-    "replicated_like",
-    "require_loss",
-    "require_model",
-    "reshard",
-    "result_dtype",
-    "set_random_states",
-    "storage_of",
-    "tensors_in",
-    "traced",
-    "version",
-    "waiting",
-    "whole_from",
-    "whole_tensor",
-    "wider_dtype",
-]
+from packprop.engine.tensors.calling import LABELS as LABELS
+from packprop.engine.tensors.calling import LossFunction as LossFunction
+from packprop.engine.tensors.calling import call as call
+from packprop.engine.tensors.calling import class_words as class_words
+from packprop.engine.tensors.calling import inputs_and_targets as inputs_and_targets
+from packprop.engine.tensors.calling import outputs_and_loss as outputs_and_loss
+from packprop.engine.tensors.calling import require_loss as require_loss
+from packprop.engine.tensors.calling import require_model as require_model
+from packprop.engine.tensors.device import allocated_bytes as allocated_bytes
+from packprop.engine.tensors.device import free_bytes as free_bytes
+from packprop.engine.tensors.dry import has_fault as has_fault
+from packprop.engine.tensors.hooks import has_late_hooks as has_late_hooks
+from packprop.engine.tensors.hooks import is_hooked as is_hooked
+from packprop.engine.tensors.layout import Layout as Layout
+from packprop.engine.tensors.layout import possible_layouts as possible_layouts
+from packprop.engine.tensors.long_work import doing as doing
+from packprop.engine.tensors.long_work import expect as expect
+from packprop.engine.tensors.long_work import waiting as waiting
+from packprop.engine.tensors.names import PARALLEL as PARALLEL
+from packprop.engine.tensors.names import named_buffers as named_buffers
+from packprop.engine.tensors.names import named_modules as named_modules
+from packprop.engine.tensors.names import named_parameters as named_parameters
+from packprop.engine.tensors.nesting import PLAIN as PLAIN
+from packprop.engine.tensors.nesting import attributes_of as attributes_of
+from packprop.engine.tensors.nesting import cells as cells
+from packprop.engine.tensors.nesting import map_instances as map_instances
+from packprop.engine.tensors.nesting import map_tensors as map_tensors
+from packprop.engine.tensors.nesting import tensors_in as tensors_in
+from packprop.engine.tensors.plain_text import plain_text as plain_text
+from packprop.engine.tensors.precision import accumulation_dtype as accumulation_dtype
+from packprop.engine.tensors.precision import at_least as at_least
+from packprop.engine.tensors.precision import result_dtype as result_dtype
+from packprop.engine.tensors.precision import wider_dtype as wider_dtype
+from packprop.engine.tensors.random import random_numbers_from as random_numbers_from
+from packprop.engine.tensors.random import random_states as random_states
+from packprop.engine.tensors.random import set_random_states as set_random_states
+from packprop.engine.tensors.sharding import abandon_forward as abandon_forward
+from packprop.engine.tensors.sharding import class_before_sharding as class_before_sharding
+from packprop.engine.tensors.sharding import coming_to_units as coming_to_units
+from packprop.engine.tensors.sharding import has_sharded_units as has_sharded_units
+from packprop.engine.tensors.sharding import is_distributed as is_distributed
+from packprop.engine.tensors.sharding import is_fully_sharded_before as is_fully_sharded_before
+from packprop.engine.tensors.sharding import own_part as own_part
+from packprop.engine.tensors.sharding import part_like as part_like
+from packprop.engine.tensors.sharding import placed_where as placed_where
+from packprop.engine.tensors.sharding import replicated_like as replicated_like
+from packprop.engine.tensors.sharding import reshard as reshard
+from packprop.engine.tensors.sharding import whole_from as whole_from
+from packprop.engine.tensors.sharding import whole_tensor as whole_tensor
+from packprop.engine.tensors.state import storage_of as storage_of
+from packprop.engine.tensors.state import version as version
+from packprop.engine.tensors.traced import Decisions as Decisions
+from packprop.engine.tensors.traced import NotTraceable as NotTraceable
+from packprop.engine.tensors.traced import is_traced as is_traced
+from packprop.engine.tensors.traced import not_traceable as not_traceable
+from packprop.engine.tensors.traced import noting_decisions as noting_decisions
+from packprop.engine.tensors.traced import traced as traced

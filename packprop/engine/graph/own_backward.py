@@ -36,8 +36,10 @@ def require_linear_backward(asked: str, starts: Iterable[Node | None]) -> None:
     Raises:
         PackpropError: With the name of the function; also if it runs a backward pass of its own.
     """
+    starts = list(starts)
+    coarsest = max(_precisions(starts), default=0.0)
     for node in _own_nodes(starts):
-        if not _is_linear(asked, node):
+        if not _is_linear(asked, node, coarsest):
             raise PackpropError(
                 asked,
                 _backward_function(node),
@@ -125,8 +127,20 @@ def _products(asked: str, node: Any, given: Sequence[Tensor]) -> list[Tensor]:
     return [each for each in products if isinstance(each, Tensor)]
 
 
-def _is_linear(asked: str, node: Any) -> bool:
-    """Tell whether a node's backward function is linear; true where it cannot be tried."""
+def _precisions(starts: Iterable[Node | None]) -> set[float]:
+    """Return the relative precision of each type of numbers in a graph: functions may compute in any of these."""
+    types = {each.dtype for node in nodes_above(starts) for each in made_by(node)}
+    return {torch.finfo(dtype).eps for dtype in types if dtype.is_floating_point}
+
+
+def _is_linear(asked: str, node: Any, coarsest: float) -> bool:
+    """Tell whether a node's backward function is linear; true where it cannot be tried.
+
+    Args:
+        asked: The request, for the message.
+        node: The node.
+        coarsest: The lowest relative precision that it may compute in, as under autocast.
+    """
     made = made_by(node)
     if not _can_be_tried(made):
         return True
@@ -140,7 +154,7 @@ def _is_linear(asked: str, node: Any) -> bool:
         given = [each.to(like.device, like.dtype) for each, like in zip(fed, made, strict=True)]
         return [each.to(torch.float64) for each in _products(asked, node, given)]
 
-    tolerance = max(torch.finfo(each.dtype).eps for each in made) ** 0.5
+    tolerance = max(max(torch.finfo(each.dtype).eps for each in made) ** 0.5, 4 * coarsest)
     one, other = run(first), run(second)
     for factor in FACTORS:
         both = run([factor * (a + b) for a, b in zip(first, second, strict=True)])

@@ -208,9 +208,13 @@ def _found_layouts(unknown: Graph, graph: Graph) -> list[list[Layout]] | int:
 
 
 def admitted_layouts(use: ReachedUse, index: int, samples: int) -> list[Layout]:
-    """The ways in which an output of a use can hold the samples, as far as shape and entries say."""
+    """The ways in which an output of a use can hold the samples, as far as shape and entries say.
+
+    An output that the pass does not reach need not hold any, such as a ``None`` among those of a user's function.
+    """
     layouts = possible_layouts(use.shapes[index], samples)
-    return [layout for layout in layouts if _is_admitted(use, index, layout)]
+    admitted = [layout for layout in layouts if _is_admitted(use, index, layout)]
+    return admitted if admitted or index in use.nodes else [Layout(None, samples)]
 
 
 def _is_admitted(use: ReachedUse, index: int, layout: Layout) -> bool:

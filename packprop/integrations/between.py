@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -24,8 +26,9 @@ _opened = _Opened()
 class StepBetween:
     """Watches from one call to another.
 
-    A trainer that fails in a step tells nobody. After a backward pass that failed, those that follow are plain
-    ones; when the next trainer begins a step, the one that failed is forgotten, and its model as it was.
+    A trainer that fails in a step tells nobody. After a backward pass that failed, and after the function that
+    runs the step has been left, backward passes are plain ones; when the next trainer begins a step, the one that
+    failed is forgotten, and its model as it was.
 
     Args:
         options: Arguments of ``Monitor``. The model comes with the first step.
@@ -39,7 +42,15 @@ class StepBetween:
         self._run: object = None
         self.monitor: Monitor | None = None
 
-    def begin(self, model: nn.Module, number: int, scaler: Any = None, *, run: object = None) -> None:
+    def begin(
+        self,
+        model: nn.Module,
+        number: int,
+        scaler: Any = None,
+        *,
+        run: object = None,
+        owner: FrameType | None = None,
+    ) -> None:
         """Watch the step of this number, if it is its turn.
 
         Args:
@@ -48,6 +59,7 @@ class StepBetween:
             scaler: The gradient scaler that multiplies losses, if there is one; only monitored steps read it.
             run: An object that the trainer makes for each run. ``begin`` abandons a step that another run has
                 left open.
+            owner: The Python frame that runs the step, if that is known.
 
         Raises:
             BadInput: For arguments that ``Monitor`` refuses.
@@ -63,7 +75,7 @@ class StepBetween:
             left.abandon()
         if self.monitor.is_due(number):
             self._step = self.monitor.begin(number, 1.0 if scaler is None else scaler.get_scale())
-            self._step.open(gives_up=True)
+            self._step.open(gives_up=True, owner=owner)
             _opened.between, self._run = self, run
 
     def end(self) -> None:
@@ -84,6 +96,16 @@ class StepBetween:
             if _opened.between is self:
                 _opened.between = None
         return step
+
+
+def caller_of(module: str) -> FrameType | None:
+    """Return the Python frame that has called functions of a module, which call this one; ``None`` without any."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    while frame is not None and frame.f_globals.get("__name__") == module:
+        frame = frame.f_back
+    return frame
 
 
 def numbers_in(values: Values, prefix: str) -> dict[str, float]:

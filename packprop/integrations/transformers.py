@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from packprop.errors import BadInput, install
-from packprop.integrations.between import StepBetween, numbers_in
+from packprop.integrations.between import StepBetween, caller_of, numbers_in
 from packprop.monitor.logs import Values
 
 try:
@@ -60,7 +60,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # a
                 "the factor on losses is not known: the optimizer has no gradient scaler",
                 "use bf16=True, which needs no scaler, or a loop of your own with monitor.step(loss_scale=...)",
             )
-        self._between.begin(model, state.global_step, scaler, run=state)
+        self._between.begin(model, state.global_step, scaler, run=state, owner=caller_of(TrainerCallback.__module__))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Pass on the measured values."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,7 @@ from packprop.engine.curvature import hessian_product, vjp
 from packprop.engine.distributed import AllRanks, JointPass
 from packprop.engine.graph import Graph, walk
 from packprop.engine.passes import ChunkSizes, samples_of_nothing
-from packprop.engine.recording import EXTENDED, disable, marks_of
+from packprop.engine.recording import EXTENDED, disable, is_running, marks_of
 from packprop.engine.tensors import named_parameters
 from packprop.engine.user_pass import BackwardCall
 from packprop.errors import PackpropError
@@ -118,8 +119,17 @@ class MonitoredPass(Backpack):
         self.brought: list[PassValues] = []
         self.gradients: dict[str, Tensor] = {}
         self.seen = False
-        self.gives_up = self.given_up = False
+        self.gives_up = self._has_failed = False
         """Leave passes after a failed one unwatched; and a flag that one has failed."""
+        self.owner: FrameType | None = None
+        """The Python frame of the step, if that is known: no pass is watched after it has been left."""
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the step has failed, in a backward pass or before it, so that no pass belongs to it any more."""
+        if self.owner is not None and not is_running(self.owner):
+            self._has_failed, self.owner = True, None
+        return self._has_failed
 
     def __exit__(self, *error: Any) -> None:
         self.seen = self.seen or self._seen
@@ -145,7 +155,7 @@ class MonitoredPass(Backpack):
         """Run a pass, and take off its results."""
         if self.given_up:
             return backward()
-        self.given_up = self.gives_up
+        self._has_failed = self.gives_up
         bend = None
         if self._sharpness and not call.is_refused_by_torch:
             has_entries = samples_of_nothing(walk(call.roots, call.gradients, call.leaves)) is None
@@ -155,7 +165,7 @@ class MonitoredPass(Backpack):
             super()._backward(call, backward)
         finally:
             values = self._take_off()
-        self.given_up = False
+        self._has_failed = False
         if values is not None:
             values.bend = bend
             self.brought.append(values)

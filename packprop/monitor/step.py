@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -92,8 +92,13 @@ class MonitoredStep(Step):
         """Name the next samples: one identifier for each, in the order of the batch."""
         self.identifiers += names_of(IDENTIFIED, identifiers)
 
-    def open(self, gives_up: bool = False) -> None:
-        """Begin to watch; with ``gives_up``, watch no pass after one that has failed."""
+    def open(self, gives_up: bool = False, owner: FrameType | None = None) -> None:
+        """Begin to watch.
+
+        Args:
+            gives_up: Watch no pass after one that has failed.
+            owner: The Python frame that runs the step: watch no pass after it has been left.
+        """
         around = innermost()
         if around is not None and not (isinstance(around, MonitoredPass) and around.given_up):
             raise BadInput(
@@ -102,7 +107,7 @@ class MonitoredStep(Step):
                 "the inner one of two takes over the backward pass, so that the outer one would save nothing",
                 "put `with backpack(...)` around the steps that are not monitored: `if not step.monitored`",
             )
-        self._pass.gives_up = gives_up
+        self._pass.gives_up, self._pass.owner = gives_up, owner
         if self._updates and self._before is None:
             self._before = {name: p.detach().clone() for name, p in self._trainable()}
         with contextlib.ExitStack() as contexts:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from packprop import BadInput, Monitor, PackpropError, backpack, extensions
 from packprop.engine.context import innermost
-from packprop.integrations.between import StepBetween
+from packprop.integrations.between import StepBetween, caller_of
 
 X, Y = torch.randn(6, 4), torch.randint(3, (6,))
 LOSS = nn.CrossEntropyLoss()
@@ -103,3 +106,48 @@ def test_two_callbacks_of_one_trainer_are_still_refused() -> None:
         second.begin(model, 0, run=run)
     first.abandon()
     assert innermost() is None
+
+
+def announcing(module: str, begin: Callable[[], None]) -> Callable[[], None]:
+    """A function of a module that calls another one, as a trainer announces its steps."""
+    names: dict[str, Any] = {"__name__": module, "begin": begin}
+    exec("def inner():\n    begin()\ndef announce():\n    inner()", names)
+    return names["announce"]  # type: ignore[no-any-return]
+
+
+def fails_before_its_backward_pass(begun: StepBetween, model: nn.Module) -> None:
+    def begin() -> None:
+        begun.begin(model, 0, run=object(), owner=caller_of("announcing"))
+
+    def train() -> None:
+        announcing("announcing", begin)()
+        LOSS(model(X), Y).backward()
+        assert begun.monitor is not None
+        begin_again = announcing("announcing", begin)
+        begun.end()
+        begin_again()
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        train()
+    assert begun.monitor is not None
+    assert begun.monitor.last is not None  # the first step was seen
+
+
+def test_after_a_step_that_failed_before_its_backward_pass_passes_are_plain() -> None:
+    begun, model = between(Log()), nn.Linear(4, 3)
+    fails_before_its_backward_pass(begun, model)
+    other = mixed()
+    LOSS(other(X), Y).backward()  # a watched pass would be refused
+    LOSS(model(X), Y).backward()
+    assert not any(name.startswith("_packprop") for p in model.parameters() for name in vars(p))
+    monitor = Monitor(model, every=1, log=None)
+    with monitor.step():
+        LOSS(model(X), Y).backward()
+    assert monitor.last is not None
+    begun.abandon()
+    assert innermost() is None
+
+
+def test_no_caller_of_a_module_that_does_not_run() -> None:
+    assert caller_of("announcing") is None

@@ -94,3 +94,17 @@ def test_a_scaler_that_is_not_to_be_found(tmp_path: Path) -> None:
         MonitorCallback().on_step_begin(arguments, None, None)
     with pytest.raises(BadInput, match="every=0"):
         trained(tmp_path, [MonitorCallback(every=0)])
+
+
+def test_a_step_that_fails_before_its_backward_pass_leaves_later_passes_plain(tmp_path: Path) -> None:
+    from packprop.integrations.transformers import MonitorCallback
+
+    class Fails(transformers.TrainerCallback):  # type: ignore[misc,name-defined,unused-ignore]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                raise MemoryError
+
+    with pytest.raises(MemoryError):
+        trained(tmp_path, [MonitorCallback(every=1), Fails()])
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))  # a watched pass would be refused
+    model(torch.randn(5, 3)).square().mean().backward()

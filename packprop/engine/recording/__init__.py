@@ -1,7 +1,7 @@
 """The forward pass: marks at losses and at the outputs of models, and hooks."""
 
 from packprop.engine.recording import switch
-from packprop.engine.recording.aside import OwnMode
+from packprop.engine.recording.aside import OwnMode, is_running
 from packprop.engine.recording.marks import (
     AXIS,
     EXTENDED,
@@ -25,6 +25,7 @@ __all__ = [
     "extended",
     "graph_is_kept",
     "is_recording_disabled",
+    "is_running",
     "marks_of",
     "record",
     "switch",

@@ -80,3 +80,32 @@ def test_losses_that_are_differentiable_once_are_named(make: Any) -> None:
     loss = packprop.extend(Cubic())(model(torch.randn(4, 3)), torch.randn(4, 2))
     with pytest.raises(PackpropError, match="CubeBackward in the loss"), packprop.backpack(make()):
         loss.backward()
+
+
+class InPlace(torch.autograd.Function):
+    """A product with a weight, whose backward pass writes into a tensor of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.mm(gradient, weight.T, out=torch.empty_like(x)), x.T @ gradient
+
+
+@pytest.mark.parametrize("asked", [extensions.DiagHessian, extensions.HMP, None])
+def test_a_backward_function_that_writes_into_a_tensor_has_no_second_derivative(asked: Any) -> None:
+    model, weight = packprop.extend(nn.Linear(3, 3)), nn.Parameter(torch.randn(3, 3))
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    with pytest.raises(PackpropError, match="twice.*out=") as caught:
+        if asked is None:
+            loss = nn.functional.mse_loss(InPlace.apply(model(x).tanh(), weight), y)
+            products.hvp(loss, [model.weight], [torch.ones_like(model.weight)])
+        with packprop.backpack(asked()):
+            loss = packprop.extend(nn.MSELoss())(InPlace.apply(model(x).tanh(), weight), y)
+            loss.backward()
+        model.weight.hmp(torch.ones_like(model.weight))
+    assert "functions of torch" in caught.value.instead

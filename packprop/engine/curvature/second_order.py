@@ -36,7 +36,9 @@ from packprop.errors import PackpropError, PackpropWarning
 ASKED = "A diagonal of the Hessian was asked for."
 
 
-NOT_TWICE = re.compile(r"not implemented|not (currently )?support|once_differentiable", re.IGNORECASE)
+NOT_TWICE = re.compile(
+    r"not implemented|not (currently )?support|once_differentiable|support automatic differentiation", re.IGNORECASE
+)
 """Messages of PyTorch for a missing second derivative; its other errors have other causes."""
 
 
@@ -116,6 +118,11 @@ def _advice_on(said: str) -> str:
             "use nn.Embedding with .sum(1), .mean(1) or .amax(1) behind it in place of nn.EmbeddingBag "
             "(padded, with padding_idx, where bags differ in size); or ask for diagonals or Kronecker "
             "factors of the GGN, which take no second derivative"
+        )
+    if "out=" in said:
+        return (
+            "write the backward pass of the torch.autograd.Function in operations without out=...; or let functions "
+            "of torch compute what it computes; or ask for GGN quantities"
         )
     if "_rnn" in said:
         return (

@@ -152,3 +152,30 @@ def test_batches_that_are_objects_and_mappings_of_their_tensors() -> None:
     assert "vars(batch)" in error.value.instead
     found = compute(OverGraphs(), None, [vars(batch) for batch in data], extensions.BatchL2Grad())
     assert found.norms().shape == (6,)
+
+
+class Scores(OverGraphs):
+    def forward(self, *given: Graphs, **tensors: Tensor) -> Tensor:
+        batch = given[0] if given else Graphs(**tensors)
+        sums = torch.zeros(len(batch.classes), 4).index_add(0, batch.graph, torch.tanh(self.body(batch.nodes)))
+        return self.head(sums)
+
+
+def test_pairs_of_an_object_and_targets_and_mappings_of_its_tensors() -> None:
+    data = [Graphs(torch.randn(5, 3), torch.tensor([0, 0, 1, 1, 1]), torch.tensor([0, 1])) for _ in range(3)]
+    with pytest.raises(BadInput, match="inputs of type Graphs") as error:
+        compute(Scores(), nn.CrossEntropyLoss(), [(each, each.classes) for each in data], extensions.BatchL2Grad())
+    assert "vars(batch)" in error.value.instead
+    mappings = [(vars(each), each.classes) for each in data]
+    found = compute(Scores(), nn.CrossEntropyLoss(), mappings, extensions.BatchL2Grad())
+    assert found.norms().shape == (6,)
+
+
+def test_a_batch_of_graphs_is_no_pair_of_samples() -> None:
+    nodes, graph = torch.randn(5, 3), torch.tensor([0, 0, 1, 1, 1])
+    batch = ({"nodes": nodes, "graph": graph, "classes": torch.tensor([0, 1])}, torch.tensor([0, 1]))
+    with pytest.raises(BadInput, match="first axes") as error:
+        compute(Scores(), nn.CrossEntropyLoss(), batch, extensions.BatchL2Grad())
+    assert "[(inputs, targets)]" in error.value.instead
+    found = compute(Scores(), nn.CrossEntropyLoss(), [batch], extensions.BatchL2Grad())
+    assert found.norms().shape == (2,)

@@ -40,6 +40,12 @@ Data = Dataset[Any] | tuple[Inputs, Tensor] | Iterable[tuple[Any, Any]]
 BATCH_SIZE = 128
 """Samples in a batch if the data come sample by sample."""
 
+OF_OBJECTS = (
+    "of an object, a mapping of its tensors (vars(batch), or batch.to_dict() where it has that), of which the "
+    "model makes the object"
+)
+"""The advice on inputs that are objects: their tensors have to be moved, counted and compared."""
+
 END = object()
 """The sign that no batch is left."""
 
@@ -340,17 +346,14 @@ class Batches:
             return split
         where = f"batch {max(self.count, 1)} of the data, {described(batch)}"
         if self._whole:
-            instead = (
-                "let the data yield what the model takes: tensors, by name or in order; of an object, "
-                "a mapping of its tensors (vars(batch)), of which the model makes the object"
-            )
+            instead = f"let the data yield what the model takes: tensors, by name or in order; {OF_OBJECTS}"
             raise BadInput(self.asked, where, "it is neither tensors nor a collection of them", instead)
         raise BadInput(
             self.asked,
             where,
             "it is not a pair (inputs, targets) with tensors as inputs",
             "let the data yield such pairs; inputs may be a tuple or a mapping of arguments. Or let them yield "
-            f"mappings with the targets as {LABELS!r}; or give loss=None if the model computes the loss",
+            f"mappings with the targets as {LABELS!r}; or give loss=None if the model computes the loss; {OF_OBJECTS}",
         )
 
     @contextlib.contextmanager

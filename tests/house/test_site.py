@@ -30,6 +30,18 @@ def test_every_public_module_has_a_section() -> None:
         assert {id(value) for value in values_of(module)} <= {id(value) for value in values_of(section)}
 
 
+def test_no_class_has_two_places() -> None:
+    """Sphinx warns of a class that two sections show, unless one of them is the module that it is made in."""
+    shown: dict[object, list[str]] = {}
+    for section, options in re.findall(r"^\.\. automodule:: (\S+)\n((?: +:.*\n)*)", REFERENCE, re.MULTILINE):
+        left_out = re.findall(r":exclude-members: (.*)", options)
+        names = {*getattr(import_module(section), "__all__", ())} - {*re.findall(r"\w+", "".join(left_out))}
+        for held in (getattr(import_module(section), name) for name in names):
+            if isinstance(held, type) and held.__module__ != section:
+                shown.setdefault(held, []).append(section)
+    assert {held: places for held, places in shown.items() if len(places) > 1} == {}
+
+
 def test_every_public_name_has_a_docstring() -> None:
     """Sphinx shows what has one, and `make docs` warns of a public name that it does not show."""
     bare = [

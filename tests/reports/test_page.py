@@ -141,6 +141,23 @@ def test_the_findings(profile: Profile) -> None:
         assert findings.findings_of(few)[0].says == "The gradient may be nothing but noise."
 
 
+def test_a_small_share_of_the_parameters_is_not_zero(profile: Profile) -> None:
+    """A head of a large model has a fraction of a percent of its parameters, and most of the curvature."""
+    total = dataclasses.replace(profile.total, parameters=500 * profile.total.parameters)
+    (found,) = (
+        each
+        for each in findings.findings_of(dataclasses.replace(profile, total=total))
+        if "of the curvature" in each.says
+    )
+    (share,) = re.findall(r"with ([\d.]+)% of the parameters", found.because)
+    assert 0 < float(share) < 1
+
+
+def test_labels_of_a_logarithmic_axis_keep_apart() -> None:
+    _, axis = figure.log_axis(1e-6, 1.0)
+    assert axis.labelSeparation > 0
+
+
 def test_what_was_not_computed_is_left_out_and_named() -> None:
     model, data = network()
     found = quiet(model, nn.CrossEntropyLoss(), data, curvature=False, outliers=0)

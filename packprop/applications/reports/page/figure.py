@@ -104,7 +104,8 @@ def log_axis(low: float, high: float) -> tuple[alt.Scale, alt.Axis]:
     ticks = [float(f"{tick:.6g}") for tick in ticks if low <= tick <= high]
     # d3's ~g: without trailing zeros, and with an exponent where that is shorter
     shape = "~g" if ticks and ticks[0] >= 1e-4 and ticks[-1] < 1e6 else ".0e"
-    return alt.Scale(type="log", domain=[low, high], nice=False), alt.Axis(values=ticks, format=shape)
+    axis = alt.Axis(values=ticks, format=shape, labelOverlap="greedy", labelSeparation=6)  # in a narrow window
+    return alt.Scale(type="log", domain=[low, high], nice=False), axis
 
 
 def largest(names: Sequence[str], sizes: Mapping[str, float]) -> list[str]:

@@ -86,7 +86,7 @@ gpu: ## Run the steps that need a GPU, and go on where the last call ended: make
 	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 .PHONY: gallery
-gallery: $(VENV)/.installed-test ## Run the pages of the gallery, and write down what comes out
+gallery: $(VENV)/.installed-test $(VENV)/.installed-gallery ## Run the pages of the gallery, and write down what comes out
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python docs/render_gallery.py $(ARGS)
 
 .PHONY: docs

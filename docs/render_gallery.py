@@ -5,13 +5,15 @@ editors and notebooks open as it is. Beside it stands what came out: ``docs/gall
 a cell are kept as ``images/<page>.png`` and so on, with their titles as what is read out instead of them; the
 code of such a cell is folded away. ``docs/gallery/README.md`` lists all pages with the first figure of each.
 
-Needs matplotlib and scikit-learn: ``pip install '.[examples,report]'``.
+Needs matplotlib and scikit-learn: ``pip install '.[examples,report]'``; two pages need a library more,
+``pip install '.[gallery]'``. Where that cannot be imported, they stay as they are.
 """
 
 from __future__ import annotations
 import __future__
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -44,6 +46,8 @@ PAGES = (
     "laplace_approximation",
     "noise_scale",
 )
+# What some pages need beyond the extras of the tests.
+NEEDS = {"private_training": "opacus", "laplace_approximation": "laplace"}
 INDEX = """# Gallery
 
 You can read these programs from top to bottom, and copy from them. Each does a job by hand first, then the
@@ -117,11 +121,26 @@ def index(pages: dict[str, str]) -> str:
     return "\n\n".join(text) + "\n"
 
 
+def lacking(page: str) -> str:
+    """What a page needs and cannot be imported; empty if there is nothing.
+
+    A library may not go with the release of another one that it imports, and say so in its own way.
+    """
+    try:
+        importlib.import_module(NEEDS.get(page, "torch"))
+    except (ImportError, RuntimeError) as error:
+        return f"{NEEDS[page]} cannot be imported, {error}"
+    return ""
+
+
 def main(chosen: list[str]) -> None:
     """Render the pages of these names, or all, and the index."""
     torch.set_num_threads(1)
     for name in chosen or PAGES:
-        print(name)
+        lacks = lacking(name)
+        print(f"{name}: left as it is, {lacks}; pip install '.[gallery]'" if lacks else name)
+        if lacks:
+            continue
         rendered = render(GALLERY / f"{name}.py", GALLERY / "images")
         (GALLERY / f"{name}.md").write_text(rendered, encoding="utf-8")
     written = {name: GALLERY / f"{name}.md" for name in PAGES}

@@ -10,14 +10,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from tests.selection import thorough
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 GALLERY = DOCS / "gallery"
 PAGES = sorted(path.stem for path in GALLERY.glob("*.py"))
-# What some pages need beyond the extras of the tests: they are run where it is installed.
-NEEDS = {"private_training": "opacus", "laplace_approximation": "laplace"}
 # A figure may turn out otherwise on another machine, its unit and its sign, too; a word may not.
 NUMBER = re.compile(r"(?<![\w/])-?\d[\d.,]*(e[-+]?\d+)?(?![\w/])( ([KMG]i)?B\b)?")
 
@@ -46,9 +45,8 @@ def comparable(page: str) -> list[str]:
 @pytest.mark.filterwarnings("ignore:MNIST is not at hand", "ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page(renderer: ModuleType, name: str, tmp_path: Path) -> None:
-    if name in NEEDS:
-        # a library may not go with the release of another one that it imports, and say so in its own way
-        pytest.importorskip(NEEDS[name], exc_type=(ImportError, RuntimeError))
+    if lacks := renderer.lacking(name):
+        pytest.skip(lacks)
     rendered = renderer.render(GALLERY / f"{name}.py", tmp_path)
     written = (GALLERY / f"{name}.md").read_text(encoding="utf-8")
     assert comparable(rendered) == comparable(written), "make gallery writes it anew"
@@ -109,3 +107,17 @@ def test_an_error_names_the_line_of_the_page(renderer: ModuleType, tmp_path: Pat
     with pytest.raises(AssertionError) as caught:
         renderer.render(page, tmp_path)
     assert caught.traceback[-1].lineno + 1 == 8
+
+
+def test_a_page_whose_library_is_not_there_is_left_as_it_is(
+    renderer: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "opacus", None)
+    before = {path: path.read_bytes() for path in GALLERY.glob("*.md")}
+    threads = torch.get_num_threads()
+    renderer.main(["private_training"])
+    torch.set_num_threads(threads)
+    assert before == {path: path.read_bytes() for path in GALLERY.glob("*.md")}
+    said = capsys.readouterr().out
+    assert said.startswith("private_training: left as it is, opacus cannot be imported")
+    assert "pip install '.[gallery]'" in said

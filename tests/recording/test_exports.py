@@ -54,14 +54,16 @@ def test_after_a_trace_passes_go_on() -> None:
     assert_rows_of_terms(terms, loss, model.parameters(), tolerance=1e-5)
 
 
-def test_scripting_says_restore_and_works_after_it() -> None:
-    model = network()
+@pytest.mark.parametrize("make", [network, attention])
+def test_scripting_says_restore_and_works_after_it(make: Callable[[], nn.Module]) -> None:
+    model = make().eval()
+    x = X if make is network else X.flatten(1, 2)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         with pytest.raises(Exception, match=r"call packprop\.restore\(model\) before"):
             torch.jit.script(model)
         scripted = torch.jit.script(packprop.restore(model))
-    torch.testing.assert_close(scripted(X), model(X))
+    torch.testing.assert_close(scripted(x), model(x))
 
 
 def test_torch_export_takes_it() -> None:

@@ -27,8 +27,8 @@ class StepBetween:
     """Watches from one call to another.
 
     A trainer that fails in a step tells nobody. After a backward pass that failed, and after the function that
-    runs the step has been left, backward passes are plain ones; when the next trainer begins a step, the one that
-    failed is forgotten, and its model as it was.
+    runs the step has been left, backward passes are plain ones; when the next trainer begins a step, the one
+    that failed is forgotten, and its model as it was.
 
     Args:
         options: Arguments of ``Monitor``. The model comes with the first step.
@@ -99,7 +99,7 @@ class StepBetween:
 
 
 def caller_of(module: str) -> FrameType | None:
-    """Return the Python frame that has called functions of a module, which call this one; ``None`` without any."""
+    """Return the Python frame that called functions of a module, which call this one; ``None`` without any."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back

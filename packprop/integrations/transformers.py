@@ -60,7 +60,9 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # a
                 "the factor on losses is not known: the optimizer has no gradient scaler",
                 "use bf16=True, which needs no scaler, or a loop of your own with monitor.step(loss_scale=...)",
             )
-        self._between.begin(model, state.global_step, scaler, run=state, owner=caller_of(TrainerCallback.__module__))
+        self._between.begin(
+            model, state.global_step, scaler, run=state, owner=caller_of(TrainerCallback.__module__)
+        )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Pass on the measured values."""

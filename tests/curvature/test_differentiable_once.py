@@ -100,7 +100,7 @@ class InPlace(torch.autograd.Function):
 def test_a_backward_function_that_writes_into_a_tensor_has_no_second_derivative(asked: Any) -> None:
     model, weight = packprop.extend(nn.Linear(3, 3)), nn.Parameter(torch.randn(3, 3))
     x, y = torch.randn(4, 3), torch.randn(4, 3)
-    with pytest.raises(PackpropError, match="twice.*out=") as caught:
+    with pytest.raises(PackpropError, match=r"twice.*out=") as caught:
         if asked is None:
             loss = nn.functional.mse_loss(InPlace.apply(model(x).tanh(), weight), y)
             products.hvp(loss, [model.weight], [torch.ones_like(model.weight)])

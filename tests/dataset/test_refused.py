@@ -164,7 +164,9 @@ class Scores(OverGraphs):
 def test_pairs_of_an_object_and_targets_and_mappings_of_its_tensors() -> None:
     data = [Graphs(torch.randn(5, 3), torch.tensor([0, 0, 1, 1, 1]), torch.tensor([0, 1])) for _ in range(3)]
     with pytest.raises(BadInput, match="inputs of type Graphs") as error:
-        compute(Scores(), nn.CrossEntropyLoss(), [(each, each.classes) for each in data], extensions.BatchL2Grad())
+        compute(
+            Scores(), nn.CrossEntropyLoss(), [(each, each.classes) for each in data], extensions.BatchL2Grad()
+        )
     assert "vars(batch)" in error.value.instead
     mappings = [(vars(each), each.classes) for each in data]
     found = compute(Scores(), nn.CrossEntropyLoss(), mappings, extensions.BatchL2Grad())

@@ -1,4 +1,4 @@
-"""A head that gives log-probabilities alone, by a function of its own, as trainers of language models have it."""
+"""A head that gives log-probabilities alone, by a function of its own, as trainers of language models do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IGNORED = -100
 
 
 class LogProbabilities(torch.autograd.Function):
-    """As ``ChunkedLogProbFunction`` of trl: a few words at a time, and outputs that are only asked for at times."""
+    """As ``ChunkedLogProbFunction`` of trl: a few words at a time, and outputs that are asked for at times."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool) -> Any:

@@ -106,5 +106,7 @@ def test_a_step_that_fails_before_its_backward_pass_leaves_later_passes_plain(tm
 
     with pytest.raises(MemoryError):
         trained(tmp_path, [MonitorCallback(every=1), Fails()])
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))  # a watched pass would be refused
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)
+    )  # a watched pass would be refused
     model(torch.randn(5, 3)).square().mean().backward()

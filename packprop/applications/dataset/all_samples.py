@@ -14,8 +14,8 @@ from packprop.errors import BadInput
 INSTEAD = (
     "give a tensor of inputs [n, ...] and a tensor of targets [n, ...], as (inputs, targets); for a model of "
     "several arguments a tuple or a mapping of such tensors, as ((a, b), targets); of a batch whose tensors "
-    "have different lengths, such as one of graphs, a list of batches, [(inputs, targets)]; or, as batches without "
-    "targets, dictionaries of the model's arguments by name"
+    "have different lengths, such as one of graphs, a list of batches, [(inputs, targets)]; or, as batches "
+    "without targets, dictionaries of the model's arguments by name"
 )
 
 

@@ -37,7 +37,8 @@ ASKED = "A diagonal of the Hessian was asked for."
 
 
 NOT_TWICE = re.compile(
-    r"not implemented|not (currently )?support|once_differentiable|support automatic differentiation", re.IGNORECASE
+    r"not implemented|not (currently )?support|once_differentiable|support automatic differentiation",
+    re.IGNORECASE,
 )
 """Messages of PyTorch for a missing second derivative; its other errors have other causes."""
 
@@ -121,8 +122,8 @@ def _advice_on(said: str) -> str:
         )
     if "out=" in said:
         return (
-            "write the backward pass of the torch.autograd.Function in operations without out=...; or let functions "
-            "of torch compute what it computes; or ask for GGN quantities"
+            "write the backward pass of the torch.autograd.Function in operations without out=...; or let "
+            "functions of torch compute what it computes; or ask for GGN quantities"
         )
     if "_rnn" in said:
         return (

@@ -128,7 +128,7 @@ def _products(asked: str, node: Any, given: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _precisions(starts: Iterable[Node | None]) -> set[float]:
-    """Return the relative precision of each type of numbers in a graph: functions may compute in any of these."""
+    """Return the relative precision of each type of numbers in a graph: functions may compute in any."""
     types = {each.dtype for node in nodes_above(starts) for each in made_by(node)}
     return {torch.finfo(dtype).eps for dtype in types if dtype.is_floating_point}
 

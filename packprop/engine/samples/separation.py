@@ -210,7 +210,7 @@ def _found_layouts(unknown: Graph, graph: Graph) -> list[list[Layout]] | int:
 def admitted_layouts(use: ReachedUse, index: int, samples: int) -> list[Layout]:
     """The ways in which an output of a use can hold the samples, as far as shape and entries say.
 
-    An output that the pass does not reach need not hold any, such as a ``None`` among those of a user's function.
+    An output that the pass does not reach need not hold any, as a ``None`` among those of a user's function.
     """
     layouts = possible_layouts(use.shapes[index], samples)
     admitted = [layout for layout in layouts if _is_admitted(use, index, layout)]

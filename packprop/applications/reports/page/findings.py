@@ -152,8 +152,8 @@ def _curvature(values: ProfileValues) -> Finding | None:
     its_share = f"{share:.0%}" if share >= 0.01 else f"{100 * share:.1g}%"
     return Finding(
         f"{top} has {traces[top] / total:.0%} of the curvature.",
-        f"Its share of the trace of the GGN, with {its_share} of the parameters. With one learning rate for all "
-        "layers, this layer becomes unstable first.",
+        f"Its share of the trace of the GGN, with {its_share} of the parameters. With one learning rate for "
+        "all layers, this layer becomes unstable first.",
         "traces",
     )
 

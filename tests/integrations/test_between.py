@@ -112,7 +112,7 @@ def announcing(module: str, begin: Callable[[], None]) -> Callable[[], None]:
     """A function of a module that calls another one, as a trainer announces its steps."""
     names: dict[str, Any] = {"__name__": module, "begin": begin}
     exec("def inner():\n    begin()\ndef announce():\n    inner()", names)
-    return names["announce"]  # type: ignore[no-any-return]
+    return names["announce"]  # type: ignore[no-any-return]  # made by exec
 
 
 def fails_before_its_backward_pass(begun: StepBetween, model: nn.Module) -> None:

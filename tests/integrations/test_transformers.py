@@ -99,7 +99,7 @@ def test_a_scaler_that_is_not_to_be_found(tmp_path: Path) -> None:
 def test_a_step_that_fails_before_its_backward_pass_leaves_later_passes_plain(tmp_path: Path) -> None:
     from packprop.integrations.transformers import MonitorCallback
 
-    class Fails(transformers.TrainerCallback):  # type: ignore[misc,name-defined,unused-ignore]
+    class Fails(transformers.TrainerCallback):  # type: ignore[misc,name-defined,unused-ignore]  # imported if there
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 2:
                 raise MemoryError

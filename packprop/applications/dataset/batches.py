@@ -353,7 +353,7 @@ class Batches:
             where,
             "it is not a pair (inputs, targets) with tensors as inputs",
             "let the data yield such pairs; inputs may be a tuple or a mapping of arguments. Or let them yield "
-            f"mappings with the targets as {LABELS!r}; or give loss=None if the model computes it; {OF_OBJECTS}",
+            f"mappings with the targets as {LABELS!r}; or give loss=None if the model has it; {OF_OBJECTS}",
         )
 
     @contextlib.contextmanager

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 
-from packprop.applications.dataset.batches import BATCH_SIZE
-from packprop.applications.reports.commands import Commands, new_command
+from packprop.applications.reports.commands import (
+    Commands,
+    add_debug,
+    add_output_options,
+    add_run_options,
+    new_command,
+    positive,
+)
 from packprop.applications.reports.page.libraries import INSTALL
 from packprop.applications.reports.profile.outlying import SHOWN
 from packprop.applications.reports.profile.quantities import EXACT_OUTPUTS, LARGEST_FACTOR
@@ -114,7 +119,7 @@ def parser() -> argparse.ArgumentParser:
     _add_profile(commands)
     _add_compare(commands)
     _add_page(commands)
-    add_query(commands, _positive)
+    add_query(commands)
     return program
 
 
@@ -131,15 +136,8 @@ def _add_profile(commands: Commands) -> None:
         help="folder for the files, made if missing; older ones are replaced (default: %(default)s)",
     )
     add(
-        "--batch-size",
-        type=_positive,
-        metavar="N",
-        help="samples in a batch, for data that do not come in batches; more memory, less time "
-        f"(default: {BATCH_SIZE})",
-    )
-    add(
         "--mc-samples",
-        type=_positive,
+        type=positive,
         metavar="N",
         default=1,
         help="Monte Carlo draws for each sample, a backward pass each (default: %(default)s)",
@@ -159,17 +157,10 @@ def _add_profile(commands: Commands) -> None:
     )
     add(
         "--largest-factor",
-        type=_positive,
+        type=positive,
         metavar="N",
         default=LARGEST_FACTOR,
         help="leave out Kronecker factors with more rows than this (default: %(default)s)",
-    )
-    add(
-        "--evaluation",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="put the model into evaluation mode, so that dropout is off and batch normalisation does not mix "
-        "samples; --no-evaluation keeps its own mode (default: yes)",
     )
     add(
         "--compiled",
@@ -178,20 +169,8 @@ def _add_profile(commands: Commands) -> None:
         help="replace passes by graphs if that saves time (default: yes)",
     )
     add(
-        "--device",
-        metavar="NAME",
-        help="cpu, cuda, cuda:1, ...: the device of model, loss and batches (default: the model's)",
-    )
-    add(
-        "--seed",
-        type=int,
-        metavar="N",
-        default=0,
-        help="seed of the random state that FACTORY finds, and of the draws (default: %(default)s)",
-    )
-    add(
         "--threads",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="CPU threads of torch (default: torch's own choice; 1 for the built-in example, whose "
         "tensors are too small to share)",
@@ -243,7 +222,8 @@ def _add_profile(commands: Commands) -> None:
         default=True,
         help="show a progress bar, if standard error is a terminal (default: yes)",
     )
-    _add_common(command, "the profile")
+    add_run_options(command)
+    add_output_options(command, "the profile")
 
 
 def _add_compare(commands: Commands) -> None:
@@ -251,7 +231,7 @@ def _add_compare(commands: Commands) -> None:
     command.add_argument("first", metavar="A", help="folder of a profile")
     command.add_argument("second", metavar="B", help="folder of another one")
     command.add_argument("--html", metavar="FILE", help=f"also write a page; needs {INSTALL}")
-    _add_common(command, "the comparison")
+    add_output_options(command, "the comparison")
 
 
 def _add_page(commands: Commands) -> None:
@@ -260,16 +240,7 @@ def _add_page(commands: Commands) -> None:
     command.add_argument(
         "--output", metavar="FILE", help="the file of the page (default: DIR/profile.html; of a file: its name)"
     )
-    command.add_argument("--debug", action="store_true", help="show errors with their tracebacks")
-
-
-def _add_common(command: argparse.ArgumentParser, what: str) -> None:
-    command.add_argument(
-        "--json",
-        action="store_true",
-        help=f"print {what} on standard output as JSON, and everything else on standard error",
-    )
-    command.add_argument("--debug", action="store_true", help="show errors with their tracebacks")
+    add_debug(command)
 
 
 def _time_or_number(text: str) -> int | str:
@@ -277,11 +248,4 @@ def _time_or_number(text: str) -> int | str:
 
 
 def _count(text: str) -> int:
-    return 0 if text == "0" else _positive(text)
-
-
-def _positive(text: str) -> int:
-    with contextlib.suppress(ValueError):
-        if int(text) > 0:
-            return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return 0 if text == "0" else positive(text)

@@ -16,18 +16,17 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
-from rich.console import Console
-from torch import nn
 
 from packprop import examples
 from packprop.applications.dataset.checkpoint import require_checkpoint
 from packprop.applications.dataset.messages import explanation
 from packprop.applications.reports.arguments import parser
-from packprop.applications.reports.compare import Comparison, compare
-from packprop.applications.reports.devices import device_named
+from packprop.applications.reports.commands import print_result
+from packprop.applications.reports.compare import compare
+from packprop.applications.reports.devices import device_named, moved
 from packprop.applications.reports.factory import ASKED, call_factory, load_factory
 from packprop.applications.reports.page.libraries import INSTALL, missing
 from packprop.applications.reports.page.training import read_lines, training_page
@@ -84,10 +83,7 @@ def _compare(options: argparse.Namespace) -> None:
     if options.html is not None:
         path = found.save_page(options.html)
         print(f"wrote {path}", file=sys.stderr)
-    if options.json:
-        print(found.to_json(), end="")
-    else:
-        _print(found, sys.stdout)
+    print_result(found, options.json, WIDTH)
 
 
 def _page(options: argparse.Namespace) -> None:
@@ -129,10 +125,7 @@ def _profile(options: argparse.Namespace) -> int:
     if not options.no_page and not lacking:
         page = result.save_page(Path(options.output) / PAGE)
         paths.append(page)
-    if options.json:
-        print(result.to_json(), end="")
-    else:
-        _print(result, sys.stdout)
+    print_result(result, options.json, WIDTH)
     seconds = time.perf_counter() - started
     *before, last = map(str, paths)
     print(f"\nwrote {', '.join(before)} and {last} after {seconds:.0f} s", file=sys.stderr)
@@ -166,9 +159,7 @@ def _profiled(options: argparse.Namespace, device: torch.device | None, with_pag
         model, loss, data = examples.digits(options.seed)
     else:
         model, loss, data = call_factory(factory, options.factory)
-    if device is not None:
-        model = model.to(device)
-        loss = loss.to(device) if isinstance(loss, nn.Module) else loss
+    model, loss = moved(device, model, loss)
     result = profile(
         model,
         loss,
@@ -214,28 +205,12 @@ def _made(options: argparse.Namespace) -> dict[str, str]:
     return {name: text for name, text in made.items() if text}
 
 
-def _print(found: Profile | Comparison, stream: TextIO) -> None:
-    """Print a table: as wide as the terminal, or in the width of a file."""
-    console = Console(file=stream)
-    if console.is_terminal:
-        Console(file=stream, width=max(console.width, WIDTH)).print(found)
-    else:
-        print(found, file=stream)
-
-
 @contextlib.contextmanager
 def _warnings_in_short(stream: TextIO) -> Iterator[None]:
     """Print each warning once, without the line of code that it comes from."""
     shown = set()
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
         text = textwrap.fill(f"warning: {message}", WIDTH, subsequent_indent="  ")
         if text not in shown:
             print(text, file=stream)

@@ -1,9 +1,15 @@
-"""The making of commands for the command line."""
+"""Parts that the commands of the command line share: their making, their options, the printing of results."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TypeAlias
+import contextlib
+import sys
+from typing import Any, TypeAlias
+
+from rich.console import Console
+
+from packprop.applications.dataset.batches import BATCH_SIZE
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -27,3 +33,68 @@ def new_command(
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def add_run_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of commands that run a model from a factory over its data."""
+    add = command.add_argument
+    add(
+        "--batch-size",
+        type=positive,
+        metavar="N",
+        help="samples in a batch, for data that do not come in batches; more memory, less time "
+        f"(default: {BATCH_SIZE})",
+    )
+    add(
+        "--evaluation",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="put the model into evaluation mode, so that dropout is off and batch normalisation does not mix "
+        "samples; --no-evaluation keeps its own mode (default: yes)",
+    )
+    add(
+        "--device",
+        metavar="NAME",
+        help="cpu, cuda, cuda:1, ...: the device of model, loss and batches (default: the model's)",
+    )
+    add(
+        "--seed",
+        type=int,
+        metavar="N",
+        default=0,
+        help="seed of the random state that FACTORY finds, and of any draws (default: %(default)s)",
+    )
+
+
+def add_output_options(command: argparse.ArgumentParser, what: str) -> None:
+    """Add the options of commands that print a result."""
+    command.add_argument(
+        "--json",
+        action="store_true",
+        help=f"print {what} on standard output as JSON, and everything else on standard error",
+    )
+    add_debug(command)
+
+
+def add_debug(command: argparse.ArgumentParser) -> None:
+    """Add the option that every command has."""
+    command.add_argument("--debug", action="store_true", help="show errors with their tracebacks")
+
+
+def positive(text: str) -> int:
+    """Read a number of at least 1."""
+    with contextlib.suppress(ValueError):
+        if int(text) > 0:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+
+
+def print_result(found: Any, as_json: bool, width: int) -> None:
+    """Print a result on standard output: as JSON, or as tables as wide as the terminal, but for narrow ones."""
+    console = Console(file=sys.stdout)
+    if as_json:
+        print(found.to_json(), end="")
+    elif console.is_terminal:
+        Console(file=sys.stdout, width=max(console.width, width)).print(found)
+    else:
+        print(found)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import nn
 
 from packprop.errors import BadInput
 
@@ -22,3 +25,8 @@ def device_named(asked: str, name: str) -> torch.device:
             asked, f"--device {name}", reason, "name a device that this torch can use, such as cpu"
         ) from error
     return device
+
+
+def moved(device: torch.device | None, *parts: Any) -> list[Any]:
+    """Return modules on a device, if one was named, and everything else as it is."""
+    return [part.to(device) if device is not None and isinstance(part, nn.Module) else part for part in parts]

@@ -5,18 +5,23 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from packprop.applications.dataset.result import Result
 from packprop.applications.queries.influence import influence
 from packprop.applications.queries.result import WIDTH
-from packprop.applications.reports.commands import Commands, new_command
-from packprop.applications.reports.devices import device_named
+from packprop.applications.reports.commands import (
+    Commands,
+    add_output_options,
+    add_run_options,
+    new_command,
+    positive,
+    print_result,
+)
+from packprop.applications.reports.devices import device_named, moved
 from packprop.applications.reports.factory import call_factory, load_factory
 from packprop.errors import BadInput
 from packprop.store.reading import Store
@@ -55,8 +60,8 @@ The same from Python:
 """
 
 
-def add_query(commands: Commands, positive: Callable[[str], int]) -> None:
-    """Add the arguments of the command; ``positive`` reads a number of at least 1."""
+def add_query(commands: Commands) -> None:
+    """Add the command with its arguments."""
     command = new_command(
         commands, "query", "the stored samples that help, and harm, some queries", DESCRIPTION, EXAMPLES
     )
@@ -84,22 +89,8 @@ def add_query(commands: Commands, positive: Callable[[str], int]) -> None:
         default="500MiB",
         help="memory for current rows and gradients of queries (default: %(default)s)",
     )
-    add(
-        "--batch-size",
-        type=positive,
-        metavar="N",
-        help="queries in a batch, if data come without",
-    )
-    add(
-        "--evaluation",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="put the model into evaluation mode (default: yes)",
-    )
-    add("--device", metavar="NAME", help="the device of model and queries (default: the model's)")
-    add("--seed", type=int, metavar="N", default=0, help="seed of the state that FACTORY finds (default: 0)")
-    add("--json", action="store_true", help="print JSON in place of tables")
-    add("--debug", action="store_true", help="show errors with their tracebacks")
+    add_run_options(command)
+    add_output_options(command, "the answers")
 
 
 def query(options: argparse.Namespace) -> None:
@@ -115,11 +106,9 @@ def query(options: argparse.Namespace) -> None:
     factory = load_factory(options.factory, ASKED)
     torch.manual_seed(options.seed)
     model, loss, queries = call_factory(factory, options.factory, ASKED)
-    if isinstance(model, nn.Module):
-        model = model.eval() if options.evaluation else model
-        model = model if device is None else model.to(device)
-    if device is not None and isinstance(loss, nn.Module):
-        loss = loss.to(device)
+    model, loss = moved(device, model, loss)
+    if isinstance(model, nn.Module) and options.evaluation:
+        model.eval()
     found = influence(
         store,
         model,
@@ -133,14 +122,9 @@ def query(options: argparse.Namespace) -> None:
         memory=options.memory,
         batch_size=options.batch_size,
     )
+    print_result(found, options.json, WIDTH)
     if options.json:
-        print(found.to_json(), end="")
         return
-    console = Console()
-    if console.is_terminal:
-        Console(width=max(console.width, WIDTH)).print(found)
-    else:
-        print(found)
     readings = "once" if found.readings == 1 else f"{found.readings} times"
     seconds = time.perf_counter() - started
     print(f"\nread {store.samples:,} samples {readings}, {seconds:.1f} s", file=sys.stderr)

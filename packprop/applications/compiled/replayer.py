@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -83,38 +83,25 @@ class Kind:
         return f"{self.inputs}: {_became(self)}"
 
 
-class Policy(Protocol):
-    """Decides when to trace calls of one kind, to compile the graph, and to go on with it."""
+class Policy:
+    """Decides when to trace calls of one kind, to compile the graph, and to go on with it.
 
-    @property
-    def warns(self) -> bool:
-        """Tell whether the user hears of calls that are not replayed."""
+    This one traces calls as soon as possible; it compiles the first kind at once, others when frequent.
+    """
+
+    warns = True
+    """The user hears of calls that are not replayed."""
 
     def traces(self, kind: Kind) -> bool:
         """Tell whether to trace the next pass; asked before each one."""
-
-    def compiles(self, kind: Kind) -> bool:
-        """Tell whether to compile the graph; asked before the check of the graph, and after each replay."""
-
-    def keeps(self, kind: Kind) -> bool:
-        """Tell whether to go on with replays; asked after each replay."""
-
-
-class AtOnce:
-    """Traces calls as soon as possible; compiles the first kind at once, others when frequent."""
-
-    warns = True
-
-    def traces(self, kind: Kind) -> bool:
-        """Trace all calls."""
         return True
 
     def compiles(self, kind: Kind) -> bool:
-        """Compile the first kind, and those that come often."""
+        """Tell whether to compile the graph; asked before the check of the graph, and after each replay."""
         return kind.is_first or kind.replays >= WORTH
 
     def keeps(self, kind: Kind) -> bool:
-        """Go on unless ordinary passes are faster."""
+        """Tell whether to go on with replays, unless ordinary passes are faster; asked after each replay."""
         return kind.replays < MEASURED or kind.replay_seconds < NOISE * kind.pass_seconds
 
 
@@ -130,7 +117,7 @@ class Replayer:
 
     def __init__(self, step: Pass, backend: Backend, mode: str | None, policy: Policy | None = None) -> None:
         self._pass, self._backend, self._mode = step, backend, mode
-        self._policy = AtOnce() if policy is None else policy
+        self._policy = Policy() if policy is None else policy
         self._kinds: dict[Any, Kind] = {}
         self._traced_last: tuple[Any, ...] | None = None
         self._changed_themselves = 0

@@ -16,7 +16,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-from packprop.applications.compiled.replayer import Kind
+from packprop.applications.compiled.replayer import Kind, Policy
 
 MEASURED = 3
 """Passes, and replays, with known times before any decision."""
@@ -38,7 +38,7 @@ SAVED = 1 / 3
 """The share of a replay that a compiler probably saves."""
 
 
-class WhereItPays:
+class WhereItPays(Policy):
     """Decides for each kind of batches whether to trace and compile it; see NOTE [Where it pays].
 
     Args:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from packprop.applications.dataset.checkpoint import Every
 from packprop.applications.reports.profile.quantities import SampleGGNTrace
 from packprop.engine.distributed import AllRanks, ranks_of
+from packprop.engine.tensors import require_model
 from packprop.errors import BadInput, PackpropWarning
 from packprop.monitor.logs import Values, logs_of
 from packprop.monitor.measurements import TOTAL, LayerValues, StepValues, norm_quantiles, outliers
@@ -359,10 +360,7 @@ def _finite(number: float | None) -> float | None:
 
 
 def _check(model: Any, quantities: Any, confidence: Any, per: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise BadInput(
-            ASKED, f"model of type {type(model).__name__}", "it is not a torch.nn.Module", "give the model"
-        )
+    require_model(ASKED, model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise BadInput(
             ASKED, "model", "none of its parameters requires gradients", "set requires_grad=True on some"

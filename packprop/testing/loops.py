@@ -40,7 +40,6 @@ def layouts_of(asked: str, wholes: Sequence[Tensor], singles: Sequence[Sequence[
                 "a sample alone gives another output than in the batch: samples are mixed, or "
                 "random numbers are drawn",
                 "keep the samples apart; call eval() on layers that behave otherwise in training",
-                float("inf"),
             )
         layouts.append(layout)
     return layouts
@@ -170,7 +169,6 @@ class Loops:
                 "the loss",
                 "it couples the outputs of different samples",
                 "use a loss that is a sum or mean of one term for each sample",
-                float("inf"),
             )
         return own
 

@@ -104,7 +104,6 @@ def require_samples(ledger: Ledger, problem: Problem, graph: Graph) -> None:
             f"inputs with {problem.samples} samples on axis {problem.axis}",
             f"the engine takes them for {graph.samples} samples",
             "sample n is row n of what the loss takes: extend(model, sample_axis=...) says on which axis",
-            float("inf"),
         )
 
 

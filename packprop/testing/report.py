@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ Named = dict[str, Any]
 class CheckFailed(PackpropError, AssertionError):
     """Raised if two computations of one number disagree; ``error`` is the largest relative error."""
 
-    def __init__(self, asked: str, where: str, why: str, instead: str, error: float) -> None:
+    def __init__(self, asked: str, where: str, why: str, instead: str, error: float = math.inf) -> None:
         super().__init__(asked, where, why, instead)
         self.error = error
 
@@ -75,10 +76,7 @@ class Report:
     @property
     def laws(self) -> dict[str, int]:
         """The number of comparisons for each law."""
-        counts: dict[str, int] = {}
-        for comparison in self.comparisons:
-            counts[comparison.law] = counts.get(comparison.law, 0) + 1
-        return counts
+        return dict(Counter(comparison.law for comparison in self.comparisons))
 
     def __rich__(self) -> Group:
         table = Table("compared", "times", "largest relative error", title=self.subject)

@@ -92,7 +92,6 @@ def _require_rules(ledger: Ledger, problem: Problem, graph: Graph, allow_fallbac
                 if is_registered
                 else f"decorate a rule with @packprop.register_use({_class_name(node.name())}), or pass "
                 "allow_fallback=True",
-                float("inf"),
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -138,8 +139,8 @@ class Coverage:
             names = f"{family.name}: {', '.join(family.extensions)}"
             why = family.why if self.refusal is None else "see below"
             below.add_row(names, "yes" if family.applies else "no", why)
-        states = [p.state for p in self.parameters.values()]
-        counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
+        states = Counter(p.state for p in self.parameters.values())
+        counts = [f"{count} {state}" for state, count in states.items()]
         lines = [f"{self.samples} samples; parameters: {', '.join(counts) or 'none'}"]
         lines += [f"mixes samples: {mixer}" for mixer in self.mixers]
         if self.fallback_share:
@@ -158,10 +159,10 @@ class Coverage:
 def _cells(parameter: ParameterCoverage) -> list[str]:
     name = " = ".join([parameter.name, *parameter.aliases])
     shape = "x".join(map(str, parameter.shape)) or "1"
-    counts: dict[tuple[str, str], int] = {}
-    for use in parameter.uses:
-        structure = use.structure if use.direct else f"{use.structure}, then Dense"
-        counts[use.function, structure] = counts.get((use.function, structure), 0) + 1
+    counts = Counter(
+        (use.function, use.structure if use.direct else f"{use.structure}, then Dense")
+        for use in parameter.uses
+    )
     functions = [f"{name} x {n}" if n > 1 else name for (name, _), n in counts.items()]
     functions += [f"not recorded: {node}" for node in parameter.missing]
     used = ", ".join(functions) or parameter.state

@@ -25,9 +25,9 @@ class Comparison(Shown, ComparisonValues):
         return comparison_page(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield comparison_table(self.layers, self.total)
+        yield comparison_table(self)
         yield ""
-        yield from notes(self.names, self.paired, self.samples, self.losses, self.settings)
+        yield from notes(self)
 
 
 def compare(first: Profile, second: Profile, first_name: str = "A", second_name: str = "B") -> Comparison:

@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from packprop.applications.reports.compare.differences import QUANTITIES, Difference
+from packprop.applications.reports.compare.values import ComparisonValues
 from packprop.applications.reports.profile.table import NAME_WIDTH, number_text
 from packprop.applications.reports.profile.uncertainty import rounded_text
 
-Differences = Mapping[str, Difference]
 
-
-def comparison_table(layers: Mapping[str, Differences], total: Differences) -> Table:
+def comparison_table(compared: ComparisonValues) -> Table:
     """Return two lines for each layer: both values, and how they differ."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, show_footer=True, pad_edge=False)
     table.add_column("layer", "total", min_width=NAME_WIDTH, overflow="fold")
     for quantity in QUANTITIES:
-        table.add_column(quantity, _cell(total[quantity]), justify="right", no_wrap=True)
-    for name, differences in layers.items():
+        table.add_column(quantity, _cell(compared.total[quantity]), justify="right", no_wrap=True)
+    for name, differences in compared.layers.items():
         table.add_row(name, *(_cell(differences[quantity]) for quantity in QUANTITIES))
     return table
 
 
-def notes(
-    names: tuple[str, str],
-    paired: bool,
-    samples: tuple[int, int],
-    losses: tuple[float, float],
-    settings: Mapping[str, tuple[Any, Any]],
-) -> list[Text]:
+def notes(compared: ComparisonValues) -> list[Text]:
     """Say what was compared, and what the marks stand for."""
-    both = zip(names, samples, losses, strict=True)
+    names = compared.names
+    both = zip(names, compared.samples, compared.losses, strict=True)
     lines = [
         "; ".join(f"{name}: {count:,} samples, loss {number_text(loss)}" for name, count, loss in both),
         f"{names[0]} -> {names[1]}, below it the difference +- its standard error; *: more than two of these",
-        "the same samples, compared one by one" if paired else "other samples: errors of both are combined",
+        "the same samples, compared one by one"
+        if compared.paired
+        else "other samples: errors of both are combined",
     ]
-    lines += [f"{name}: {first} -> {second}" for name, (first, second) in settings.items()]
+    lines += [f"{name}: {first} -> {second}" for name, (first, second) in compared.settings.items()]
     return [Text(line) for line in lines]
 
 

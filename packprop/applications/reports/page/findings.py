@@ -68,7 +68,7 @@ def noise_scale(values: ProfileValues) -> float | None:
 
 def scale_interval(values: ProfileValues) -> tuple[float, float] | None:
     """Return the range of the noise scale; bounds are those of ``reports/profile/uncertainty.py``."""
-    norms = values.tensors.get(f"sample_gradient_norm/{values.total.name}")
+    norms = values.norms_of(values.total)
     interval = signal_to_noise_interval(values.total, norms)
     if interval is None:
         return None
@@ -120,7 +120,7 @@ def _noise(values: ProfileValues) -> Finding | None:
 
 
 def _tail(values: ProfileValues) -> Finding | None:
-    norms = values.tensors.get(f"sample_gradient_norm/{values.total.name}")
+    norms = values.norms_of(values.total)
     if norms is None or len(norms) < 20 or not bool(norms.isfinite().all()) or not float(norms.max()):
         return None
     squares = norms.double().square().sort(descending=True).values

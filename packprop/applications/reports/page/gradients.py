@@ -50,7 +50,7 @@ def signal_to_noise(values: ProfileValues) -> Figure | None:
         return None
     labels, floor = short_labels([layer.name for layer in layers]), 1 / values.samples
     bounds = {
-        layer.name: signal_to_noise_interval(layer, values.tensors.get(f"sample_gradient_norm/{layer.name}"))
+        layer.name: signal_to_noise_interval(layer, values.norms_of(layer))
         or (sizes[layer.name], sizes[layer.name])
         for layer in layers
     }
@@ -110,7 +110,7 @@ def signal_to_noise(values: ProfileValues) -> Figure | None:
 
 def norm_histogram(values: ProfileValues) -> Figure | None:
     """Draw the distribution of per-sample norms, in all parameters together; return ``None`` without any."""
-    norms = _finite(values.tensors.get(f"sample_gradient_norm/{values.total.name}"))
+    norms = _finite(values.norms_of(values.total))
     positive = norms[norms > 0]
     if len(positive) < 2 or positive[0] == positive[-1]:
         return None
@@ -166,7 +166,7 @@ def norms_by_layer(values: ProfileValues) -> Figure | None:
     norms = {
         layer.name: found
         for layer in values.layers
-        if len(found := _finite(values.tensors.get(f"sample_gradient_norm/{layer.name}"))) and found[-1] > 0
+        if len(found := _finite(values.norms_of(layer))) and found[-1] > 0
     }
     layers = largest_layers(values.layers, {name: float(found[-1]) for name, found in norms.items()})
     if not layers:

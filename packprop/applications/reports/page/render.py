@@ -18,7 +18,7 @@ from packprop.applications.reports.page.findings import (
     scale_text,
     trace_of,
 )
-from packprop.applications.reports.page.libraries import require_libraries
+from packprop.applications.reports.page.libraries import ENGINE, require_libraries
 from packprop.applications.reports.page.naming import folded_names
 from packprop.applications.reports.page.templating import template
 from packprop.applications.reports.profile.layers import Layer
@@ -93,6 +93,16 @@ def page_of(values: ProfileValues) -> str:
     )
 
 
+def fragment_of(values: ProfileValues) -> str:
+    """Return a piece of HTML that a notebook shows: findings and the table of layers, without scripts.
+
+    Raises:
+        PackpropError: If the template engine is not installed.
+    """
+    require_libraries(ENGINE)
+    return template("fragment.html").render(**shared_parts(values), columns=COLUMNS, **table_of(values))
+
+
 def contents_of(figures: Mapping[str, Figure | None], costs: bool) -> list[tuple[str, str]]:
     """Return the navigation: the parts of the page, by their places, in their order."""
     names = {"signal": "Signal and noise", "norms": "Samples", "traces": "Curvature", "spectra": "Factors"}
@@ -131,14 +141,14 @@ def shared_parts(values: ProfileValues) -> dict[str, Any]:
 def table_of(values: ProfileValues) -> dict[str, Any]:
     """Return the table of layers."""
     folded = folded_names([layer.name for layer in values.layers])
-    rows = [_cells(layer, folded, _norms(values, layer)) for layer in values.layers]
-    total = _cells(values.total, {values.total.name: values.total.name}, _norms(values, values.total))
+    rows = [_cells(layer, folded, values.norms_of(layer)) for layer in values.layers]
+    total = _cells(values.total, {values.total.name: values.total.name}, values.norms_of(values.total))
     return {"rows": rows, "total": total}
 
 
 def samples_of(values: ProfileValues) -> list[dict[str, Any]]:
     """Return the outlying samples, with their pictures as data."""
-    norms = values.tensors.get(f"sample_gradient_norm/{values.total.name}")
+    norms = values.norms_of(values.total)
     most = max((loss or 0.0 for each in values.outlying for loss in each.token_losses or []), default=0.0)
     found = []
     for each in values.outlying:
@@ -209,10 +219,6 @@ def drawing_script() -> str:
     return script.replace("</script", "<\\/script")
 
 
-def _norms(values: ProfileValues, layer: Layer) -> Tensor | None:
-    return values.tensors.get(f"sample_gradient_norm/{layer.name}")
-
-
 def _cells(layer: Layer, folded: Mapping[str, str], norms: Tensor | None) -> list[Cell]:
     numbers = [layer.gradient_norm, layer.sample_gradient_norm_median, layer.sample_gradient_norm_95]
     ratio, interval = layer.signal_to_noise, signal_to_noise_interval(layer, norms)
@@ -230,7 +236,7 @@ def _cells(layer: Layer, folded: Mapping[str, str], norms: Tensor | None) -> lis
 
 def _condition(layer: Layer, side: str) -> Cell:
     """Return the condition of the layer's first factor of this side, with its rank if that is not full."""
-    spectrum = next((found for name, found in layer.factors.items() if name.endswith(f".{side}")), None)
+    spectrum = layer.factor(side)
     if spectrum is None or spectrum.rank is None:
         wide = "-" if spectrum is None or spectrum.built else f"{spectrum.size} wide"
         return wide, None

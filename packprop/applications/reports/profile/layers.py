@@ -68,6 +68,10 @@ class Layer:
     ggn_trace_monte_carlo: float | None = None
     factors: dict[str, Spectrum] = field(default_factory=dict)
 
+    def factor(self, side: str) -> Spectrum | None:
+        """Return the first factor of a side, ``"A"`` or ``"B"``, if there is one."""
+        return next((found for name, found in self.factors.items() if name.endswith(f".{side}")), None)
+
 
 def spectrum_of(factor: Tensor, terms: int) -> tuple[Spectrum, Tensor | None]:
     """Return rank and condition of a sum of outer products, and its eigenvalues in ascending order."""

@@ -18,7 +18,6 @@ from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.given import require_model_and_loss
 from packprop.applications.dataset.messages import described, explanation
 from packprop.applications.reports.profile.assembly import assemble
-from packprop.applications.reports.profile.layers import TOTAL
 from packprop.applications.reports.profile.memory_use import memory_use
 from packprop.applications.reports.profile.outlying import (
     SHOWN,
@@ -204,7 +203,7 @@ def _with_outliers(
     device: torch.device,
 ) -> Profile:
     """Return the profile with its outlying samples, or the reason why they are missing."""
-    norms = found.tensors.get(f"sample_gradient_norm/{TOTAL}")
+    norms = found.norms_of(found.total)
     if not count:
         found.missing["outlying"] = "packprop.profile(..., outliers=0) kept none"
     elif norms is None:

@@ -107,10 +107,9 @@ def _cells(layer: Layer, name: str) -> list[str]:
 
 def _condition(layer: Layer, side: str) -> str:
     """Return the condition of the layer's first factor of this side, with its rank if it is singular."""
-    spectra = [spectrum for name, spectrum in layer.factors.items() if name.endswith(f".{side}")]
-    if not spectra:
+    spectrum = layer.factor(side)
+    if spectrum is None:
         return "-"
-    spectrum = spectra[0]
     if not spectrum.built:
         return f"{spectrum.size} wide"
     if spectrum.rank is None:

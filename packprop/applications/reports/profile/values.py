@@ -50,6 +50,10 @@ class ProfileValues:
     memory: MemoryUse | None = None
     missing: dict[str, str] = field(default_factory=dict)
 
+    def norms_of(self, layer: Layer) -> Tensor | None:
+        """Return the norm of each sample's gradient in a layer, or the total ``[n]``, if it is known."""
+        return self.tensors.get(f"sample_gradient_norm/{layer.name}")
+
     def suspects(self, count: int = 20) -> list[int]:
         """Return places of the samples with the largest gradients, largest first: wrong labels are among them.
 

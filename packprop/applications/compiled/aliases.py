@@ -13,15 +13,12 @@ from torch.fx.operator_schemas import get_signature_for_torch_op
 
 
 class Aliases:
-    """The nodes of a graph that may share memory, and the memory that is written to or returned."""
+    """The nodes of a graph that may share memory, and the memory that is written to."""
 
     def __init__(self, graph: Graph) -> None:
         self._above: dict[Node, Node] = {}
         self._writes: list[tuple[Node, Node]] = []
-        bound: list[Node] = []
         for node in graph.nodes:
-            if node.op == "output":
-                bound += node.all_input_nodes
             if node.op != "call_function":
                 continue
             if node.target is operator.getitem or "unsafe" in str(node.target):  # views that do not declare it
@@ -34,14 +31,6 @@ class Aliases:
                                 self._join(node, each)
                 written = written_by(node.target, node.args, node.kwargs)
                 self._writes += [(node, each) for each in written if isinstance(each, Node)]
-            else:
-                bound += [node, *node.all_input_nodes]
-        bound += [target for _, target in self._writes]
-        self._bound = {self._root(node) for node in bound}
-
-    def is_bound(self, node: Node) -> bool:
-        """Tell whether something writes to the memory of a node, or the graph returns it."""
-        return self._root(node) in self._bound
 
     def writes_to(self, node: Node) -> list[tuple[Node, Node]]:
         """Return the writes to memory that a node may share, each with the node that it writes through."""
@@ -92,13 +81,6 @@ def is_operation(target: Any) -> bool:
 def takes_size_alone(target: Any) -> bool:
     """Tell whether an operation takes only a tensor and the size of its result, as ``view`` does."""
     return is_operation(target) and [each.name for each in _schema_of(target).arguments] == ["self", "size"]
-
-
-def is_repeatable(target: Any) -> bool:
-    """Tell whether an operation gives the same whenever it is called on the same."""
-    if not is_operation(target):
-        return False
-    return not _schema_of(target).is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 @functools.cache

@@ -1,23 +1,22 @@
 """Traced graphs: removing redundant nodes, finding constants.
 
 # NOTE [Tidy graphs]
-A pass views one tensor in many ways, and computes small things again rather than keep them. In a graph each of
-these is a call. So packprop removes views that lead back to their source, and joins equal operations on equal
-tensors. In-place writes make order matter: packprop joins nothing that shares memory with a tensor that is
-written to, nor anything that shares memory with an output, which belongs to the user.
+A pass views one tensor in many ways. In a graph each view is a call, which takes as long as a small operation.
+So packprop removes views that lead back to their source. They share its memory, so that in-place writes reach
+both. Equal operations stay: they are few, a compiler joins them, and writes in place would decide which may be.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from packprop.applications.compiled.aliases import Aliases, is_operation, is_repeatable, takes_size_alone
+from packprop.applications.compiled.aliases import is_operation, takes_size_alone
 
 _ATEN = torch.ops.aten
 
@@ -45,8 +44,6 @@ def tidy(graph: GraphModule) -> GraphModule:
         if node.op == "call_function" and node.target in IDENTITIES:
             node.replace_all_uses_with(node.args[0])
     _leave_out_views(graph.graph)
-    graph.graph.eliminate_dead_code()
-    _join_equal(graph.graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
@@ -112,36 +109,3 @@ def _layout_of(node: Node) -> tuple[Any, ...] | None:
     """Return shape, strides and precision of a node's result; ``None`` if they are not known."""
     made = node.meta.get("tensor_meta")
     return None if made is None else (torch.Size(made.shape), tuple(made.stride), made.dtype)
-
-
-def _join_equal(graph: Graph) -> None:
-    """Join equal operations, unless they write in place or draw random numbers."""
-    memory = Aliases(graph)
-    known: dict[Hashable, Node] = {}
-    for node in graph.nodes:
-        if (
-            node.op != "call_function"
-            or memory.is_bound(node)
-            or any(map(memory.is_bound, node.all_input_nodes))
-        ):
-            continue
-        if node.target is not operator.getitem and not is_repeatable(node.target):
-            continue
-        key = (node.target, _as_key(node.args), _as_key(node.kwargs))
-        try:
-            first = known.setdefault(key, node)
-        except TypeError:  # an argument that cannot be compared
-            continue
-        if first is not node:
-            node.replace_all_uses_with(first)
-
-
-def _as_key(value: Any) -> Hashable:
-    """Return arguments so that equal ones are equal: a number equals none of another type."""
-    if isinstance(value, (list, tuple)):
-        return (type(value), *map(_as_key, value))
-    if isinstance(value, dict):
-        return tuple((name, _as_key(each)) for name, each in value.items())
-    if isinstance(value, slice):
-        return (slice, value.start, value.stop, value.step)
-    return (type(value), value)

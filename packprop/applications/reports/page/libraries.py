@@ -15,6 +15,11 @@ LIBRARIES = (*ENGINE, "altair", "vl_convert", "PIL")
 INSTALL = install("report")
 
 
+def can_fill_templates() -> bool:
+    """Tell whether the template engine is here."""
+    return not missing(ENGINE)
+
+
 def missing(libraries: tuple[str, ...] = LIBRARIES) -> list[str]:
     """Return the missing libraries."""
     return [name for name in libraries if importlib.util.find_spec(name) is None]

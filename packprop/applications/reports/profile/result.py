@@ -11,7 +11,7 @@ import safetensors.torch
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from packprop.applications.reports.page.libraries import ENGINE, missing
+from packprop.applications.reports.page.libraries import can_fill_templates
 from packprop.applications.reports.page.render import fragment_of, page_of
 from packprop.applications.reports.profile.files import (
     check_folder,
@@ -73,7 +73,7 @@ class Profile(Shown, ProfileValues):
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """Return the form for a notebook; without the template engine, the table in plain text."""
         plain = {"text/plain": str(self)}
-        return {**plain, "text/html": fragment_of(self)} if not missing(ENGINE) else plain
+        return {**plain, "text/html": fragment_of(self)} if can_fill_templates() else plain
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.headline is not None:

@@ -126,7 +126,7 @@ class MonitoredPass(Backpack):
 
     @property
     def given_up(self) -> bool:
-        """Whether the step has failed, in a backward pass or elsewhere: no pass belongs to it any more."""
+        """Tell whether the step has failed, in a backward pass or elsewhere: no pass belongs to it any more."""
         if self.owner is not None and not is_running(self.owner):
             self._has_failed, self.owner = True, None
         return self._has_failed

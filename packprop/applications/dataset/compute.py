@@ -134,10 +134,7 @@ def compute(
             batches = data
             if not isinstance(batches, Batches):
                 batches = Batches(ASKED, batches, batch_size, whole=loss is None)
-            if twice := [extension for extension in chosen if needs_second_reading(extension)]:
-                instead = "give a list of batches, a data loader, a Dataset or tensors; or ask for KFAC or KFLR"
-                why = f"extension {twice[0].name} goes over the samples twice"
-                batches.require_rereadable("data", why, instead)
+            _require_rereadable(batches, chosen)
             _require_shards(batches, group)
             return chosen, batches, sharded
 
@@ -146,22 +143,14 @@ def compute(
                 if any(map(needs_second_reading, chosen)):
                     keep_generators(model, loss, batches)  # they have to draw the same once more
                 return None
-            options: dict[str, Any] = {"memory": memory, "stored": store is not None}
-            options |= {"losses": True} if losses else {}
-            options |= {} if isinstance(batches.source, Samples) else {RANKS: group.world}
+            options = {"memory": memory, "stored": store is not None, **_when_given(losses, batches, group)}
             return identity_of(model, loss, chosen, batches, **options)
 
         def loaded() -> tuple[Checkpoint | None, Told | None, dict[str, Any] | None]:
             if checkpoint is None or identity is None:
                 return None, None, None
             kept = Checkpoint(checkpoint, Every(every), identity)
-            if group.rank:
-                return kept, None, None
-            stack.enter_context(kept.open())
-            told, own = kept.loaded() or (None, None)
-            if told is not None:
-                warn_of_untold(identity, data=told.facts["complete"] or batches.is_placed)
-            return kept, told, own
+            return kept, *(_opened(stack, kept, identity, batches) if group.rank == 0 else (None, None))
 
         def stream_of() -> BatchStream:
             stored = stored_results(ASKED, store, model, chosen, resume=told is not None, losses=losses)
@@ -259,6 +248,34 @@ def _require_mergeable(extensions: Sequence[Extension]) -> None:
                 "use it in `with backpack(...)` on one batch",
             )
     require_own_savefields(ASKED, extensions, "compute one after the other")
+
+
+def _require_rereadable(batches: Batches, chosen: Sequence[Extension]) -> None:
+    """Refuse data that can be read once, if an extension goes over them twice.
+
+    Raises:
+        BadInput: With the name of the extension.
+    """
+    if twice := [extension for extension in chosen if needs_second_reading(extension)]:
+        instead = "give a list of batches, a data loader, a Dataset or tensors; or ask for KFAC or KFLR"
+        batches.require_rereadable("data", f"extension {twice[0].name} goes over the samples twice", instead)
+
+
+def _when_given(losses: bool, batches: Batches, group: Ranks) -> dict[str, Any]:
+    """Return the options that count for the identity of a run only where they are in use."""
+    options: dict[str, Any] = {"losses": True} if losses else {}
+    return options if isinstance(batches.source, Samples) else {**options, RANKS: group.world}
+
+
+def _opened(
+    stack: contextlib.ExitStack, kept: Checkpoint, identity: Identity, batches: Batches
+) -> tuple[Told | None, dict[str, Any] | None]:
+    """Lock a checkpoint until the stack is closed; return what it holds, and warn of what it cannot tell."""
+    stack.enter_context(kept.open())
+    told, own = kept.loaded() or (None, None)
+    if told is not None:
+        warn_of_untold(identity, data=told.facts["complete"] or batches.is_placed)
+    return told, own
 
 
 def _require_shards(batches: Batches, ranks: Ranks) -> None:

@@ -30,10 +30,18 @@ class Outline(NamedTuple):
 
     nodes: list[Node]
     places: dict[Node, int]
-    leaves: Sequence[Tensor]
+    leaves: list[Tensor]
     losses: list[tuple[Node, RecordedLoss, int]]
     outputs: list[tuple[Node, ForwardCall, int, Any]]
     key: tuple[Any, ...]
+
+    def place(self, node: Node) -> int:
+        """Return the number of a node; a new one if it was not met before."""
+        number = self.places.get(node)
+        if number is None:
+            number = self.places[node] = len(self.nodes)
+            self.nodes.append(node)
+        return number
 
 
 def outline(roots: Sequence[Tensor]) -> Outline | None:
@@ -43,57 +51,60 @@ def outline(roots: Sequence[Tensor]) -> Outline | None:
     define, with losses of the user's own, with declared documents, with nested tensors, and with leaves that
     are no parameters.
     """
-    nodes: list[Node] = []
     key: list[Any] = []
-    places: dict[Node, int] = {}
-    leaves, losses, outputs = [], [], []
+    nodes: list[Node] = []
+    found = Outline(nodes, {}, [], [], [], ())
     for root in roots:
-        node = root.grad_fn
-        if node is None:
+        if root.grad_fn is None:
             return None
-        if node not in places:
-            places[node] = len(nodes)
-            nodes.append(node)
-        key += (places[node], root.output_nr)
+        key += (found.place(root.grad_fn), root.output_nr)
     for node in nodes:  # grows on the way
         leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            if type(leaf) is not nn.Parameter:
-                return None
-            leaves.append(leaf)
+        if leaf is None:
+            is_plain = _add_marks(found, node, key) and _add_function(found, node, key)
+        else:
+            is_plain = type(leaf) is nn.Parameter
+            found.leaves.append(leaf)
             key += (id(leaf), *leaf.shape, leaf.dtype, leaf.device)
-            continue
-        marks = marks_of(node)
-        if is_from_outside(node) or HOOKS in marks or RETAINS in marks:
+        if not is_plain:
             return None
-        if marks:
-            if LOSS in marks:
-                loss, output = marks[LOSS]
-                if loss.documents is not None or loss.function not in LOSSES:
-                    return None
-                losses.append((node, loss, output))
-                key += (loss.function, loss.shape, loss.declared, output)
-            if OUTPUT in marks:
-                forward, output, shape = marks[OUTPUT]
-                outputs.append((node, forward, output, shape))
-                key += (id(forward.module()), forward.declared, output, shape)
-        edges = node.next_functions
-        key += (node.name(), len(edges))
-        for above, number in edges:
-            if above is None:
-                key.append(None)
-                continue
-            place = places.get(above)
-            if place is None:
-                place = places[above] = len(nodes)
-                nodes.append(above)
-            key += (place, number)
-        try:
-            for made in made_by(node):
-                key += (*made.shape, made.dtype)
-        except RuntimeError:  # of nested tensors
-            return None
-        for name in numbers_of_type(type(node)):
-            value = getattr(node, name)
-            key.append(value if type(value) is int else plain_options(value, name in EXPONENTS))
-    return Outline(nodes, places, leaves, losses, outputs, tuple(key))
+    return found._replace(key=tuple(key))
+
+
+def _add_marks(found: Outline, node: Node, key: list[Any]) -> bool:
+    """Note the marks of a node; tell whether the key can tell them."""
+    marks = marks_of(node)
+    if not marks:
+        return True
+    if HOOKS in marks or RETAINS in marks:
+        return False
+    if LOSS in marks:
+        loss, output = marks[LOSS]
+        if loss.documents is not None or loss.function not in LOSSES:
+            return False
+        found.losses.append((node, loss, output))
+        key += (loss.function, *loss.shape, loss.declared, output)
+    if OUTPUT in marks:
+        forward, output, shape = marks[OUTPUT]
+        found.outputs.append((node, forward, output, shape))
+        key += (id(forward.module()), forward.declared, output, *shape)
+    return True
+
+
+def _add_function(found: Outline, node: Node, key: list[Any]) -> bool:
+    """Add what a node takes, makes and has saved to the key; tell whether it is one of PyTorch's own."""
+    if is_from_outside(node):
+        return False
+    edges = node.next_functions
+    key += (node.name(), len(edges))
+    for above, number in edges:
+        key += (None,) if above is None else (found.place(above), number)
+    try:
+        for made in made_by(node):
+            key += (*made.shape, made.dtype)
+    except RuntimeError:  # of nested tensors
+        return False
+    for name in numbers_of_type(type(node)):
+        value = getattr(node, name)
+        key.append(value if type(value) is int else plain_options(value, name in EXPONENTS))
+    return True

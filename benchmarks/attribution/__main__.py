@@ -8,7 +8,8 @@ penalty. Time is that of everything from the model and its data to the products,
 the model and the data, in a second run, if the first one took less than a minute.
 
 Methods that draw labels run with five seeds: their score is the median, and ``scores`` has all; the interval
-is that of the median's products.
+is that of the median's products. ``load_average``: the processes that waited for a core when a method began,
+those of others and its own; times beside more than 1 are too long.
 
 The other measure is direct: the samples that are foretold to help a query most, 1 % of all, are left out, and
 the model is trained again; how much the query's loss grows, beside leaving out as many at random.
@@ -20,6 +21,7 @@ import argparse
 import contextlib
 import copy
 import json
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -62,10 +64,11 @@ def measured(
     options = problem.loss, data, queries, problem.penalty
     try:
         own = copy.deepcopy(model)  # some libraries change it
+        noted: dict[str, Any] = {"load_average": round(os.getloadavg()[0], 2)}
         begun = time.perf_counter()
         products = METHODS[name](own, *options)
         seconds = time.perf_counter() - begun
-        noted = dict(NOTES.get(name, {}))
+        noted |= NOTES.get(name, {})
         live = LiveBytes()
         if seconds < 60:
             with live:
@@ -98,8 +101,10 @@ class LeaveOut:
         return self._known[key]
 
 
-def of_problem(problem: Problem, seed: int, halves: int, asked: int) -> dict[str, Any]:
-    """All methods on one model."""
+def of_problem(
+    problem: Problem, seed: int, halves: int, asked: int, names: Sequence[str]
+) -> dict[str, Any]:
+    """Some methods on one model."""
     torch.manual_seed(seed)
     data, queries = problem.data(problem.trained, problem.queries)
     start = problem.model()
@@ -107,7 +112,7 @@ def of_problem(problem: Problem, seed: int, halves: int, asked: int) -> dict[str
     actual = torch.stack([losses(problem, trained(problem, start, data, each), queries) for each in chosen], 1)
     model = trained(problem, start, data, torch.ones(problem.trained, dtype=torch.bool))
     found, described = {}, {}
-    for name in METHODS:
+    for name in names:
         torch.manual_seed(0)
         products, described[name] = measured(name, problem, model, data, queries)
         print(" ", name, json.dumps(described[name]), flush=True)
@@ -140,33 +145,53 @@ def of_problem(problem: Problem, seed: int, halves: int, asked: int) -> dict[str
     return {**facts, "loss of queries": whole, "methods": described}
 
 
+Records = dict[str, list[dict[str, Any]]]
+"""A record of each model, by problem."""
+
+
+def add(known: Records, name: str, record: dict[str, Any]) -> None:
+    """Put a record among those known, in the order of seeds; keep other methods of the same model."""
+    records = known.setdefault(name, [])
+    for place, other in enumerate(records):
+        if other["seed"] == record["seed"]:
+            alike = other["halves"] == record["halves"]
+            kept = other["methods"] if alike else {}
+            records[place] = {**record, "methods": {**kept, **record["methods"]}}
+            return
+    records.append(record)
+    records.sort(key=lambda each: int(each["seed"]))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attribution", description=__doc__)
     parser.add_argument("--problems", nargs="*", default=[*PROBLEMS], help="which (default all)")
     parser.add_argument(
-        "--seeds", type=int, default=1, help="models of each, with halves of their own (default 1)"
+        "--seeds", nargs="*", type=int, default=[0, 1], help="a model each, with its own halves (default 0 1)"
     )
+    parser.add_argument("--methods", nargs="*", default=[*METHODS], help="which (default all)")
     parser.add_argument("--halves", type=int, default=100, help="halves to train on again (default 100)")
     parser.add_argument(
         "--asked", type=int, default=10, help="queries whose best samples are left out (default 10)"
     )
-    parser.add_argument("--add", action="store_true", help="keep what the results have of other problems")
+    parser.add_argument(
+        "--add", action="store_true", help="keep what the results have of other problems, seeds and methods"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    records: dict[str, list[dict[str, Any]]] = {}
-    described = environment(1, options.seeds, processes=1)
+    described = environment(1, len(options.seeds), processes=1)
     for name in ("kronfluence", "dattri", "traker", "curvlinops-for-pytorch"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             described["versions"][name] = metadata.version(name)
+    known: Records = {}
     for name in options.problems:
-        for seed in range(options.seeds):
+        for seed in options.seeds:
             print(name, seed, flush=True)
-            records.setdefault(name, []).append(of_problem(PROBLEMS[name], seed, options.halves, options.asked))
-        others = {}
-        if options.add:  # now: another call may have written meanwhile
-            others = json.loads((RESULTS / "attribution.json").read_text(encoding="utf-8"))["problems"]
-        write_results("attribution", described, problems={**others, **records})
+            record = of_problem(PROBLEMS[name], seed, options.halves, options.asked, options.methods)
+            if options.add:  # now: another call may have written meanwhile
+                known = json.loads((RESULTS / "attribution.json").read_text(encoding="utf-8"))["problems"]
+            add(known, name, record)
+            write_results("attribution", described, problems=known)
     return 0
 
 

@@ -101,9 +101,7 @@ class LeaveOut:
         return self._known[key]
 
 
-def of_problem(
-    problem: Problem, seed: int, halves: int, asked: int, names: Sequence[str]
-) -> dict[str, Any]:
+def of_problem(problem: Problem, seed: int, halves: int, asked: int, names: Sequence[str]) -> dict[str, Any]:
     """Some methods on one model."""
     torch.manual_seed(seed)
     data, queries = problem.data(problem.trained, problem.queries)

@@ -119,6 +119,39 @@ def test_activations_die_with_the_graph(mode: str) -> None:
     assert [reference() is None for reference in held] == [True] * len(held)
 
 
+class WithPlaces(nn.Module):
+    """A decoder's beginning: nothing in the graph says whether the places are data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(9, 4), nn.Embedding(3, 4), nn.Linear(4, 5)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.words(words) + self.places(torch.arange(3)))).mean(1)
+
+
+@pytest.mark.usefixtures("_no_garbage_collection")
+@pytest.mark.parametrize("rows", [[extensions.BatchGrad], [extensions.KFAC]], ids=["grad", "kfac"])
+def test_a_graph_with_undecided_uses_dies_without_the_garbage_collector(rows: list[Any]) -> None:
+    """A batch of a large model saves as much as all results take; a few of them would fill the memory."""
+    torch.manual_seed(0)
+    model, loss_function = packprop.extend(WithPlaces()), packprop.extend(nn.CrossEntropyLoss())
+    nodes: list[weakref.ref[Any]] = []
+
+    class Mark:
+        """Lives as long as a node."""
+
+    for _ in range(2):
+        hidden = model(torch.randint(9, (6, 3)))
+        loss = loss_function(hidden, torch.randint(5, (6,)))
+        mark = hidden.grad_fn.metadata["of this test"] = Mark()
+        nodes.append(weakref.ref(mark))
+        with packprop.backpack(*(row() for row in rows)):
+            loss.backward()
+        del hidden, loss, mark
+    assert [node() for node in nodes] == [None, None]
+
+
 @pytest.mark.usefixtures("_no_garbage_collection")
 def test_inputs_of_layers_are_freed_by_the_backward_pass() -> None:
     """After the backward pass a loss that is still held keeps no activation alive, as in plain autograd."""

@@ -222,7 +222,7 @@ class Reading:
             use = self._use(node, given, reached[node])
             self.uses[node] = use
             if kind != "use":
-                use.undecided = functools.partial(self._reclassify, node, given)
+                use.undecided = self._question(node, given)
             use.suspect = kind == "suspect"
             data.add(node)
 
@@ -339,20 +339,44 @@ class Reading:
             places=places,
         )
 
-    def _reclassify(self, node: Node, given: Sequence[int], use: ReachedUse, samples: int) -> bool:
-        """Tell whether an undecided use is made of parameters alone, given that samples meet behind it.
+    def _question(self, node: Node, given: Sequence[int]) -> Callable[[ReachedUse, int], bool]:
+        """Return what decides on an undecided use, without this object: a circle would keep the graph alive."""
+        kept, structure, place = self._parametric, self._structure, self._places[node]
+        return functools.partial(_reclassify, node, given, self._constants, kept, structure, place)
 
-        The finding is kept for graphs of the same structure.
-        """
-        is_layer = _is_layer(node, use.shapes[0], samples) and not _is_contracted(node, given)
-        is_weight = set(given).issubset(WEIGHTS.get(name_of_node(node), ()))  # of a layer whose input is known
-        if is_layer and not (is_weight and self._constants.are_known(node)):
-            return False
-        if len(_PARAMETRIC) >= MANY:
-            _PARAMETRIC.clear()
-        structure = self._structure()
-        _PARAMETRIC[structure] = _PARAMETRIC.get(structure, self._parametric) | {self._places[node]}
-        return True
+
+def _reclassify(
+    node: Node,
+    given: Sequence[int],
+    constants: Constants,
+    parametric: frozenset[int],
+    structure: Callable[[], int],
+    place: int,
+    use: ReachedUse,
+    samples: int,
+) -> bool:
+    """Tell whether an undecided use is made of parameters alone, given that samples meet behind it.
+
+    The finding is kept for graphs of the same structure.
+
+    Args:
+        node: The node of the use.
+        given: The places of its parameters.
+        constants: Tells whether constants are data.
+        parametric: The places of nodes that were known before to be made of parameters alone.
+        structure: Returns the structure of the graph.
+        place: The number of the node.
+        use: The use.
+        samples: The number of samples.
+    """
+    is_layer = _is_layer(node, use.shapes[0], samples) and not _is_contracted(node, given)
+    is_weight = set(given).issubset(WEIGHTS.get(name_of_node(node), ()))  # of a layer whose input is known
+    if is_layer and not (is_weight and constants.are_known(node)):
+        return False
+    if len(_PARAMETRIC) >= MANY:
+        _PARAMETRIC.clear()
+    _PARAMETRIC[structure()] = _PARAMETRIC.get(structure(), parametric) | {place}
+    return True
 
 
 def _is_one(extent: Any) -> bool:

@@ -19,9 +19,10 @@ from packprop.applications.dataset.loss_terms import counted_terms, is_scaled
 from packprop.applications.dataset.messages import described, no_samples
 from packprop.applications.dataset.one_loss import TermWeights
 from packprop.applications.dataset.progress import progress_bar
+from packprop.applications.dataset.row_products import row_product
 from packprop.applications.dataset.state import MergedResults
 from packprop.applications.dataset.stream import is_empty
-from packprop.engine.curvature import Matrix, Product, Vectors, graph_product, snapshots_of
+from packprop.engine.curvature import Matrix, Vectors, graph_product, snapshots_of
 from packprop.engine.graph import Graph, require_loss_inputs, walk
 from packprop.engine.memory import LiveBytes, budget_of, byte_text
 from packprop.engine.recording import SameForEachPass, extended, record
@@ -36,7 +37,7 @@ from packprop.engine.tensors import (
     set_random_states,
     tensors_in,
 )
-from packprop.errors import BadInput
+from packprop.errors import BadInput, PackpropError
 
 ROOM = 256 * 2**20
 """Bytes for current vectors in a batch, beside its graph, without a budget."""
@@ -89,6 +90,7 @@ class DataProduct:
         self._same = SameForEachPass(objective.modules)
         self._room = room
         self._sizes: list[tuple[int, int]] = []
+        self._may_have_rows = True
         self.readings = 0
         self._weights = TermWeights()
         own = [parameter for _, parameter in named_parameters(objective.model)]
@@ -142,47 +144,74 @@ class DataProduct:
         self, sums: list[Tensor], vectors: list[Tensor], batch: Any, number: int, merged: MergedResults
     ) -> None:
         """Add the products of a batch, times the terms of its loss."""
-        size = sum(tensor.numel() for tensor in tensors_in(batch))
-        count = len(vectors[0])
-        fitting = max((fits for known, fits in self._sizes if known >= size), default=0)
-        if not fitting:  # the first batch, or a larger one than those before
-            live = LiveBytes()
-            fixed = [each.tensor.detach() for each in self.snapshots]
-            live.own([*fixed, *vectors, *sums, *tensors_in(batch)], "")
-            with live:
-                graph, product, terms = self._forward(batch, number, merged)
-                before = live.now
-                live.restart()
-                self._products(vectors, 0, 1, product)  # for none: chunks are the same in each reading
-                fitting = self._fitting(before, live.peak - before, batch)
-            self._sizes.append((size, fitting))
-        else:
-            graph, product, terms = self._forward(batch, number, merged)
-        for start in range(0, count if terms else 0, fitting):  # a mean over no terms: NaN times 0 shall be 0
-            found = self._products(vectors, start, start + fitting, product)
-            for total, part in zip(sums, found, strict=True):
-                total[start : start + fitting].add_(part, alpha=terms)
+        live = LiveBytes()
+        fixed = [each.tensor.detach() for each in self.snapshots]
+        live.own([*fixed, *vectors, *sums, *tensors_in(batch)], "")
+        with contextlib.nullcontext() if self._budget is None else live:
+            graph, terms = self._forward(batch, number, merged)
+        if terms:  # a mean over no terms: NaN times 0 shall be 0
+            found = self._products_by_rows(vectors, graph)
+            if found is not None:
+                for total, part in zip(sums, found, strict=True):
+                    total.add_(part, alpha=terms)
+            else:
+                for start, stop, parts in self._product_in_chunks(vectors, graph, batch, live):
+                    for total, part in zip(sums, parts, strict=True):
+                        total[start:stop].add_(part, alpha=terms)
         graph.release(keep=False)
 
-    def _forward(self, batch: Any, number: int, merged: MergedResults) -> tuple[Graph, Product, float]:
-        """Run the forward pass of a batch, and count it; return its products, and the divisor of its loss."""
+    def _products_by_rows(self, vectors: list[Tensor], graph: Graph) -> list[Tensor] | None:
+        """Return products of a batch by rows, if that is less work; see NOTE [Products by rows]."""
+        if self._matrix != "ggn" or self._budget is not None or not self._may_have_rows:
+            return None
+        try:
+            product = row_product(graph, self._parameters, len(vectors[0]), self._room_now())
+            return None if product is None else product(self._given(vectors))
+        except PackpropError:  # a function without gradients of samples: products need none
+            self._may_have_rows = False
+            return None
+
+    def _product_in_chunks(
+        self, vectors: list[Tensor], graph: Graph, batch: Any, live: LiveBytes
+    ) -> Iterator[tuple[int, int, list[Tensor]]]:
+        """Yield products of a batch by differentiating twice, for as many vectors at once as fit."""
+        size = sum(tensor.numel() for tensor in tensors_in(batch))
+        fitting = max((fits for known, fits in self._sizes if known >= size), default=0)
+        with contextlib.nullcontext() if fitting else live, sdpa_kernel(SDPBackend.MATH):
+            product = graph_product(graph, self._matrix, self._parameters)
+            if not fitting:  # the first batch, or a larger one than those before
+                before = live.now
+                live.restart()
+                product(self._given(vectors, 0, 1))  # chunks are the same in each reading: it counts for none
+                fitting = self._fitting(before, live.peak - before, batch)
+                self._sizes.append((size, fitting))
+        for start in range(0, len(vectors[0]), fitting):
+            stop = start + fitting
+            with sdpa_kernel(SDPBackend.MATH):
+                found = product(self._given(vectors, start, stop))
+            yield start, stop, found
+
+    def _forward(self, batch: Any, number: int, merged: MergedResults) -> tuple[Graph, float]:
+        """Run the forward pass of a batch, and count it; return its graph, and the divisor of its loss."""
         (inputs, targets), loss = self._objective.moved(batch), self._objective.loss
         with torch.enable_grad(), record(), sdpa_kernel(SDPBackend.MATH):
             outputs, value = outputs_and_loss(self._asked, self._objective.model, loss, inputs, targets)
             graph = walk([value], [None], None)
             require_loss_inputs(graph)
             check_graph(graph)
-            product = graph_product(graph, self._matrix, self._parameters)
         outputs = outputs if is_scaled(graph) else None
         reduction, terms, _ = counted_terms(graph, merged.weights, loss, outputs, targets)
         merged.count(number, graph.samples, terms, value.detach(), reduction)
-        return graph, product, terms
+        return graph, terms
 
-    def _products(self, vectors: list[Tensor], start: int, stop: int, product: Product) -> list[Tensor]:
-        """Return products of a batch with the vectors from ``start`` to ``stop``."""
-        given = [v[start:stop].to(p.dtype) for v, p in zip(vectors, self._parameters, strict=True)]
-        with sdpa_kernel(SDPBackend.MATH):
-            return product(given)
+    def _given(self, vectors: list[Tensor], start: int = 0, stop: int | None = None) -> list[Tensor]:
+        """Return the vectors from ``start`` to ``stop`` in the precision of their parameters."""
+        return [v[start:stop].to(p.dtype) for v, p in zip(vectors, self._parameters, strict=True)]
+
+    def _room_now(self) -> int:
+        """Return bytes for current vectors or rows in a batch, without a budget."""
+        free = free_bytes(self._device)
+        return self._room or (ROOM if free is None else max(ROOM, free // 4))
 
     def _fitting(self, before: int, each: int, batch: Any) -> int:
         """Return how many vectors fit at once into the rest of the budget.
@@ -196,9 +225,7 @@ class DataProduct:
             BadInput: If not even one fits.
         """
         if self._budget is None:
-            free = free_bytes(self._device)
-            room = self._room or (ROOM if free is None else max(ROOM, free // 4))
-            return max(1, room // max(1, each))
+            return max(1, self._room_now() // max(1, each))
         if before + each > self._budget:
             raise BadInput(
                 self._asked,

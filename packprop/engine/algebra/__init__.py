@@ -36,6 +36,7 @@ from packprop.engine.algebra.statistics import along_each as along_each
 from packprop.engine.algebra.statistics import batch_sq as batch_sq
 from packprop.engine.algebra.statistics import gram as gram
 from packprop.engine.algebra.statistics import moments as moments
+from packprop.engine.algebra.statistics import per_sample_grad as per_sample_grad
 from packprop.engine.algebra.statistics import sq_norm as sq_norm
 from packprop.engine.algebra.statistics import sum_sq as sum_sq
 from packprop.engine.algebra.statistics import token_along as token_along

@@ -1,0 +1,106 @@
+"""Products with the GGN of a batch by rows of its square root, where that is less work.
+
+# NOTE [Products by rows]
+Differentiating twice takes two passes through the batch, there and back, for each vector; PyTorch convolves for
+one vector after the other. The GGN of a batch is also ``S^T S``: S has a row for each sample and each column of
+the root of its loss's Hessian. One sweep makes the rows of a column, for any number of vectors, and two matrix
+products do the rest. This pays if vectors are many, outputs are few, and many positions share weights, as in
+convolutions. packprop counts multiplications, and decides by them alone, so that each run of the same work
+rounds alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.engine.algebra import CAT, per_sample_grad
+from packprop.engine.curvature import Columns, Product, Vectors, columns
+from packprop.engine.graph import Graph
+from packprop.engine.passes import BackwardPass, Request, default_chunk_sizes
+from packprop.engine.tensors import accumulation_dtype
+from packprop.types import EXACT, Extension, Row
+
+
+class RootRows(Extension):
+    """Rows of the root of the GGN: ``[c, n, *p]``."""
+
+    savefield = "root_rows"
+    rows = (Row(EXACT, per_sample_grad, over_n=CAT[1], over_v=CAT[0], degree=0.5),)
+
+
+def row_product(graph: Graph, parameters: Sequence[Tensor], count: int, room: int) -> Product | None:
+    """Return products by rows, if they are less work for ``count`` vectors; see NOTE [Products by rows].
+
+    Args:
+        graph: The graph of a batch, with its samples located.
+        parameters: Those that vectors and products belong to; products of those not in the graph are zero.
+        count: The number of vectors.
+        room: Bytes for rows. If those of one column take more, there is no product.
+    """
+    leaves = graph.leaves()
+    entries = sum(leaf.numel() for leaf in leaves)
+    if any(leaf.is_complex() for leaf in leaves):
+        return None
+    groups = columns(graph, EXACT, create_graph=False)
+    work = _multiplications(graph)
+    if sum(group.count for group in groups) * (work + graph.samples * entries * count) >= 2 * work * count:
+        return None
+    bytes_of_column = 2 * graph.samples * sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    step = room // max(1, bytes_of_column)
+    if not step:
+        return None
+
+    def product(vectors: Vectors) -> list[Tensor]:
+        wide = [vector.to(accumulation_dtype(vector.dtype)) for vector in vectors]
+        sums = [torch.zeros_like(vector) for vector in wide]
+        for group in groups:
+            for start, stop in group.chunks(step):
+                rows = _rows(graph, _part(group, start, stop))
+                known = [rows.get(id(parameter)) for parameter in parameters]
+                pairs = [
+                    (row.flatten(2).flatten(0, 1).to(vector.dtype), vector, total)
+                    for row, vector, total in zip(known, wide, sums, strict=True)
+                    if row is not None
+                ]
+                if pairs:
+                    along = torch.stack([row @ vector.flatten(1).mT for row, vector, _ in pairs]).sum(0)
+                    for row, _, total in pairs:
+                        total.flatten(1).addmm_(along.mT, row)
+        return sums
+
+    return product
+
+
+def _rows(graph: Graph, group: Columns) -> dict[int, Tensor]:
+    """Return rows ``[c, n, *p]`` of some columns, by the identity of the leaf."""
+    extension, found = RootRows(), dict[int, Tensor]()
+
+    def done(leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
+        if extension in results:
+            found[id(graph.home(leaf))] = results[extension][0]
+
+    sizes = default_chunk_sizes(graph.roots[0].device)
+    BackwardPass(Request(graph, [extension], sizes, drawn={EXACT: [group]}), done).run(None)
+    return found
+
+
+def _part(group: Columns, start: int, stop: int) -> Columns:
+    """Return the columns from ``start`` to ``stop`` as a group of their own."""
+    return Columns(group.edges, stop - start, lambda first, last: group.chunk(start + first, start + last))
+
+
+def _multiplications(graph: Graph) -> int:
+    """Return the multiplications by weights in a forward pass."""
+    total = 0
+    for use in graph.uses:
+        for entry in use.entries:
+            if entry.fans is not None:
+                fans = entry.fans
+                outputs = fans.groups * fans.fan_out
+                rows = use.shapes[0].numel() // max(1, outputs) if fans.rows is None else fans.rows
+                total += rows * outputs * fans.fan_in
+    return total

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.measure import MIB
 
-HEADS = "method", "score", "95 %", "over draws", "seconds", "peak of tensors", "without the top 1 %"
+HEADS = "method", "score", "95 %", "over draws", "seconds", "load", "peak of tensors", "without the top 1 %"
 
 INTRODUCTION = """\
 How well influence foretells retraining: small models are trained again on random halves of their data, \
@@ -14,7 +14,9 @@ and the linear datamodeling score (Ilyas et al. 2022; Park et al. 2023) is the r
 halves, between the losses of other samples and what each method foretold for the half. The damping is the \
 factor of the L2 penalty, for every method. The interval is a bootstrap over halves and queries. Methods \
 that draw labels run with five seeds: the score is the median, and *over draws* the least and the largest. \
-Time and memory cover everything from the model to the products. *Without the top 1 %*: how much the \
+Time and memory cover everything from the model to the products, on one thread. *Load* is the load average of \
+the machine's two cores when the method began (with seed 0, mostly when all of them began): seconds beside more than 1 are too long, and only seconds beside a \
+like load compare. *Without the top 1 %*: how much the \
 losses of some queries grow, on average, when each is asked of a model trained without the samples that \
 are foretold to help it most."""
 
@@ -35,6 +37,7 @@ def rows_of_attribution(record: dict[str, Any]) -> list[list[str]]:
                 f"{low:.3f} to {high:.3f}",
                 f"{min(draws):.3f} to {max(draws):.3f}" if draws else "",
                 f"{each['seconds']:.1f}",
+                f"{each['load_average']:.1f}" if "load_average" in each else "-",
                 f"{peak / MIB:.0f} MiB" if peak else "-",
                 f"{growth:+.2f}" if growth is not None else "-",
             ]
@@ -48,6 +51,11 @@ COSTS = """\
 Random weights and sequences: only the work counts here. Each method has a process of its own, which computes \
 the factors of EKFAC over all sequences, and the products of each query with all of them, without a store. \
 Peaks are above what the process had before the first step. kronfluence takes the linear layers alone."""
+
+
+def notes_of_costs(content: dict[str, Any]) -> list[str]:
+    """A sentence for each method whose figures belong to several runs."""
+    return [f"Of {name}, {each['note']}." for name, each in content["methods"].items() if "note" in each]
 
 
 def rows_of_costs(content: dict[str, Any]) -> list[list[str]]:

@@ -578,6 +578,7 @@ def _costs_section(content: dict[str, Any]) -> list[str]:
         f"### Cost on a decoder of ten million parameters: {sizes}",
         attribution_page.COSTS,
         markdown(attribution_page.COST_HEADS, attribution_page.rows_of_costs(content)),
+        *attribution_page.notes_of_costs(content),
         _environment(content["environment"]),
     ]
 

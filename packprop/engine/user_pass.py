@@ -99,6 +99,11 @@ class PassOptions:
         return self.clipping is not None or self.probes is not None
 
     @property
+    def are_of_samples(self) -> bool:
+        """Tell whether values are made of those of single samples."""
+        return self.clips_or_probes or not all(each.of_batch for each in self.extensions)
+
+    @property
     def is_limited(self) -> bool:
         """Tell whether a step has a budget."""
         return self.memory is not None and not (isinstance(self.memory, Plan) and self.memory.memory is None)
@@ -195,7 +200,7 @@ def _may_repeat(options: PassOptions, call: BackwardCall, joint: JointPass | Non
     """Tell whether a walk that earlier passes kept may serve a pass, and the walk of this one later passes."""
     if joint is not None or options.clips_or_probes or call.create_graph or call.leaves is not None:
         return False
-    if is_traced() or is_dry_run() or not any(not each.of_batch for each in options.extensions):
+    if is_traced() or is_dry_run() or not options.are_of_samples:
         return False
     return not any(
         extension.keeps_graph or row.seed.kind not in REPEATED or row.seed.by_token
@@ -220,16 +225,11 @@ class _Pass:
         """Tell whether ``backward()`` was called without options, and is not traced."""
         return not (self.call.create_graph or self.call.leaves is not None or is_traced())
 
-    @property
-    def _is_of_samples(self) -> bool:
-        """Tell whether values are made of those of single samples."""
-        return self.options.clips_or_probes or not all(each.of_batch for each in self.options.extensions)
-
     def saves_nothing(self) -> bool:
         """Save the values of a pass in which no sample has an entry; tell whether it is one."""
         options, graph = self.options, self.graph
         # products of whole batches keep the curvature of penalties
-        alone = options.probes is None and self.joint is None and (self._is_of_samples or not graph.terms)
+        alone = options.probes is None and self.joint is None and (options.are_of_samples or not graph.terms)
         how = options.clipping, self.call.create_graph, self._is_plain
         return alone and saved_nothing(graph, options.extensions, self.saver, *how)
 
@@ -237,7 +237,7 @@ class _Pass:
         """Locate the samples, refuse what cannot be computed, and return what the pass is asked for."""
         joint = self.joint
         with self._swept():
-            check_graph(self.graph, self._is_of_samples or (joint is not None and joint.finds_samples))
+            check_graph(self.graph, self.options.are_of_samples or (joint is not None and joint.finds_samples))
         return self.request(drawn, chunk_sizes)
 
     def request(self, drawn: dict[Seed, list[Columns]], chunk_sizes: Callable[[Graph], ChunkSizes]) -> Request:

@@ -144,10 +144,12 @@ class DataProduct:
         self, sums: list[Tensor], vectors: list[Tensor], batch: Any, number: int, merged: MergedResults
     ) -> None:
         """Add the products of a batch, times the terms of its loss."""
-        live = LiveBytes()
-        fixed = [each.tensor.detach() for each in self.snapshots]
-        live.own([*fixed, *vectors, *sums, *tensors_in(batch)], "")
-        with contextlib.nullcontext() if self._budget is None else live:
+        size = _entries(batch)
+        fitting = max((fits for known, fits in self._sizes if known >= size), default=0)
+        live = None  # the first batch is measured, and any larger one than those before
+        if not fitting and self._budget is not None:
+            live = self._counted(vectors, sums, batch)
+        with contextlib.nullcontext() if live is None else live:
             graph, terms = self._forward(batch, number, merged)
         if terms:  # a mean over no terms: NaN times 0 shall be 0
             found = self._products_by_rows(vectors, graph)
@@ -155,10 +157,19 @@ class DataProduct:
                 for total, part in zip(sums, found, strict=True):
                     total.add_(part, alpha=terms)
             else:
-                for start, stop, parts in self._product_in_chunks(vectors, graph, batch, live):
+                if not fitting and live is None:
+                    live = self._counted(vectors, sums, batch)
+                for start, stop, parts in self._product_in_chunks(vectors, graph, batch, fitting, live):
                     for total, part in zip(sums, parts, strict=True):
                         total[start:stop].add_(part, alpha=terms)
         graph.release(keep=False)
+
+    def _counted(self, vectors: list[Tensor], sums: list[Tensor], batch: Any) -> LiveBytes:
+        """Return a count of bytes that knows what is there all the time."""
+        live = LiveBytes()
+        fixed = [each.tensor.detach() for each in self.snapshots]
+        live.own([*fixed, *vectors, *sums, *tensors_in(batch)], "")
+        return live
 
     def _products_by_rows(self, vectors: list[Tensor], graph: Graph) -> list[Tensor] | None:
         """Return products of a batch by rows, if that is less work; see NOTE [Products by rows]."""
@@ -172,19 +183,20 @@ class DataProduct:
             return None
 
     def _product_in_chunks(
-        self, vectors: list[Tensor], graph: Graph, batch: Any, live: LiveBytes
+        self, vectors: list[Tensor], graph: Graph, batch: Any, fitting: int, live: LiveBytes | None
     ) -> Iterator[tuple[int, int, list[Tensor]]]:
-        """Yield products of a batch by differentiating twice, for as many vectors at once as fit."""
-        size = sum(tensor.numel() for tensor in tensors_in(batch))
-        fitting = max((fits for known, fits in self._sizes if known >= size), default=0)
-        with contextlib.nullcontext() if fitting else live, sdpa_kernel(SDPBackend.MATH):
+        """Yield products of a batch by differentiating twice, for as many vectors at once as fit.
+
+        ``fitting`` is their number; ``live`` counts bytes to find it, if it is not known.
+        """
+        with contextlib.nullcontext() if live is None else live, sdpa_kernel(SDPBackend.MATH):
             product = graph_product(graph, self._matrix, self._parameters)
-            if not fitting:  # the first batch, or a larger one than those before
+            if live is not None:
                 before = live.now
                 live.restart()
                 product(self._given(vectors, 0, 1))  # chunks are the same in each reading: it counts for none
                 fitting = self._fitting(before, live.peak - before, batch)
-                self._sizes.append((size, fitting))
+                self._sizes.append((_entries(batch), fitting))
         for start in range(0, len(vectors[0]), fitting):
             stop = start + fitting
             with sdpa_kernel(SDPBackend.MATH):
@@ -235,3 +247,8 @@ class DataProduct:
                 f"give at least {byte_text(before + each)}, smaller batches, or fewer vectors at once",
             )
         return min(sys.maxsize, max(1, (self._budget - before) // max(1, each)))
+
+
+def _entries(batch: Any) -> int:
+    """Count the entries of the tensors in a batch."""
+    return sum(tensor.numel() for tensor in tensors_in(batch))

@@ -92,18 +92,17 @@ class KeptWalk:
     """
 
     def __init__(self, graph: Graph, outlined: Outline, faults: int = 0) -> None:
-        places, losses = outlined.places, {loss.node: loss for loss in graph.losses}
+        places = outlined.places
         self._served: dict[None, Outline] = {}  # the one pass that has it: only dictionaries set at once
         self._uses = [_kept(use, places) for use in graph.uses]
         self._constants = [(places[node], known) for node, known in graph.reading.answers.items()]
         self._products = [
             place
             for place, node in enumerate(outlined.nodes)
-            if name_of_node(node) in MATRIX_PRODUCTS and not takes_edges_alone(node)
+            if name_of_node(node) in MATRIX_PRODUCTS and not _takes_edges_alone(node)
         ]
         self._losses = [
-            (places[loss.node], loss.output, places[loss.call.edge.node], loss.layout)
-            for loss in losses.values()
+            (places[loss.node], loss.output, places[loss.call.edge.node], loss.layout) for loss in graph.losses
         ]
         self._outputs = [(places[edge.node], edge.output_nr) for edge, _, _ in graph.outputs]
         self._modules = [weakref.ref(module) for module in graph.modules]
@@ -183,8 +182,7 @@ class KeptWalk:
             return None
         for kept in self._uses:
             node = nodes[kept.place]
-            numbers = [getattr(node, name) for name in numbers_of_type(type(node))]
-            if numbers != kept.numbers or rule_for(node) is not kept.rule or keeps_elsewhere(node):
+            if _numbers(node) != kept.numbers or rule_for(node) is not kept.rule or keeps_elsewhere(node):
                 return None
             for slot, place in kept.slots:
                 slot.node = nodes[place]
@@ -217,9 +215,14 @@ class KeptWalk:
         return found
 
 
-def takes_edges_alone(node: Any) -> bool:
+def _takes_edges_alone(node: Any) -> bool:
     """Tell whether all that a node takes has an edge on the graph."""
     return all(above is not None for above, _ in node.next_functions)
+
+
+def _numbers(node: Any) -> list[Any]:
+    """Return the numbers that a node has saved, as they are."""
+    return [getattr(node, name) for name in numbers_of_type(type(node))]
 
 
 def _kept(use: ReachedUse, places: dict[Any, int]) -> _KeptUse:
@@ -237,7 +240,7 @@ def _kept(use: ReachedUse, places: dict[Any, int]) -> _KeptUse:
         places[node],
         list(use.nodes),
         rule_for(node),
-        [getattr(node, name) for name in numbers_of_type(type(node))],
+        _numbers(node),
         [(slot, places[slot.node]) for slot in slots],
     )
     for slot in slots:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.engine.algebra.monoid import ONE, Extent
+from packprop.engine.algebra.monoid import ONE, Extent, Partial
 from packprop.engine.algebra.one_by_one import evaluate_together
 from packprop.engine.algebra.order import fold_to
 from packprop.engine.algebra.statistics import Statistic, per_sample_grad
@@ -175,13 +175,9 @@ class Accumulator:
     ) -> Outer:
         """Return the structure, with the result to write per-sample gradients to if a task keeps them."""
         kept = [task for task in tasks if task.row.statistic is per_sample_grad]
-        cotangent = structure.cotangent
-        if not kept or cotangent is None or structure.fold is not fold_to(leaf.shape):
+        if not kept:
             return structure
-        if columns.stop - columns.start != 1 or leaf.dtype != cotangent.dtype:
-            return structure
-        out = self._partial.at(leaf, kept[0]).out(cotangent.new_empty(()), leaf.shape, columns, samples)
-        return structure if out is None else replace(structure, out=out)
+        return written_in_place(structure, leaf, lambda: self._partial.at(leaf, kept[0]), columns, samples)
 
     def _warn_of_halving(self, leaf: Tensor, step: int) -> None:
         warnings.warn(
@@ -250,6 +246,19 @@ class Accumulator:
         """Yield the tensors of results that are not handed over yet."""
         yield from self._partial.tensors()
         yield from self._gradients.values()
+
+
+def written_in_place(
+    structure: Outer, leaf: Tensor, result: Callable[[], Partial], columns: Extent, samples: Extent
+) -> Outer:
+    """Return the structure, with the place in a result to write per-sample gradients to, if they fit there."""
+    cotangent = structure.cotangent
+    if cotangent is None or structure.fold is not fold_to(leaf.shape):
+        return structure
+    if columns.stop - columns.start != 1 or leaf.dtype != cotangent.dtype:
+        return structure
+    out = result().out(cotangent.new_empty(()), leaf.shape, columns, samples)
+    return structure if out is None else replace(structure, out=out)
 
 
 def smallest_sums(results: Mapping[Extension, list[Any]]) -> dict[Seed, Tensor]:

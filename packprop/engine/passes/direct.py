@@ -10,7 +10,7 @@ pass through a small model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,13 +18,12 @@ from torch import Tensor
 
 from packprop.engine.algebra.monoid import ONE, Extent, Partial, whole
 from packprop.engine.algebra.one_by_one import evaluate_together
-from packprop.engine.algebra.order import fold_to
 from packprop.engine.algebra.statistics import per_sample_grad, summed_grad
-from packprop.engine.algebra.structures import Dense, Outer, Statistical, Structure
+from packprop.engine.algebra.structures import Dense, Outer, Statistical
 from packprop.engine.graph.graph import ReachedUse
 from packprop.engine.graph.site import Site
 from packprop.engine.graph.sweep import Watch
-from packprop.engine.passes.accumulator import Accumulator, smallest_sums
+from packprop.engine.passes.accumulator import Accumulator, smallest_sums, written_in_place
 from packprop.engine.passes.autocast import AutocastRegions
 from packprop.engine.passes.chunks import ChunkSizes
 from packprop.engine.passes.finite import FiniteCheck
@@ -151,7 +150,8 @@ class DirectPass:
         leaf, statistics = site.leaf, self._statistics
         structure = site.structure_of(cotangents, use.layouts, ALL, self._request.chunk_sizes.held)
         if self._has_rows and isinstance(structure, Outer):
-            structure = self._written_in_place(leaf, structure)
+            of_all = Extent(0, self._request.graph.samples, self._request.graph.samples)
+            structure = written_in_place(structure, leaf, lambda: self._result_of_rows(leaf), ONE, of_all)
         if id(leaf) in self._summed:
             total, *values = evaluate_together(structure, [summed_grad, *statistics])
             self._gradients[id(leaf)] = total.to(leaf.dtype)
@@ -159,17 +159,12 @@ class DirectPass:
             values = evaluate_together(structure, statistics)
         return self._by_extension(values)
 
-    def _written_in_place(self, leaf: Tensor, structure: Outer) -> Structure:
-        """Return the structure, with the memory of the result to write per-sample gradients to."""
-        cotangent, samples = structure.cotangent, self._request.graph.samples
-        if cotangent is None or structure.fold is not fold_to(leaf.shape) or leaf.dtype != cotangent.dtype:
-            return structure
+    def _result_of_rows(self, leaf: Tensor) -> Partial:
+        """Return the result that per-sample gradients of a leaf are written to."""
         pairs = ((each, row) for each in self._request.extensions for row in each.rows)
         extension, row = next(pair for pair in pairs if pair[1].statistic is per_sample_grad)
         spare = None if self._spare is None else self._spare.pop((extension, id(leaf)), None)
-        result = Partial(row.over_v, row.over_n, spare)
-        out = result.out(cotangent.new_empty(()), leaf.shape, ONE, Extent(0, samples, samples))
-        return structure if out is None else replace(structure, out=out)
+        return Partial(row.over_v, row.over_n, spare)
 
     def _save_zeros(self, leaf: Tensor) -> None:
         """Save the values of a leaf that the pass has not reached: its gradients are zero."""

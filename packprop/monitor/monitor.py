@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from packprop.applications.dataset.checkpoint import Every
 from packprop.applications.reports.profile.quantities import SampleGGNTrace
 from packprop.engine.distributed import AllRanks, ranks_of
+from packprop.engine.recording import Walks
 from packprop.engine.tensors import require_model
 from packprop.errors import BadInput, PackpropWarning
 from packprop.monitor.logs import Values, logs_of
@@ -143,6 +144,7 @@ class Monitor:
         self._noise: dict[str, deque[GradientNoise]] = {}
         self._next, self._checked, self._current = 0, 0, UNWATCHED
         self._told = set[str]()
+        self._walks = Walks()
         self._warned = False
         self._spikes = SpikeWatch(on_spike, decode, reach)
         self.last: Values | None = None
@@ -215,6 +217,7 @@ class Monitor:
             updates="update_ratio" in self._quantities,
             done=self._log,
             told=self._told,
+            walks=self._walks,
         )
         self._current = step
         return step

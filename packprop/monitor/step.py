@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.engine.context import innermost
-from packprop.engine.recording import extended, record
+from packprop.engine.recording import Walks, extended, record
 from packprop.engine.tensors import named_parameters
 from packprop.errors import BadInput, PackpropWarning
 from packprop.monitor.identifiers import names_of
@@ -68,6 +68,7 @@ class MonitoredStep(Step):
         updates: Measure the optimizer's update.
         done: A function to call at the end with the step and its values.
         told: Notices that an earlier step has given, and that this one does not repeat.
+        walks: What passes of earlier steps have left for later ones; see ``extended``.
     """
 
     monitored = True
@@ -81,11 +82,12 @@ class MonitoredStep(Step):
         updates: bool,
         done: Callable[[MonitoredStep, StepValues], None],
         told: set[str],
+        walks: Walks,
     ) -> None:
         self.number, self.identifiers = number, list[Any]()
         self.is_open = False
         self._model, self._done, self._updates, self._told = model, done, updates, told
-        self._pass, self._contexts = watch(), contextlib.ExitStack()
+        self._pass, self._contexts, self._walks = watch(), contextlib.ExitStack(), walks
         self._before: dict[str, Tensor] | None = None
 
     def identify(self, identifiers: Iterable[Any]) -> None:
@@ -111,7 +113,7 @@ class MonitoredStep(Step):
         if self._updates and self._before is None:
             self._before = {name: p.detach().clone() for name, p in self._trainable()}
         with contextlib.ExitStack() as contexts:
-            contexts.enter_context(extended(self._model))
+            contexts.enter_context(extended(self._model, walks=self._walks))
             contexts.enter_context(self._pass)
             contexts.enter_context(record())
             self._contexts = contexts.pop_all()

@@ -642,3 +642,60 @@ def test_a_copy_keeps_no_walk_of_its_original(served: Served, monkeypatch: pytes
         run.check(monkeypatch)
         run.check(monkeypatch)
         assert served.kept > before
+
+
+class TestMonitor:
+    """A monitor extends the model in each step that it looks at, and restores it afterwards."""
+
+    @staticmethod
+    def steps(monitor: packprop.Monitor, model: nn.Module, count: int) -> list[Any]:
+        values, optimizer = list[Any](), torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(1)
+        for _ in range(count):
+            x, y = torch.randn(6, 5), torch.randint(3, (6,))
+            with monitor.step():
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            values.append(monitor.last)
+        return values
+
+    @staticmethod
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    def test_keeps_walks_between_its_steps(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        kept_model, walked_model = self.model(), self.model()
+        kept = self.steps(packprop.Monitor(kept_model, every=1, log=None), kept_model, 6)
+        assert served.kept >= 3
+        assert not vars(kept_model).get("_packprop_handles")
+        monkeypatch.setattr(user_pass, "_may_repeat", lambda *_: False)
+        walked = self.steps(packprop.Monitor(walked_model, every=1, log=None), walked_model, 6)
+        assert_near(torch.tensor(_numbers(kept)), torch.tensor(_numbers(walked)), "values", 1e-5)
+
+    def test_copies_begin_without_walks(self, served: Served) -> None:
+        model = self.model()
+        monitor = packprop.Monitor(model, every=1, log=None)
+        self.steps(monitor, model, 5)
+        assert monitor._walks
+        assert not copy.deepcopy(monitor._walks)
+        assert not pickle.loads(pickle.dumps(monitor._walks))
+
+    def test_frees_the_model(self) -> None:
+        model = self.model()
+        monitor = packprop.Monitor(model, every=1, log=None)
+        self.steps(monitor, model, 5)
+        gone = weakref.ref(model)
+        del model, monitor
+        gc.collect()
+        assert gone() is None
+
+
+def _numbers(values: Any) -> list[float]:
+    """Return all numbers in nested values."""
+    if isinstance(values, dict):
+        return _numbers([*values.values()])
+    if isinstance(values, list):
+        return [number for each in values for number in _numbers(each)]
+    return [float(values)] if isinstance(values, (int, float)) else []

@@ -7,6 +7,7 @@ from packprop.engine.recording.marks import (
     EXTENDED,
     ForwardCall,
     RecordedLoss,
+    Walks,
     graph_is_kept,
     marks_of,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "OwnMode",
     "RecordedLoss",
     "SameForEachPass",
+    "Walks",
     "disable",
     "extend",
     "extended",

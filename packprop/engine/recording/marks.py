@@ -40,18 +40,24 @@ EXTENDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules that ``extend`` was called on, and their copies: a pass must not miss any parameter of these."""
 
 
+class Walks(dict[Any, Any]):
+    """What passes leave for later ones, and refers to parameters; copies begin empty."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Walks, ()
+
+
 class Handles(list[RemovableHandle]):
     """The handles of the hooks on an extended module; copied with it, they note the copy as extended.
 
-    They also keep what passes leave for later ones and refers to parameters, because the garbage collector only
-    sees a circle through a parameter and a user's hook on it if the module itself begins the circle. Copies
-    begin without it.
+    They also keep what passes leave for later ones, because the garbage collector only sees a circle through a
+    parameter and a user's hook on it if the module itself begins the circle.
     """
 
     def __init__(self, module: nn.Module | None, handles: Iterable[RemovableHandle]) -> None:
         super().__init__(handles)
         self._module = None if module is None else weakref.ref(module)
-        self.walks: dict[Any, Any] = {}
+        self.walks = Walks()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copied_handles, (None if self._module is None else self._module(), [*self])

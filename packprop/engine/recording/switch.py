@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from packprop.engine.recording import aside
-from packprop.engine.recording.marks import AXIS, EXTENDED, HANDLES, LOSS, Handles, marks_of, nodes_above
+from packprop.engine.recording.marks import AXIS, EXTENDED, HANDLES, LOSS, Handles, Walks, marks_of, nodes_above
 from packprop.engine.recording.recorder import LossRecorder, current, mark_outputs
 from packprop.engine.recording.unrecorded import is_traced_over, note_compiled
 from packprop.errors import BadInput
@@ -115,22 +115,29 @@ def _remove_hooks(module: nn.Module, *names: str) -> None:
 
 
 @contextlib.contextmanager
-def extended(*models: Any) -> Iterator[None]:
-    """Extend models and loss modules inside, and leave their modules as they were; pass over anything else."""
+def extended(*models: Any, walks: Walks | None = None) -> Iterator[None]:
+    """Extend models and loss modules inside, and leave their modules as they were; pass over anything else.
+
+    Args:
+        models: What to extend.
+        walks: What passes leave for later ones, kept by a caller that extends one model again and again.
+    """
     with contextlib.ExitStack() as stack:
         for model in models:
             if isinstance(model, nn.Module):
-                stack.enter_context(_extended(model))
+                stack.enter_context(_extended(model, walks))
         yield
 
 
 @contextlib.contextmanager
-def _extended(model: nn.Module) -> Iterator[None]:
+def _extended(model: nn.Module, walks: Walks | None) -> Iterator[None]:
     added = [
         (child, name) for child in model.modules() for name in (HANDLES, CHOOSING) if name not in vars(child)
     ]
     was_extended = model in EXTENDED
     extend(model)
+    if walks is not None and (model, HANDLES) in added:
+        vars(model)[HANDLES].walks = walks
     try:
         yield
     finally:

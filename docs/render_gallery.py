@@ -129,7 +129,8 @@ def lacking(page: str) -> str:
     try:
         importlib.import_module(NEEDS.get(page, "torch"))
     except (ImportError, RuntimeError) as error:
-        return f"{NEEDS[page]} cannot be imported, {error}"
+        instead = "pip install '.[gallery]', with a torchvision that belongs to this build of torch, or none"
+        return f"{NEEDS[page]} cannot be imported, {error}; {instead}"
     return ""
 
 
@@ -138,7 +139,7 @@ def main(chosen: list[str]) -> None:
     torch.set_num_threads(1)
     for name in chosen or PAGES:
         lacks = lacking(name)
-        print(f"{name}: left as it is, {lacks}; pip install '.[gallery]'" if lacks else name)
+        print(f"{name}: left as it is, {lacks}" if lacks else name)
         if lacks:
             continue
         rendered = render(GALLERY / f"{name}.py", GALLERY / "images")

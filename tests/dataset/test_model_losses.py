@@ -152,7 +152,7 @@ def test_profiles_and_coverage() -> None:
     found = packprop.profile(model, None, [batch], progress=False)
     same = packprop.profile(body, nn.CrossEntropyLoss(), [(x, y)], progress=False)
     assert found.total.gradient_norm == pytest.approx(same.total.gradient_norm, rel=1e-10)
-    assert found.settings["loss"] == "the model's own"
+    assert found.settings["loss"] == "the model's own loss"
     covered, expected = packprop.coverage(model, batch), packprop.coverage(body, (x, y))
     assert covered.samples == expected.samples
     assert [use.function for use in covered.parameters["body.0.weight"].uses] == ["linear"]

@@ -40,6 +40,17 @@ def test_a_plan_for_a_device_that_is_not_there_takes_its_algorithms() -> None:
     assert found == {"cpu": "gradients by groups", "cuda": "gradients by products"}
 
 
+def test_a_plan_counts_no_bytes_of_gradients_that_are_not_formed() -> None:
+    model, batch = nn.Linear(4096, 512), (torch.randn(64, 4096), torch.randint(512, (64,)))
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, [extensions.Variance()])
+    found = {line.parameter: (line.algorithm, line.bytes) for line in plan.lines}
+    assert found == {
+        "weight": ("cotangents and inputs alone", 0),
+        "bias": ("per-sample gradients", 64 * 512 * 4),
+    }
+    assert "1 x 64" in str(plan)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
 def test_on_a_gpu_the_allocator_stays_inside_the_budget(share: float) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from html.parser import HTMLParser
 
-VOID = {"meta", "link", "img", "input", "br"}
+VOID = {"meta", "link", "img", "input", "br", "wbr"}
 
 
 @dataclasses.dataclass

@@ -107,14 +107,34 @@ def test_what_is_no_run_is_refused(text: str | None, tmp_path: Path, capfd: pyte
     [
         (((80, 130), (150, None)), "The noise scale grew from 100 to 200 samples."),
         (((60, None), (90, 400)), "The noise scale went from 100 to 200 samples, which may be chance."),
+        (((60, 140), (0, None)), "The noise scale went from 100 to 200 samples, which may be chance."),
         ((None, None), "The noise scale grew from 100 to 200 samples."),
     ],
 )
 def test_a_noise_scale_that_may_not_have_moved(intervals: tuple[object, ...], says: str) -> None:
-    lines = []
+    lines: list[dict[str, object]] = []
     for step, (scale, ends) in enumerate(zip((100.0, 200.0), intervals, strict=True)):
         line: dict[str, object] = {"step": step, "critical_batch_size": scale}
         if isinstance(ends, tuple):
             line["critical_batch_size_low"], line["critical_batch_size_high"] = ends
         lines.append(line)
-    assert findings_of(lines, [])[0].says == says
+    (found,) = findings_of(lines, [])
+    assert found.says == says
+    assert ("at last" in found.because) == (intervals[1] is not None)
+
+
+def test_an_interval_without_an_upper_end_is_shown() -> None:
+    """Also that of a step whose signal is lost in the noise: there is no estimate, but a lower end."""
+    key = "critical_batch_size"
+    ends = [(50.0, 20.0, 90.0), (None, 70.0, None), (80.0, 60.0, None)]
+    lines = [
+        {"step": step, key: scale, f"{key}_low": low, f"{key}_high": high}
+        for step, (scale, low, high) in enumerate(ends)
+    ]
+    page = read_page(training_page(lines, "run"))
+    (figure,) = (json.loads(each.text) for each in page.all("script", type="application/json"))
+    drawn = [rows for rows in figure["datasets"].values() if len(rows) == 3]
+    assert [[row["value"] for row in rows] for rows in drawn] == [[50.0, None, 80.0]] * 2
+    assert [[row["low"] for row in rows] for rows in drawn] == [[20.0, 70.0, 60.0]] * 2
+    assert [row["high"] is not None for rows in drawn for row in rows].count(False) == 2  # of the line alone
+    assert [each.text for each in page.all("dd")] == ["80", "> 60"]

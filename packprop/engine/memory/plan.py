@@ -35,7 +35,7 @@ class Line:
         algorithm: Says whether its per-sample gradients are formed, and how; *in turn*: one at a time.
         samples: Samples in a chunk.
         count: Samples in all.
-        bytes: Bytes of the per-sample gradients of a chunk, or of one in turn.
+        bytes: Bytes of the per-sample gradients of a chunk, or of one in turn; 0 if none are formed.
     """
 
     parameter: str
@@ -56,7 +56,8 @@ def line_of(
     graph: Graph, leaf: Tensor, uses: Sequence[ReachedUse], structure: Statistical, samples: int
 ) -> Line:
     """Make the line about a leaf with this structure, in chunks of so many samples."""
-    size, in_chunk = leaf.numel() * accumulation_dtype(leaf.dtype).itemsize, min(samples, graph.samples)
+    in_chunk, in_turn = min(samples, graph.samples), _formed_in_turn(structure)
+    formed = 1 if in_turn else in_chunk if forms_gradients(structure) else 0
     return Line(
         graph.name(leaf),
         " + ".join(use.name for use in uses),
@@ -64,7 +65,7 @@ def line_of(
         _algorithm(structure),
         in_chunk,
         graph.samples,
-        size if _formed_in_turn(structure) else size * in_chunk,
+        formed * leaf.numel() * accumulation_dtype(leaf.dtype).itemsize,
     )
 
 
@@ -179,9 +180,10 @@ class Plan:
         import_rich()
         from rich.table import Table
 
-        table = Table("parameter", "use", "structure", "algorithm", "chunks of samples", "a chunk", box=None)
+        titles = "parameter", "use", "structure", "algorithm", "chunks x samples", "their gradients"
+        table = Table(*titles, box=None)
         for line in self.lines:
-            chunks = f"{line.chunks} of {line.samples}" if line.chunks > 1 else f"1 of {line.count}"
+            chunks = f"{line.chunks} x {line.samples}"
             cells = (line.parameter, line.use, line.structure, line.algorithm, chunks, byte_text(line.bytes))
             table.add_row(*cells)
         budget = "no budget" if self.memory is None else f"budget {byte_text(self.memory)}"

@@ -55,8 +55,9 @@ def timeline(use: MemoryUse | None) -> Figure | None:
         at = alt.Chart(data_of([level])).encode(y="bytes:Q")
         drawings.append(at.mark_rule(color=str(level["colour"]), strokeDash=[6, 4], strokeWidth=1.5))
         drawings.append(
-            at.mark_text(align="right", baseline="bottom", dy=-4, color=str(level["colour"])).encode(
-                text="name:N", x=alt.value("width")
+            # at the left, where the pass begins and little is alive
+            at.mark_text(align="left", baseline="bottom", dy=-4, dx=2, color=str(level["colour"])).encode(
+                text="name:N", x=alt.value(0)
             )
         )
     return Figure(

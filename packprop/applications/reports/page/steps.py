@@ -24,18 +24,20 @@ def over_steps(lines: Sequence[Mapping[str, Any]], key: str, title: str, unit: s
             "high": line.get(f"{key}_high"),
         }
         for line in lines
-        if line.get(key) is not None
+        if line.get(key) is not None or line.get(f"{key}_low") is not None
     ]
-    if not rows:
+    numbers = [row["value"] for row in rows if row["value"] is not None]
+    if not numbers:
         return None
-    numbers = [row["value"] for row in rows]
-    low, high = min(numbers), max(numbers)
+    low, high = min([*numbers, *(row["low"] for row in rows if row["low"])]), max(numbers)
     logarithmic = low > 0 and high > LOGARITHMIC * low
     if logarithmic:
-        scale, axis = log_axis(low / 1.2, high * 1.2)
+        bottom, top = low / 1.2, high * 1.2
+        scale, axis = log_axis(bottom, top)
     else:
         room = 0.05 * (high - low) or abs(high) or 1.0
-        scale, axis = alt.Scale(domain=[low - room, high + room], nice=True), alt.Axis(tickCount=5)
+        bottom, top = low - room, high + room
+        scale, axis = alt.Scale(domain=[bottom, top], nice=True), alt.Axis(tickCount=5)
     base = alt.Chart(data_of(rows)).encode(
         x=alt.X("step:Q", title="step", axis=alt.Axis(tickCount=6, grid=False), scale=alt.Scale(zero=False))
     )
@@ -43,17 +45,19 @@ def over_steps(lines: Sequence[Mapping[str, Any]], key: str, title: str, unit: s
     tooltip = [alt.Tooltip("step:Q"), alt.Tooltip("value:Q", title=title.lower(), format=".3g")]
     dots = {"size": 30, "color": FIRST, "filled": True}
     layers = [base.mark_line(color=FIRST, strokeWidth=2, point=dots).encode(y=up, tooltip=tooltip)]
-    bounded = [row for row in rows if row["low"] is not None and row["high"] is not None]
+    bounded = [
+        {**row, "low": max(row["low"], bottom), "high": top if row["high"] is None else row["high"]}
+        for row in rows
+        if row["low"] is not None
+    ]
     if bounded:
-        least = low / 1.2 if logarithmic else float("-inf")
-        inside = [{**row, "low": max(row["low"], least)} for row in bounded]
-        band = alt.Chart(data_of(inside)).mark_area(color=FIRST, opacity=0.15, clip=True)
+        band = alt.Chart(data_of(bounded)).mark_area(color=FIRST, opacity=0.15, clip=True)
         layers.insert(0, band.encode(x="step:Q", y=alt.Y("low:Q", scale=scale), y2="high:Q"))
     return Figure(
         key,
         title,
         text,
-        f"{title} in {len(rows)} steps, from {number_text(low)} to {number_text(high)}: at first "
+        f"{title} in {len(numbers)} steps, from {number_text(min(numbers))} to {number_text(high)}: at first "
         f"{number_text(numbers[0])}, at last {number_text(numbers[-1])}.",
         specification(alt.layer(*layers).properties(height=220)),
         ["step", title.lower(), "at least", "at most"],

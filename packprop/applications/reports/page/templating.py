@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from markupsafe import Markup
 
 
 @functools.cache
@@ -21,4 +23,16 @@ def template(name: str) -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["breakable"] = breakable
     return environment.get_template(name)
+
+
+def breakable(text: str) -> Markup:
+    """Return text in which a line may break after the dots of a name.
+
+    >>> breakable("encoder.0.proj <of 0.5>")
+    Markup('encoder.0.<wbr>proj &lt;of 0.5&gt;')
+    """
+    from markupsafe import Markup
+
+    return Markup("<wbr>").join(re.split(r"(?<=\w\.)(?=[A-Za-z_])", text))

@@ -13,7 +13,7 @@ from packprop.applications.reports.page.findings import Finding
 from packprop.applications.reports.page.libraries import require_libraries
 from packprop.applications.reports.page.templating import template
 from packprop.applications.reports.profile.table import counted, number_text
-from packprop.applications.reports.profile.uncertainty import interval_text, rounded_text
+from packprop.applications.reports.profile.uncertainty import interval_text, range_text, rounded_text
 from packprop.errors import BadInput
 
 ASKED = "The page of a training run was asked for."
@@ -24,7 +24,8 @@ QUANTITIES = {
         "Noise scale",
         "samples",
         "The batch size at which noise is as large as signal, over the last monitored steps. The band is its "
-        "confidence interval, where that has two ends.",
+        "confidence interval; it reaches the top where it has no upper end, or a higher one. Where the line "
+        "has a gap, the samples do not tell the signal from zero.",
     ),
     "signal_to_noise": (
         "Signal to noise",
@@ -145,26 +146,24 @@ def _of_scale(first: Line, last: Line) -> Finding:
     (below, least), (above, most) = (_interval(line) for line in (first, last))
     grew = last[key] > first[key]
     between = f"from {_scale_text(first)} to {_scale_text(last)} samples"
-    if max(below, above) < min(least, most):
-        return Finding(
-            f"The noise scale went {between}, which may be chance.",
-            f"The samples place it {interval_text(below, least)} at first, "
-            f"and {interval_text(above, most)} at last.",
-            key,
-        )
-    return Finding(
-        f"The noise scale {'grew' if grew else 'fell'} {between}.",
-        "The signal fades, and larger batches pay." if grew else "Samples agree more than they did.",
-        key,
+    placed = (
+        f"Samples place it {interval_text(below, least)} at first, and {interval_text(above, most)} at last."
+        if below < least or above < most
+        else ""
     )
+    if max(below, above) < min(least, most):
+        return Finding(f"The noise scale went {between}, which may be chance.", placed, key)
+    meaning = "The signal fades, and larger batches pay." if grew else "Samples agree more than they did."
+    moved = "grew" if grew else "fell"
+    return Finding(f"The noise scale {moved} {between}.", f"{meaning} {placed}".strip(), key)
 
 
 def _interval(line: Line) -> tuple[float, float]:
     """Return the confidence interval of the noise scale; the number itself if there is none."""
     key = "critical_batch_size"
-    scale, low, high = line[key], line.get(f"{key}_low"), line.get(f"{key}_high")
+    low, high = line.get(f"{key}_low"), line.get(f"{key}_high")
     if low is None or not math.isfinite(low):
-        return float(scale), float(scale)
+        return float(line[key]), float(line[key])
     return float(low), float(high) if high is not None and math.isfinite(high) else math.inf
 
 
@@ -181,7 +180,13 @@ def _value_text(line: Line, key: str) -> str:
 
 def _key_numbers(line: Line) -> list[tuple[str, str]]:
     names = {"samples": "samples a step", **{key: said[0].lower() for key, said in QUANTITIES.items()}}
-    return [(name, _value_text(line, key)) for key, name in names.items() if _is_number(line.get(key))][:6]
+    found = []
+    for key, name in names.items():
+        if _is_number(line.get(key)):
+            found.append((name, _value_text(line, key)))
+        if key == "critical_batch_size" and _is_number(line.get(f"{key}_low")):
+            found.append((f"{name}, range", range_text(*_interval(line))))
+    return found[:7]
 
 
 def _is_number(value: Any) -> bool:

@@ -288,7 +288,7 @@ def _outputs_of_a_sample(
 
 
 def _name_of(loss: LossFunction | None) -> str:
-    return "the model's own" if loss is None else getattr(loss, "__name__", type(loss).__name__)
+    return "the model's own loss" if loss is None else getattr(loss, "__name__", type(loss).__name__)
 
 
 def _mode_of(model: nn.Module) -> str:

@@ -65,7 +65,11 @@ def interval_text(low: float, high: float) -> str:
 
     >>> interval_text(334.2, 1712.0), interval_text(0.0, 0.0117), interval_text(39.7, math.inf)
     ('between 330 and 1,700', 'below 0.012', 'above 40')
+    >>> interval_text(0.0, math.inf)
+    'anywhere'
     """
+    if low <= 0 and math.isinf(high):
+        return "anywhere"
     if low <= 0:
         return f"below {_digits_text(high, 2)}"
     if math.isinf(high):

@@ -1,4 +1,4 @@
-"""Draw docs/images/report*.png from the pages of two examples, in headless Chromium.
+"""Draw docs/images/report*.png from the pages that the command makes of two examples, in headless Chromium.
 
 The top and the costs of the page of the digits, and the samples on the page of the small language model.
 
@@ -8,6 +8,7 @@ Needs ``pip install '.[examples,report]' playwright`` and a Chromium of the syst
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,34 +17,42 @@ import torch
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-import packprop
-from packprop import Profile
-from packprop.examples import decode, digits, language_model
+from packprop.applications.reports import cli
 
-IMAGES = Path(__file__).parent / "images"
-WIDTH, HEIGHT = 1160, 1160
+IMAGES = Path(__file__).resolve().parent / "images"
+WIDTH, HEIGHT, MARGIN = 1160, 1160, 20
 
 
-def draw(profile: Profile, figures: int, picture: Path, element: str | None = None) -> None:
-    """A picture of the top of a profile's page, or of one element on it."""
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
-        page = profile.save_page(Path(folder) / "profile.html")
+def draw(page: Path, picture: Path, element: str | None = None) -> None:
+    """A picture of the top of a page, or of one element on it."""
+    with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         view = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
         view.goto(page.as_uri())
-        view.wait_for_function(f"document.querySelectorAll('.chart svg').length == {figures}")
+        view.wait_for_function(
+            "document.querySelectorAll('.chart svg').length == document.querySelectorAll('.chart').length"
+        )
         if element is None:
             view.screenshot(path=picture)
         else:
-            view.locator(element).screenshot(path=picture)
+            box = view.locator(element).bounding_box()
+            assert box is not None
+            around = box.copy()
+            around["x"] -= MARGIN
+            around["width"] += 2 * MARGIN
+            around["height"] += MARGIN
+            view.screenshot(path=picture, clip=around, full_page=True)
         browser.close()
     Image.open(picture).convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(picture, optimize=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    found = packprop.profile(*digits(), timeline=True)
-    draw(found, 6, IMAGES / "report.png")
-    draw(found, 6, IMAGES / "report_costs.png", "section[aria-labelledby=title-costs]")
-    text = packprop.profile(*language_model(), decode=decode, curvature=False)
-    draw(text, 3, IMAGES / "report_text.png", ".samples")
+    example = "packprop.examples:language_model --decode packprop.examples:decode --output runs/text"
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        cli.main(["profile", "--output", "profile"])
+        cli.main(["profile", *example.split()])
+        digits, text = (Path(run).resolve() / "profile.html" for run in ("profile", "runs/text"))
+        draw(digits, IMAGES / "report.png")
+        draw(digits, IMAGES / "report_costs.png", "section[aria-labelledby=title-costs]")
+        draw(text, IMAGES / "report_text.png", ".samples")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,9 +55,23 @@ def profile_table(layers: Sequence[Layer], total: Layer, room: int) -> Table:
             no_wrap=place > 0,
             overflow="fold",
         )
-    for row in rows:
-        table.add_row(*row)
+    for name, *numbers_of_layer in rows:
+        table.add_row(_lines_of(name, widths[0]), *numbers_of_layer)
     return table
+
+
+def _lines_of(name: str, width: int) -> str:
+    """Break a name after its dots, where it has no room.
+
+    >>> _lines_of("encoder.layer.10.attention", 14).splitlines()
+    ['encoder.layer.', '10.attention']
+    """
+    lines = [""]
+    for part in re.findall(r"[^.]*\.|[^.]+", name):
+        if lines[-1] and len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def headline(loss: float, gradient_norm: float | None) -> str | None:

@@ -154,8 +154,8 @@ class StoreWriter:
                     f"folder {str(self.folder)!r}",
                     f"it is not empty: shard {self._header.shard} of a store is there, with "
                     f"{last.samples} samples",
-                    "write to another folder, or delete this; compute(..., checkpoint=...) goes on with the store "
-                    "of an interrupted run, StoreWriter(resume=True) with any",
+                    "write to another folder, or delete this; compute(..., checkpoint=...) goes on with the "
+                    "store of an interrupted run, StoreWriter(resume=True) with any",
                 )
             # no row was marked: the writer was killed before the end of its first chunk
             for name in (*(each.file for each in shard.header.arrays), SAMPLES, CHUNKS):

@@ -41,7 +41,7 @@ EXTENDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Walks(dict[Any, Any]):
-    """What passes leave for later ones, and refers to parameters; copies begin empty."""
+    """The walks that passes leave for later ones, and that refer to parameters; copies begin empty."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Walks, ()

@@ -87,12 +87,17 @@ _by_ekfac("EKFAC, exact", None, fisher="exact")
 _by_ekfac("EKFAC, refined", {"tolerance": 1e-2})
 
 
-@method("refined, no preconditioner")
-def _refined(model: nn.Module, loss: nn.Module, data: Data, queries: Data, damping: float) -> Tensor:
-    with stored(model, loss, data) as (store, _):
-        refine = Refinement(data, tolerance=1e-2, progress=False)
-        name = "refined, no preconditioner"
-        return searched(name, store, model, loss, queries, damping=damping, refine=refine)
+def _refined(name: str, factor: float, **options: Any) -> None:
+    def found(model: nn.Module, loss: nn.Module, data: Data, queries: Data, damping: float) -> Tensor:
+        with stored(model, loss, data) as (store, _):
+            refine = Refinement(data, tolerance=1e-2, progress=False, **options)
+            return searched(name, store, model, loss, queries, damping=factor * damping, refine=refine)
+
+    METHODS[name] = found
+
+
+_refined("refined, no preconditioner", 1.0)
+_refined("refined by the Hessian, three times the damping", 3.0, matrix="hessian")  # with less it is indefinite
 
 
 def gradients(model: nn.Module, loss: nn.Module, data: Data) -> Tensor:

@@ -14,7 +14,8 @@ and the linear datamodeling score (Ilyas et al. 2022; Park et al. 2023) is the r
 halves, between the losses of other samples and what each method foretold for the half. The damping is the \
 factor of the L2 penalty, for every method but one, which says so. The \
 interval is a bootstrap over halves and queries. Methods that draw labels run with five seeds: the score is \
-the median, and *over draws* the least and the largest. Time and memory cover everything from the model to the products, on one thread. *Load* is the load average \
+the median, and *over draws* the least and the largest. Time and memory cover everything from the model to \
+the products, on one thread. *Load* is the load average \
 of the machine's two cores when the method began (with seed 0, mostly when all of them began): seconds \
 beside more than 1 are too long, and only seconds beside a like load compare. *Without the top 1 %*: how much \
 the losses of some queries grow, on average, when each is asked of a model trained without the samples that \

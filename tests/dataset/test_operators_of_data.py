@@ -188,8 +188,14 @@ def test_no_convergence_and_indefinite_matrices_are_told() -> None:
     assert found.steps == 2
     assert float(found.residuals[0]) > 1e-6
     hessian = operators.of_data(model, loss, data, "hessian", batch_size=4, progress=False)
-    with pytest.raises(PackpropError, match="use the GGN"):
+    with pytest.raises(PackpropError, match=r"use the GGN.* above minus the least eigenvalue is enough"):
         operators.solve(hessian, right)
+    least = float(operators.eigenvalues(hessian, which="smallest").values[0])
+    assert least < 0
+    damped = operators.of_data(
+        model, loss, data, "hessian", damping=-1.01 * least, batch_size=4, progress=False
+    )
+    assert float(operators.solve(damped, right, tolerance=1e-3, steps=500).residuals.max()) <= 1e-3
 
 
 class OnceOnly(IterableDataset[Any]):

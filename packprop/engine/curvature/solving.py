@@ -98,7 +98,9 @@ def indefinite(asked: str, where: str, error: NotPositive) -> PackpropError:
         where,
         f"it is indefinite: along one direction its curvature, damping included, is {error.value:.3g}, beside "
         f"{error.largest:.3g} along another, so that conjugate gradients do not solve it",
-        f"use the GGN, which is never negative, or add damping of more than {-error.value:.2g}",
+        f"use the GGN, which is never negative, or add more than {-error.value:.2g} to the damping. Damping "
+        'above minus the least eigenvalue is enough: packprop.operators.eigenvalues(A, which="smallest"), of A '
+        "without damping, finds it",
     )
 
 

@@ -63,12 +63,12 @@ def layouts_of_documents(graph: Graph, outputs: Sequence[ModelOutput]) -> list[L
     return [_layout_at(graph, output, each, count) for output, each in zip(outputs, numbers, strict=True)]
 
 
-def without_plan() -> PackpropError:
-    """The error for a budget where documents are the samples."""
+def without_plan(where: str = "record(documents=...)") -> PackpropError:
+    """The error for a budget where data say which rows belong to a sample, as with documents or graphs."""
     return PackpropError(
         "A plan was asked for.",
-        "record(documents=...)",
-        "a plan is made without data, and only data tell how many documents there are, and how long they are",
+        where,
+        "a plan is made without data, and only data tell how many rows each sample has there",
         "leave the plan and memory=... out",
     )
 

@@ -18,7 +18,7 @@ from packprop.applications.dataset.messages import explanation
 from packprop.applications.dataset.sources import Samples
 from packprop.applications.reports.profile.said import said_of
 from packprop.applications.reports.profile.table import counted
-from packprop.engine.tensors import LossFunction, map_tensors, tensors_in
+from packprop.engine.tensors import LossFunction, apart, map_tensors, tensors_in
 from packprop.errors import BadInput
 
 ASKED = "The samples with the largest gradients were to be shown."
@@ -84,7 +84,7 @@ class ReadableBatches(Batches):
         if self._again or isinstance(self.source, Samples):
             return
         self._sizes.append(_size_of(batch))
-        self._spots.append(spot_check([*tensors_in(batch)]))
+        self._spots.append(spot_check([*tensors_in(apart(batch))]))
 
     @property
     def stamp(self) -> str | None:
@@ -107,12 +107,19 @@ class ReadableBatches(Batches):
         if self.is_read_once:
             raise _not_found("they can be read once", "give a list of batches, a data loader or a Dataset")
         if sum(self._sizes) != samples:
-            why = "how many samples each batch had is not known: batches were read elsewhere or before"
-            raise _not_found(why, "give a Dataset, or a pair of tensors")
+            why = (
+                "how many samples each batch had is not known: batches were read elsewhere or before, or their first "
+                "tensor has not a row for each sample, as in batches of graphs"
+            )
+            raise _not_found(
+                why,
+                "give a Dataset, or a pair of tensors; of graphs, the places of the largest of "
+                "compute(..., BatchL2Grad()).norms() are their numbers in your data",
+            )
         self._again, found, begin = True, {}, 0
         self.begin_again()
         for number, batch in enumerate(self):
-            if number == len(self._spots) or spot_check([*tensors_in(self._current)]) != self._spots[number]:
+            if number == len(self._spots) or spot_check([*tensors_in(apart(self._current))]) != self._spots[number]:
                 why = "they are others each time that they are read"
                 raise _not_found(why, "give a Dataset, or a loader that gives the same batches again")
             end = begin + self._sizes[number]
@@ -270,7 +277,7 @@ def _words(targets: Any) -> str | None:
 
 def _size_of(batch: Any) -> int:
     """Return the number of samples in a batch, by the leading axis of its first tensor."""
-    first = next(tensors_in(batch), None)
+    first = next(tensors_in(apart(batch)), None)
     return 0 if first is None or not first.dim() else len(first)
 
 

@@ -69,8 +69,8 @@ def check_model(
             them, exact GGNs.
         axis: The axis of the samples on tensors among the inputs. Declare the axis of the loss's arguments as
             everywhere: ``extend(model, sample_axis=...)``.
-        singles: The inputs of each sample alone, if the samples are no rows of the inputs, as those of a batch of
-            graphs: ``[Batch.from_data_list([graph]) for graph in graphs]``.
+        singles: The inputs of each sample alone, if the samples are no rows of the inputs, as those of a batch
+            of graphs: ``[Batch.from_data_list([graph]) for graph in graphs]``.
         tolerance: Largest relative error allowed.
 
     Returns:
@@ -106,8 +106,8 @@ def require_samples(ledger: Ledger, problem: Problem, graph: Graph) -> None:
             f"{ledger.subject}: numbers of samples were compared.",
             f"inputs with {problem.samples} samples on axis {problem.axis}",
             f"the engine takes them for {graph.samples} samples",
-            "sample n is row n of what the loss takes: extend(model, sample_axis=...) says on which axis; give the "
-            "inputs of each sample alone, singles=[...], where they are no rows of the inputs",
+            "sample n is row n of what the loss takes: extend(model, sample_axis=...) says on which axis; give "
+            "the inputs of each sample alone, singles=[...], where they are no rows of the inputs",
         )
 
 

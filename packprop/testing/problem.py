@@ -87,8 +87,8 @@ class Problem:
                 "A check of a model was asked for.",
                 f"inputs of type {class_words(together(inputs))}",
                 f"they hold no tensor with samples on axis {axis}",
-                "give a tensor, or a tuple or dictionary of arguments, with at least one sample; or the inputs of "
-                "each sample alone as singles=[...]",
+                "give a tensor, or a tuple or dictionary of arguments, with at least one sample; or the inputs "
+                "of each sample alone as singles=[...]",
             )
         return cls(model, loss, inputs, targets, samples, axis, [*map(_widened, singles)])
 

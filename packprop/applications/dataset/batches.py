@@ -317,7 +317,7 @@ class Batches:
             where = f"the data, after {self.count} batches"
             instead = "see that the data can be iterated over on their own"
             if isinstance(self.source, Samples):
-                instead += "; give samples that PyTorch does not put together as the batches of a loader that does"
+                instead += "; give samples that PyTorch cannot put together as batches of a loader that can"
             raise BadInput(self.asked, where, explanation(error), instead) from error
 
     def _next(self) -> Any:
@@ -349,8 +349,8 @@ class Batches:
             where,
             "it is not a pair (inputs, targets) with tensors as inputs, nor an object",
             "let the data yield such pairs; inputs may be a tuple or a mapping of arguments. Or let them yield "
-            f"mappings with the targets as {LABELS!r}, or objects that the model and the loss take whole; or give "
-            "loss=None if the model has it",
+            f"mappings with the targets as {LABELS!r}, or objects that the model and the loss take whole; or "
+            "give loss=None if the model has it",
         )
 
     @contextlib.contextmanager

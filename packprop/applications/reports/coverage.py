@@ -18,7 +18,14 @@ from packprop.engine.functions import Entry, without_rules
 from packprop.engine.graph import Graph, walk
 from packprop.engine.recording import record, unchanged
 from packprop.engine.samples import check_graph
-from packprop.engine.tensors import call, class_before_sharding, is_object, named_modules, named_parameters, tensors_in
+from packprop.engine.tensors import (
+    call,
+    class_before_sharding,
+    is_object,
+    named_modules,
+    named_parameters,
+    tensors_in,
+)
 from packprop.errors import BadInput, PackpropError
 from packprop.types import EXACT
 
@@ -35,7 +42,8 @@ def coverage(model: nn.Module, batch: Any) -> Coverage:
     Args:
         model: Any module; you need not extend it.
         batch: ``(inputs, targets)`` as a data loader yields it, or inputs alone: a tensor, a dictionary
-            of arguments, or an object. Pass several positional inputs as ``((a, b), targets)``. Targets are ignored.
+            of arguments, or an object. Pass several positional inputs as ``((a, b), targets)``. Targets are
+            ignored.
 
     Returns:
         A value that prints.

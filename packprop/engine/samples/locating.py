@@ -348,6 +348,6 @@ def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> Pa
         f"the loss's input{declaration(graph)}",
         f"{one_row}remove statistics over the batch. If the loss takes another axis first, call "
         "extend(model, sample_axis=1). If several rows of the loss belong to one sample, flatten [n, t, c] "
-        "directly in front of the loss, or give the sample of each row, packprop.record(documents=...), as for the "
-        "nodes of graphs. Or set requires_grad=False on the parameters before this place",
+        "directly in front of the loss, or give the sample of each row, packprop.record(documents=...), as for "
+        "the nodes of graphs. Or set requires_grad=False on the parameters before this place",
     )

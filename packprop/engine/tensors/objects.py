@@ -1,11 +1,11 @@
 """Batches that are objects: taken apart when they are read, put together in front of a call.
 
 # NOTE [Objects in batches]
-A model may take an object: a batch of graphs, a dataclass, an instance of any class. What is done with batches (moving
-them, comparing them, planning without their data) is done with their tensors. So an object in a batch becomes a list
-of its tensors and the rest of it, and the model and the loss are called on a deep copy with the tensors in their
-places: ``copy.deepcopy`` finds all of them, in any class. How many samples an object holds, the graph of the loss
-says, as for all batches.
+A model may take an object: a batch of graphs, a dataclass, an instance of any class. packprop moves the tensors
+of a batch, compares them, and plans without their data. So it divides an object into a list of its tensors and
+the rest, and calls the model and the loss with a deep copy that has the tensors in their places.
+``copy.deepcopy`` finds the tensors in any class. The graph of the loss says how many samples there are, as for
+all batches.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Apart:
                 "The tensors of a batch were asked for.",
                 f"an object of the class {type(value).__name__} in it",
                 f"copy.deepcopy does not copy it: {type(error).__name__}: {error}",
-                "let copy.deepcopy copy it; or give a mapping of its tensors, of which the model makes the object",
+                "let copy.deepcopy copy it; or give a mapping of its tensors, and make the object in the model",
             ) from error
 
     def together(self) -> Any:
@@ -95,7 +95,8 @@ class _Copying(TorchFunctionMode):
 
 def is_object(value: Any) -> bool:
     """Tell whether a value is neither a tensor, nor plain, nor a collection."""
-    return type(value) not in PLAIN and not isinstance(value, (Tensor, tuple, list, Mapping, Apart, _Rest, type))
+    others = (Tensor, tuple, list, Mapping, Apart, _Rest, type)
+    return type(value) not in PLAIN and not isinstance(value, others)
 
 
 def apart(batch: Any) -> Any:

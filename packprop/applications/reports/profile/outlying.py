@@ -84,7 +84,7 @@ class ReadableBatches(Batches):
         if self._again or isinstance(self.source, Samples):
             return
         self._sizes.append(_size_of(batch))
-        self._spots.append(spot_check([*tensors_in(apart(batch))]))
+        self._spots.append(_spots_of(batch))
 
     @property
     def stamp(self) -> str | None:
@@ -108,8 +108,8 @@ class ReadableBatches(Batches):
             raise _not_found("they can be read once", "give a list of batches, a data loader or a Dataset")
         if sum(self._sizes) != samples:
             why = (
-                "how many samples each batch had is not known: batches were read elsewhere or before, or their first "
-                "tensor has not a row for each sample, as in batches of graphs"
+                "how many samples each batch had is not known: batches were read elsewhere or before, or "
+                "their first tensor has not a row for each sample, as in batches of graphs"
             )
             raise _not_found(
                 why,
@@ -119,7 +119,7 @@ class ReadableBatches(Batches):
         self._again, found, begin = True, {}, 0
         self.begin_again()
         for number, batch in enumerate(self):
-            if number == len(self._spots) or spot_check([*tensors_in(apart(self._current))]) != self._spots[number]:
+            if number == len(self._spots) or _spots_of(self._current) != self._spots[number]:
                 why = "they are others each time that they are read"
                 raise _not_found(why, "give a Dataset, or a loader that gives the same batches again")
             end = begin + self._sizes[number]
@@ -279,6 +279,10 @@ def _size_of(batch: Any) -> int:
     """Return the number of samples in a batch, by the leading axis of its first tensor."""
     first = next(tensors_in(apart(batch)), None)
     return 0 if first is None or not first.dim() else len(first)
+
+
+def _spots_of(batch: Any) -> str:
+    return spot_check([*tensors_in(apart(batch))])
 
 
 def _row_of(index: int, size: int) -> Callable[[Tensor], Tensor]:

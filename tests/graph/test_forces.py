@@ -1,4 +1,4 @@
-"""Losses of energies and forces: derivatives of the model by positions, for graphs of equal and unequal sizes."""
+"""Losses of energies and forces, for graphs of equal and unequal sizes."""
 
 from __future__ import annotations
 

@@ -63,7 +63,8 @@ class Both(nn.Module):
         self.model, self.loss = model, packprop.extend(nn.CrossEntropyLoss())
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.loss(self.model(x), y)  # type: ignore[no-any-return]
+        value: Tensor = self.loss(self.model(x), y)
+        return value
 
 
 CLASSES = torch.tensor([0, 1, 2, 0, 1])
@@ -71,7 +72,7 @@ SCRIPTED: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "model": (network, (X,)),
     "attention": (attention, (X.flatten(1, 2),)),
     "inside": (lambda: nn.Sequential(network(), nn.ReLU()), (X,)),
-    "child": (lambda: attention()[2].self_attn, (torch.randn(2, 3, 8),) * 3),  # type: ignore[index, union-attr]
+    "child": (lambda: attention().get_submodule("2.self_attn"), (torch.randn(2, 3, 8),) * 3),
     "loss": (lambda: packprop.extend(nn.CrossEntropyLoss()), (torch.randn(5, 3), CLASSES)),
     "both": (lambda: Both(network()), (X, CLASSES)),
     "a loss alone inside": (lambda: Both(packprop.restore(network())), (X, CLASSES)),

@@ -6,8 +6,9 @@ recorded losses. A term whose function packprop has not seen begins somewhere el
 function, a penalty on a second output, on activations or on derivatives of the model. The check would miss uses
 that only such a term reaches. So packprop feeds samples in there as well, also if no loss was recorded: at the
 output of the model that the path meets first; or at the outputs of the first use, if that output is a scalar or
-there is none. Where the samples are there, only the rest of the graph shows. A loss of the user's own may also read tensors of the model that are none of its
-arguments: they are found in the same way, from the loss on, and count as arguments.
+there is none. Where the samples are there, only the rest of the graph shows. A loss of the user's own may also
+read tensors of the model that are none of its arguments: they are found in the same way, from the loss on, and
+count as arguments.
 """
 
 from __future__ import annotations

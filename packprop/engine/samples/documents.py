@@ -48,8 +48,8 @@ def layouts_of_documents(graph: Graph, outputs: Sequence[ModelOutput]) -> list[L
                 graph.asked,
                 f"an output of the model, of shape {list(output.shape)}",
                 "documents were declared for another loss of this pass, not for what is made of this output",
-                "call each loss inside a `with packprop.record(documents=...):` with the numbers of its rows, as "
-                "functions that are recorded as losses",
+                "call each loss inside a `with packprop.record(documents=...):` with the numbers of its rows, "
+                "as functions that are recorded as losses",
             )
         numbers.append(each)
     if any(bool((each < 0).any()) for each in numbers):

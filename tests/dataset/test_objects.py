@@ -115,7 +115,7 @@ class Pairs:
 
     @property
     def both(self) -> Tensor:
-        return torch.cat([self.left, self.right], 1)
+        return torch.cat([self.left, self.right], -1)
 
 
 class OfPairs(nn.Module):
@@ -141,6 +141,8 @@ def test_a_budget_over_objects() -> None:
     )
     torch.testing.assert_close(within["diag_ggn_exact"]["head.weight"], found["diag_ggn_exact"]["head.weight"])
     assert check_model(model, loss, data[0], data[0]).error < 1e-10
+    shown = packprop.profile(model, loss, data, decode=lambda pairs, _: str(pairs.both.shape), progress=False)
+    assert {each.text for each in shown.outlying} == {"torch.Size([3])"}
 
 
 def test_a_checkpoint_compares_the_tensors_of_objects(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from packprop.applications.dataset.messages import explanation
 from packprop.applications.dataset.sources import Samples
 from packprop.applications.reports.profile.said import said_of
 from packprop.applications.reports.profile.table import counted
-from packprop.engine.tensors import LossFunction, apart, map_tensors, tensors_in
+from packprop.engine.tensors import LossFunction, apart, map_tensors, tensors_in, together
 from packprop.errors import BadInput
 
 ASKED = "The samples with the largest gradients were to be shown."
@@ -215,7 +215,7 @@ def _shown(
         picture = picture_of(tensors[0][0]) if tensors else None
         return (None, picture) if picture is not None else (text_of(tensors[0][0]), None)
     try:
-        decoded = decode(*(map_tensors(lambda tensor: tensor[0], each) for each in (inputs, targets)))
+        decoded = decode(*together(map_tensors(lambda tensor: tensor[0], (inputs, targets))))
     except Exception as error:
         instead = "see that decode(inputs, targets) works on one sample, without a leading axis"
         raise BadInput(ASKED, f"decode, for sample {place}", explanation(error), instead) from error

@@ -34,7 +34,7 @@ from packprop.errors import BadInput, PackpropError
 Inputs = Tensor | tuple[Tensor, ...] | list[Tensor] | Mapping[str, Tensor]
 """Inputs of a model that takes one tensor, or several."""
 
-Data = Dataset[Any] | tuple[Inputs, Tensor] | Iterable[tuple[Any, Any]]
+Data = Dataset[Any] | tuple[Inputs, Tensor] | Iterable[Any]
 """Data of any form."""
 
 BATCH_SIZE = 128
@@ -50,7 +50,8 @@ class Batches:
     Args:
         asked: The call of the user, for messages.
         data: A ``Dataset`` of pairs, tensors ``(inputs [n, ...], targets [n, ...])``, where inputs may be a
-            tuple or a mapping of tensors, or batches ``(inputs, targets)`` such as a ``DataLoader``.
+            tuple or a mapping of tensors, or batches ``(inputs, targets)``, or of objects, such as a
+            ``DataLoader``.
         batch_size: Samples in a batch, 128 if ``None``; only for data that come sample by sample.
         whole: Says that the model takes whole batches, and computes the loss itself.
 

@@ -68,7 +68,7 @@ class Loops:
         with disable():
             outputs = call(problem.model, problem.inputs)
             self.outputs = differentiable(outputs)
-            loss = problem.loss(outputs, problem.targets)
+            loss = problem.loss_of(outputs)
             samples = range(problem.samples)
             self.singles = [differentiable(call(problem.model, problem.take(n, n + 1))) for n in samples]
         if loss.numel() != 1:

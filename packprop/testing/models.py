@@ -50,6 +50,7 @@ def check_model(
     extensions: Extensions | None = None,
     *,
     axis: int = 0,
+    singles: Sequence[Any] = (),
     tolerance: float = TOLERANCE,
 ) -> Report:
     """Compare values of a model's parameters with loops over samples, in double precision.
@@ -62,12 +63,14 @@ def check_model(
         model: The model, in the mode in which you use it.
         loss: ``loss(model(inputs), targets)``, one number: a module, or a function of torch's
             losses.
-        inputs: A few samples: a tensor, or a tuple or dictionary of arguments.
+        inputs: A few samples: a tensor, a tuple or dictionary of arguments, or an object.
         targets: The loss's arguments beside the model's outputs.
         extensions: What to compare; by default all of first order and, unless the engine refuses
             them, exact GGNs.
         axis: The axis of the samples on tensors among the inputs. Declare the axis of the loss's arguments as
             everywhere: ``extend(model, sample_axis=...)``.
+        singles: The inputs of each sample alone, if the samples are no rows of the inputs, as those of a batch
+            of graphs: ``[Batch.from_data_list([graph]) for graph in graphs]``.
         tolerance: Largest relative error allowed.
 
     Returns:
@@ -80,7 +83,7 @@ def check_model(
     """
     ledger = Ledger(f"check_model({type(model).__name__})", tolerance)
     with double_precision():
-        problem = Problem.of((model, loss, inputs, targets), axis)
+        problem = Problem.of((model, loss, inputs, targets), axis, singles)
         if extensions is not None:
             chosen = check_extensions("check_model(...) was called.", extensions)
             compare(ledger, problem, chosen)
@@ -103,7 +106,8 @@ def require_samples(ledger: Ledger, problem: Problem, graph: Graph) -> None:
             f"{ledger.subject}: numbers of samples were compared.",
             f"inputs with {problem.samples} samples on axis {problem.axis}",
             f"the engine takes them for {graph.samples} samples",
-            "sample n is row n of what the loss takes: extend(model, sample_axis=...) says on which axis",
+            "sample n is row n of what the loss takes: extend(model, sample_axis=...) says on which axis; give "
+            "the inputs of each sample alone, singles=[...], where they are no rows of the inputs",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.engine.recording import extend, record
-from packprop.engine.tensors import call, map_tensors, tensors_in
+from packprop.engine.tensors import apart, call, class_words, map_tensors, tensors_in, together
 from packprop.errors import BadInput
 
 Parts = tuple[nn.Module, Callable[[Any, Any], Tensor], Any, Any]
@@ -54,6 +54,7 @@ class Problem:
         targets: The loss's arguments beside the outputs.
         samples: Number of samples in the batch.
         axis: The axis of the samples.
+        singles: The inputs of each sample alone; if there are none, they are rows of ``inputs``.
     """
 
     model: nn.Module
@@ -62,11 +63,12 @@ class Problem:
     targets: Any
     samples: int
     axis: int
+    singles: Sequence[Any] = ()
 
     @classmethod
-    def of(cls, parts: Parts, axis: int = 0) -> Problem:
-        """Copy the user's arguments; ``axis`` is the axis of the samples."""
-        model, loss, inputs, targets = parts
+    def of(cls, parts: Parts, axis: int = 0, singles: Sequence[Any] = ()) -> Problem:
+        """Copy the user's arguments; ``axis`` is the axis of the samples, if they are not ``singles``."""
+        model, loss, inputs, targets = parts[0], parts[1], *map(_widened, parts[2:])
         # tensors that a hook computes before each call (old weight_norm, pruning) refuse to be copied
         computed = {
             id(value): value.detach().clone()
@@ -79,14 +81,16 @@ class Problem:
         if isinstance(loss, nn.Module):
             loss = copy.deepcopy(loss).double()
         sizes = [tensor.shape[axis] for tensor in tensors_in(inputs) if tensor.dim() > axis]
-        if not sizes or sizes[0] == 0:
+        samples = len(singles) or next(iter(sizes), 0)
+        if not samples:
             raise BadInput(
                 "A check of a model was asked for.",
-                f"inputs of type {type(inputs).__name__}",
+                f"inputs of type {class_words(together(inputs))}",
                 f"they hold no tensor with samples on axis {axis}",
-                "give a tensor, or a tuple or dictionary of arguments, with at least one sample",
+                "give a tensor, or a tuple or dictionary of arguments, with at least one sample; or the inputs "
+                "of each sample alone as singles=[...]",
             )
-        return cls(model, loss, _widened(inputs), _widened(targets), sizes[0], axis)
+        return cls(model, loss, inputs, targets, samples, axis, [*map(_widened, singles)])
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
@@ -95,12 +99,14 @@ class Problem:
 
     def take(self, start: int, stop: int) -> Any:
         """Return some samples of the inputs; pass tensors that do not hold all samples whole."""
+        if self.singles and stop == start + 1:
+            return self.singles[start]
         return _narrowed(self.inputs, self.axis, self.samples, start, stop)
 
     def batches(self, cut: int) -> list[tuple[Any, Any]] | None:
         """Cut the batch in two, if all tensors hold the samples on axis 0."""
         values = list(tensors_in((self.inputs, self.targets)))
-        if self.axis != 0 or any(t.dim() == 0 or t.shape[0] != self.samples for t in values):
+        if self.singles or self.axis != 0 or any(t.dim() == 0 or t.shape[0] != self.samples for t in values):
             return None
         both = (self.inputs, self.targets)
         spans = ((0, cut), (cut, self.samples))
@@ -114,12 +120,16 @@ class Problem:
             extend(self.loss)
         with contextlib.nullcontext() if is_module else record():
             outputs = call(self.model, self.inputs)
-            value = self.loss(outputs, self.targets)
+            value = self.loss_of(outputs)
         return value, differentiable(outputs)
+
+    def loss_of(self, outputs: Any) -> Tensor:
+        """Return the loss of the model's outputs."""
+        return self.loss(outputs, together(self.targets))
 
 
 def _widened(value: Any) -> Any:
-    return map_tensors(lambda t: t.detach().double() if t.is_floating_point() else t, value)
+    return map_tensors(lambda t: t.detach().double() if t.is_floating_point() else t, apart(value))
 
 
 def _narrowed(value: Any, axis: int, samples: int, start: int, stop: int) -> Any:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import packprop
+from packprop import PackpropError
 from tests.references.per_sample import batch, check_rows
 from tests.references.running import assert_rows_of_terms
 
@@ -54,16 +55,55 @@ def test_after_a_trace_passes_go_on() -> None:
     assert_rows_of_terms(terms, loss, model.parameters(), tolerance=1e-5)
 
 
-@pytest.mark.parametrize("make", [network, attention])
-def test_scripting_says_restore_and_works_after_it(make: Callable[[], nn.Module]) -> None:
-    model = make().eval()
-    x = X if make is network else X.flatten(1, 2)
+class Both(nn.Module):
+    """A model and its loss in one module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.loss = model, packprop.extend(nn.CrossEntropyLoss())
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        value: Tensor = self.loss(self.model(x), y)
+        return value
+
+
+CLASSES = torch.tensor([0, 1, 2, 0, 1])
+SCRIPTED: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
+    "model": (network, (X,)),
+    "attention": (attention, (X.flatten(1, 2),)),
+    "inside": (lambda: nn.Sequential(network(), nn.ReLU()), (X,)),
+    "child": (lambda: attention().get_submodule("2.self_attn"), (torch.randn(2, 3, 8),) * 3),
+    "loss": (lambda: packprop.extend(nn.CrossEntropyLoss()), (torch.randn(5, 3), CLASSES)),
+    "both": (lambda: Both(network()), (X, CLASSES)),
+    "a loss alone inside": (lambda: Both(packprop.restore(network())), (X, CLASSES)),
+    "extended as a whole": (lambda: packprop.extend(Both(network())), (X, CLASSES)),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTED)
+def test_scripting_says_restore_and_works_after_it(name: str) -> None:
+    make, given = SCRIPTED[name]
+    module = make().eval()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
-        with pytest.raises(Exception, match=r"call packprop\.restore\(model\) before"):
-            torch.jit.script(model)
-        scripted = torch.jit.script(packprop.restore(model))
-    torch.testing.assert_close(scripted(x), model(x))
+        for _ in range(2):
+            with pytest.raises(PackpropError, match=r"packprop\.restore\(module\)"):
+                torch.jit.script(module)
+        scripted = torch.jit.script(packprop.restore(module))
+    assert "__prepare_scriptable__" not in {name for each in module.modules() for name in vars(each)}
+    torch.testing.assert_close(scripted(*given), module(*given))
+
+
+@pytest.mark.parametrize("name", ["loss", "both", "a loss alone inside", "extended as a whole"])
+def test_losses_are_traced_and_exported_as_they_are(name: str) -> None:
+    make, given = SCRIPTED[name]
+    module = make().eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        traced = torch.jit.trace(module, given)
+    exported = torch.export.export(module, given).module()
+    for other in (traced, exported):
+        torch.testing.assert_close(other(*given), module(*given))
 
 
 def test_torch_export_takes_it() -> None:

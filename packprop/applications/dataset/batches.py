@@ -28,23 +28,17 @@ from packprop.applications.dataset.sources import (
     states_of,
     unless_drawn,
 )
-from packprop.engine.tensors import LABELS, inputs_and_targets
+from packprop.engine.tensors import LABELS, Apart, inputs_and_targets
 from packprop.errors import BadInput, PackpropError
 
 Inputs = Tensor | tuple[Tensor, ...] | list[Tensor] | Mapping[str, Tensor]
 """Inputs of a model that takes one tensor, or several."""
 
-Data = Dataset[Any] | tuple[Inputs, Tensor] | Iterable[tuple[Any, Any]]
+Data = Dataset[Any] | tuple[Inputs, Tensor] | Iterable[Any]
 """Data of any form."""
 
 BATCH_SIZE = 128
 """Samples in a batch if the data come sample by sample."""
-
-OF_OBJECTS = (
-    "of an object, a mapping of its tensors (vars(batch), or batch.to_dict() where it has that), of which the "
-    "model makes the object"
-)
-"""The advice on inputs that are objects: their tensors have to be moved, counted and compared."""
 
 END = object()
 """The sign that no batch is left."""
@@ -56,7 +50,8 @@ class Batches:
     Args:
         asked: The call of the user, for messages.
         data: A ``Dataset`` of pairs, tensors ``(inputs [n, ...], targets [n, ...])``, where inputs may be a
-            tuple or a mapping of tensors, or batches ``(inputs, targets)`` such as a ``DataLoader``.
+            tuple or a mapping of tensors, or batches ``(inputs, targets)``, or of objects, such as a
+            ``DataLoader``.
         batch_size: Samples in a batch, 128 if ``None``; only for data that come sample by sample.
         whole: Says that the model takes whole batches, and computes the loss itself.
 
@@ -322,6 +317,8 @@ class Batches:
         except Exception as error:
             where = f"the data, after {self.count} batches"
             instead = "see that the data can be iterated over on their own"
+            if isinstance(self.source, Samples):
+                instead += "; give samples that PyTorch cannot put together as batches of a loader that can"
             raise BadInput(self.asked, where, explanation(error), instead) from error
 
     def _next(self) -> Any:
@@ -342,18 +339,19 @@ class Batches:
     def _checked(self, batch: Any) -> tuple[Any, Any]:
         self._current = batch
         split = inputs_and_targets(batch, self._whole)
-        if split is not None and has_tensors(split[0]):
+        if split is not None and (isinstance(split[0], Apart) or has_tensors(split[0])):
             return split
         where = f"batch {max(self.count, 1)} of the data, {described(batch)}"
         if self._whole:
-            instead = f"let the data yield what the model takes: tensors, by name or in order; {OF_OBJECTS}"
-            raise BadInput(self.asked, where, "it is neither tensors nor a collection of them", instead)
+            instead = "let the data yield what the model takes: tensors, by name or in order, or an object"
+            raise BadInput(self.asked, where, "it is neither tensors nor an object", instead)
         raise BadInput(
             self.asked,
             where,
-            "it is not a pair (inputs, targets) with tensors as inputs",
+            "it is not a pair (inputs, targets) with tensors as inputs, nor an object",
             "let the data yield such pairs; inputs may be a tuple or a mapping of arguments. Or let them yield "
-            f"mappings with the targets as {LABELS!r}; or give loss=None if the model has it; {OF_OBJECTS}",
+            f"mappings with the targets as {LABELS!r}, or objects that the model and the loss take whole; or "
+            "give loss=None if the model has it",
         )
 
     @contextlib.contextmanager

@@ -80,8 +80,9 @@ def compute(
         data: A ``Dataset`` of pairs, a pair of tensors ``(inputs [n, ...], targets [n, ...])``, or
             batches ``(inputs, targets)`` such as a ``DataLoader``; inputs may be a tuple
             or a mapping of arguments. A batch may also be one mapping, as Hugging Face's loaders give it:
-            its ``labels`` are the targets, the rest goes into the model by name. Without ``loss`` all of a
-            batch goes into the model: a tensor, a tuple or a mapping of arguments.
+            its ``labels`` are the targets, the rest goes into the model by name. An object of any other class
+            goes whole into the model, and into the loss. Without ``loss`` all of a batch goes into the model: a
+            tensor, a tuple or a mapping of arguments, or an object.
         extensions: What to compute: an instance from ``packprop.extensions``, or a list of them.
         more: More of them, if you give them one by one.
         batch_size: Samples in a batch, 128 by default; not for data that come in batches.

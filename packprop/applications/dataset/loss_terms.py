@@ -34,6 +34,7 @@ from packprop.engine.tensors import (
     map_tensors,
     random_states,
     set_random_states,
+    together,
 )
 
 TELL = (
@@ -181,7 +182,7 @@ def _weights_of_more(loss: LossFunction, outputs: Any, targets: Any, samples: in
     before = random_states()
     try:
         with torch.enable_grad(), record():
-            value = loss(map_tensors(computed, outputs), map_tensors(more, targets))
+            value = loss(map_tensors(computed, outputs), together(map_tensors(more, targets)))
         graph = walk([value], [None], None)
         graph.samples = samples + 1
         found = {name: each.tolist() for name, each in loss_terms(graph).weights.items()}

@@ -18,7 +18,14 @@ from packprop.engine.functions import Entry, without_rules
 from packprop.engine.graph import Graph, walk
 from packprop.engine.recording import record, unchanged
 from packprop.engine.samples import check_graph
-from packprop.engine.tensors import call, class_before_sharding, named_modules, named_parameters, tensors_in
+from packprop.engine.tensors import (
+    call,
+    class_before_sharding,
+    is_object,
+    named_modules,
+    named_parameters,
+    tensors_in,
+)
 from packprop.errors import BadInput, PackpropError
 from packprop.types import EXACT
 
@@ -34,8 +41,9 @@ def coverage(model: nn.Module, batch: Any) -> Coverage:
 
     Args:
         model: Any module; you need not extend it.
-        batch: ``(inputs, targets)`` as a data loader yields it, or inputs alone: a tensor, or a dictionary
-            of arguments. Pass several positional inputs as ``((a, b), targets)``. Targets are ignored.
+        batch: ``(inputs, targets)`` as a data loader yields it, or inputs alone: a tensor, a dictionary
+            of arguments, or an object. Pass several positional inputs as ``((a, b), targets)``. Targets are
+            ignored.
 
     Returns:
         A value that prints.
@@ -62,14 +70,14 @@ def coverage(model: nn.Module, batch: Any) -> Coverage:
 def _inputs_of(batch: Any) -> Any:
     if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
         return batch[0]
-    if isinstance(batch, (Tensor, Mapping)):
+    if isinstance(batch, (Tensor, Mapping)) or is_object(batch):
         return batch
     size = f" of {len(batch)} elements" if isinstance(batch, (tuple, list)) else ""
     raise BadInput(
         ASKED,
         f"batch of type {type(batch).__name__}{size}",
         "it is not clear what of it goes into the model",
-        "give (inputs, targets), or inputs alone: a tensor or a dictionary of arguments; several "
+        "give (inputs, targets), or inputs alone: a tensor, a dictionary of arguments or an object; several "
         "positional inputs as ((a, b), targets)",
     )
 

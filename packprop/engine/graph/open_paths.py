@@ -3,11 +3,12 @@
 # NOTE [Open paths]
 packprop locates samples, and checks that they are separate, from the places where a loss begins: the inputs of
 recorded losses. A term whose function packprop has not seen begins somewhere else: a loss called as a plain
-function, a penalty on a second output or on activations. The check would miss uses that only such a term
-reaches. So packprop feeds samples in there as well: at the output of the model that the path meets first; or at
-the outputs of the first use, if that output is a scalar or there is none. Where the samples are there, only the
-rest of the graph shows. A loss of the user's own may also read tensors of the model that are none of its
-arguments: they are found in the same way, from the loss on, and count as arguments.
+function, a penalty on a second output, on activations or on derivatives of the model. The check would miss uses
+that only such a term reaches. So packprop feeds samples in there as well, also if no loss was recorded: at the
+output of the model that the path meets first; or at the outputs of the first use, if that output is a scalar or
+there is none. Where the samples are there, only the rest of the graph shows. A loss of the user's own may also
+read tensors of the model that are none of its arguments: they are found in the same way, from the loss on, and
+count as arguments.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def find_open_places(graph: Graph, starts: list[Node], neighbours: dict[Node, li
         if loss.call.function not in LOSSES:
             arguments = {edge.node for edge in (loss.call.edge, *loss.others)}
             loss.others += _met(graph, neighbours[loss.node], neighbours, arguments).values()
-    if graph.losses:
-        graph.open = list(met.values())
+    own = {edge.node for edge, *_ in graph.outputs}  # without losses, the outputs of the model are such places
+    if graph.losses or any(node in own for node, _ in met):
+        graph.open = [edge for (node, _), edge in met.items() if graph.losses or node not in own]
 
 
 def _met(

@@ -72,7 +72,6 @@ current = _Current()
 
 def step_aside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Take the modes off, in a hook before a call of a module that would compute otherwise beside them."""
-    # torch.jit.script compiles hooks, and cannot compile this one: call packprop.restore(model) before
     if is_compiling() or is_traced_over():
         return
     end_stale_absence()
@@ -86,7 +85,6 @@ def step_aside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def step_back(module: nn.Module, args: Any, output: Any) -> None:
     """Put the modes back, in a hook after the call that they were taken off for."""
-    # torch.jit.script compiles hooks, and cannot compile this one: call packprop.restore(model) before
     if (absence := current.absence) is not None and module is absence.module:
         absence.depth -= 1
         if not absence.depth:

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_compiling
 
 from packprop.engine.functions.composites import COMPOSITES, body_of, has_parts
-from packprop.engine.functions.losses.description import LOSSES, input_of
+from packprop.engine.functions.losses.description import LOSSES, input_of, output_first
 from packprop.engine.recording.aside import OwnMode, end_stale_absence, unseen
 from packprop.engine.recording.marks import LOSS, OUTPUT, ForwardCall, RecordedLoss, marks_of
 from packprop.engine.tensors.nesting import tensors_in
@@ -118,6 +118,7 @@ def mark_loss(
         declared: The axis of its input that holds the samples, if that was declared.
         documents: The document of each position of its input, if that was declared.
     """
+    args, kwargs = output_first(function, args, kwargs)
     given = input_of(function, args, kwargs)
     if not isinstance(given, Tensor) or given.grad_fn is None:
         return

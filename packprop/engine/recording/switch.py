@@ -15,7 +15,7 @@ from packprop.engine.recording import aside
 from packprop.engine.recording.marks import AXIS, EXTENDED, HANDLES, LOSS, Handles, Walks, marks_of, nodes_above
 from packprop.engine.recording.recorder import LossRecorder, current, mark_outputs
 from packprop.engine.recording.unrecorded import is_traced_over, note_compiled
-from packprop.errors import BadInput
+from packprop.errors import BadInput, PackpropError
 
 # What goes in comes out, and a type checker knows it for what it is.
 Module = TypeVar("Module", bound=nn.Module)
@@ -85,17 +85,31 @@ def extend(
         else:
             handle = module.register_forward_hook(_mark_outputs, with_kwargs=True)
             module.__dict__[HANDLES] = Handles(module, [handle])
+        module.__dict__[SCRIPTED] = _refuse_scripting
     for child in module.modules():
         if isinstance(child, aside.CHOOSERS) and CHOOSING not in child.__dict__:
             child.__dict__[CHOOSING] = [
                 child.register_forward_pre_hook(aside.step_aside, with_kwargs=True),
                 child.register_forward_hook(aside.step_back, always_call=True),
             ]
+            child.__dict__[SCRIPTED] = _refuse_scripting
     return module
 
 
 CHOOSING = "_packprop_choosing"
 """Attribute of an attention module: the handles of hooks that take packprop's modes off in its calls."""
+
+SCRIPTED = "__prepare_scriptable__"
+"""Attribute of a module with such hooks: ``torch.jit.script``, which cannot compile them, calls it first."""
+
+
+def _refuse_scripting() -> None:
+    raise PackpropError(
+        "torch.jit.script(...) was called.",
+        "a module that packprop.extend was called on, or one inside of another",
+        "it compiles the hooks of a module, and cannot compile those of packprop",
+        "call packprop.restore(module) before; packprop.extend(module) may come after it",
+    )
 
 
 def restore(module: Module) -> Module:
@@ -112,6 +126,8 @@ def _remove_hooks(module: nn.Module, *names: str) -> None:
     for name in names:
         for handle in module.__dict__.pop(name, ()):
             handle.remove()
+    if module.__dict__.keys().isdisjoint((HANDLES, CHOOSING)):
+        module.__dict__.pop(SCRIPTED, None)
 
 
 @contextlib.contextmanager
@@ -162,14 +178,12 @@ def _is_left_alone() -> bool:
 
 
 def _mark_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    # torch.jit.script compiles hooks, and cannot compile this one: call packprop.restore(model) before
     if not _is_left_alone():
         with aside.unseen():
             mark_outputs(module, module.__dict__.get(AXIS), args, kwargs, output)
 
 
 def _begin_loss(module: nn.Module, args: tuple[Any, ...]) -> None:
-    # torch.jit.script compiles hooks, and cannot compile this one: call packprop.restore(loss) before
     if _is_left_alone():
         return
     drop_stale_recording()

@@ -48,8 +48,8 @@ def layouts_of_documents(graph: Graph, outputs: Sequence[ModelOutput]) -> list[L
                 graph.asked,
                 f"an output of the model, of shape {list(output.shape)}",
                 "documents were declared for another loss of this pass, not for what is made of this output",
-                "call all losses inside `with packprop.record(documents=...):`, as functions that are "
-                "recorded as losses",
+                "call each loss inside a `with packprop.record(documents=...):` with the numbers of its rows, "
+                "as functions that are recorded as losses",
             )
         numbers.append(each)
     if any(bool((each < 0).any()) for each in numbers):
@@ -63,12 +63,12 @@ def layouts_of_documents(graph: Graph, outputs: Sequence[ModelOutput]) -> list[L
     return [_layout_at(graph, output, each, count) for output, each in zip(outputs, numbers, strict=True)]
 
 
-def without_plan() -> PackpropError:
-    """The error for a budget where documents are the samples."""
+def without_plan(where: str = "record(documents=...)") -> PackpropError:
+    """The error for a budget where data say which rows belong to a sample, as with documents or graphs."""
     return PackpropError(
         "A plan was asked for.",
-        "record(documents=...)",
-        "a plan is made without data, and only data tell how many documents there are, and how long they are",
+        where,
+        "a plan is made without data, and only data tell how many rows each sample has there",
         "leave the plan and memory=... out",
     )
 

@@ -85,8 +85,9 @@ def model_outputs(graph: Graph) -> list[ModelOutput]:
         for place, loss in enumerate(graph.losses)
         for edge in loss.others
     ]
-    outputs += [ModelOutput.at(edge, decides=False) for edge in graph.open]
-    return outputs or [ModelOutput.at(edge) for edge, forward, _ in graph.outputs if forward.has_parameters]
+    own = [edge for edge, forward, _ in graph.outputs if forward.has_parameters and not graph.losses]
+    outputs += [ModelOutput.at(edge) for edge in own]
+    return outputs + [ModelOutput.at(edge, decides=False) for edge in graph.open]
 
 
 @dataclass(frozen=True)

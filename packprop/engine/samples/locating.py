@@ -25,6 +25,7 @@ from packprop.engine.graph.kept_walk import KeptWalk, may_be_kept
 from packprop.engine.graph.outline import Outline
 from packprop.engine.graph.own_backward import require_linear_backward, require_no_nested_backward, starts_of
 from packprop.engine.recording.marks import HANDLES
+from packprop.engine.samples.documents import without_plan
 from packprop.engine.samples.feeding import Feed, first_of, model_outputs
 from packprop.engine.samples.hidden_mixing import Look, constants_of, dependence, find_hidden
 from packprop.engine.samples.loss_mixing import require_separate_losses
@@ -251,6 +252,9 @@ def _usual_locations(graph: Graph) -> _SampleLocations:
         if not all(layouts):
             if _are_reclassified([use], samples):
                 raise Reread
+            if graph.hides_order or graph.reorderings:
+                raise without_plan(graph.label(use))
+            graph.samples = samples
             raise _mixed(graph, use)
         uses.append([layout[0] for layout in layouts])
     if samples > 1:  # for the memory of one of the sweeps that a real pass makes
@@ -344,5 +348,6 @@ def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> Pa
         f"the loss's input{declaration(graph)}",
         f"{one_row}remove statistics over the batch. If the loss takes another axis first, call "
         "extend(model, sample_axis=1). If several rows of the loss belong to one sample, flatten [n, t, c] "
-        "directly in front of the loss. Or set requires_grad=False on the parameters before this place",
+        "directly in front of the loss, or give the sample of each row, packprop.record(documents=...), as for "
+        "the nodes of graphs. Or set requires_grad=False on the parameters before this place",
     )

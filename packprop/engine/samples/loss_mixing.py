@@ -295,7 +295,8 @@ class _Part:
                 "it mixes the samples: the gradient at the output of one sample depends on the outputs of "
                 "others, so no row belongs to one sample",
                 "use a loss that is a sum or mean of one term for each sample. Apply nonlinear functions to "
-                "each term, not to their sum",
+                "each term, not to their sum. For pairs or triplets, give them an axis of their own, "
+                "[n, 2, d], or name the pair of each row with packprop.record(documents=pairs) around the call",
             )
         return PackpropError(
             self._asked,

@@ -212,7 +212,8 @@ def _anywhere(graph: Graph, output: ModelOutput, samples: int, declared: int | N
             graph.asked,
             f"a tensor of shape {list(output.shape)} that a term of the loss is made of",
             f"no axis of it holds the {samples} samples of the loss",
-            "take the term in a pass of its own",
+            "let a recorded loss function make the term, and declare the sample of each row of both: "
+            "`with packprop.record(documents=...):` around each of the two",
         )
     return layouts
 
@@ -283,5 +284,6 @@ def _disagreement(
         f"{len(pairs)} losses, or outputs of the model",
         f"they take different numbers of samples: {said}. Sample n is row n of what each loss takes",
         "flatten positions in front of the loss, logits.flatten(0, 1), so that the graph shows whose they are; "
-        "declare the axis of what the losses take (sample_axis=...); or take each loss in a pass of its own",
+        "declare the axis of what the losses take (sample_axis=...), or the sample of each row, with a "
+        "`with packprop.record(documents=...):` around each loss; or take each loss in a pass of its own",
     )

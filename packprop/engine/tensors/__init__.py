@@ -28,6 +28,10 @@ from packprop.engine.tensors.nesting import cells as cells
 from packprop.engine.tensors.nesting import map_instances as map_instances
 from packprop.engine.tensors.nesting import map_tensors as map_tensors
 from packprop.engine.tensors.nesting import tensors_in as tensors_in
+from packprop.engine.tensors.objects import Apart as Apart
+from packprop.engine.tensors.objects import apart as apart
+from packprop.engine.tensors.objects import is_object as is_object
+from packprop.engine.tensors.objects import together as together
 from packprop.engine.tensors.plain_text import plain_text as plain_text
 from packprop.engine.tensors.precision import accumulation_dtype as accumulation_dtype
 from packprop.engine.tensors.precision import at_least as at_least

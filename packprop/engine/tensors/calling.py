@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from packprop.engine.tensors.objects import Apart, apart, together
 from packprop.errors import BadInput
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -55,8 +56,9 @@ def _instance_of(value: Any) -> str:
 def call(model: Callable[..., Any], inputs: Any) -> Any:
     """Call the model on a tensor, or on a tuple, list or mapping of arguments.
 
-    A data loader makes a list of what a data set gives as a tuple.
+    A data loader makes a list of what a data set gives as a tuple. An object goes into the model whole.
     """
+    inputs = together(inputs)
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
@@ -65,15 +67,17 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
 def inputs_and_targets(batch: Any, whole: bool) -> tuple[Any, Any] | None:
     """Split a batch into the model's inputs and the loss's further arguments; ``None`` if unclear.
 
-    A model that computes the loss itself gets the batch ``whole``.
+    A model that computes the loss itself gets the batch ``whole``. An object goes whole into the model and
+    into the loss; see NOTE [Objects in batches].
     """
+    batch = apart(batch)
     if whole:
         return batch, None
     if isinstance(batch, Mapping) and LABELS in batch:
         return {key: value for key, value in batch.items() if key != LABELS}, batch[LABELS]
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
-    return None
+    return (batch, batch) if isinstance(batch, Apart) else None
 
 
 def outputs_and_loss(
@@ -86,7 +90,7 @@ def outputs_and_loss(
     """
     outputs = call(model, inputs)
     if loss is not None:
-        return outputs, loss(outputs, targets)
+        return outputs, loss(outputs, together(targets))
     found = _loss_among(outputs)
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise BadInput(

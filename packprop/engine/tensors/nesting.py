@@ -60,29 +60,34 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 def map_instances(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
     """Return the same nesting with ``function`` applied to every instance of ``kind``."""
-    if isinstance(value, kind):
-        return function(value)
+    return map_chosen(lambda item: isinstance(item, kind), function, value)
+
+
+def map_chosen(chosen: Callable[[Any], bool], function: Callable[[Any], Any], value: Any) -> Any:
+    """Return the same nesting with ``function`` applied to everything that is ``chosen``."""
     if type(value) in PLAIN:
         return value
+    if chosen(value):
+        return function(value)
     if type(value) is dict:
-        return {key: map_instances(kind, function, item) for key, item in value.items()}
+        return {key: map_chosen(chosen, function, item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        items = [map_instances(kind, function, item) for item in value]
+        items = [map_chosen(chosen, function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, MutableMapping):
         made = copy.copy(value)  # its entries may also be its attributes
         for key, item in value.items():
-            made[key] = map_instances(kind, function, item)
+            made[key] = map_chosen(chosen, function, item)
         return made
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _with_mapped_fields(kind, function, value)
+        return _with_mapped_fields(chosen, function, value)
     return value
 
 
-def _with_mapped_fields(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+def _with_mapped_fields(chosen: Callable[[Any], bool], function: Callable[[Any], Any], value: Any) -> Any:
     """Return a dataclass with its fields mapped; itself, if that changes none of them."""
     fields = _fields_of(value)
-    mapped = {name: map_instances(kind, function, item) for name, item in fields.items()}
+    mapped = {name: map_chosen(chosen, function, item) for name, item in fields.items()}
     if all(mapped[name] is item for name, item in fields.items()):
         return value
     made = copy.copy(value)

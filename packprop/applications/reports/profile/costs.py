@@ -87,6 +87,7 @@ class Noted:
         end: The end of the pass.
         history: Bytes alive after each operation, if they were counted.
         peak: The maximum of these bytes.
+        samples: The samples of the batch.
     """
 
     start: tuple[float, int] = (0.0, 0)
@@ -95,6 +96,7 @@ class Noted:
     end: tuple[float, int] = (0.0, 0)
     history: list[int] = field(default_factory=list)
     peak: int = 0
+    samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class OneBatch:
             noted.start = now()
             parts = readings_of(chosen)[0]
             BatchStream(step, self.device).add(self.batch, self.chunk_sizes, parts, False, 0)
-            noted.end = now()
+            noted.end, noted.samples = now(), step.merged.samples
         if live is not None:
             noted.history, noted.peak = live.history, live.peak
         return noted

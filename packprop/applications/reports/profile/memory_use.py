@@ -20,7 +20,7 @@ from packprop.applications.reports.profile.costs import (
 )
 from packprop.engine.memory import Plan, plan_over_data
 from packprop.engine.passes import ChunkSizes
-from packprop.engine.tensors import LossFunction, map_tensors, tensors_in
+from packprop.engine.tensors import LossFunction, map_tensors
 from packprop.errors import PackpropError
 from packprop.types import Extension
 
@@ -33,7 +33,7 @@ class MemoryUse:
     """Bytes of tensor storage in the pass over the first batch, and the plan for it.
 
     Args:
-        samples: Samples in the batch, by its leading axis.
+        samples: Samples in the batch.
         timeline: Bytes alive after each operation, at most ``POINTS`` of them: (operation, bytes).
         operations: The number of operations of the pass.
         forward: The last operation of the forward pass; ``None`` if it is not known.
@@ -109,9 +109,8 @@ def memory_use(
         costs, alone = costs_of(one, extensions)
     else:
         why_no_costs = f"the pass over the first batch took {seconds:.0f} s, and was not run for each quantity"
-    first = next(tensors_in(batch[0]))
     return MemoryUse(
-        samples=len(first) if first.dim() else 1,
+        samples=noted.samples,
         timeline=thinned(noted.history),
         operations=len(noted.history),
         forward=None if noted.forward is None else noted.forward[1],

@@ -18,7 +18,7 @@ from packprop.applications.dataset.messages import explanation
 from packprop.applications.dataset.sources import Samples
 from packprop.applications.reports.profile.said import said_of
 from packprop.applications.reports.profile.table import counted
-from packprop.engine.tensors import LossFunction, map_tensors, tensors_in
+from packprop.engine.tensors import LossFunction, apart, map_tensors, tensors_in, together
 from packprop.errors import BadInput
 
 ASKED = "The samples with the largest gradients were to be shown."
@@ -84,7 +84,7 @@ class ReadableBatches(Batches):
         if self._again or isinstance(self.source, Samples):
             return
         self._sizes.append(_size_of(batch))
-        self._spots.append(spot_check([*tensors_in(batch)]))
+        self._spots.append(_spots_of(batch))
 
     @property
     def stamp(self) -> str | None:
@@ -107,12 +107,19 @@ class ReadableBatches(Batches):
         if self.is_read_once:
             raise _not_found("they can be read once", "give a list of batches, a data loader or a Dataset")
         if sum(self._sizes) != samples:
-            why = "how many samples each batch had is not known: batches were read elsewhere or before"
-            raise _not_found(why, "give a Dataset, or a pair of tensors")
+            why = (
+                "how many samples each batch had is not known: batches were read elsewhere or before, or "
+                "their first tensor has not a row for each sample, as in batches of graphs"
+            )
+            raise _not_found(
+                why,
+                "give a Dataset, or a pair of tensors; of graphs, the places of the largest of "
+                "compute(..., BatchL2Grad()).norms() are their numbers in your data",
+            )
         self._again, found, begin = True, {}, 0
         self.begin_again()
         for number, batch in enumerate(self):
-            if number == len(self._spots) or spot_check([*tensors_in(self._current)]) != self._spots[number]:
+            if number == len(self._spots) or _spots_of(self._current) != self._spots[number]:
                 why = "they are others each time that they are read"
                 raise _not_found(why, "give a Dataset, or a loader that gives the same batches again")
             end = begin + self._sizes[number]
@@ -208,7 +215,7 @@ def _shown(
         picture = picture_of(tensors[0][0]) if tensors else None
         return (None, picture) if picture is not None else (text_of(tensors[0][0]), None)
     try:
-        decoded = decode(*(map_tensors(lambda tensor: tensor[0], each) for each in (inputs, targets)))
+        decoded = decode(*together(map_tensors(lambda tensor: tensor[0], (inputs, targets))))
     except Exception as error:
         instead = "see that decode(inputs, targets) works on one sample, without a leading axis"
         raise BadInput(ASKED, f"decode, for sample {place}", explanation(error), instead) from error
@@ -270,8 +277,12 @@ def _words(targets: Any) -> str | None:
 
 def _size_of(batch: Any) -> int:
     """Return the number of samples in a batch, by the leading axis of its first tensor."""
-    first = next(tensors_in(batch), None)
+    first = next(tensors_in(apart(batch)), None)
     return 0 if first is None or not first.dim() else len(first)
+
+
+def _spots_of(batch: Any) -> str:
+    return spot_check([*tensors_in(apart(batch))])
 
 
 def _row_of(index: int, size: int) -> Callable[[Tensor], Tensor]:

@@ -35,8 +35,10 @@ from packprop.applications.reports.profile.quantities import (
     SampleGGNTrace,
 )
 from packprop.applications.reports.profile.result import Profile
+from packprop.engine.graph import walk
 from packprop.engine.passes import default_chunk_sizes
-from packprop.engine.recording import disable
+from packprop.engine.recording import extended, record
+from packprop.engine.samples import check_graph
 from packprop.engine.tensors import (
     LossFunction,
     class_before_sharding,
@@ -272,7 +274,8 @@ def _outputs_of_a_sample(
 ) -> int | None:
     """Return how many entries of the model's output belong to one sample; ``None`` if it is no tensor."""
     inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
-    with torch.no_grad(), disable():
+    sharded = has_sharded_units(model)  # its sweeps are those of all ranks together
+    with extended(model, loss), record(), torch.set_grad_enabled(not sharded):
         outputs, value = outputs_and_loss(ASKED, model, loss, inputs, targets)
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise BadInput(
@@ -281,10 +284,23 @@ def _outputs_of_a_sample(
             f"it returned {described(value)} instead of one number",
             "use a loss with reduction='mean' or reduction='sum'",
         )
-    samples = next(tensors_in(inputs)).shape[:1]
-    if not isinstance(outputs, Tensor) or not samples or samples[0] == 0:
-        return None
-    return outputs.numel() // samples[0]
+    samples = _leading_axis(inputs) if sharded else _samples_of(value)
+    return outputs.numel() // samples if isinstance(outputs, Tensor) and samples else None
+
+
+def _leading_axis(inputs: Any) -> int:
+    tensor = next(tensors_in(inputs), None)
+    return len(tensor) if tensor is not None and tensor.dim() else 0
+
+
+def _samples_of(loss: Tensor) -> int:
+    """Return the number of samples in the graph of a loss; 0 if the pass over the data will refuse it."""
+    try:
+        graph = walk([loss], [None], None)
+        check_graph(graph)
+    except PackpropError:
+        return 0
+    return graph.samples
 
 
 def _name_of(loss: LossFunction | None) -> str:

@@ -3,16 +3,19 @@
 from packprop.engine.functions.losses import rules
 from packprop.engine.functions.losses.description import (
     LOSSES,
+    SYMMETRIC,
     Loss,
     Root,
     describe,
     input_of,
+    output_first,
     register_loss,
 )
 from packprop.engine.functions.losses.roots import bernoulli_root, gaussian_root, matrix_root, softmax_root
 
 __all__ = [
     "LOSSES",
+    "SYMMETRIC",
     "Loss",
     "Root",
     "bernoulli_root",
@@ -20,6 +23,7 @@ __all__ = [
     "gaussian_root",
     "input_of",
     "matrix_root",
+    "output_first",
     "register_loss",
     "rules",
     "softmax_root",

@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from packprop.engine.functions.losses.links import Link
@@ -174,6 +175,22 @@ def weight_of_terms(loss: Loss, factor: Tensor, shape: Sequence[int]) -> Tensor:
     if loss.class_axis is None or weight.dim() < len(shape):
         return weight
     return weight.sum(loss.class_axis)
+
+
+SYMMETRIC = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
+"""Loss functions whose first two arguments may change places."""
+
+
+def output_first(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a loss with the model's output first, where the target may as well be first."""
+    named = {**dict(zip(("input", "target"), args, strict=False)), **kwargs}
+    pair = named.pop("input", None), named.pop("target", None)
+    if function not in SYMMETRIC or not all(isinstance(each, Tensor) for each in pair):
+        return args, kwargs
+    turned = pair[1].requires_grad and not pair[0].requires_grad
+    return ((pair[1], pair[0], *args[2:]), named) if turned else (args, kwargs)
 
 
 def input_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

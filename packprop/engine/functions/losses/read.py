@@ -11,6 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge
 
+from packprop.engine.functions.losses.description import SYMMETRIC
 from packprop.engine.functions.nodes import name_of_node, saved_option
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -42,15 +43,17 @@ LOSS_NODES: dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]
 def loss_of_node(node: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], GradientEdge] | None:
     """Return function, arguments, options and edge of the input of the loss that made a node of ``LOSS_NODES``.
 
-    Return ``None`` if the input needs no gradient.
+    Return ``None`` if the input needs no gradient, nor a target that may be in its place.
 
     Raises:
         RuntimeError: If the graph was freed.
     """
-    above, number = node.next_functions[0]
+    function, arguments, options = LOSS_NODES[name_of_node(node)]
+    turned = node.next_functions[0][0] is None and function in SYMMETRIC
+    above, number = node.next_functions[turned]
     if above is None:
         return None
-    function, arguments, options = LOSS_NODES[name_of_node(node)]
+    arguments = arguments[::-1] if turned else arguments
     kwargs = {option: saved_option(node, option) for option in options}
     # a node without this option has one term for each sample; other nodes reduce them
     kwargs["reduction"] = REDUCTIONS[getattr(node, "_saved_reduction", 0)]

@@ -1,0 +1,109 @@
+"""Batches that are objects: taken apart when they are read, put together in front of a call.
+
+# NOTE [Objects in batches]
+A model may take an object: a batch of graphs, a dataclass, an instance of any class. packprop moves the tensors
+of a batch, compares them, and plans without their data. So it divides an object into a list of its tensors and
+the rest, and calls the model and the loss with a deep copy that has the tensors in their places.
+``copy.deepcopy`` finds the tensors in any class. The graph of the loss says how many samples there are, as for
+all batches.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from packprop.engine.tensors.nesting import PLAIN, map_chosen
+from packprop.errors import BadInput
+
+
+class _Place:
+    """Stands for a tensor in an object that was taken apart."""
+
+
+class _Rest:
+    """An object without its tensors; no container, so that nothing looks into it.
+
+    Args:
+        value: A copy of the object, with places instead of tensors.
+        places: The places of its tensors.
+    """
+
+    def __init__(self, value: Any, places: list[_Place]) -> None:
+        self.value, self.places = value, places
+
+
+@dataclass
+class Apart:
+    """An object that was taken apart; see NOTE [Objects in batches].
+
+    Args:
+        tensors: Its tensors, each once.
+        rest: The rest of it.
+    """
+
+    tensors: list[Tensor]
+    rest: _Rest
+
+    @classmethod
+    def of(cls, value: Any) -> Apart:
+        """Take an object apart.
+
+        Raises:
+            BadInput: If it cannot be copied.
+        """
+        tensors: list[Tensor] = []
+        places: list[_Place] = []
+
+        def taken(tensor: Tensor) -> _Place:
+            tensors.append(tensor)
+            places.append(_Place())
+            return places[-1]
+
+        try:
+            with _Copying(taken):
+                return cls(tensors, _Rest(copy.deepcopy(value), places))
+        except Exception as error:  # anything: it may be the user's code
+            raise BadInput(
+                "The tensors of a batch were asked for.",
+                f"an object of the class {type(value).__name__} in it",
+                f"copy.deepcopy does not copy it: {type(error).__name__}: {error}",
+                "let copy.deepcopy copy it; or give a mapping of its tensors, and make the object in the model",
+            ) from error
+
+    def together(self) -> Any:
+        """Return a copy of the object with these tensors."""
+        memo = {id(place): tensor for place, tensor in zip(self.rest.places, self.tensors, strict=True)}
+        return copy.deepcopy(self.rest.value, memo)
+
+
+class _Copying(TorchFunctionMode):
+    """Puts something else in the place of each tensor that would be copied."""
+
+    def __init__(self, instead: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self._instead = instead
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._instead(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def is_object(value: Any) -> bool:
+    """Tell whether a value is neither a tensor, nor plain, nor a collection."""
+    others = (Tensor, tuple, list, Mapping, Apart, _Rest, type)
+    return type(value) not in PLAIN and not isinstance(value, others)
+
+
+def apart(batch: Any) -> Any:
+    """Return the same nesting with all objects taken apart."""
+    return map_chosen(is_object, Apart.of, batch)
+
+
+def together(batch: Any) -> Any:
+    """Return the same nesting with all objects put together."""
+    return map_chosen(lambda value: isinstance(value, Apart), Apart.together, batch)

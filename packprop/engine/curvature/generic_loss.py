@@ -32,6 +32,21 @@ GGN_ASKED = "A generalized Gauss-Newton quantity was asked for."
 LOSSES_ASKED = "Losses of single samples were asked for."
 
 
+def require_unchanged_input(call: RecordedLoss, asked: str) -> None:
+    """Raise if the input of a loss has other values than when the loss was computed.
+
+    Raises:
+        PackpropError: If it was changed in place.
+    """
+    if version(call.input) != call.version:
+        raise PackpropError(
+            asked,
+            f"the input of {loss_name(call)}, of shape {list(call.shape)}",
+            "it was changed in place after the loss was computed",
+            "clone it before changing it",
+        )
+
+
 def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
     """Return the factor on a loss: the gradient of the roots with respect to the output of the loss function.
 
@@ -225,13 +240,7 @@ def sample_losses(graph: Graph) -> Tensor:
         )
     loss = graph.losses[0]
     call, name = loss.call, loss_name(loss.call)
-    if version(call.input) != call.version:
-        raise PackpropError(
-            LOSSES_ASKED,
-            f"the input of {name}, of shape {list(call.shape)}",
-            "it was changed in place after the loss was computed",
-            "clone it before changing it",
-        )
+    require_unchanged_input(call, LOSSES_ASKED)
     rule = describe(call.function, call.args, call.kwargs)
     layout, shape = without_classes(loss.layout, call.shape, rule.class_axis)
     factor = linear_factor(graph, loss, LOSSES_ASKED)

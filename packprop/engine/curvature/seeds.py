@@ -17,6 +17,7 @@ from packprop.engine.curvature.generic_loss import (
     loss_factor,
     loss_hessian_products,
     loss_name,
+    require_unchanged_input,
 )
 from packprop.engine.curvature.tokens import (
     TOKENS_ASKED,
@@ -38,7 +39,6 @@ from packprop.engine.functions.losses.description import (
 )
 from packprop.engine.graph.graph import Graph, ReachedLoss
 from packprop.engine.samples.separation import places_at
-from packprop.engine.tensors.state import version
 from packprop.errors import BadInput, PackpropError
 from packprop.types import EMPIRICAL, ENTRYWISE, EXACT, Seed
 
@@ -149,13 +149,7 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
             f"the loss {loss_name(call)}",
             *rule.refusal,
         )
-    if version(call.input) != call.version:
-        raise PackpropError(
-            GGN_ASKED,
-            f"the input of the loss, of shape {list(call.shape)}",
-            "it was changed in place after the loss was computed",
-            "clone it before changing it",
-        )
+    require_unchanged_input(call, GGN_ASKED)
     require_constant_arguments(
         loss,
         GGN_ASKED,

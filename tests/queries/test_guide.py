@@ -19,11 +19,12 @@ def test_the_guide_runs(
     scope: dict[str, Any] = {}
     for block in blocks:
         exec(block, scope)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     assert scope["found"].largest.identifiers.shape == (2, 5)
     assert scope["read"].largest.rows.equal(scope["found"].largest.rows)
     assert scope["near"].quantity == "grad_batch_projected"
     assert float(scope["exact"].residuals.max()) <= 1e-3
+    assert float(scope["curved"].residuals.max()) <= 1e-3
     assert scope["rough"].data_readings <= scope["exact"].data_readings
     assert scope["stepped"].groups.shape == (2, 3)
     assert scope["alone"].shape == (100,)

@@ -66,9 +66,8 @@ class Loops:
         names, self.leaves = list(problem.parameters), list(problem.parameters.values())
         self.names, self.subject, self.create_graph = names, ledger.subject, create_graph
         with disable():
-            outputs = call(problem.model, problem.inputs)
+            outputs, loss = problem.outputs_and_loss()
             self.outputs = differentiable(outputs)
-            loss = problem.loss_of(outputs)
             samples = range(problem.samples)
             self.singles = [differentiable(call(problem.model, problem.take(n, n + 1))) for n in samples]
         if loss.numel() != 1:

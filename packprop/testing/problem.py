@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.engine.recording import extend, record
-from packprop.engine.tensors import apart, call, class_words, map_tensors, tensors_in, together
+from packprop.engine.tensors import apart, class_words, map_tensors, outputs_and_loss, tensors_in, together
 from packprop.errors import BadInput
 
 Parts = tuple[nn.Module, Callable[[Any, Any], Tensor], Any, Any]
@@ -68,7 +68,8 @@ class Problem:
     @classmethod
     def of(cls, parts: Parts, axis: int = 0, singles: Sequence[Any] = ()) -> Problem:
         """Copy the user's arguments; ``axis`` is the axis of the samples, if they are not ``singles``."""
-        model, loss, inputs, targets = parts[0], parts[1], *map(_widened, parts[2:])
+        model, loss = parts[:2]
+        inputs, targets = _widened(parts[2:])
         # tensors that a hook computes before each call (old weight_norm, pruning) refuse to be copied
         computed = {
             id(value): value.detach().clone()
@@ -119,13 +120,13 @@ class Problem:
         if isinstance(self.loss, nn.Module):
             extend(self.loss)
         with contextlib.nullcontext() if is_module else record():
-            outputs = call(self.model, self.inputs)
-            value = self.loss_of(outputs)
+            outputs, value = self.outputs_and_loss()
         return value, differentiable(outputs)
 
-    def loss_of(self, outputs: Any) -> Tensor:
-        """Return the loss of the model's outputs."""
-        return self.loss(outputs, together(self.targets))
+    def outputs_and_loss(self) -> tuple[Any, Tensor]:
+        """Return the model's outputs and their loss."""
+        asked = "A check of a model was asked for."
+        return outputs_and_loss(asked, self.model, self.loss, self.inputs, self.targets)
 
 
 def _widened(value: Any) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,144 @@ def test_an_object_that_cannot_be_copied() -> None:
     with pytest.raises(BadInput, match=r"copy\.deepcopy does not copy it") as error:
         packprop.compute(Loss(), None, [batch], extensions.BatchL2Grad(), progress=False)
     assert "Graphs" in error.value.where
+
+
+class Writes(Scores):
+    """Leaves its hidden values in the object, where the loss reads them."""
+
+    def forward(self, batch: Any) -> Tensor:
+        batch.nodes = torch.tanh(self.body(batch.nodes))
+        out: Tensor = self.head(batch.nodes.new_zeros(batch.count, 4).index_add(0, batch.graph, batch.nodes))
+        return out
+
+
+def of_hidden(scores: Tensor, batch: Any) -> Tensor:
+    hidden = batch.nodes.new_zeros(batch.count, 4).index_add(0, batch.graph, batch.nodes)
+    return F.cross_entropy(scores, batch.classes) + F.mse_loss(hidden[:, :4], torch.zeros(batch.count, 4))
+
+
+def test_the_loss_meets_what_the_model_wrote() -> None:
+    model, batch = Writes(), batches()[1]
+    nodes = batch.nodes
+    found = packprop.compute(model, of_hidden, [batch], extensions.SumGradSquared(), progress=False)
+    rows = [flat(model, of_hidden(model(each), each)) / 3 for each in alone(batch)]
+    values = torch.cat([value.flatten() for value in found["sum_grad_squared"].values()])
+    torch.testing.assert_close(values, torch.stack(rows).square().sum(0))
+    assert batch.nodes is nodes
+
+    def beside(scores: Tensor, batch: Any) -> Tensor:
+        assert batch.nodes.shape[1] == 4
+        return F.cross_entropy(scores, batch.classes)
+
+    assert check_model(model, beside, batch, batch, singles=alone(batch)).error < 1e-10
+
+
+@pytest.mark.parametrize("held", ["parameter", "module", "method"])
+def test_an_object_that_holds_parameters(held: str) -> None:
+    """A copy of a parameter is no parameter of the model: its gradient would be missing."""
+    model, given = Scores(), batches()
+    parts = {"parameter": model.head.weight, "module": model.head, "method": model.head.forward}
+
+    def loss(scores: Tensor, batch: Any) -> Tensor:
+        part = batch.part
+        again = F.linear(scores @ part, part) if held == "parameter" else part(scores.repeat(1, 2))
+        return F.cross_entropy(again, batch.classes)
+
+    for batch in given:
+        vars(batch)["part"] = parts[held]
+    found = packprop.compute(model, loss, given, extensions.BatchGrad(), progress=False)
+    singles = [each for batch in given for each in alone(batch)]
+    for each in singles:
+        vars(each)["part"] = parts[held]
+    torch.testing.assert_close(
+        torch.cat([value.flatten(1) for value in found["grad_batch"].values()], 1),
+        torch.stack([flat(model, loss(model(each), each)) / found.samples for each in singles]),
+    )
+
+
+def test_modules_and_generators_beside_tensors_stay_what_they_are() -> None:
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, head: nn.Module, numbers: torch.Generator) -> Tensor:
+            assert head is self.head
+            out: Tensor = torch.rand(len(x), 1, generator=numbers) * head(x)
+            return out
+
+    model, numbers = Drawing(), torch.Generator().manual_seed(0)
+    data = [({"x": torch.ones(2, 3), "head": model.head, "numbers": numbers}, torch.ones(2, 2))] * 2
+    rows = packprop.compute(model, nn.MSELoss(), data, extensions.BatchL2Grad(), progress=False)["batch_l2"]
+    assert len(rows["head.weight"].unique()) == 4
+
+
+class Keeps(Graphs):
+    """Its copies are itself."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+class Clones(Graphs):
+    """Its copies have clones of the tensors."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return Clones(self.nodes.clone(), self.graph.clone(), self.classes.clone())
+
+
+class Delegates(Graphs):
+    """What it does not know, it asks a tensor for: also how it is copied."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["nodes"], name)
+
+
+@pytest.mark.parametrize("kind", [Keeps, Clones, Delegates])
+def test_copies_of_objects_that_keep_their_tensors(kind: type[Graphs]) -> None:
+    batch = batches()[0]
+    given = kind(batch.nodes, batch.graph, batch.classes)
+    with pytest.raises(BadInput, match="does not hand its tensors"):
+        packprop.compute(Loss(), None, [given], extensions.BatchL2Grad(), progress=False)
+
+
+def test_an_object_that_holds_a_generator() -> None:
+    batch = batches()[0]
+    vars(batch)["numbers"] = random.Random(0)
+    with pytest.raises(BadInput, match="repeats its draws"):
+        packprop.compute(Loss(), None, [batch], extensions.BatchL2Grad(), progress=False)
+
+
+class Bag(MutableMapping[str, Any]):
+    """A mapping that keeps its entries in an attribute."""
+
+    def __init__(self, **entries: Any) -> None:
+        self.entries = entries
+
+    def __getitem__(self, key: str) -> Any:
+        return self.entries[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.entries[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+def test_a_mapping_of_ones_own_is_not_written_to() -> None:
+    batch = batches()[1]
+    bag = Bag(batch=batch)
+    packprop.compute(Scores(), nn.CrossEntropyLoss(), [(bag, batch.classes)], extensions.BatchL2Grad())
+    assert bag["batch"] is batch
+    bag = Bag(input=torch.ones(2, 3))
+    check_model(nn.Linear(3, 2), nn.MSELoss(), bag, torch.ones(2, 2))
+    assert bag["input"].dtype == torch.float32
 
 
 def test_a_batch_of_graphs_is_no_pair_of_samples() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from packprop.applications.dataset.batches import Batches
 from packprop.applications.dataset.sharded import require_whole_parameters
-from packprop.engine.tensors import LossFunction, map_tensors, named_parameters, require_loss, require_model
+from packprop.engine.tensors import LossFunction, moved, named_parameters, require_loss, require_model
 from packprop.errors import BadInput
 
 
@@ -46,7 +46,7 @@ class Objective:
 
     def moved(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return inputs and targets of a batch on the device."""
-        inputs, targets = map_tensors(lambda tensor: tensor.to(self.device), batch)
+        inputs, targets = moved(batch, self.device)
         return inputs, targets
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -11,12 +10,11 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from packprop.engine.tensors import cells
+from packprop.engine.tensors import cells, generator_classes
 
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+GENERATORS = generator_classes()
 """Types of generators."""
 
 CONTAINERS = (list, dict, set, deque)

@@ -12,7 +12,7 @@ from packprop.applications.dataset.saved import ASKED
 from packprop.applications.dataset.sources import Samples
 from packprop.applications.dataset.state import MergedResults, counted_together
 from packprop.applications.dataset.sums import merged_with
-from packprop.engine.tensors import map_tensors
+from packprop.engine.tensors import moved
 from packprop.errors import BadInput
 
 
@@ -36,11 +36,11 @@ def take_up(
     results: MergedResults, own: dict[str, Any] | None, shared: dict[str, Any], device: torch.device | str
 ) -> None:
     """Restore the state of one rank, if it has any, and the common part of all ranks."""
-    shared = map_tensors(lambda tensor: tensor.to(device), shared)
+    shared = moved(shared, device)
     if own is None:
         results.restore_what_is_shared(shared)
         return
-    saved = map_tensors(lambda tensor: tensor.to(device), own["results"])
+    saved = moved(own["results"], device)
     results.restore({**saved, "rotations": shared["rotations"]})
 
 

@@ -14,7 +14,7 @@ from packprop.applications.dataset.parts import Part
 from packprop.applications.dataset.replays import WhereItPays, told
 from packprop.engine.passes import ChunkSizes
 from packprop.engine.recording import SameForEachPass
-from packprop.engine.tensors import map_tensors, tensors_in
+from packprop.engine.tensors import moved, tensors_in
 
 
 class BatchStream:
@@ -57,7 +57,7 @@ class BatchStream:
         """
         if is_empty(batch):
             return
-        inputs, targets = map_tensors(lambda tensor: tensor.to(self._device), batch)
+        inputs, targets = moved(batch, self._device)
         step = self.step
         step.number, step.chunk_sizes = number, chunk_sizes
         step.parts, step.second = parts, second

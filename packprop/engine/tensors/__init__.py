@@ -27,6 +27,7 @@ from packprop.engine.tensors.nesting import attributes_of as attributes_of
 from packprop.engine.tensors.nesting import cells as cells
 from packprop.engine.tensors.nesting import map_instances as map_instances
 from packprop.engine.tensors.nesting import map_tensors as map_tensors
+from packprop.engine.tensors.nesting import moved as moved
 from packprop.engine.tensors.nesting import tensors_in as tensors_in
 from packprop.engine.tensors.objects import Apart as Apart
 from packprop.engine.tensors.objects import apart as apart
@@ -37,6 +38,7 @@ from packprop.engine.tensors.precision import accumulation_dtype as accumulation
 from packprop.engine.tensors.precision import at_least as at_least
 from packprop.engine.tensors.precision import result_dtype as result_dtype
 from packprop.engine.tensors.precision import wider_dtype as wider_dtype
+from packprop.engine.tensors.random import generator_classes as generator_classes
 from packprop.engine.tensors.random import random_numbers_from as random_numbers_from
 from packprop.engine.tensors.random import random_states as random_states
 from packprop.engine.tensors.random import set_random_states as set_random_states

@@ -58,7 +58,10 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
 
     A data loader makes a list of what a data set gives as a tuple. An object goes into the model whole.
     """
-    inputs = together(inputs)
+    return _called(model, together(inputs))
+
+
+def _called(model: Callable[..., Any], inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
@@ -88,9 +91,10 @@ def outputs_and_loss(
     Raises:
         BadInput: If the model has to compute the loss itself and returns none.
     """
-    outputs = call(model, inputs)
+    inputs, targets = together((inputs, targets))  # an object in both is one
+    outputs = _called(model, inputs)
     if loss is not None:
-        return outputs, loss(outputs, together(targets))
+        return outputs, loss(outputs, targets)
     found = _loss_among(outputs)
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise BadInput(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 PLAIN = frozenset({type(None), bool, int, float, str})
@@ -58,6 +59,23 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return map_instances(Tensor, function, value)
 
 
+def moved(value: Any, device: torch.device | str | None) -> Any:
+    """Return the same nesting with every tensor on a device; a tensor that is there twice moves once."""
+    return map_tensors(once(lambda tensor: tensor.to(device), id), value)
+
+
+def once(function: Callable[[Any], Any], key: Callable[[Any], int]) -> Callable[[Any], Any]:
+    """Return a function that keeps what it returned, for values of equal keys."""
+    known: dict[int, tuple[Any, Any]] = {}
+
+    def result(value: Any) -> Any:
+        if key(value) not in known:
+            known[key(value)] = value, function(value)  # no other value gets this key, as this one stays
+        return known[key(value)][1]
+
+    return result
+
+
 def map_instances(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
     """Return the same nesting with ``function`` applied to every instance of ``kind``."""
     return map_chosen(lambda item: isinstance(item, kind), function, value)
@@ -75,7 +93,11 @@ def map_chosen(chosen: Callable[[Any], bool], function: Callable[[Any], Any], va
         items = [map_chosen(chosen, function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, MutableMapping):
-        made = copy.copy(value)  # its entries may also be its attributes
+        if isinstance(value, dict) or hasattr(type(value), "__copy__"):
+            made = copy.copy(value)  # its entries may also be its attributes
+        else:  # a shallow copy would write into the entries of the original
+            items = [*value.values()]
+            made = copy.deepcopy(value, {id(item): item for item in items})
         for key, item in value.items():
             made[key] = map_chosen(chosen, function, item)
         return made

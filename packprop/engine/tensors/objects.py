@@ -4,21 +4,24 @@
 A model may take an object: a batch of graphs, a dataclass, an instance of any class. packprop moves the tensors
 of a batch, compares them, and plans without their data. So it divides an object into a list of its tensors and
 the rest, and calls the model and the loss with a deep copy that has the tensors in their places.
-``copy.deepcopy`` finds the tensors in any class. The graph of the loss says how many samples there are, as for
-all batches.
+``copy.deepcopy`` finds the tensors in any class. Parameters, and tensors of classes with a ``__deepcopy__``,
+come back as copies: a second try puts places instead of these, too. An object that stands in a batch twice, as
+when model and loss both take it, is one object in each call, and the loss meets what the model wrote there. The
+graph of the loss says how many samples there are, as for all batches.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from packprop.engine.tensors.nesting import PLAIN, map_chosen
+from packprop.engine.tensors.nesting import PLAIN, attributes_of, map_chosen, once, tensors_in
+from packprop.engine.tensors.random import generator_classes
 from packprop.errors import BadInput
 
 
@@ -51,35 +54,50 @@ class Apart:
     rest: _Rest
 
     @classmethod
-    def of(cls, value: Any) -> Apart:
-        """Take an object apart.
+    def of(cls, value: Any, known: Sequence[Tensor] = ()) -> Apart:
+        """Take an object apart; ``known`` are tensors in it that are not copied as all others.
 
         Raises:
             BadInput: If it cannot be copied.
         """
-        tensors: list[Tensor] = []
-        places: list[_Place] = []
+        tensors, places = [*known], [_Place() for _ in known]
 
         def taken(tensor: Tensor) -> _Place:
             tensors.append(tensor)
             places.append(_Place())
             return places[-1]
 
+        memo: dict[int, Any] = {id(tensor): place for tensor, place in zip(known, places, strict=True)}
         try:
             with _Copying(taken):
-                return cls(tensors, _Rest(copy.deepcopy(value), places))
+                rest = copy.deepcopy(value, memo)
         except Exception as error:  # anything: it may be the user's code
-            raise BadInput(
-                "The tensors of a batch were asked for.",
-                f"an object of the class {type(value).__name__} in it",
-                f"copy.deepcopy does not copy it: {type(error).__name__}: {error}",
-                "let copy.deepcopy copy it; or give a mapping of its tensors, and make the object in the model",
-            ) from error
+            why = f"copy.deepcopy does not copy it: {type(error).__name__}: {error}"
+            raise _not_copied(value, why) from error
+        copied = memo.pop(id(memo), [])  # copy.deepcopy keeps what it has copied alive there
+        if any(isinstance(each, generator_classes()) for each in copied):
+            raise _not_copied(value, "it holds a generator of random numbers, and a copy repeats its draws")
+        missed = [each for each in copied if isinstance(memo.get(id(each)), Tensor)]
+        if missed:
+            return cls.of(value, [*known, *missed])
+        left = next(tensors_in([each for _, each in attributes_of(rest)]), None)
+        if left is not None or type(rest) is not type(value):
+            raise _not_copied(value, "its own __deepcopy__ does not hand its tensors to copy.deepcopy")
+        return cls(tensors, _Rest(rest, places))
 
     def together(self) -> Any:
         """Return a copy of the object with these tensors."""
         memo = {id(place): tensor for place, tensor in zip(self.rest.places, self.tensors, strict=True)}
         return copy.deepcopy(self.rest.value, memo)
+
+
+def _not_copied(value: Any, why: str) -> BadInput:
+    return BadInput(
+        "The tensors of a batch were asked for.",
+        f"an object of the class {type(value).__name__} in it",
+        why,
+        "let copy.deepcopy copy it; or give a mapping of its tensors, and make the object in the model",
+    )
 
 
 class _Copying(TorchFunctionMode):
@@ -95,15 +113,16 @@ class _Copying(TorchFunctionMode):
 
 def is_object(value: Any) -> bool:
     """Tell whether a value is neither a tensor, nor plain, nor a collection."""
-    others = (Tensor, tuple, list, Mapping, Apart, _Rest, type)
+    others = (Tensor, tuple, list, Mapping, Apart, _Rest, type, nn.Module, *generator_classes())
     return type(value) not in PLAIN and not isinstance(value, others)
 
 
 def apart(batch: Any) -> Any:
-    """Return the same nesting with all objects taken apart."""
-    return map_chosen(is_object, Apart.of, batch)
+    """Return the same nesting with all objects taken apart, each once."""
+    return map_chosen(is_object, once(Apart.of, id), batch)
 
 
 def together(batch: Any) -> Any:
-    """Return the same nesting with all objects put together."""
-    return map_chosen(lambda value: isinstance(value, Apart), Apart.together, batch)
+    """Return the same nesting with all objects put together, each once."""
+    made = once(Apart.together, lambda value: id(value.rest))
+    return map_chosen(lambda value: isinstance(value, Apart), made, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,13 @@ from packprop.engine.tensors.traced import is_traced, not_traceable
 
 RandomStates = dict[torch.device, Tensor]
 """One state for each device; the CPU is always among them."""
+
+
+def generator_classes() -> tuple[type, ...]:
+    """Return the classes of generators of random numbers."""
+    import numpy as np  # a backward pass does without
+
+    return torch.Generator, random.Random, np.random.Generator, np.random.RandomState
 
 
 def random_states(devices: Iterable[torch.device] | None = None) -> RandomStates:

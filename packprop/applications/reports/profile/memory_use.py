@@ -20,7 +20,7 @@ from packprop.applications.reports.profile.costs import (
 )
 from packprop.engine.memory import Plan, plan_over_data
 from packprop.engine.passes import ChunkSizes
-from packprop.engine.tensors import LossFunction, map_tensors
+from packprop.engine.tensors import LossFunction, moved
 from packprop.errors import PackpropError
 from packprop.types import Extension
 
@@ -96,7 +96,7 @@ def memory_use(
         memory: The budget.
         device: The device of the pass.
     """
-    batch = map_tensors(lambda tensor: tensor.to(device), batch)
+    batch = moved(batch, device)
     planned, why_not = _planned(model, loss, batch, extensions(), chunk_sizes, memory, device)
     one = OneBatch(model, loss, batch, chunk_sizes, device)
     chosen = [*extensions()]

@@ -43,7 +43,7 @@ from packprop.engine.tensors import (
     LossFunction,
     class_before_sharding,
     has_sharded_units,
-    map_tensors,
+    moved,
     outputs_and_loss,
     tensors_in,
 )
@@ -273,7 +273,7 @@ def _outputs_of_a_sample(
     model: nn.Module, loss: LossFunction | None, batch: Any, device: torch.device
 ) -> int | None:
     """Return how many entries of the model's output belong to one sample; ``None`` if it is no tensor."""
-    inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
+    inputs, targets = moved(batch, device)
     sharded = has_sharded_units(model)  # its sweeps are those of all ranks together
     with extended(model, loss), record(), torch.set_grad_enabled(not sharded):
         outputs, value = outputs_and_loss(ASKED, model, loss, inputs, targets)

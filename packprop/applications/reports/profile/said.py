@@ -15,7 +15,7 @@ from packprop.engine.recording import disable
 from packprop.engine.tensors import (
     LABELS,
     LossFunction,
-    map_tensors,
+    moved,
     outputs_and_loss,
     random_numbers_from,
     random_states,
@@ -54,7 +54,7 @@ def said_of(
         targets: Its targets.
         device: The device of the model.
     """
-    inputs, targets = map_tensors(lambda tensor: tensor.to(device), (inputs, targets))
+    inputs, targets = moved((inputs, targets), device)
     try:
         with torch.no_grad(), disable(), random_numbers_from(random_states([device])):
             outputs, value = outputs_and_loss(asked, model, loss, inputs, targets)

@@ -5,9 +5,10 @@ A model may take an object: a batch of graphs, a dataclass, an instance of any c
 of a batch, compares them, and plans without their data. So it divides an object into a list of its tensors and
 the rest, and calls the model and the loss with a deep copy that has the tensors in their places.
 ``copy.deepcopy`` finds the tensors in any class. Parameters, and tensors of classes with a ``__deepcopy__``,
-come back as copies: a second try puts places instead of these, too. An object that stands in a batch twice, as
-when model and loss both take it, is one object in each call, and the loss meets what the model wrote there. The
-graph of the loss says how many samples there are, as for all batches.
+come back as copies: another try puts places instead of these, too, and keeps modules and generators of random
+numbers, whose copies would be others than those of the model and the data. An object that stands in a batch
+twice, as when model and loss both take it, is one object in each call, and the loss meets what the model wrote
+there. The graph of the loss says how many samples there are, as for all batches.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ class _Rest:
     Args:
         value: A copy of the object, with places instead of tensors.
         places: The places of its tensors.
+        kept: What it holds itself, no copies.
     """
 
-    def __init__(self, value: Any, places: list[_Place]) -> None:
-        self.value, self.places = value, places
+    def __init__(self, value: Any, places: list[_Place], kept: list[Any]) -> None:
+        self.value, self.places, self.kept = value, places, kept
 
 
 @dataclass
@@ -54,40 +56,44 @@ class Apart:
     rest: _Rest
 
     @classmethod
-    def of(cls, value: Any, known: Sequence[Tensor] = ()) -> Apart:
-        """Take an object apart; ``known`` are tensors in it that are not copied as all others.
+    def of(cls, value: Any, known: Sequence[Any] = ()) -> Apart:
+        """Take an object apart; ``known`` are things in it that ``copy.deepcopy`` is not to copy.
 
         Raises:
             BadInput: If it cannot be copied.
         """
-        tensors, places = [*known], [_Place() for _ in known]
+        tensors: list[Tensor] = []
+        places: list[_Place] = []
+        kept = [each for each in known if not isinstance(each, Tensor)]
 
         def taken(tensor: Tensor) -> _Place:
             tensors.append(tensor)
             places.append(_Place())
             return places[-1]
 
-        memo: dict[int, Any] = {id(tensor): place for tensor, place in zip(known, places, strict=True)}
+        memo: dict[int, Any] = {id(each): taken(each) if isinstance(each, Tensor) else each for each in known}
         try:
             with _Copying(taken):
                 rest = copy.deepcopy(value, memo)
         except Exception as error:  # anything: it may be the user's code
             why = f"copy.deepcopy does not copy it: {type(error).__name__}: {error}"
             raise _not_copied(value, why) from error
-        copied = memo.pop(id(memo), [])  # copy.deepcopy keeps what it has copied alive there
-        if any(isinstance(each, generator_classes()) for each in copied):
-            raise _not_copied(value, "it holds a generator of random numbers, and a copy repeats its draws")
-        missed = [each for each in copied if isinstance(memo.get(id(each)), Tensor)]
+        copied = memo.pop(id(memo), [])  # what was copied: copy.deepcopy keeps it alive there
+        missed = [each for each in copied if isinstance(each, (nn.Module, *generator_classes()))]
+        missed = missed or [each for each in copied if isinstance(memo.get(id(each)), Tensor)]
         if missed:
             return cls.of(value, [*known, *missed])
         left = next(tensors_in([each for _, each in attributes_of(rest)]), None)
         if left is not None or type(rest) is not type(value):
             raise _not_copied(value, "its own __deepcopy__ does not hand its tensors to copy.deepcopy")
-        return cls(tensors, _Rest(rest, places))
+        return cls(tensors, _Rest(rest, places, kept))
 
     def together(self) -> Any:
         """Return a copy of the object with these tensors."""
-        memo = {id(place): tensor for place, tensor in zip(self.rest.places, self.tensors, strict=True)}
+        memo: dict[int, Any] = {
+            id(place): tensor for place, tensor in zip(self.rest.places, self.tensors, strict=True)
+        }
+        memo.update({id(each): each for each in self.rest.kept})
         return copy.deepcopy(self.rest.value, memo)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import packprop
-from packprop import extensions
+from packprop import PackpropError, extensions
 from tests.references.refusals import check, refused
 from tests.references.running import assert_near
 from tests.selection import one_in
@@ -135,3 +135,37 @@ def test_a_model_that_returns_a_scalar_of_a_function_without_a_rule(function: An
     with packprop.backpack(extensions.BatchGrad()):
         function(*outside(x)).backward()
     assert_near(outside.layer.weight.grad_batch.sum(0), outside.layer.weight.grad, "rows", 1e-5)
+
+
+class TestRowsOfAnotherBatch:
+    """A term over other rows than those of the loss: nothing in the graph says whose they are."""
+
+    @pytest.mark.parametrize("shape", [(12, 3), (7, 3), (2, 6, 3)])
+    def test_is_refused(self, shape: tuple[int, ...]) -> None:
+        torch.manual_seed(0)
+        model = packprop.extend(nn.Linear(3, 6))
+        x, y = torch.randn(6, 3), torch.randint(6, (6,))
+        with packprop.record():
+            loss = F.cross_entropy(model(x), y) + model(torch.randn(shape)).square().mean()
+        with (
+            pytest.raises(PackpropError, match="nothing shows whose they are"),
+            packprop.backpack(extensions.BatchGrad()),
+        ):
+            loss.backward()
+
+    def test_is_right_if_the_sample_of_each_row_is_declared(self) -> None:
+        torch.manual_seed(0)
+        model = packprop.extend(nn.Linear(3, 6).double())
+        x, y = torch.randn(6, 3).double(), torch.randint(6, (6,))
+        rows, sample = torch.randn(12, 3).double(), torch.arange(12) % 6
+        with packprop.record(documents=torch.arange(6)):
+            loss = F.cross_entropy(model(x), y)
+        with packprop.record(documents=sample):
+            loss = loss + F.mse_loss(model(rows), torch.zeros(12, 6).double())
+        with packprop.backpack(extensions.BatchGrad()):
+            loss.backward()
+        for n in range(6):
+            own = F.cross_entropy(model(x[n : n + 1]), y[n : n + 1], reduction="sum") / 6
+            own = own + model(rows[sample == n]).square().sum() / 72
+            (expected,) = torch.autograd.grad(own, [model.weight])
+            torch.testing.assert_close(model.weight.grad_batch[n], expected)

@@ -23,6 +23,7 @@ from torch.autograd.graph import Node
 
 from packprop.engine.functions.losses import LOSSES
 from packprop.engine.graph.graph import WHOLE, Graph
+from packprop.engine.graph.search import nodes_above
 from packprop.engine.samples.documents import layouts_of_documents
 from packprop.engine.samples.feeding import ModelOutput
 from packprop.engine.samples.tracing import Rows, followed
@@ -90,7 +91,7 @@ def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list
     for output, layout in zip(outputs, layouts_found, strict=True):
         if output.beside is not None:
             layout = _beside(graph, output, outputs[output.beside], layouts_found[output.beside], axis)
-        each.append(_anywhere(graph, output, samples, axis) if layout is None else [layout])
+        each.append([layout] if layout is not None else _anywhere(graph, outputs, output, samples, axis))
     choices = range(max(map(len, each)))
     return samples, [[layouts[min(choice, len(layouts) - 1)] for layouts in each] for choice in choices]
 
@@ -198,9 +199,14 @@ def _along(axis: int, samples: int) -> Layout:
     return WHOLE if samples == 1 else Layout(axis, samples)
 
 
-def _anywhere(graph: Graph, output: ModelOutput, samples: int, declared: int | None) -> list[Layout]:
-    """The places where a tensor that no loss takes may hold the samples: first of all where a loss would."""
-    layouts = possible_layouts(output.shape, samples)
+def _anywhere(
+    graph: Graph, outputs: Sequence[ModelOutput], output: ModelOutput, samples: int, declared: int | None
+) -> list[Layout]:
+    """The places where a tensor that no loss takes may hold the samples: first of all where a loss would.
+
+    Elsewhere only if uses are behind it that a loss also has: there the sweeps tell which place is right.
+    """
+    layouts = possible_layouts(output.shape, samples) if _shares_uses(graph, outputs, output) else []
     try:
         usual = _layout(graph, output, _rows_of(output), declared)
     except PackpropError:
@@ -211,11 +217,18 @@ def _anywhere(graph: Graph, output: ModelOutput, samples: int, declared: int | N
         raise PackpropError(
             graph.asked,
             f"a tensor of shape {list(output.shape)} that a term of the loss is made of",
-            f"no axis of it holds the {samples} samples of the loss",
+            f"its rows are not the {samples} samples of the loss, and nothing shows whose they are",
             "let a recorded loss function make the term, and declare the sample of each row of both: "
             "`with packprop.record(documents=...):` around each of the two",
         )
     return layouts
+
+
+def _shares_uses(graph: Graph, outputs: Sequence[ModelOutput], output: ModelOutput) -> bool:
+    """Tell whether a use of a parameter is behind a tensor and behind one that decides on the samples."""
+    uses = {node for use in graph.uses for node in use.anchors}
+    uses &= {*nodes_above(each.edge.node for each in outputs if each.decides)}
+    return any(node in uses for node in nodes_above([output.edge.node]))
 
 
 def _beside(

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from packprop.applications.dataset.code import package_of
 from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.digests import bytes_digest, spot_check
-from packprop.engine.tensors import apart, tensors_in
 
 SAMPLER_OPTIONS = (
     *("batch_size", "drop_last", "replacement", "num_samples", "shuffle", "seed", "epoch", "num_replicas"),
@@ -68,7 +67,7 @@ def loader_facts(loader: Any, describer: Describer) -> dict[str, Any]:
         }
     if isinstance(loader, (list, tuple)):
         some = [loader[at] for at in _places(len(loader))]
-        return {"batches": len(loader), "some values": spot_check([*tensors_in(apart(some))])}
+        return {"batches": len(loader), "some values": spot_check(some)}
     if package_of(type(loader)) is None and not isinstance(loader, Iterator):
         return {"loader": describer.of(loader, "the loader")}
     describer.untold.append("the batches")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from packprop.engine.tensors import whole_tensor
+from packprop.engine.tensors import apart, tensors_in, whole_tensor
 
 PIECE = 2**24
 """Bytes of a tensor that are read at once."""
@@ -31,10 +30,13 @@ def digest(tensor: Tensor) -> str:
     return found.hexdigest()
 
 
-def spot_check(tensors: Sequence[Tensor]) -> str:
-    """Return a short text of shapes, types and some entries of tensors, which are too many to read whole."""
+def spot_check(values: Any) -> str:
+    """Return a short text of shapes, types and some entries of tensors, which are too many to read whole.
+
+    They may be anywhere in collections and objects.
+    """
     found = hashlib.blake2b(digest_size=8)
-    for tensor in tensors:
+    for tensor in tensors_in(apart(values)):
         found.update(kind_of(tensor).encode())
         flat = tensor.detach().reshape(-1)
         found.update(_bytes_of(flat[:: max(1, len(flat) // SPOTS)]))

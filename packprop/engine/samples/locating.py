@@ -226,10 +226,11 @@ def keep_walk(graph: Graph, outlined: Outline) -> None:
     if before is not None and (not before.is_stale or before.faults >= FAULTS):
         return
     own = set(map(id, module.parameters()))
-    current = {key: walk for key, walk in handles.walks.items() if own.issuperset(map(id, walk.leaves))}
-    handles.walks.clear()
-    if len(current) < MANY_WALKS:
-        handles.walks.update(current)
+    for key, walk in [*handles.walks.items()]:  # another thread may keep one meanwhile
+        if not own.issuperset(map(id, walk.leaves)):
+            handles.walks.pop(key, None)
+    if len(handles.walks) >= MANY_WALKS:
+        handles.walks.clear()
     if own.issuperset(map(id, outlined.leaves)):
         handles.walks[outlined.key] = KeptWalk(graph, outlined, 0 if before is None else before.faults)
 

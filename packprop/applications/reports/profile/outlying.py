@@ -83,8 +83,9 @@ class ReadableBatches(Batches):
         super()._taken(batch)
         if self._again or isinstance(self.source, Samples):
             return
-        self._sizes.append(_size_of(batch))
-        self._spots.append(_spots_of(batch))
+        batch = apart(batch)
+        self._sizes.append(size_of(batch))
+        self._spots.append(spot_check(batch))
 
     @property
     def stamp(self) -> str | None:
@@ -119,7 +120,7 @@ class ReadableBatches(Batches):
         self._again, found, begin = True, {}, 0
         self.begin_again()
         for number, batch in enumerate(self):
-            if number == len(self._spots) or _spots_of(self._current) != self._spots[number]:
+            if number == len(self._spots) or spot_check(self._current) != self._spots[number]:
                 why = "they are others each time that they are read"
                 raise _not_found(why, "give a Dataset, or a loader that gives the same batches again")
             end = begin + self._sizes[number]
@@ -198,7 +199,7 @@ def check_decode(decode: Decode | None, batch: tuple[Any, Any]) -> None:
     Raises:
         BadInput: With its exception or its result.
     """
-    size = _size_of(batch)
+    size = size_of(batch)
     if decode is not None and size:
         inputs, targets = map_tensors(_row_of(0, size), batch)
         _shown(0, inputs, targets, decode)
@@ -275,14 +276,10 @@ def _words(targets: Any) -> str | None:
     return f"{targets.item():.4g}" if targets.is_floating_point() else str(int(targets))
 
 
-def _size_of(batch: Any) -> int:
+def size_of(batch: Any) -> int:
     """Return the number of samples in a batch, by the leading axis of its first tensor."""
-    first = next(tensors_in(apart(batch)), None)
+    first = next(tensors_in(batch), None)
     return 0 if first is None or not first.dim() else len(first)
-
-
-def _spots_of(batch: Any) -> str:
-    return spot_check([*tensors_in(apart(batch))])
 
 
 def _row_of(index: int, size: int) -> Callable[[Tensor], Tensor]:

@@ -26,6 +26,7 @@ from packprop.applications.reports.profile.outlying import (
     ReadableBatches,
     check_decode,
     outlying_samples,
+    size_of,
 )
 from packprop.applications.reports.profile.quantities import (
     EXACT_OUTPUTS,
@@ -45,7 +46,6 @@ from packprop.engine.tensors import (
     has_sharded_units,
     moved,
     outputs_and_loss,
-    tensors_in,
 )
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchL2Grad
@@ -284,13 +284,8 @@ def _outputs_of_a_sample(
             f"it returned {described(value)} instead of one number",
             "use a loss with reduction='mean' or reduction='sum'",
         )
-    samples = _leading_axis(inputs) if sharded else _samples_of(value)
+    samples = size_of(inputs) if sharded else _samples_of(value)
     return outputs.numel() // samples if isinstance(outputs, Tensor) and samples else None
-
-
-def _leading_axis(inputs: Any) -> int:
-    tensor = next(tensors_in(inputs), None)
-    return len(tensor) if tensor is not None and tensor.dim() else 0
 
 
 def _samples_of(loss: Tensor) -> int:

@@ -8,7 +8,6 @@ from packprop.engine.functions.losses.description import (
     Root,
     describe,
     input_of,
-    output_first,
     register_loss,
 )
 from packprop.engine.functions.losses.roots import bernoulli_root, gaussian_root, matrix_root, softmax_root
@@ -23,7 +22,6 @@ __all__ = [
     "gaussian_root",
     "input_of",
     "matrix_root",
-    "output_first",
     "register_loss",
     "rules",
     "softmax_root",

@@ -185,9 +185,11 @@ def output_first(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a loss with the model's output first, where the target may as well be first."""
+    if function not in SYMMETRIC:
+        return args, kwargs
     named = {**dict(zip(("input", "target"), args, strict=False)), **kwargs}
     pair = named.pop("input", None), named.pop("target", None)
-    if function not in SYMMETRIC or not all(isinstance(each, Tensor) for each in pair):
+    if not all(isinstance(each, Tensor) for each in pair):
         return args, kwargs
     turned = pair[1].requires_grad and not pair[0].requires_grad
     return ((pair[1], pair[0], *args[2:]), named) if turned else (args, kwargs)

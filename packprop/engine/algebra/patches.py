@@ -88,12 +88,14 @@ def shift_moment(
     # axis but the first keep pixels that are shifted past the end of one line from meeting the next line.
     x = x.unflatten(1, (groups, -1)).movedim((0, 1, 2), (-3, -2, -1)).flatten(-3, -2)
     x = F.pad(x, [0, 0, 0, 0, *(width for r in reversed(reach[1:]) for width in (0, r))])
-    flat = x.flatten(0, -2)
     steps = [math.prod(x.shape[axis + 1 : -1]) for axis in range(len(kernel))]
+    farthest = sum(r * step for r, step in zip(reach, steps, strict=True))
+    flat = F.pad(x.flatten(0, -2), [0, 0, 0, farthest])
+    columns = x.flatten(0, -2).T.contiguous()  # once: the kernel of the products copies any other order
 
     def everywhere(shift: tuple[int, ...]) -> Tensor:
         offset = sum(d * step for d, step in zip(shift, steps, strict=True))
-        return outer_products(flat[None, : len(flat) - offset].mT, flat[None, offset:].mT)[0]
+        return outer_products(columns[None], flat[None, offset : offset + columns.shape[1]].mT)[0]
 
     def inside(shift: tuple[int, ...], box: tuple[range, ...]) -> Tensor:
         here = [slice(r.start, r.stop) for r in box]

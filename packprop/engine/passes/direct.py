@@ -117,7 +117,8 @@ class DirectPass:
             watch.close(complete)
         for leaf in list(self._left.values()):
             self._save_zeros(leaf)
-        hand_over([(leaf, self._gradients[id(leaf)]) for leaf in notes.summed if id(leaf) in self._gradients])
+        summed = [leaf for leaf in notes.summed if id(leaf) in self._gradients]
+        hand_over([(leaf, self._gradients.pop(id(leaf))) for leaf in summed])
         self._finite.warn(graph)
 
     @property

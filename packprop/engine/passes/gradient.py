@@ -189,10 +189,31 @@ class GradientPass:
         self._backward(None)
 
 
-def hand_over(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add gradients to ``.grad`` through the leaves' own nodes, so that hooks on them run."""
-    if gradients:
-        torch.autograd.backward([leaf for leaf, _ in gradients], [gradient for _, gradient in gradients])
+class _HandOver(torch.autograd.Function):
+    """Gives gradients to leaves. Only autograd refers to them then, so ``.grad`` takes them without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *leaves: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros((), device=leaves[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> Any:
+        given = None, *ctx.gradients
+        ctx.gradients.clear()
+        return given
+
+
+def hand_over(gradients: list[tuple[Tensor, Tensor]]) -> None:
+    """Add gradients to ``.grad`` through the leaves' own nodes, so that hooks on them run; empty the list."""
+    if not gradients:
+        return
+    leaves, given = [leaf for leaf, _ in gradients], [gradient for _, gradient in gradients]
+    gradients.clear()
+    with torch.enable_grad():
+        root = _HandOver.apply(given, *leaves)  # type: ignore[no-untyped-call]  # torch's own
+    del given
+    root.backward()
 
 
 def summed_leaves(

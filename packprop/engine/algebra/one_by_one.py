@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from packprop.engine.algebra.statistics import (
 )
 from packprop.engine.algebra.structures import Outer, Statistical, fold_matrix
 from packprop.engine.tensors.dry import is_dry_run
+from packprop.engine.tensors.nesting import map_tensors
 
 # NOTE [One by one]
 #
@@ -30,17 +32,8 @@ from packprop.engine.tensors.dry import is_dry_run
 # to memory and reading them again for each statistic. So packprop forms each one, gives it to all statistics of
 # the pass while it is in the cache, and drops it.
 
-Add = Callable[[Tensor, int], object]
-"""A function that takes the gradient of one sample ``[o, i]``, and its number, counted from one."""
-
-Tally = tuple[Add, Callable[[], Any]]
-"""A function that takes gradients one by one, and returns their statistic."""
-
-MakeTally = Callable[[Outer, Tensor], Tally]
-"""A function that makes the tally of a structure; the first gradient shows the memory format of all."""
-
-TALLIES: dict[Statistic, MakeTally] = {}
-"""The tally of each statistic, for gradients that come one by one."""
+ONE_BY_ONE = frozenset({per_sample_grad, summed_grad, sum_sq, sq_norm, moments})
+"""Statistics of gradients that come one by one."""
 
 
 def evaluate_together(structure: Statistical, statistics: Sequence[Statistic]) -> list[Any]:
@@ -50,12 +43,13 @@ def evaluate_together(structure: Statistical, statistics: Sequence[Statistic]) -
     if gradients is None or first is None:
         return [statistic(structure) for statistic in statistics]
     assert isinstance(structure, Outer)
-    tallies = [TALLIES[statistic](structure, first) for statistic in statistics]
-    others = islice(gradients, 2) if is_dry_run() else gradients
-    for number, gradient in enumerate(chain((first,), others), 1):
-        for add, _ in tallies:
-            add(gradient, number)
-    return [value() for _, value in tallies]
+    sums = _Sums(structure, statistics, first)
+    for gradient in islice(gradients, 2) if is_dry_run() else gradients:
+        sums.add(gradient)
+    return [
+        map_tensors(torch.clone, sums.value(statistic)) if statistic in before else sums.value(statistic)
+        for statistic, before in ((each, statistics[:place]) for place, each in enumerate(statistics))
+    ]
 
 
 def goes_one_by_one(statistics: Sequence[Statistic], extents: Extents) -> bool:
@@ -64,7 +58,7 @@ def goes_one_by_one(statistics: Sequence[Statistic], extents: Extents) -> bool:
     return (
         groups == 1
         and worth_a_call(positions, fan_in * fan_out, extents.dtype, extents.device)
-        and all(statistic in TALLIES for statistic in statistics)
+        and ONE_BY_ONE.issuperset(statistics)
         and any(forms_rows(statistic, extents) for statistic in statistics)
         and not convolved_by_groups(extents)
     )
@@ -81,59 +75,68 @@ def _gradients_one_by_one(structure: Statistical, statistics: Sequence[Statistic
     return products_one_by_one(*structure.matrices, by_rows=per_sample_grad in statistics)
 
 
-def _tally_of(statistic: Statistic) -> Callable[[MakeTally], MakeTally]:
-    """Register the tally of a statistic."""
+class _Sums:
+    """Sums over gradients that come one by one; several statistics take the same ones.
 
-    def register(tally: MakeTally) -> MakeTally:
-        TALLIES[statistic] = tally
-        return tally
+    Args:
+        structure: The structure that the gradients are of.
+        statistics: The statistics that are wanted.
+        first: The first gradient ``[o, i]``, which nobody else keeps. It shows the memory format of all.
+    """
 
-    return register
+    def __init__(self, structure: Outer, statistics: Sequence[Statistic], first: Tensor) -> None:
+        self._structure, self._wanted = structure, frozenset(statistics)
+        self._has_total = not self._wanted.isdisjoint((summed_grad, moments))
+        self._is_by_rows = first.is_contiguous()
+        self._number = 1
+        self._norms = first.new_empty(structure.shape[0])
+        self._keep(first)
+        self._squares = first.square() if sum_sq in self._wanted else first
+        self._deviation: Tensor | None = None
+        self._total = first
 
+    def add(self, gradient: Tensor) -> None:
+        """Add one gradient; deviations as Youngs and Cramer (1971) do, from the running total."""
+        self._number += 1
+        self._keep(gradient)
+        if sum_sq in self._wanted:
+            self._squares.addcmul_(gradient, gradient)
+        if self._has_total:
+            self._total.add_(gradient)
+        if moments in self._wanted:
+            shift = torch.sub(self._total, gradient, alpha=self._number)
+            weight = 1 / (self._number * (self._number - 1))
+            if self._deviation is None:
+                self._deviation = shift.square_().mul_(weight)
+            else:
+                self._deviation.addcmul_(shift, shift, value=weight)
 
-@_tally_of(per_sample_grad)
-def _tally_rows(structure: Outer, first: Tensor) -> Tally:
-    out = structure.out
-    assert out is not None
-    places = out.view(out.shape[1], -1, structure.shape[3])
-    return lambda gradient, number: places[number - 1].copy_(gradient), lambda: out
+    def _keep(self, gradient: Tensor) -> None:
+        """Keep what is of one gradient alone."""
+        place = self._number - 1
+        if sq_norm in self._wanted:  # in the order of memory, which needs no copy
+            entries = (gradient if self._is_by_rows else gradient.mT).flatten()
+            self._norms[place] = norms_of(entries)
+        if self._structure.out is not None and per_sample_grad in self._wanted:
+            self._structure.out[0, place].view(gradient.shape).copy_(gradient)
 
+    def value(self, statistic: Statistic) -> Any:
+        """Return a statistic of all gradients."""
+        if statistic is per_sample_grad:
+            return self._structure.out
+        if statistic is sq_norm:
+            return self._norms.square()
+        if statistic is sum_sq:
+            return self._folded(self._squares)
+        if statistic is summed_grad:
+            return self._summed
+        deviation = torch.zeros_like(self._total) if self._deviation is None else self._deviation
+        return Moments(self._structure.shape[0], self._summed / self._number, self._folded(deviation))
 
-@_tally_of(summed_grad)
-def _tally_sum(structure: Outer, first: Tensor) -> Tally:
-    total = torch.zeros_like(first)
-    return lambda gradient, number: total.add_(gradient), lambda: _folded(structure, total)
+    @cached_property
+    def _summed(self) -> Tensor:
+        return self._folded(self._total)
 
-
-@_tally_of(sum_sq)
-def _tally_squares(structure: Outer, first: Tensor) -> Tally:
-    total = torch.zeros_like(first)
-    return lambda gradient, number: total.addcmul_(gradient, gradient), lambda: _folded(structure, total)
-
-
-@_tally_of(sq_norm)
-def _tally_norms(structure: Outer, first: Tensor) -> Tally:
-    norms = first.new_empty(structure.shape[0])
-
-    def add(gradient: Tensor, number: int) -> None:
-        norms[number - 1] = norms_of(gradient.flatten())
-
-    return add, norms.square_
-
-
-@_tally_of(moments)
-def _tally_moments(structure: Outer, first: Tensor) -> Tally:
-    """Compute mean and squared deviation as Welford (1962) does."""
-    mean, deviation, samples = torch.zeros_like(first), torch.zeros_like(first), structure.shape[0]
-
-    def add(gradient: Tensor, number: int) -> None:
-        shift = gradient - mean
-        mean.add_(shift, alpha=1 / number)
-        deviation.addcmul_(shift, shift, value=1 - 1 / number)
-
-    return add, lambda: Moments(samples, _folded(structure, mean), _folded(structure, deviation))
-
-
-def _folded(structure: Outer, total: Tensor) -> Tensor:
-    """Return ``[o, i]`` as the parameter holds it, also in memory."""
-    return fold_matrix(structure, total.contiguous())
+    def _folded(self, total: Tensor) -> Tensor:
+        """Return ``[o, i]`` as the parameter holds it, also in memory."""
+        return fold_matrix(self._structure, total.contiguous())

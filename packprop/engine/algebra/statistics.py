@@ -283,6 +283,9 @@ BY_FACTORS = (total_grad, along, along_each, sum_sq, batch_sq, sq_norm, moments)
 OF_ROWS = frozenset({per_sample_grad, summed_grad, gram, *BY_FACTORS, *OF_TOKENS})
 """Statistics that are functions of per-sample gradients, whatever structure these come from."""
 
+WITHOUT_TABLES = frozenset({total_grad, sum_sq, sq_norm, moments})
+"""Statistics of a table that form no table for a sample; see NOTE [Tables by their rows] (``cells.py``)."""
+
 LINEAR = (per_sample_grad, token_grads, summed_grad, total_grad, entry_order_of)
 """Statistics that multiply no two gradients, so they also exist for complex parameters."""
 

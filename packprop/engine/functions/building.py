@@ -72,7 +72,7 @@ def affine(call: NodeCall, x: Callable[[], Tensor], *, transposed: bool = False,
         rowwise(build, x),
         admits=lambda axis: axis != last,
         scratch=Scratch(inputs_only=fan_in),
-        fans=Fans(1, fan_in, fan_out),
+        fans=Fans(1, fan_in, fan_out, in_order=fold is fold_to(shape)),
         linear=True,
     )
 

@@ -37,6 +37,7 @@ class Fans(NamedTuple):
     ``channels``: channels in a group of the images that the map unfolds to positions, whose gradients can be
     computed without unfolding. 0 if it unfolds nothing.
     ``rows``: the number of rows that one node maps; ``None`` to count them in the (first) output.
+    ``in_order``: whether gradients ``[g, o, i]`` have the order of the parameter in memory.
     """
 
     groups: int
@@ -44,6 +45,7 @@ class Fans(NamedTuple):
     fan_out: int
     channels: int = 0
     rows: int | None = None
+    in_order: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from packprop.engine.algebra.monoid import ONE, Extent, Partial
 from packprop.engine.algebra.one_by_one import evaluate_together
 from packprop.engine.algebra.order import fold_to
-from packprop.engine.algebra.statistics import Statistic, per_sample_grad
+from packprop.engine.algebra.statistics import WITHOUT_TABLES, Statistic, per_sample_grad
 from packprop.engine.algebra.structures import Dense, Outer, Statistical
 from packprop.engine.functions.entry import Samples
 from packprop.engine.graph.graph import ReachedUse
@@ -24,6 +24,7 @@ from packprop.engine.passes.contributions import (
     Contribution,
     joined_once,
     joint_structure,
+    looks_up,
     unreached,
     uses_of,
 )
@@ -85,7 +86,8 @@ class Accumulator:
         kept = {tuple(chosen or ()): Kept(self._chunk_sizes, group) for chosen, group in second_pass}
         for chosen, group in by_subsampling([task for task in tasks if task.row.after is None]):
             chunks = kept.get(tuple(chosen or ()))
-            self._add_by_chunks(leaf, contributions, group, chosen, columns, build, chunks)
+            for part in [group] if chunks is not None else _with_and_without_tables(contributions, group):
+                self._add_by_chunks(leaf, contributions, part, chosen, columns, build, chunks)
         for chosen, group in second_pass:
             with naming(lambda: self._graph.name(leaf)):
                 self._partial.end_first_pass(leaf, group)
@@ -246,6 +248,14 @@ class Accumulator:
         """Yield the tensors of results that are not handed over yet."""
         yield from self._partial.tensors()
         yield from self._gradients.values()
+
+
+def _with_and_without_tables(contributions: list[Contribution], tasks: list[Task]) -> list[list[Task]]:
+    """Split tasks at a table, whose chunks are small only where a statistic forms a table for each sample."""
+    if not looks_up(contributions):
+        return [tasks]
+    without = [task for task in tasks if task.row.statistic in WITHOUT_TABLES]
+    return [part for part in (without, [task for task in tasks if task not in without]) if part]
 
 
 def written_in_place(

@@ -91,6 +91,11 @@ def uses_of(contributions: Sequence[Contribution]) -> Sequence[ReachedUse]:
     return uses
 
 
+def looks_up(contributions: Sequence[Contribution]) -> bool:
+    """Tell whether all uses look up rows of a table."""
+    return all(site.direct and site.entry.structure == "Lookup" for _, site, _ in contributions)
+
+
 def unreached(use: ReachedUse, site: Site, like: Tensor, columns: int = 1) -> Contribution:
     """Return zeros for a use that no cotangent has reached, in the precision and on the device of ``like``."""
     dtype = like.dtype.to_real()  # real zeros also fit complex outputs

@@ -10,9 +10,9 @@ from torch import Tensor
 from packprop.engine.algebra.choices import Extents, convolved_by_groups
 from packprop.engine.algebra.factors import LARGEST_FACTOR, MATRICES, forms_no_rows
 from packprop.engine.algebra.one_by_one import goes_one_by_one
-from packprop.engine.algebra.statistics import OF_ROWS, Statistic, per_sample_grad
+from packprop.engine.algebra.statistics import OF_ROWS, WITHOUT_TABLES, Statistic, per_sample_grad
 from packprop.engine.graph.site import Site
-from packprop.engine.passes.contributions import Contribution, JoinedSite, extents_of
+from packprop.engine.passes.contributions import Contribution, JoinedSite, extents_of, looks_up
 from packprop.engine.tensors.layout import Layout
 
 
@@ -33,6 +33,7 @@ class SampleMemory(NamedTuple):
         forms_no_rows: Whether no statistic forms per-sample gradients if the weight has one position.
         of_rows: Whether all statistics are functions of per-sample gradients of the joint structure.
         may_go_one_by_one: Whether samples may be taken one at a time.
+        forms_no_tables: Whether the parameter is a table, and no statistic forms one for each sample.
     """
 
     leaf: Tensor
@@ -40,6 +41,7 @@ class SampleMemory(NamedTuple):
     forms_no_rows: bool
     of_rows: bool
     may_go_one_by_one: bool
+    forms_no_tables: bool
 
     @classmethod
     def of(
@@ -61,6 +63,7 @@ class SampleMemory(NamedTuple):
             all(forms_no_rows(statistic, groups, leaf) for statistic in statistics),
             joint and OF_ROWS.issuperset(statistics),
             len(contributions) == 1 and not create_graph,
+            joint and looks_up(contributions) and WITHOUT_TABLES.issuperset(statistics),
         )
 
     def entries(self, contribution: Contribution, samples: int, held: int | None) -> int:
@@ -79,6 +82,8 @@ class SampleMemory(NamedTuple):
                 return self._one_by_one(site, extents)
             if convolved_by_groups(extents):
                 scratch = site.entry.scratch.without_unfolding
+        if self.forms_no_tables:
+            return 2 * outputs * columns
         largest = max(scratch, self.leaf.numel(), outputs)
         if not columns:
             return site.entry.scratch.inputs_only or largest
@@ -104,4 +109,5 @@ class SampleMemory(NamedTuple):
         fans = site.entry.fans
         assert fans is not None  # as extents are known
         unfolded = extents._replace(channels=fans.channels).unfolded  # of all images of a sample
-        return unfolded + (self.leaf.numel() if per_sample_grad in self.statistics else 0)
+        in_place = fans.in_order and self.leaf.dtype == extents.dtype  # else all rows are formed, then copied
+        return unfolded + (self.leaf.numel() if per_sample_grad in self.statistics and not in_place else 0)

@@ -192,7 +192,7 @@ def _ran_again(
     return True
 
 
-REPEATED = ("gradient", "ggn", "empirical", "none")
+REPEATED = ("gradient", "ggn", "empirical", "none", "hessian")
 """Kinds of seeds for which a kept walk serves: their values do not hold the graph."""
 
 

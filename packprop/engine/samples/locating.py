@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -216,14 +217,14 @@ def keep_walk(graph: Graph, outlined: Outline) -> None:
     if module is None or not may_be_kept(graph, outlined):
         return
     memory, handles = _KNOWN.get(module), vars(module).get(HANDLES)
-    if (
-        memory is None
-        or handles is None
-        or not (graph.signature in memory.locations and graph.signature in memory.separate_losses)
-    ):
+    if memory is None or handles is None or graph.signature not in memory.locations:
         return
     before = handles.walks.get(outlined.key)
     if before is not None and (not before.is_stale or before.faults >= FAULTS):
+        return
+    with contextlib.suppress(PackpropError):  # the Hessian of the whole loss does not require it
+        require_terms(graph)
+    if graph.signature not in memory.separate_losses:
         return
     own = set(map(id, module.parameters()))
     for key, walk in [*handles.walks.items()]:  # another thread may keep one meanwhile

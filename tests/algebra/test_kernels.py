@@ -9,6 +9,10 @@ from torch import Tensor
 import packprop
 from packprop.engine.algebra import kernels
 from packprop.engine.algebra.kernels import outer_products, products_one_by_one
+from packprop.engine.algebra.one_by_one import evaluate_together
+from packprop.engine.algebra.order import fold_to
+from packprop.engine.algebra.statistics import moments, summed_grad
+from packprop.engine.algebra.structures import Outer
 
 
 def laid_out(by_rows: bool, rows: int, columns: int) -> Tensor:
@@ -51,3 +55,18 @@ def test_depthwise_convolutions_of_large_images_go_sample_by_sample(dtype: torch
         cotangent = torch.zeros(1, 4, side, side, dtype=dtype)
         shape = torch.Size([4, 4 // groups, 3, 3])
         assert kernels._is_faster_by_channels_last(cotangent, shape, groups) == expected
+
+
+def test_deviations_one_by_one_keep_their_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that are nearly equal: rounding of a sum of many of them does not count as deviation."""
+    monkeypatch.setattr(kernels, "WORTH_A_CALL", 0)
+    monkeypatch.setattr(kernels, "SHORT", 0)
+    x = 1 + 1e-4 * torch.randn(3000, 2, 1, 3)
+    structure = Outer(x, torch.ones(1, 3000, 2, 1, 4), fold_to(torch.Size([4, 3])))
+    total, (samples, mean, deviation) = evaluate_together(structure, [summed_grad, moments])
+    gradients = torch.einsum("vnsgo,nsgi->noi", torch.ones(1, 3000, 2, 1, 4).double(), x.double())
+    assert samples == 3000
+    torch.testing.assert_close(total.double(), gradients.sum(0), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(mean.double(), gradients.mean(0), rtol=1e-6, atol=0.0)
+    expected = (gradients - gradients.mean(0)).square().sum(0)
+    torch.testing.assert_close(deviation.double(), expected, rtol=1e-2, atol=0.0)

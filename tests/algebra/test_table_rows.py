@@ -12,13 +12,32 @@ from packprop.engine.algebra.statistics import moments, sq_norm, sum_sq
 from packprop.engine.algebra.structures import Lookup, rows
 from packprop.extensions import BatchGrad, SumGradSquared, Variance
 
-SAMPLES, POSITIONS, ENTRIES, WIDTH = 4, 6, 5, 3
+SAMPLES, POSITIONS, ENTRIES, WIDTH = 4, 6, 9, 3
 
 
-def looked_up(columns: int, highest: int = ENTRIES) -> Lookup:
+def looked_up(columns: int, highest: int = ENTRIES, entries: int = ENTRIES) -> Lookup:
     """Return a look-up in which samples meet the same rows, some of them several times."""
     cotangent = torch.randn(columns, SAMPLES, POSITIONS, WIDTH, dtype=torch.float64)
-    return Lookup(torch.randint(highest, (SAMPLES, POSITIONS)), cotangent, ENTRIES, torch.float64)
+    return Lookup(torch.randint(highest, (SAMPLES, POSITIONS)), cotangent, entries, torch.float64)
+
+
+def test_a_table_that_is_smaller_than_a_sequence_is_formed() -> None:
+    structure = looked_up(1, 3, entries=3)
+    expected = rows(structure)[0]
+    torch.testing.assert_close(moments(structure).mean, expected.mean(0))
+    torch.testing.assert_close(sum_sq(structure), expected.square().sum(0))
+    assert "by_row" not in vars(structure)
+
+
+def test_indices_of_32_bits() -> None:
+    model = extend(nn.Sequential(nn.Embedding(ENTRIES, WIDTH), nn.Flatten(), nn.Linear(2 * WIDTH, 2)).double())
+    x, y = torch.randint(ENTRIES, (SAMPLES, 2)), torch.randint(2, (SAMPLES,))
+    values = []
+    for index in (x, x.int()):
+        with backpack(SumGradSquared(), Variance()):
+            nn.functional.cross_entropy(model(index), y).backward()
+        values.append((model[0].weight.sum_grad_squared, model[0].weight.variance))
+    torch.testing.assert_close(values[0], values[1])
 
 
 @pytest.mark.parametrize("columns", [1, 3])

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+import packprop
+from packprop.engine.algebra import kernels
+from packprop.engine.algebra.statistics import summed_grad, total_grad
+from packprop.engine.passes import gradient
 from packprop.engine.passes.gradient import hand_over
+from packprop.extensions import BatchGrad, Variance
+from packprop.types import GRADIENT, Extension, Row
 
 
 def test_autograd_takes_the_memory_of_the_gradient() -> None:
@@ -32,6 +39,53 @@ def test_gradients_add_up_and_hooks_run() -> None:
     assert torch.equal(leaf.grad, torch.full((2,), 5.0))
     assert len(seen) == 1
     assert torch.equal(seen[0], torch.ones(3, dtype=torch.float64))
+
+
+class Total(Extension):
+    """The gradient, computed as packprop's own parts compute it."""
+
+    savefield = "total"
+    rows = (Row(GRADIENT, total_grad), Row(GRADIENT, summed_grad))
+
+    def finish(self, values: list[Any], samples: int) -> list[Tensor]:
+        """Return both."""
+        return values
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["together", "one by one"])
+def test_results_share_no_memory_with_the_gradient(monkeypatch: pytest.MonkeyPatch, single: bool) -> None:
+    """A step that clips or clears ``.grad`` in place leaves all results as they are, also in direct passes."""
+    monkeypatch.setattr(gradient, "WORTH_SUMMING", 0)
+    monkeypatch.setattr(kernels, "WORTH_A_CALL", 0 if single else 2**60)
+    monkeypatch.setattr(kernels, "SHORT", 0)
+    model = packprop.extend(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    x, y = torch.randn(6, 7, 4), torch.randn(6, 7, 3)
+    for asked in ([Total(), BatchGrad()], [Total(), Variance()], [Total()]):
+        for _ in range(4):
+            model.zero_grad()
+            with packprop.backpack(*asked):
+                nn.functional.mse_loss(model(x), y).backward()
+            for parameter in model.parameters():
+                expected = parameter.grad.clone()
+                parameter.grad.zero_()
+                for total in parameter.total:
+                    torch.testing.assert_close(total, expected)
+
+
+def test_a_monitor_of_a_step_that_clips() -> None:
+    """The gradient of the monitor's own passes is not the user's, which the step changes in place."""
+    norms = []
+    for limit in (None, 1e-3):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        x, y = torch.randn(32, 64, 64), torch.randn(32, 64, 64)
+        monitor = packprop.Monitor(model, every=1, log=None)
+        with monitor.step():
+            nn.functional.mse_loss(model(x), y).backward()
+            if limit is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), limit)
+        norms.append(monitor.last["gradient_norm"])
+    assert norms[0] == pytest.approx(norms[1])
 
 
 def test_a_complex_leaf_and_a_disabled_graph() -> None:

@@ -156,53 +156,36 @@ def _outer_gram(structure: Outer) -> Tensor | None:
 #
 # A sample looks up few rows of a large table, and its gradient is zero in all others. So cells of a table add
 # up the cotangents of a sample that belong to one row, and go through these sums alone: no sample needs a
-# table.
+# table. A table that is no larger than what a sample looks up in it is formed after all.
 
 
 @fast_cell("sq_norm", Lookup)
-def _lookup_sq_norm(structure: Lookup) -> Tensor:
+def _lookup_sq_norm(structure: Lookup) -> Tensor | None:
     """Add up squares of the gradients of rows; see NOTE [Tables by their rows]."""
-    of_rows, _ = _gradients_of_rows(structure)
-    return square_norms(of_rows.flatten(2)).sum(0)
+    return square_norms(structure.by_row[0].flatten(2)).sum(0) if structure.is_large else None
 
 
 @fast_cell("sum_sq", Lookup)
-def _lookup_sum_sq(structure: Lookup) -> Tensor:
+def _lookup_sum_sq(structure: Lookup) -> Tensor | None:
     """Add squares of the gradients of rows to an empty table; see NOTE [Tables by their rows]."""
-    of_rows, _ = _gradients_of_rows(structure)
-    return _added_to_table(structure, of_rows.square().sum(0))
+    return _added_to_table(structure, structure.by_row[0].square().sum(0)) if structure.is_large else None
 
 
 @fast_cell("moments", Lookup)
-def _lookup_moments(structure: Lookup) -> Moments:
+def _lookup_moments(structure: Lookup) -> Moments | None:
     """Add up deviations of the rows that a sample looks up; those of all others are the mean itself.
 
     See NOTE [Tables by their rows].
     """
-    of_rows, is_first = _gradients_of_rows(structure)
+    if not structure.is_large:
+        return None
+    (gradients, *_), is_first = structure.by_row
     samples = len(structure.index)
-    mean = _added_to_table(structure, of_rows[0]) / samples
-    deviations = torch.where(is_first[..., None], (of_rows[0] - mean[structure.index]).square(), 0.0)
+    mean = _added_to_table(structure, gradients) / samples
+    deviations = torch.where(is_first[..., None], (gradients - mean[structure.index]).square(), 0.0)
     looked_up = _added_to_table(structure, is_first[..., None].to(mean.dtype))
     deviation = _added_to_table(structure, deviations) + (samples - looked_up) * mean.square()
     return Moments(samples, mean, deviation)
-
-
-def _gradients_of_rows(structure: Lookup) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the rows that each sample looks up, at the first position that does.
-
-    Returns:
-        The gradients ``[v, n, s, o]``, zero at all other positions; and which positions are first, ``[n, s]``.
-    """
-    cotangent, index = cotangent_of(structure), structure.index
-    in_order, order = index.sort(dim=1, stable=True)
-    begins = torch.ones_like(in_order, dtype=torch.bool)
-    begins[:, 1:] = in_order[:, 1:] != in_order[:, :-1]
-    place = torch.arange(index.shape[1], device=index.device).expand_as(index)
-    begin = torch.where(begins, place, 0).cummax(1).values
-    first = torch.empty_like(index).scatter(1, order, order.gather(1, begin))
-    into = first[None, :, :, None].expand_as(cotangent)
-    return torch.zeros_like(cotangent).scatter_add(2, into, cotangent), first == place
 
 
 def _added_to_table(structure: Lookup, values: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -86,30 +85,30 @@ class _Sums:
 
     def __init__(self, structure: Outer, statistics: Sequence[Statistic], first: Tensor) -> None:
         self._structure, self._wanted = structure, frozenset(statistics)
-        self._has_total = not self._wanted.isdisjoint((summed_grad, moments))
         self._is_by_rows = first.is_contiguous()
         self._number = 1
         self._norms = first.new_empty(structure.shape[0])
         self._keep(first)
         self._squares = first.square() if sum_sq in self._wanted else first
+        self._mean_or_sum = first
         self._deviation: Tensor | None = None
-        self._total = first
 
     def add(self, gradient: Tensor) -> None:
-        """Add one gradient; deviations as Youngs and Cramer (1971) do, from the running total."""
+        """Add one gradient; mean and squared deviation as Welford (1962) does."""
         self._number += 1
         self._keep(gradient)
         if sum_sq in self._wanted:
             self._squares.addcmul_(gradient, gradient)
-        if self._has_total:
-            self._total.add_(gradient)
         if moments in self._wanted:
-            shift = torch.sub(self._total, gradient, alpha=self._number)
-            weight = 1 / (self._number * (self._number - 1))
+            shift = gradient - self._mean_or_sum
+            self._mean_or_sum.add_(shift, alpha=1 / self._number)
+            weight = 1 - 1 / self._number
             if self._deviation is None:
                 self._deviation = shift.square_().mul_(weight)
             else:
                 self._deviation.addcmul_(shift, shift, value=weight)
+        elif summed_grad in self._wanted:
+            self._mean_or_sum.add_(gradient)
 
     def _keep(self, gradient: Tensor) -> None:
         """Keep what is of one gradient alone."""
@@ -128,14 +127,11 @@ class _Sums:
             return self._norms.square()
         if statistic is sum_sq:
             return self._folded(self._squares)
-        if statistic is summed_grad:
-            return self._summed
-        deviation = torch.zeros_like(self._total) if self._deviation is None else self._deviation
-        return Moments(self._structure.shape[0], self._summed / self._number, self._folded(deviation))
-
-    @cached_property
-    def _summed(self) -> Tensor:
-        return self._folded(self._total)
+        if statistic is moments:
+            mean = self._mean_or_sum
+            deviation = torch.zeros_like(mean) if self._deviation is None else self._deviation
+            return Moments(self._structure.shape[0], self._folded(mean), self._folded(deviation))
+        return self._folded(self._mean_or_sum * self._number if moments in self._wanted else self._mean_or_sum)
 
     def _folded(self, total: Tensor) -> Tensor:
         """Return ``[o, i]`` as the parameter holds it, also in memory."""

@@ -85,13 +85,14 @@ def shift_moment(
     space = x.shape[2:]
     reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
     # Spatial axes lead and channels come last, so that a shift is an offset into flat rows. Zeros behind every
-    # axis but the first keep pixels that are shifted past the end of one line from meeting the next line.
+    # axis keep pixels that are shifted past the end of one line from meeting the next line, and leave room for
+    # all shifts behind the last one.
     x = x.unflatten(1, (groups, -1)).movedim((0, 1, 2), (-3, -2, -1)).flatten(-3, -2)
-    x = F.pad(x, [0, 0, 0, 0, *(width for r in reversed(reach[1:]) for width in (0, r))])
+    behind = [reach[0] + 1, *reach[1:]]
+    x = F.pad(x, [0, 0, 0, 0, *(width for r in reversed(behind) for width in (0, r))])
     steps = [math.prod(x.shape[axis + 1 : -1]) for axis in range(len(kernel))]
-    farthest = sum(r * step for r, step in zip(reach, steps, strict=True))
-    flat = F.pad(x.flatten(0, -2), [0, 0, 0, farthest])
-    columns = x.flatten(0, -2).T.contiguous()  # once: the kernel of the products copies any other order
+    flat = x.flatten(0, -2)
+    columns = flat[: space[0] * steps[0]].T.contiguous()  # once: the kernel of the products copies other orders
 
     def everywhere(shift: tuple[int, ...]) -> Tensor:
         offset = sum(d * step for d, step in zip(shift, steps, strict=True))

@@ -157,6 +157,27 @@ class Lookup:
         index = self.index[None, :, :, None].expand_as(self.cotangent)
         return table.scatter_add(2, index, self.cotangent)
 
+    @property
+    def is_large(self) -> bool:
+        """Tell whether the table has more rows than a sample looks up."""
+        return self.entries > self.index.shape[1]
+
+    @cached_property
+    def by_row(self) -> tuple[Tensor, Tensor]:
+        """The gradients of the rows that each sample looks up, each at the first position that does.
+
+        They are ``[v, n, s, o]``, and zero at other positions. The second tensor tells which are first, ``[n, s]``.
+        """
+        cotangent, index = cotangent_of(self), self.index
+        in_order, order = index.sort(dim=1, stable=True)
+        begins = torch.ones_like(in_order, dtype=torch.bool)
+        begins[:, 1:] = in_order[:, 1:] != in_order[:, :-1]
+        place = torch.arange(index.shape[1], device=index.device).expand_as(index)
+        begin = torch.where(begins, place, 0).cummax(1).values
+        first = torch.empty_like(order).scatter(1, order, order.gather(1, begin))
+        into = first[None, :, :, None].expand_as(cotangent)
+        return torch.zeros_like(cotangent).scatter_add(2, into, cotangent), first == place
+
 
 @dataclass(frozen=True)
 class Dense:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from packprop.engine.passes.partial_results import Begin, PartialResults
 from packprop.engine.passes.request import Request, Task, by_subsampling
 from packprop.engine.tensors.nesting import tensors_in
 from packprop.engine.tensors.precision import accumulation_dtype
+from packprop.engine.tensors.state import share_memory
 from packprop.errors import OfParameter, PackpropWarning, naming
 from packprop.types import GRADIENT, INPUTS, Extension, Seed
 
@@ -229,7 +230,7 @@ class Accumulator:
                 results[extension] = values
         if self._summed in results:
             total = self._summed.finish(results.pop(self._summed), self._graph.samples)
-            self._gradients[id(leaf)] = total.to(leaf.dtype)
+            self._gradients[id(leaf)] = for_grad(leaf, total, results.values())
         smallest = smallest_sums(results)
         if id(leaf) in self._gradients:
             smallest.setdefault(GRADIENT, self._gradients[id(leaf)])
@@ -269,6 +270,14 @@ def written_in_place(
         return structure
     out = result().out(cotangent.new_empty(()), leaf.shape, columns, samples)
     return structure if out is None else replace(structure, out=out)
+
+
+def for_grad(leaf: Tensor, total: Tensor, results: Iterable[Any]) -> Tensor:
+    """Return the summed gradient of a leaf as ``.grad`` may take it: in memory that no result shares."""
+    gradient = total.to(leaf.dtype)
+    return (
+        gradient.clone() if any(share_memory(gradient, each) for each in tensors_in([*results])) else gradient
+    )
 
 
 def smallest_sums(results: Mapping[Extension, list[Any]]) -> dict[Seed, Tensor]:

@@ -23,7 +23,7 @@ from packprop.engine.algebra.structures import Dense, Outer, Statistical
 from packprop.engine.graph.graph import ReachedUse
 from packprop.engine.graph.site import Site
 from packprop.engine.graph.sweep import Watch
-from packprop.engine.passes.accumulator import Accumulator, smallest_sums, written_in_place
+from packprop.engine.passes.accumulator import Accumulator, for_grad, smallest_sums, written_in_place
 from packprop.engine.passes.autocast import AutocastRegions
 from packprop.engine.passes.chunks import ChunkSizes
 from packprop.engine.passes.finite import FiniteCheck
@@ -153,9 +153,10 @@ class DirectPass:
         if self._has_rows and isinstance(structure, Outer):
             of_all = Extent(0, self._request.graph.samples, self._request.graph.samples)
             structure = written_in_place(structure, leaf, lambda: self._result_of_rows(leaf), ONE, of_all)
+        self._drop_spares(leaf)
         if id(leaf) in self._summed:
             total, *values = evaluate_together(structure, [summed_grad, *statistics])
-            self._gradients[id(leaf)] = total.to(leaf.dtype)
+            self._gradients[id(leaf)] = for_grad(leaf, total, values)
         else:
             values = evaluate_together(structure, statistics)
         return self._by_extension(values)
@@ -166,6 +167,12 @@ class DirectPass:
         extension, row = next(pair for pair in pairs if pair[1].statistic is per_sample_grad)
         spare = None if self._spare is None else self._spare.pop((extension, id(leaf)), None)
         return Partial(row.over_v, row.over_n, spare)
+
+    def _drop_spares(self, leaf: Tensor) -> None:
+        """Free results of an earlier pass that no value takes the place of, before the values are made."""
+        if self._spare:
+            for extension in self._request.extensions:
+                self._spare.pop((extension, id(leaf)), None)
 
     def _save_zeros(self, leaf: Tensor) -> None:
         """Save the values of a leaf that the pass has not reached: its gradients are zero."""

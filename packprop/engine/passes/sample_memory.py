@@ -83,7 +83,9 @@ class SampleMemory(NamedTuple):
             if convolved_by_groups(extents):
                 scratch = site.entry.scratch.without_unfolding
         if self.forms_no_tables:
-            return 2 * outputs * columns
+            positions = outputs // self.leaf.shape[1]
+            if positions < len(self.leaf):
+                return 2 * outputs * columns + 8 * positions  # and four tensors of indices
         largest = max(scratch, self.leaf.numel(), outputs)
         if not columns:
             return site.entry.scratch.inputs_only or largest

@@ -52,6 +52,14 @@ def _storages_count() -> bool:
     return held > _references(storages)
 
 
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors may share their memory: those that do not say may."""
+    try:
+        return one.untyped_storage() is other.untyped_storage()  # a storage has one such object while it lives
+    except (RuntimeError, NotImplementedError):
+        return True
+
+
 def storage_of(tensor: Tensor) -> int:
     """Return where the memory begins that a tensor shares with its views; 0 for tensors that do not say."""
     if type(tensor) not in (Tensor, nn.Parameter):  # others stand for tensors, or hold several

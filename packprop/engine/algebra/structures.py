@@ -166,7 +166,7 @@ class Lookup:
     def by_row(self) -> tuple[Tensor, Tensor]:
         """The gradients of the rows that each sample looks up, each at the first position that does.
 
-        They are ``[v, n, s, o]``, and zero at other positions. The second tensor tells which are first, ``[n, s]``.
+        They are ``[v, n, s, o]``, zero at other positions. The second tensor says which are first, ``[n, s]``.
         """
         cotangent, index = cotangent_of(self), self.index
         in_order, order = index.sort(dim=1, stable=True)

@@ -176,9 +176,9 @@ class Truth:
         The model may mix them at other parameters alone, or with other data, as a sort does whose order the
         samples have already; then the numbers of its own are right, too. If samples come out differently in
         batches of their own, while no derivative in this batch says so, each has its term's gradient in this
-        batch: behind a rectifier that is closed for all of them, or a sort that moves whole rows. Where the model
-        mixes them, an answer is right only if it holds each term's gradient in this batch: so it may be if a
-        single sample has a derivative behind the place where they meet.
+        batch: behind a rectifier that is closed for all of them, or a sort that moves whole rows. Where the
+        model mixes them, an answer is right only if it holds each term's gradient in this batch: so it may be
+        if a single sample has a derivative behind the place where they meet.
         """
         first, second = self.made, build(self.program)
         with torch.random.fork_rng(devices=[]):

@@ -395,3 +395,48 @@ def test_zeros_that_hide_nothing(through: str) -> None:
     model = Apply(forward, first=nn.Linear(4, 4), head=nn.Linear(4, 2))
     nn.init.zeros_(model.first.bias)
     check(double(model), torch.randn(5, 3, 4).double(), seed=0)
+
+
+class Selected(nn.Module):
+    """A selection along the axis of the samples, each of which selects itself as long as they lie far apart."""
+
+    def __init__(self, select: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.select = nn.Linear(3, 2), nn.Linear(2, 3), select
+
+    def forward(self, x: Tensor, gap: float) -> Tensor:
+        h = self.first(x).tanh() + gap * torch.arange(4.0, dtype=x.dtype)[:, None]
+        out: Tensor = self.last(self.select(h))
+        return out
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda h: h.cummax(0).values,
+        lambda h: -(-h).cummin(0).values,
+        lambda h: h.sort(0).values,
+        lambda h: torch.stack([h[: place + 1].max(0).values for place in range(4)]),
+    ],
+    ids=["cummax", "cummin", "sort", "maxima"],
+)
+def test_a_selection_that_takes_other_samples_later(select: Callable[[Tensor], Tensor]) -> None:
+    """The first pass does not vouch for the second, whose values mix the samples."""
+    torch.manual_seed(0)
+    model = packprop.extend(Selected(select).double())
+    x, y = torch.randn(4, 3).double(), torch.randint(3, (4,))
+    with packprop.backpack(extensions.BatchGrad()):
+        nn.functional.cross_entropy(model(x, 9.0), y).backward()
+    with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
+        nn.functional.cross_entropy(model(x, 0.0), y).backward()
+
+
+def test_pools_over_pixels_are_looked_at_once() -> None:
+    """A pool selects within a sample: the places of the samples are remembered."""
+    model = packprop.extend(
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3)).double()
+    )
+    x, y = torch.randn(5, 1, 6, 6).double(), torch.randint(3, (5,))
+    with packprop.backpack(extensions.BatchGrad()):
+        nn.functional.cross_entropy(model(x), y).backward()
+    assert [*located._KNOWN[model].locations]

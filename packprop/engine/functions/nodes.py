@@ -82,6 +82,16 @@ MASKS = ENTRYWISE | names_of_nodes("Where MaskedFill Maximum Minimum Fmax Fmin R
 """Entrywise functions whose values may make an entry independent of its inputs."""
 
 
+SELECTING = names_of_nodes("Max Min Median Nanmedian Mode Kthvalue Cummax Cummin Sort Topk")
+"""Functions that take some entries along an axis, which they saved as ``dim``, by their values."""
+
+
+POOLS = {
+    f"{kind}MaxPool{n}D{end}": n for n in (2, 3) for kind, end in (("", "WithIndices"), ("Adaptive", ""))
+} | {f"FractionalMaxPool{n}D": n for n in (2, 3)}
+"""Pools that take some entries by their values -> the number of their axes, which are the last ones."""
+
+
 WRONG_IN_COLUMNS = names_of_nodes("NativeGroupNorm")
 """Functions whose second derivatives are wrong for many columns at once if three extents are equal."""
 
@@ -219,6 +229,11 @@ def made_by(node: Any) -> list[Any]:
     """
     leaf = getattr(node, "variable", None)
     return list(node._input_metadata) if leaf is None else [leaf]
+
+
+def has_option(node: Node, name: str) -> bool:
+    """Tell whether a node has saved a value of this name."""
+    return hasattr(node, f"_saved_{name}")
 
 
 def saved_option(node: Node, name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from packprop.engine.functions.entry import ArrivedCotangents
-from packprop.engine.functions.nodes import MASKS, name_of_node
+from packprop.engine.functions.nodes import MASKS, POOLS, SELECTING, has_option, name_of_node, saved_option
 from packprop.engine.graph.graph import ReachedUse
 from packprop.engine.graph.pull import pull_columns
 from packprop.engine.graph.search import nodes_above
@@ -185,6 +186,20 @@ def _operands_of_called(use: ReachedUse) -> list[GradientEdge]:
     return [edge for edge in edges if edge is not None]
 
 
+def _passed_to_all(node: Any, products: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> Any:
+    """Pass the cotangent of a function that selects entries on to all entries that it might have selected."""
+    (product, *others), (cotangent, *_) = products, given
+    if product is None or cotangent is None:
+        return None
+    pooled = POOLS.get(name_of_node(node))
+    axis = -1 if pooled else saved_option(node, "dim") % max(1, product.dim())
+    if cotangent.dim() < product.dim():
+        cotangent = cotangent.unsqueeze(axis)
+    axes = [*range(-pooled, 0)] if pooled else [axis] if product.dim() else []
+    total = cotangent.sum(axes, keepdim=True) if axes else cotangent
+    return total.expand_as(product).to(product.dtype), *others
+
+
 @contextlib.contextmanager
 def unmasked(outputs: Sequence[GradientEdge]) -> Iterator[None]:
     """Make functions that drop entries by their values pass back all of them."""
@@ -198,8 +213,13 @@ def unmasked(outputs: Sequence[GradientEdge]) -> Iterator[None]:
             for product in products
         )
 
-    masks = [node for node in nodes_above(edge.node for edge in outputs) if name_of_node(node) in MASKS]
-    handles = [node.register_hook(pass_on) for node in masks]
+    handles = []
+    for node in nodes_above(edge.node for edge in outputs):
+        name = name_of_node(node)
+        if name in MASKS:
+            handles.append(node.register_hook(pass_on))
+        elif name in POOLS or (name in SELECTING and has_option(node, "dim")):
+            handles.append(node.register_hook(functools.partial(_passed_to_all, node)))
     try:
         yield
     finally:

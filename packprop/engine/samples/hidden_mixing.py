@@ -5,13 +5,14 @@ A gate that is zero keeps samples apart that are mixed in the next step, when it
 that: ``0 * x`` is zero. But ``0 * nan`` is NaN. So NaN is fed in at the loss in the rows of some samples, and
 zeros in the others: what comes back as NaN depends on those samples for some values of all that multiplies it.
 Functions that drop entries by their values (a rectifier, ``where``) would hide NaN, too; for these sweeps they
-pass on every entry. If no row of another sample comes back as NaN, the samples are separate by what the
-functions are, and this is kept for passes of the same functions, options and shapes. Nothing is kept where a
-node does not show what its function computes (``is_opaque``). Each sample is fed NaN in half of the sweeps, no
-two in the same ones, so that any sample is fed once without any other: k sweeps are enough for as many samples
-as there are ways to choose k / 2 of k (Sperner 1928), 4 sweeps for 6 samples, 7 for 32, 10 for 128. At other
-shapes of functions and options that were looked at, two random halves are enough. What is left are functions
-that take some entries and no others by their values, such as a maximum over an axis.
+pass on every entry, and those that select some (a maximum along an axis, a pool) pass on to all of them. If no
+row of another sample comes back as NaN, the samples are separate by what the functions are, and this is kept
+for passes of the same functions, options and shapes. Nothing is kept where a node does not show what its
+function computes (``is_opaque``). Each sample is fed NaN in half of the sweeps, no two in the same ones, so
+that any sample is fed once without any other: k sweeps are enough for as many samples as there are ways to
+choose k / 2 of k (Sperner 1928), 4 sweeps for 6 samples, 7 for 32, 10 for 128. At other shapes of functions and
+options that were looked at, two random halves are enough. What is left are indices that the model computes from
+values.
 
 If NaN comes back in another sample's row, values keep the samples apart, and every pass is fed random numbers.
 Where it is a trainable parameter that hides the mixing, the pass is refused: the parameter's own gradient for

@@ -168,7 +168,7 @@ def _lookup_sq_norm(structure: Lookup) -> Tensor | None:
 @fast_cell("sum_sq", Lookup)
 def _lookup_sum_sq(structure: Lookup) -> Tensor | None:
     """Add squares of the gradients of rows to an empty table; see NOTE [Tables by their rows]."""
-    return _added_to_table(structure, structure.by_row[0].square().sum(0)) if structure.is_large else None
+    return structure.added_up(structure.by_row[0].square().sum(0)) if structure.is_large else None
 
 
 @fast_cell("moments", Lookup)
@@ -181,17 +181,11 @@ def _lookup_moments(structure: Lookup) -> Moments | None:
         return None
     (gradients, *_), is_first = structure.by_row
     samples = len(structure.index)
-    mean = _added_to_table(structure, gradients) / samples
+    mean = structure.added_up(gradients) / samples
     deviations = torch.where(is_first[..., None], (gradients - mean[structure.index]).square(), 0.0)
-    looked_up = _added_to_table(structure, is_first[..., None].to(mean.dtype))
-    deviation = _added_to_table(structure, deviations) + (samples - looked_up) * mean.square()
+    looked_up = structure.added_up(is_first[..., None].to(mean.dtype))
+    deviation = structure.added_up(deviations) + (samples - looked_up) * mean.square()
     return Moments(samples, mean, deviation)
-
-
-def _added_to_table(structure: Lookup, values: Tensor) -> Tensor:
-    """Add up values ``[n, s, o]`` by the rows that were looked up: ``[e, o]``."""
-    table = values.new_zeros(structure.entries, values.shape[2])
-    return table.index_add(0, structure.index.flatten(), values.flatten(0, 1))
 
 
 @fast_cell("sq_norm", Tied)

@@ -45,10 +45,11 @@ def evaluate_together(structure: Statistical, statistics: Sequence[Statistic]) -
     sums = _Sums(structure, statistics, first)
     for gradient in islice(gradients, 2) if is_dry_run() else gradients:
         sums.add(gradient)
-    return [
-        map_tensors(torch.clone, sums.value(statistic)) if statistic in before else sums.value(statistic)
-        for statistic, before in ((each, statistics[:place]) for place, each in enumerate(statistics))
-    ]
+    values = [sums.value(statistic) for statistic in statistics]
+    for place, statistic in enumerate(statistics):
+        if statistic in statistics[:place]:  # a result of its own, which nobody else changes
+            values[place] = map_tensors(torch.clone, values[place])
+    return values
 
 
 def goes_one_by_one(statistics: Sequence[Statistic], extents: Extents) -> bool:

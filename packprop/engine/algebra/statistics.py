@@ -106,9 +106,7 @@ def total_grad(structure: Structure) -> Tensor:
         left = structure.cotangent[0].flatten(0, 1).permute(1, 2, 0)  # g o (n s)
         return structure.fold(left @ structure.x.flatten(0, 1).transpose(0, 1))
     if isinstance(structure, Lookup) and not structure.formed and structure.cotangent is not None:
-        cotangent = structure.cotangent[0].flatten(0, 1)
-        table = cotangent.new_zeros(structure.entries, cotangent.shape[1])
-        return table.index_add(0, structure.index.flatten(), cotangent)
+        return structure.added_up(structure.cotangent[0])
     return summed_grad(structure)
 
 

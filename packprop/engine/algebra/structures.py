@@ -157,6 +157,11 @@ class Lookup:
         index = self.index[None, :, :, None].expand_as(self.cotangent)
         return table.scatter_add(2, index, self.cotangent)
 
+    def added_up(self, values: Tensor) -> Tensor:
+        """Add up values ``[n, s, o]`` by the rows that were looked up: ``[e, o]``."""
+        table = values.new_zeros(self.entries, values.shape[2])
+        return table.index_add(0, self.index.flatten(), values.flatten(0, 1))
+
     @property
     def is_large(self) -> bool:
         """Tell whether the table has more rows than a sample looks up."""

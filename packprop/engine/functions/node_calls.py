@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.engine.functions.nodes import RESHAPES, made_by, name_of_node, saved_option
+from packprop.engine.functions.nodes import RESHAPES, has_option, made_by, name_of_node, saved_option
 from packprop.engine.functions.operands import is_sparse
 from packprop.engine.functions.saved import saved_again, saved_tensor
 from packprop.engine.tensors.dry import is_dry_run
@@ -219,7 +219,7 @@ class NodeCall:
 
     def has_option(self, name: str) -> bool:
         """Tell whether the node has an option of this name: nodes of one family may differ."""
-        return hasattr(self.node, f"_saved_{name}")
+        return has_option(self.node, name)
 
     @property
     def is_sparse(self) -> bool:

@@ -166,7 +166,7 @@ class Graph:
         reading: The reading of the graph, if parameters enter it.
         again: Walks once more, when packprop knows more about undecided uses.
         notes: What passes of this structure note for later ones, if the walk is kept.
-        is_settled: Whether earlier passes of equal structure have answered all questions about this one.
+        is_settled: Whether losses are known to be sums over samples, from this pass or an earlier one like it.
     """
 
     roots: Sequence[Tensor]

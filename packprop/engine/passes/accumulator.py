@@ -275,9 +275,8 @@ def written_in_place(
 def for_grad(leaf: Tensor, total: Tensor, results: Iterable[Any]) -> Tensor:
     """Return the summed gradient of a leaf as ``.grad`` may take it: in memory that no result shares."""
     gradient = total.to(leaf.dtype)
-    return (
-        gradient.clone() if any(share_memory(gradient, each) for each in tensors_in([*results])) else gradient
-    )
+    is_shared = any(share_memory(gradient, each) for each in tensors_in([*results]))
+    return gradient.clone() if is_shared else gradient
 
 
 def smallest_sums(results: Mapping[Extension, list[Any]]) -> dict[Seed, Tensor]:

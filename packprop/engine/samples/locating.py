@@ -197,6 +197,7 @@ def require_terms(graph: Graph) -> None:
     require_untraced("whether the loss is a sum of one term for each sample")
     with graph.hooks.quiet():
         lasting = require_separate_losses(graph, model_outputs(graph), graph.source_layouts)
+    graph.is_settled = True
     if lasting and graph.signature in memory.locations:  # data may decide on the order of losses, too
         memory.separate_losses.add(graph.signature)
 

@@ -29,6 +29,20 @@ def _instance_norm_writes() -> bool:
 INSTANCE_NORM_WRITES = _instance_norm_writes()
 """Whether instance normalisation writes to running statistics that it only reads."""
 
+
+def _cdist_has_second_derivative() -> bool:
+    points = torch.ones(2, 1, requires_grad=True)
+    (slope,) = torch.autograd.grad(torch.cdist(points, 2 * points.detach()).sum(), points, create_graph=True)
+    try:
+        torch.autograd.grad(slope.sum(), points)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+CDIST_HAS_SECOND_DERIVATIVE = _cdist_has_second_derivative()
+"""Whether ``torch.cdist`` can be differentiated twice, as since PyTorch 2.14."""
+
 needs_counting = pytest.mark.skipif(
     torch.__version__ < (2, 13),
     reason="storages of PyTorch 2.13 tell what holds them; others were not tried",

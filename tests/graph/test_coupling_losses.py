@@ -34,6 +34,13 @@ COUPLING: dict[str, Callable[[Tensor], Tensor]] = {
     "neighbours": lambda s: F.l1_loss(s, s.roll(1, 0)),
     "deviation of two": lambda s: s[:2].sum(1).std() + s[2:].sum(),
     "largest sample": lambda s: torch.linalg.vector_norm(s.square().sum(1), torch.inf),
+    "absolute sums": lambda s: torch.linalg.vector_norm(s.sum(0), 1),
+    "absolute differences": lambda s: F.pairwise_distance(s, s.roll(1, 0), p=1.0).sum(),
+    "distances of scores": lambda s: F.pairwise_distance(s[:, :1], s[:, :1].roll(1, 0)).sum(),
+    "distance of halves": lambda s: torch.dist(s[:3], s[3:], 1),
+    "all absolute differences": lambda s: F.pdist(s, 1.0).sum(),
+    "largest differences": lambda s: torch.cdist(s, s, p=torch.inf).sum(),
+    "smallest and largest": lambda s: sum(s.aminmax(dim=0)).sum(),
 }
 
 APART: dict[str, Callable[[Tensor], Tensor]] = {
@@ -46,6 +53,10 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
     "all entries": lambda s: s.flatten().abs().sum(),
     "triplets inside": lambda s: F.triplet_margin_loss(s[:, :1], s[:, 1:2], s[:, 2:3]),
     "sum of norms": lambda s: torch.linalg.vector_norm(s.square().sum(1), 1),
+    "absolute entries of all": lambda s: torch.linalg.vector_norm(s, 1),
+    "distance from a constant": lambda s: torch.dist(s, torch.ones_like(s), 1),
+    "absolute entries": lambda s: torch.linalg.vector_norm(s, 1, dim=1).sum(),
+    "largest and smallest entry": lambda s: sum(s.aminmax(dim=1)).sum(),
 }
 
 
@@ -67,9 +78,16 @@ def test_losses_that_couple_samples_are_refused(name: str) -> None:
         rows(COUPLING[name])
 
 
+@pytest.mark.parametrize("name", COUPLING)
+def test_they_are_refused_beside_a_loss_that_was_reduced(name: str) -> None:
+    with pytest.raises(PackpropError, match="mixes the samples"):
+        rows(lambda s: F.cross_entropy(s, LABELS) + COUPLING[name](s))
+
+
 @pytest.mark.parametrize("name", APART)
 def test_kinks_of_each_sample_are_fine(name: str) -> None:
     torch.testing.assert_close(*rows(APART[name]))
+    torch.testing.assert_close(*rows(lambda s: F.cross_entropy(s, LABELS) + APART[name](s)))
 
 
 @pytest.mark.parametrize("pairs", [1, 2, 3, 4, 8])

@@ -28,7 +28,7 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path: Path, capsys: pytest.
     assert list(found["cases"]) == ["mlp, plain", "mlp, BatchGrad"]
     plain, ours = (found["cases"][name]["operations"] for name in found["cases"])
     assert 0 < plain < ours
-    assert found["environment"]["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(found["environment"]["versions"]["torch"])  # with or without its build
 
     write(path, {**found, "complete": True})
     assert main([*SMALL, "--only", "kernels", "--out", str(tmp_path)]) == 0  # starts nothing

@@ -45,7 +45,7 @@ PIECEWISE = names_of_nodes(
     Relu LeakyRelu Threshold Hardtanh Hardshrink Softshrink Hardsigmoid Abs Clamp ClampMin ClampMax Maximum
     Minimum Fmax Fmin Max Min Amax Amin MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveMaxPool2D
     AdaptiveMaxPool3D FractionalMaxPool2D FractionalMaxPool3D RreluWithNoise Sort Topk Kthvalue Median Cummax
-    Cummin Sign Floor Ceil Round Trunc
+    Cummin Aminmax Sign Floor Ceil Round Trunc
     """
 )
 """Linear in all inputs together at every point where they are differentiable."""

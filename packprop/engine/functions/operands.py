@@ -7,7 +7,6 @@ node in no table may have any operands.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,9 +20,11 @@ from packprop.engine.functions.nodes import (
     LINEAR,
     PIECEWISE,
     PRODUCTS,
+    has_option,
     kind_of,
     name_of_node,
     names_of_nodes,
+    saved_option,
 )
 from packprop.engine.functions.saved import keeps_elsewhere, raw_names
 
@@ -107,17 +108,25 @@ EXPONENTS = frozenset({"_saved_exponent", "_saved_ord", "_saved_p"})
 """Numbers that decide whether a function is linear."""
 
 
+NORMS = names_of_nodes("LinalgVectorNorm Norm Dist Cdist Pdist Std StdMean")
+"""Functions that are piecewise linear for some exponents, or for few numbers: two deviate by their distance."""
+
+
 def is_linear(node: Node, dependent: Sequence[int]) -> bool:
     """Tell whether a node is linear in some of its inputs, together and everywhere."""
     return kind_of(node, dependent) == "linear" and name_of_node(node) not in PIECEWISE
 
 
 def has_kinks(node: Node) -> bool:
-    """Tell whether a node is piecewise linear, like the deviation of two numbers, which is their distance."""
-    name = name_of_node(node)
-    if name in ("LinalgVectorNorm", "Norm"):
-        return any(isinstance(option, float) and math.isinf(option) for option in options_of(node))
-    return name in PIECEWISE or name in ("Std", "StdMean")
+    """Tell whether a node may be piecewise linear, as all norms of one number are."""
+    return name_of_node(node) in PIECEWISE | NORMS
+
+
+def adds_magnitudes(node: Node, dependent: Sequence[int]) -> bool:
+    """Tell whether a node adds up the absolute values of what it takes, as the norm with exponent 1 does."""
+    if name_of_node(node) not in ("LinalgVectorNorm", "Norm", "Dist") or len(dependent) > 1:
+        return False
+    return any(has_option(node, name) and saved_option(node, name) == 1 for name in ("ord", "p"))
 
 
 def options_of(node: Node) -> Sequence[Any]:

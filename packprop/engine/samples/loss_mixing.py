@@ -11,10 +11,12 @@ linear in it gives a sum of terms. So are the places where paths meet the model 
 [Open paths]. As for the model, what is found is kept if NaN instead of the numbers finds no dependence either;
 see NOTE [Hidden mixing].
 
-Second derivatives are blind to kinks, and some functions have none. Functions that are linear by parts (an
-absolute value, a maximum, the deviation of two numbers) are refused if they make one number of several samples,
-or an entry that depends on more than one sample; so are those that PyTorch cannot differentiate twice. Not seen
-is a choice that leaves no trace on the graph: samples picked by their values, as ``topk`` and ``where`` do.
+Second derivatives are blind to kinks, and some functions have none. Functions that may be linear by parts (an
+absolute value, a maximum, a distance, the deviation of two numbers) are refused if they make one number of
+several samples, or an entry that depends on more than one sample; so are those that PyTorch cannot
+differentiate twice. A sum of absolute values is refused if one of these depends on more than one sample.
+Not seen is a choice that leaves no trace on the graph: samples picked by their values, as ``topk`` and
+``where`` do.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from packprop.engine.functions.losses import LOSSES
 from packprop.engine.functions.losses.description import without_classes
 from packprop.engine.functions.nodes import made_by
-from packprop.engine.functions.operands import has_kinks, is_linear
+from packprop.engine.functions.operands import adds_magnitudes, has_kinks, is_linear
 from packprop.engine.graph.graph import Graph
 from packprop.engine.graph.pull import pull_columns
 from packprop.engine.graph.search import depth_first
@@ -128,11 +130,15 @@ class _Part:
         for node, places in nodes:
             if not has_kinks(node):
                 continue
-            if torch.Size(made_by(node)[0].shape).numel() > 1:
-                self._require_no_joint_entries([node])
-                continue
             given = [node.next_functions[place] for place in places]
-            if any(self._joins_samples(GradientEdge(above, output)) for above, output in given if above):
+            taken = [GradientEdge(above, output) for above, output in given if above is not None]
+            if adds_magnitudes(node, places):
+                mixes = self._entries_join(taken[0])
+            elif torch.Size(made_by(node)[0].shape).numel() > 1:
+                mixes = self._outputs_join(node)
+            else:
+                mixes = any(map(self._joins_samples, taken))
+            if mixes:
                 raise self._mixed([node])
         curved = [node for node, places in nodes if not is_linear(node, places)]
         return not curved or self._is_separate_numerically(curved)
@@ -140,9 +146,12 @@ class _Part:
     def _require_no_joint_entries(self, nodes: Sequence[Node]) -> None:
         """Refuse functions that are not linear, and make entries of more than one sample."""
         for node in nodes:
-            edges = [GradientEdge(node, output) for output, _ in enumerate(made_by(node))]
-            if any(map(self._entries_join, edges)):
+            if self._outputs_join(node):
                 raise self._mixed([node])
+
+    def _outputs_join(self, node: Node) -> bool:
+        """Tell whether some entry of a node's outputs depends on more than one sample, for some values."""
+        return any(self._entries_join(GradientEdge(node, output)) for output, _ in enumerate(made_by(node)))
 
     def _nodes(self) -> list[tuple[Node, list[int]]]:
         """The nodes that lead to an end, those nearest to the roots first, with the places where they do."""
@@ -193,16 +202,21 @@ class _Part:
         single samples are known by an axis that holds the samples.
         """
         made = ModelOutput.at(edge)
-        if any(layout.axis is None for layout in self._layouts):  # no entry may depend on the whole batch
+        if any(layout.axis is None for layout in self._layouts):
             gradients = zip(self._gradients_of(edge, made.ones()), self._layouts, strict=True)
-            return any(gradient is not None and layout.axis is None for gradient, layout in gradients)
+            if any(gradient is not None and layout.axis is None for gradient, layout in gradients):
+                return True  # no entry may depend on the whole batch
         cotangent = torch.ones(made.shape, dtype=made.dtype, device=made.device, requires_grad=True)
         sweeps = parts(self._samples, every=True)
         count = torch.zeros(made.shape, dtype=torch.int64, device=made.device)
         try:
             with torch.enable_grad(), unmasked([edge]):
                 products = pull_columns([edge], self._edges, [cotangent], batched=False, create_graph=True)
-            reached = [p for p, product in enumerate(products) if product is not None and product.requires_grad]
+            reached = [
+                place
+                for place, product in enumerate(products)
+                if product is not None and product.requires_grad and self._layouts[place].axis is not None
+            ]
             if not reached:
                 return False
             for fed in sweeps:

@@ -22,15 +22,16 @@ Normalised = Callable[[], Tensor] | None
 def _layer_norm(call: NodeCall) -> Entry | None:
     x, mean, deviation = call.saved("input"), call.saved("result1"), call.saved("result2")
     axes = tuple(range(-len(call.operand.shape), 0))
+    return _scale_or_shift(call, lambda: _standardised(x(), mean(), deviation(), axes))
 
-    def normalised() -> Tensor:
-        if not torch.is_grad_enabled():
-            return (x() - mean()) * deviation()
-        # PyTorch has no derivatives of its saved statistics, so compute them again
-        centred = x() - x().mean(axes, keepdim=True)
-        return centred * _again(deviation(), centred, axes)
 
-    return _scale_or_shift(call, normalised)
+def _standardised(x: Tensor, mean: Tensor, deviation: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Subtract the mean over some axes, and multiply by the reciprocal of the deviation."""
+    if not torch.is_grad_enabled():
+        return (x - mean) * deviation
+    # PyTorch has no derivatives of its saved statistics, so compute them again
+    centred = x - x.mean(axes, keepdim=True)
+    return centred * _again(deviation, centred, axes)
 
 
 @rule_of("FusedRmsNorm")
@@ -53,8 +54,14 @@ def _again(deviation: Tensor, x: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 @rule_of("NativeGroupNorm")
 def _group_norm(call: NodeCall) -> Entry | None:
-    x, groups, eps = call.saved("input"), call.option("group"), call.option("eps")
-    return _scale_or_shift(call, lambda: F.group_norm(x(), groups, eps=eps), of_channels=True)
+    x, mean, deviation = call.saved("input"), call.saved("result1"), call.saved("result2")
+    groups = call.option("group")
+
+    def normalised() -> Tensor:
+        grouped = x().unflatten(1, (groups, -1)).flatten(2)
+        return _standardised(grouped, mean()[..., None], deviation()[..., None], (-1,)).view(x().shape)
+
+    return _scale_or_shift(call, normalised, of_channels=True)
 
 
 @rule_of(*NORMALISATIONS)

@@ -27,7 +27,7 @@ class Penalised(nn.Module):
 
 
 PENALTIES = [
-    pytest.param(lambda m, h: eager_backward(lambda h: h.pow(4).sum(), h), id="scalar"),
+    pytest.param(lambda m, h: eager_backward(lambda h: h.pow(4).sum(), h, keep="recompute"), id="scalar"),
     pytest.param(lambda m, h: eager_backward(lambda h: h.pow(4).sum(1), h), id="per-sample"),
     pytest.param(lambda m, h: eager_backward(lambda h: h.pow(4).sum(1), h, chunks=2), id="pieces"),
 ]
@@ -56,6 +56,19 @@ def test_a_branch_without_parameters_contributes(penalty: Callable[[Penalised, T
         assert_near(leaf.variance, leaf.grad_batch.var(0, unbiased=False), "variance")
 
 
+def test_one_number_of_the_batch_that_kept_no_graph_is_refused() -> None:
+    """Nothing tells whether it is a sum over samples; what it is caused by says how it can be known."""
+    model = packprop.extend(Penalised(lambda m, h: eager_backward(lambda h: h.pow(4).sum(), h)))
+    out, value = model(torch.randn(5, 3))
+    loss = nn.functional.cross_entropy(out, torch.randint(2, (5,))) + value
+    with (
+        pytest.raises(PackpropError, match="mixes the samples") as caught,
+        packprop.backpack(extensions.BatchGrad()),
+    ):
+        loss.backward()
+    assert "keep='recompute'" in str(caught.value.__cause__)
+
+
 def test_parameters_of_a_branch_are_refused_by_name() -> None:
     model = packprop.extend(Penalised(lambda m, h: eager_backward(lambda h: m.critic(h).pow(2).sum(), h)))
     out, value = model(torch.randn(5, 3))
@@ -70,8 +83,8 @@ def test_parameters_of_a_branch_are_refused_by_name() -> None:
 
 
 def test_curvature_of_a_branch_is_refused() -> None:
-    model = packprop.extend(Penalised(lambda m, h: eager_backward(lambda h: h.pow(4).sum(), h)))
+    model = packprop.extend(Penalised(lambda m, h: eager_backward(lambda h: h.pow(4).sum(1), h)))
     out, value = model(torch.randn(5, 3))
-    loss = packprop.extend(nn.CrossEntropyLoss())(out, torch.randint(2, (5,))) + value
+    loss = packprop.extend(nn.CrossEntropyLoss())(out, torch.randint(2, (5,))) + value.sum()
     with pytest.raises(PackpropError, match="recorded loss"), packprop.backpack(extensions.DiagGGNExact()):
         loss.backward()

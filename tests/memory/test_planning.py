@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import packprop
@@ -196,3 +198,40 @@ def test_memory_of_a_result_that_was_dropped_is_no_result() -> None:
         del value
         recorder.live.sizes[place] = 4000  # as if another tensor had come to lie there
         assert recorder.saved_alive() == 0
+
+
+LINKED: dict[str, Any] = {
+    "cross_entropy": lambda out, y: F.cross_entropy(out, y),
+    "nll_loss": lambda out, y: F.nll_loss(out.log_softmax(1), y),
+    "logarithms": lambda out, y: F.nll_loss(out.softmax(1).log(), y),
+    "binary_cross_entropy": lambda out, y: F.binary_cross_entropy(out.sigmoid(), y),
+    "poisson_nll_loss": lambda out, y: F.poisson_nll_loss(out.exp(), y, log_input=False),
+}
+"""Losses that take a function of the model's output."""
+
+
+@pytest.mark.parametrize("name", LINKED)
+@pytest.mark.parametrize("asked", [extensions.DiagGGNExact(), extensions.KFAC()], ids=lambda each: each.name)
+@pytest.mark.parametrize("recording", [packprop.record, contextlib.nullcontext])
+def test_a_budget_for_a_loss_that_takes_a_function_of_the_output(
+    name: str, asked: Any, recording: Any, made: list[packprop.Plan]
+) -> None:
+    """Such losses need not be extended."""
+    if name == "poisson_nll_loss" and recording is not packprop.record:
+        pytest.skip("no node of PyTorch's tells that it was called")
+    model, (x, y) = packprop.extend(network()), data(16)
+    if name in ("binary_cross_entropy", "poisson_nll_loss"):
+        y = F.one_hot(y, 6).float()
+    live = LiveBytes()
+    live.own([*model.parameters(), x, y], "there before")
+    for _ in range(2):
+        model.zero_grad()
+        with live:
+            with recording():
+                loss = LINKED[name](model(x), y)
+            with packprop.backpack(asked, memory="100MiB"):
+                loss.backward()
+    assert len(made) == 1
+    room = loss.untyped_storage().nbytes()  # on a CPU, PyTorch keeps all terms of some losses behind their value
+    assert live.peak <= made[0].peak + room
+    assert all(hasattr(leaf, asked.savefield) for leaf in model.parameters())

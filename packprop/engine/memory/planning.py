@@ -25,7 +25,7 @@ from packprop.engine.memory.plan import (
 )
 from packprop.engine.memory.search import budget_of, choose_plan
 from packprop.engine.passes.chunks import ChunkSizes, default_chunk_sizes
-from packprop.engine.recording.marks import LOSS, marks_of
+from packprop.engine.recording.marks import LOSS, marks_of, nodes_above
 from packprop.engine.recording.recorder import mark_loss
 from packprop.engine.recording.switch import extend, record
 from packprop.engine.tensors.calling import (
@@ -208,6 +208,8 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
 
     model_outputs = {edge.node for edge, forward, _ in graph.outputs if forward.has_parameters}
     returns_loss = graph.roots[0].grad_fn in model_outputs
+    between, entrance = _nodes_between(call.edge.node, model_outputs), graph.losses[0].entrance
+    link = entrance.rule.link if entrance.made is not None and entrance.made.node in between else None
 
     def forward(copied: nn.Module, fake: Callable[[Any], Any]) -> Tensor:
         given, named = fake(args), fake(kwargs)
@@ -219,6 +221,8 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
                 return next(t for t in outputs if t.shape == graph.roots[0].shape and t.requires_grad)
             shape = fake(call.shape)
             output = next(t for t in outputs if t.numel() == shape.numel()).reshape(shape)
+            if link is not None:
+                output = link.function(output, entrance.rule.class_axis)
             given = (output, *others) if loss_args else ()
             named = options if loss_args else {**options, "input": output}
             value = call.function(*given, **named)
@@ -227,10 +231,10 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
         total: Tensor = value.sum()
         return total
 
-    between = 0
-    if not returns_loss:
-        tensors = _tensors_between(call.edge.node, model_outputs)
-        between = tensors * call.input.numel() * call.input.element_size()
+    unseen = 0
+    if not returns_loss:  # there and back, each as large as the loss's input; the link is run
+        tensors = 2 * (len(between) - (link is not None))
+        unseen = tensors * call.input.numel() * call.input.element_size()
     leaves = graph.leaves()
     step = PlannedStep(
         model,
@@ -240,21 +244,12 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
         gradients=True,
         accumulated=gradients_are_there(leaves),
     )
-    return choose_plan(step, budget, lambda plan: plan.beside("between model and loss", between))
+    return choose_plan(step, budget, lambda plan: plan.beside("between model and loss", unseen))
 
 
-def _tensors_between(start: Node, ends: set[Node]) -> int:
-    """Return how many tensors may lie between the model's output and the loss's input, there and back.
-
-    Each counts as large as the loss's input.
-    """
-    stack, seen = [start], set()
-    while stack:
-        node = stack.pop()
-        if node not in ends and node not in seen:
-            seen.add(node)
-            stack += [upstream for upstream, _ in node.next_functions if upstream is not None]
-    return 2 * len(seen)
+def _nodes_between(start: Node, ends: set[Node]) -> set[Node]:
+    """Return the nodes from ``start`` up to some ends, which are not among them."""
+    return set() if start in ends else set(nodes_above([start], ends))
 
 
 def chunk_sizes_of_pass(graph: Graph, extensions: Sequence[Extension], budget: int) -> ChunkSizes:

@@ -143,11 +143,14 @@ class _Part:
         curved = [node for node, places in nodes if not is_linear(node, places)]
         return not curved or self._is_separate_numerically(curved)
 
-    def _require_no_joint_entries(self, nodes: Sequence[Node]) -> None:
-        """Refuse functions that are not linear, and make entries of more than one sample."""
+    def _require_no_joint_entries(self, nodes: Sequence[Node], error: Exception) -> None:
+        """Refuse functions that are not linear, and make entries of more than one sample.
+
+        ``error`` says why they cannot be differentiated twice.
+        """
         for node in nodes:
             if self._outputs_join(node):
-                raise self._mixed([node])
+                raise self._mixed([node]) from error
 
     def _outputs_join(self, node: Node) -> bool:
         """Tell whether some entry of a node's outputs depends on more than one sample, for some values."""
@@ -256,8 +259,8 @@ class _Part:
                 gradients = pull_columns(
                     self._roots, self._edges, self._seeds, batched=False, create_graph=True
                 )
-        except (RuntimeError, NotImplementedError):
-            self._require_no_joint_entries(curved_nodes)
+        except (RuntimeError, NotImplementedError) as error:
+            self._require_no_joint_entries(curved_nodes, error)
             return True
         places = [place for place, given in enumerate(gradients) if given is not None and given.requires_grad]
         curved = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
@@ -273,8 +276,8 @@ class _Part:
                         products = pull_columns(
                             curved, self._edges, [vectors[p] for p in places], batched=False
                         )
-                except (RuntimeError, NotImplementedError):
-                    self._require_no_joint_entries(curved_nodes)
+                except (RuntimeError, NotImplementedError) as error:
+                    self._require_no_joint_entries(curved_nodes, error)
                     return lasting
                 for product, layout, gradient in zip(products, self._layouts, gradients, strict=True):
                     if product is None or gradient is None:

@@ -32,11 +32,13 @@ class Link:
 
     Args:
         chains: Names of the nodes that it may leave, from its output to its input.
+        function: The function, of its input and the axis whose entries it combines.
         undone: Maps its output to its input, up to differences that do not change the loss.
         of_rows: Whether it combines the entries along one axis.
     """
 
     chains: tuple[tuple[str, ...], ...]
+    function: Callable[[Tensor, int | None], Tensor]
     undone: Callable[[Tensor], Tensor]
     of_rows: bool = False
 
@@ -51,6 +53,10 @@ def _logarithm(rates: Tensor) -> Tensor:
     return at_least(rates, torch.finfo(rates.dtype).tiny).log()
 
 
-LOG_SOFTMAX = Link((("LogSoftmax",), ("Log", "Softmax")), lambda log_probabilities: log_probabilities, True)
-SIGMOID = Link((("Sigmoid",),), _log_odds)
-EXPONENTIAL = Link((("Exp",),), _logarithm)
+def _log_softmax(values: Tensor, axis: int | None) -> Tensor:
+    return values.log_softmax(-1 if axis is None else axis)
+
+
+LOG_SOFTMAX = Link((("LogSoftmax",), ("Log", "Softmax")), _log_softmax, lambda values: values, True)
+SIGMOID = Link((("Sigmoid",),), lambda values, _: values.sigmoid(), _log_odds)
+EXPONENTIAL = Link((("Exp",),), lambda values, _: values.exp(), _logarithm)

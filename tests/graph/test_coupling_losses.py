@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from packprop.engine.functions.losses import description
 from packprop.errors import PackpropError
+from packprop.functions import Loss
 
 LABELS = torch.tensor([0, 0, 1, 1, 2, 2])
 ONES, OTHERS = torch.tensor([0, 1, 2]), torch.tensor([3, 4, 5])
@@ -20,6 +23,50 @@ ONES, OTHERS = torch.tensor([0, 1, 2]), torch.tensor([3, 4, 5])
 def batch_hard(s: Tensor) -> Tensor:
     distances, same = torch.cdist(s, s), LABELS[:, None] == LABELS
     return torch.relu((distances * same).amax(1) - (distances + 1e3 * same).amin(1) + 1).mean()
+
+
+class LogSumExp(torch.autograd.Function):
+    """A function over all samples, whose gradient was made in its forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, s: Tensor) -> Tensor:
+        ctx.save_for_backward(s.softmax(0))
+        return s.logsumexp(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (slopes,) = ctx.saved_tensors
+        return slopes * gradient
+
+
+class Halved(torch.autograd.Function):
+    """The same, of each sample: half its squares."""
+
+    @staticmethod
+    def forward(ctx: Any, s: Tensor) -> Tensor:
+        ctx.save_for_backward(s.clone())
+        return s.square().sum(1) / 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (slopes,) = ctx.saved_tensors
+        return slopes * gradient[:, None]
+
+
+def hinge_in_place(s: Tensor) -> Tensor:
+    differences = (s[:3] - s[3:]) * 1
+    differences[:, 0].relu_()
+    return differences.sum()
+
+
+def largest_of_a_class(s: Tensor) -> Tensor:
+    index = LABELS[:, None].expand(-1, s.shape[1])
+    return torch.full((3, s.shape[1]), -9.0).to(s).scatter_reduce(0, index, s, "amax").sum()
+
+
+def mean_of_a_class(s: Tensor) -> Tensor:
+    losses = s.square().sum(1)
+    return losses.new_zeros(3).scatter_reduce(0, LABELS, losses, "mean").mean()
 
 
 COUPLING: dict[str, Callable[[Tensor], Tensor]] = {
@@ -41,6 +88,13 @@ COUPLING: dict[str, Callable[[Tensor], Tensor]] = {
     "all absolute differences": lambda s: F.pdist(s, 1.0).sum(),
     "largest differences": lambda s: torch.cdist(s, s, p=torch.inf).sum(),
     "smallest and largest": lambda s: sum(s.aminmax(dim=0)).sum(),
+    "largest of a class": largest_of_a_class,
+    "slopes": lambda s: F.prelu(s[:, None, 0] - s[None, :, 0], s.new_full((1,), 0.2)).sum(),
+    "median": lambda s: s.nanmedian(0).values.sum(),
+    "remainders": lambda s: torch.remainder(s, s.roll(1, 0)).sum(),
+    "hinge in place": hinge_in_place,
+    "linear beyond a bound": lambda s: F.hardswish(9e3 * (s[:3] - s[3:])).sum(),
+    "a gradient made before": lambda s: LogSumExp.apply(s).sum(),
 }
 
 APART: dict[str, Callable[[Tensor], Tensor]] = {
@@ -57,6 +111,12 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
     "distance from a constant": lambda s: torch.dist(s, torch.ones_like(s), 1),
     "absolute entries": lambda s: torch.linalg.vector_norm(s, 1, dim=1).sum(),
     "largest and smallest entry": lambda s: sum(s.aminmax(dim=1)).sum(),
+    "squared norm": lambda s: s.norm() ** 2,
+    "squared distance": lambda s: torch.dist(s, torch.ones_like(s)) ** 2 / 6,
+    "products of its own": lambda s: torch.diag(s[:, :2] @ s[:, 2:].T).sum(),
+    "means of classes": mean_of_a_class,
+    "a guard": lambda s: torch.nan_to_num(s.square().sum()),
+    "a gradient made before": lambda s: Halved.apply(s).sum(),
 }
 
 
@@ -88,6 +148,121 @@ def test_they_are_refused_beside_a_loss_that_was_reduced(name: str) -> None:
 def test_kinks_of_each_sample_are_fine(name: str) -> None:
     torch.testing.assert_close(*rows(APART[name]))
     torch.testing.assert_close(*rows(lambda s: F.cross_entropy(s, LABELS) + APART[name](s)))
+
+
+class Summed(torch.autograd.Function):
+    """Half the sum of squared distances, as one number; its gradient was made in its forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, s: Tensor, targets: Tensor) -> Tensor:
+        ctx.save_for_backward(s - targets)
+        return (s - targets).square().sum() / 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (slopes,) = ctx.saved_tensors
+        return slopes * gradient, None
+
+
+class FusedLoss(nn.Module):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return Summed.apply(input, target)
+
+
+def test_a_sum_that_only_its_author_knows() -> None:
+    """The error says what makes it known."""
+    targets, fused = torch.ones(6, 4).double(), packprop.extend(FusedLoss())
+    with pytest.raises(PackpropError, match="function of your own") as caught:
+        rows(lambda s: fused(s, targets))
+    assert "register_loss" in caught.value.instead
+    try:
+
+        @packprop.register_loss(FusedLoss)
+        def _(input: Tensor, target: Tensor) -> Loss:
+            return Loss(class_axis=None, weight=1.0, divisor=1.0, root=None)
+
+        torch.testing.assert_close(*rows(lambda s: fused(s, targets)))
+    finally:
+        del description.LOSSES[FusedLoss]
+
+
+BATCH = torch.arange(64) % 4
+
+SMALL_SHARES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean confidence": lambda s: (s.softmax(1).mean(0) ** 2).sum(),
+    "entropy of the mean": lambda s: (s.softmax(1).mean(0) * s.softmax(1).mean(0).log()).sum(),
+    "root of the mean": lambda s: s.square().mean().sqrt(),
+    "all pairs": lambda s: F.softplus(s[:, None, 0] - s[None, :, 0]).mean(),
+}
+"""Losses in which each sample depends little on each other one."""
+
+
+@pytest.mark.parametrize("name", SMALL_SHARES)
+@pytest.mark.parametrize("how", ["bfloat16", "autocast", "float16"])
+def test_few_digits_hide_nothing(name: str, how: str) -> None:
+    torch.manual_seed(0)
+    dtype = torch.float32 if how == "autocast" else getattr(torch, how)
+    layer, x = packprop.extend(nn.Linear(3, 4).to(dtype)), torch.randn(64, 3).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        s = layer(x)
+        loss = F.cross_entropy(s, BATCH) + 0.1 * SMALL_SHARES[name](s)
+    with pytest.raises(PackpropError, match="mixes the samples"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", [name for name in APART if name not in ("squared norm", "squared distance")])
+def test_few_digits_do_not_mix_anything(name: str) -> None:
+    torch.manual_seed(0)
+    layer, x = packprop.extend(nn.Linear(3, 4).bfloat16()), torch.randn(6, 3).bfloat16()
+    try:
+        loss = F.cross_entropy(s := layer(x), LABELS) + APART[name](s)
+    except RuntimeError:
+        pytest.skip("PyTorch does not compute this in bfloat16")
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    assert layer.weight.grad_batch.shape == (6, 4, 3)
+
+
+@pytest.mark.parametrize(
+    "of_values", [torch.sqrt, torch.square, torch.log], ids=lambda function: function.__name__
+)
+def test_functions_of_large_losses(of_values: Callable[[Tensor], Tensor]) -> None:
+    """Slopes and curvature of a large number differ by its size, and both are small beside it."""
+    torch.manual_seed(0)
+    layer, x = packprop.extend(nn.Linear(3, 4)), torch.randn(6, 3)
+    loss = of_values(F.mse_loss(layer(x), 2e5 + 5e4 * torch.randn(6, 4)))
+    with pytest.raises(PackpropError, match="mixes the samples"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+
+
+@pytest.mark.parametrize("samples", [25, 26])
+def test_curvature_that_is_not_finite(samples: int) -> None:
+    """Beyond 25 rows PyTorch computes distances by another function, which has none at zero."""
+    torch.manual_seed(0)
+    layer, x = packprop.extend(nn.Linear(3, 4)), torch.randn(samples, 3)
+    distances = torch.cdist(s := layer(x), s)
+    loss = (-distances).exp().sum().log() + distances.mean()
+    with pytest.raises(PackpropError, match="mixes the samples"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+
+
+def test_similarities_of_samples_that_are_zero() -> None:
+    torch.manual_seed(0)
+    layer, x = packprop.extend(nn.Linear(3, 4)), torch.randn(6, 3)
+    s = layer(x) * torch.tensor([1.0, 1, 0, 0, 1, 1])[:, None]
+    loss = F.cosine_similarity(s[:, None], s[None], dim=-1).square().mean()
+    with pytest.raises(PackpropError, match="mixes the samples"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+
+
+def test_a_kink_that_one_sample_reaches_is_one_that_others_may_reach() -> None:
+    """What the first pass finds is kept for later ones."""
+    layer = packprop.extend(nn.Linear(1, 1, bias=False).double())
+    nn.init.ones_(layer.weight)
+    x = torch.tensor([[2.0], [0.0], [0.0]]).double()
+    loss = (torch.relu(layer(x) - 1).sum() - 0.5).abs()
+    with pytest.raises(PackpropError, match="mixes the samples"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
 
 
 @pytest.mark.parametrize("pairs", [1, 2, 3, 4, 8])

@@ -232,6 +232,8 @@ def test_a_budget_for_a_loss_that_takes_a_function_of_the_output(
             with packprop.backpack(asked, memory="100MiB"):
                 loss.backward()
     assert len(made) == 1
-    room = loss.untyped_storage().nbytes()  # on a CPU, PyTorch keeps all terms of some losses behind their value
+    room = (
+        loss.untyped_storage().nbytes()
+    )  # on a CPU, PyTorch keeps all terms of some losses behind their value
     assert live.peak <= made[0].peak + room
     assert all(hasattr(leaf, asked.savefield) for leaf in model.parameters())

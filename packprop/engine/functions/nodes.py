@@ -34,10 +34,14 @@ LINEAR = names_of_nodes(
     UpsampleNearestExact2D UpsampleNearestExact3D UpsampleLinear1D UpsampleBilinear2D UpsampleBicubic2D
     UpsampleTrilinear3D Cumsum MaskedFill Where Repeat Roll Flip Diagonal PixelShuffle PixelUnshuffle
     ChannelShuffle Unfold Im2Col Col2Im Trace Tril Triu NativeDropout IndexAdd Scatter ScatterAdd
-    SelectScatter SliceScatter HandedOn
+    SelectScatter SliceScatter NanToNum HandedOn
     """
 )
 """Linear in all inputs together."""
+
+
+REDUCING = names_of_nodes("ScatterReduce IndexReduce SegmentReduce")
+"""Functions that reduce entries in the way that they have saved."""
 
 
 PIECEWISE = names_of_nodes(
@@ -200,6 +204,8 @@ def kind_of(node: Node, dependent: Sequence[int], complex_numbers: bool = False)
     """
     name = name_of_node(node)
     if name in LINEAR or (name in PIECEWISE and not complex_numbers):
+        return "linear"
+    if name in REDUCING and saved_option(node, "reduce") in ("sum", "mean"):
         return "linear"
     alone = len(dependent) == 1
     if name in PRODUCTS and alone:

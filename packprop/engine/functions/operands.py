@@ -22,6 +22,7 @@ from packprop.engine.functions.nodes import (
     PRODUCTS,
     has_option,
     kind_of,
+    made_by,
     name_of_node,
     names_of_nodes,
     saved_option,
@@ -108,25 +109,49 @@ EXPONENTS = frozenset({"_saved_exponent", "_saved_ord", "_saved_p"})
 """Numbers that decide whether a function is linear."""
 
 
-NORMS = names_of_nodes("LinalgVectorNorm Norm Dist Cdist Pdist Std StdMean")
-"""Functions that are piecewise linear for some exponents, or for few numbers: two deviate by their distance."""
+CURVED = (
+    ELEMENTWISE - names_of_nodes("Softplus Elu Celu Hardswish")
+    | PRODUCTS - {"PreluKernel"}
+    | names_of_nodes(
+        """
+        Div Addcdiv MseLoss SoftMarginLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits NllLoss NllLoss2D
+        KlDiv
+        """
+    )
+)
+"""Functions whose second derivatives tell which entries meet in them; all others may be linear by parts."""
+
+
+NORMS = names_of_nodes("LinalgVectorNorm Norm Dist")
+"""Functions that save their exponent."""
 
 
 def is_linear(node: Node, dependent: Sequence[int]) -> bool:
     """Tell whether a node is linear in some of its inputs, together and everywhere."""
-    return kind_of(node, dependent) == "linear" and name_of_node(node) not in PIECEWISE
+    return kind_of(node, dependent) == "linear" and name_of_node(node) not in PIECEWISE | {"PreluKernel"}
 
 
-def has_kinks(node: Node) -> bool:
-    """Tell whether a node may be piecewise linear, as all norms of one number are."""
-    return name_of_node(node) in PIECEWISE | NORMS
+def has_kinks(node: Node, dependent: Sequence[int]) -> bool:
+    """Tell whether a node may be linear by parts but not everywhere, as all norms of one number are."""
+    name = name_of_node(node)
+    if name in NORMS and _exponent(node) == 2:
+        ((above, output),) = [node.next_functions[place] for place in dependent[:1]]
+        return torch.Size(made_by(above)[output].shape).numel() == torch.Size(made_by(node)[0].shape).numel()
+    return name not in CURVED and not is_linear(node, dependent)
 
 
-def adds_magnitudes(node: Node, dependent: Sequence[int]) -> bool:
-    """Tell whether a node adds up the absolute values of what it takes, as the norm with exponent 1 does."""
-    if name_of_node(node) not in ("LinalgVectorNorm", "Norm", "Dist") or len(dependent) > 1:
-        return False
-    return any(has_option(node, name) and saved_option(node, name) == 1 for name in ("ord", "p"))
+def adds_up_entries(node: Node, dependent: Sequence[int]) -> bool:
+    """Tell whether a node adds up a function of each entry, as the norm with exponent 1 does."""
+    name = name_of_node(node)
+    adds = name in ("SmoothL1Loss", "HuberLoss") or (name in NORMS and _exponent(node) == 1)
+    return adds and len(dependent) == 1
+
+
+def _exponent(node: Node) -> float:
+    """Return the exponent of a node of ``NORMS``."""
+    name = "ord" if has_option(node, "ord") else "p"
+    value = saved_option(node, name) if has_option(node, name) else None
+    return 2.0 if value is None else float(value)
 
 
 def options_of(node: Node) -> Sequence[Any]:

@@ -4,19 +4,19 @@
 Rows of a gradient belong to samples only if the gradient in one sample's output does not depend on the outputs
 of others: then the loss is a sum of terms. So the gradient at the model's output is differentiated again, along
 random numbers in the rows of some samples, and must be zero in the rows of the others. Only the graph of the
-loss is gone through. Losses that torch has a rule for are known to be sums. What is computed from their values
+loss is gone through. Losses that have a rule are known to be sums. What is computed from their values
 is looked at in the same way, with these values in the place of the model's output: entries of a loss that was
 not reduced belong to samples, while one number for the whole batch belongs to none, so that nothing but what is
 linear in it gives a sum of terms. So are the places where paths meet the model beside all losses; see NOTE
 [Open paths]. As for the model, what is found is kept if NaN instead of the numbers finds no dependence either;
 see NOTE [Hidden mixing].
 
-Second derivatives are blind to kinks, and some functions have none. Functions that may be linear by parts (an
-absolute value, a maximum, a distance, the deviation of two numbers) are refused if they make one number of
-several samples, or an entry that depends on more than one sample; so are those that PyTorch cannot
-differentiate twice. A sum of absolute values is refused if one of these depends on more than one sample.
-Not seen is a choice that leaves no trace on the graph: samples picked by their values, as ``topk`` and
-``where`` do.
+Second derivatives are blind to kinks, and some functions have none. So a function that may be linear by parts
+(an absolute value, a maximum, a distance, a function of the user's whose gradient leads nowhere) is refused if
+an entry that it makes depends on more than one sample, whatever the values are; a sum of absolute values, if an
+entry that it takes does. So are functions that PyTorch cannot differentiate twice, or whose second derivative
+is not finite. Not seen is a choice that leaves no trace on the graph: factors and samples picked by their
+values, as by a comparison with ``where``.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from packprop.engine.functions.losses import LOSSES
-from packprop.engine.functions.losses.description import without_classes
-from packprop.engine.functions.nodes import made_by
-from packprop.engine.functions.operands import adds_magnitudes, has_kinks, is_linear
+from packprop.engine.functions.losses.description import loss_rule, without_classes
+from packprop.engine.functions.nodes import is_from_outside, made_by
+from packprop.engine.functions.operands import adds_up_entries, has_kinks, is_linear
 from packprop.engine.graph.graph import Graph
 from packprop.engine.graph.pull import pull_columns
-from packprop.engine.graph.search import depth_first
+from packprop.engine.graph.search import depth_first, nodes_above
 from packprop.engine.graph.sweep import unmasked
 from packprop.engine.samples.feeding import Feed, ModelOutput
 from packprop.engine.samples.hidden_mixing import parts
 from packprop.engine.tensors.layout import Layout, possible_layouts
 from packprop.engine.tensors.repeated import Products
 from packprop.errors import PackpropError
+
+FEW_DIGITS = 1e-6
+"""Precisions that are coarser than this have too few digits to tell small shares from rounding."""
+
 
 _MERGED = Layout(None, 1)
 """The place of the samples in a value that is one number, or whose numbers belong to no sample."""
@@ -62,7 +65,7 @@ def require_separate_losses(graph: Graph, outputs: Sequence[ModelOutput], chosen
     given = list(zip(outputs, chosen, strict=True))
     for place, loss in enumerate(graph.losses):  # outputs of losses come first
         function = loss.call.function
-        if function not in LOSSES:
+        if loss_rule(function) is None:
             name = f"the loss {getattr(function, '__name__', function)}"
             output = outputs[place]
             one = torch.ones((), dtype=output.dtype, device=output.device)
@@ -128,25 +131,48 @@ class _Part:
         """Tell whether it is a sum over samples for all values; refused if it is none for the present ones."""
         nodes = self._nodes()
         for node, places in nodes:
-            if not has_kinks(node):
-                continue
-            given = [node.next_functions[place] for place in places]
-            taken = [GradientEdge(above, output) for above, output in given if above is not None]
-            if adds_magnitudes(node, places):
-                mixes = self._entries_join(taken[0])
-            elif torch.Size(made_by(node)[0].shape).numel() > 1:
-                mixes = self._outputs_join(node)
-            else:
-                mixes = any(map(self._joins_samples, taken))
-            if mixes:
-                raise self._mixed([node])
+            if has_kinks(node, places):
+                self._require_no_kink_of_several(node, places)
         curved = [node for node, places in nodes if not is_linear(node, places)]
         return not curved or self._is_separate_numerically(curved)
 
-    def _require_no_joint_entries(self, nodes: Sequence[Node], error: Exception) -> None:
+    def _require_no_kink_of_several(self, node: Node, places: Sequence[int]) -> None:
+        """Refuse a function with kinks that takes or makes an entry of more than one sample."""
+        given = [node.next_functions[place] for place in places]
+        taken = [GradientEdge(above, output) for above, output in given if above is not None]
+        error: Exception | None = None
+        if is_from_outside(node):
+            try:
+                if self._has_second_derivative(node, taken):
+                    return
+            except (RuntimeError, NotImplementedError) as raised:
+                error = raised
+        if adds_up_entries(node, places):
+            mixes = self._entries_join(taken[0])
+        else:  # one number that belongs to a sample now may belong to another one later
+            is_one = torch.Size(made_by(node)[0].shape).numel() == 1
+            mixes = self._outputs_join(node) or (is_one and any(self._entries_join(e, True) for e in taken))
+        if mixes:
+            raise self._mixed([node]) from error
+
+    def _has_second_derivative(self, node: Node, taken: Sequence[GradientEdge]) -> bool:
+        """Tell whether the gradient that a function of the user's computes leads back to what it takes."""
+        made = [ModelOutput.at(GradientEdge(node, output)) for output, _ in enumerate(made_by(node))]
+        with torch.enable_grad():
+            gradients = pull_columns(
+                [each.edge for each in made],
+                taken,
+                [each.ones() for each in made],
+                batched=False,
+                create_graph=True,
+            )
+        above = set(nodes_above(gradient.grad_fn for gradient in gradients if gradient is not None))
+        return any(edge.node in above for edge in taken)
+
+    def _require_no_joint_entries(self, nodes: Sequence[Node], error: Exception | None = None) -> None:
         """Refuse functions that are not linear, and make entries of more than one sample.
 
-        ``error`` says why they cannot be differentiated twice.
+        ``error`` says why they cannot be differentiated twice; without one, what they give is not finite.
         """
         for node in nodes:
             if self._outputs_join(node):
@@ -180,24 +206,10 @@ class _Part:
         """The gradients of a tensor inside, along numbers of its shape, in the values."""
         return pull_columns([edge], self._edges, [along], batched=False)
 
-    def _joins_samples(self, edge: GradientEdge) -> bool:
-        """Tell whether a tensor inside depends on more than one sample."""
-        try:
-            gradients = self._gradients_of(edge, ModelOutput.at(edge).ones())
-        except (RuntimeError, NotImplementedError):
-            return False
-        reached: Tensor | None = None
-        for gradient, layout in zip(gradients, self._layouts, strict=True):
-            if gradient is None:
-                continue
-            if layout.axis is None:
-                return True
-            rows = (layout.to_front(gradient) != 0).unsqueeze(-1).flatten(1).any(1).cpu()
-            reached = rows if reached is None else reached | rows
-        return reached is not None and int(reached.sum()) > 1
-
-    def _entries_join(self, edge: GradientEdge) -> bool:
+    def _entries_join(self, edge: GradientEdge, together: bool = False) -> bool:
         """Tell whether some entry of a tensor inside depends on more than one sample, for some values.
+
+        ``together``: or two entries of it do not depend on the same sample.
 
         Each entry's derivative along NaN in the rows of some samples is NaN if it depends on one of them. Each
         sample is fed NaN in half of the sweeps, no two in the same ones: an entry of one sample comes back as
@@ -209,12 +221,14 @@ class _Part:
             gradients = zip(self._gradients_of(edge, made.ones()), self._layouts, strict=True)
             if any(gradient is not None and layout.axis is None for gradient, layout in gradients):
                 return True  # no entry may depend on the whole batch
-        cotangent = torch.ones(made.shape, dtype=made.dtype, device=made.device, requires_grad=True)
+        shape = torch.Size() if together else made.shape
+        cotangent = torch.ones(shape, dtype=made.dtype, device=made.device, requires_grad=True)
         sweeps = parts(self._samples, every=True)
-        count = torch.zeros(made.shape, dtype=torch.int64, device=made.device)
+        count = torch.zeros(shape, dtype=torch.int64, device=made.device)
         try:
             with torch.enable_grad(), unmasked([edge]):
-                products = pull_columns([edge], self._edges, [cotangent], batched=False, create_graph=True)
+                fed_in = cotangent.expand(made.shape)
+                products = pull_columns([edge], self._edges, [fed_in], batched=False, create_graph=True)
             reached = [
                 place
                 for place, product in enumerate(products)
@@ -279,13 +293,15 @@ class _Part:
                 except (RuntimeError, NotImplementedError) as error:
                     self._require_no_joint_entries(curved_nodes, error)
                     return lasting
-                for product, layout, gradient in zip(products, self._layouts, gradients, strict=True):
-                    if product is None or gradient is None:
+                for product, layout in zip(products, self._layouts, strict=True):
+                    if product is None:
                         continue
-                    other, scale = self._leak(product.detach(), gradient.detach(), layout, fed)
-                    if bool(other.isnan().any()):
+                    leak, bound = self._leak(product.detach(), layout, fed)
+                    if bool(leak.isnan().any()):
                         lasting = False
-                    elif bool(other.amax() > 16 * torch.finfo(other.dtype).eps * scale):
+                        if not bool(factors.isnan().any()):  # what numbers would have shown is not known
+                            self._require_no_joint_entries(curved_nodes)
+                    elif bool(leak.amax() > bound):
                         raise self._mixed(curved_nodes)
         return lasting
 
@@ -297,14 +313,29 @@ class _Part:
             for vector, random, layout in zip(own, noise, self._layouts, strict=True)
         ]
 
-    def _leak(self, product: Tensor, gradient: Tensor, layout: Layout, fed: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers that must be zero, and one that they are compared with."""
+    def _leak(self, product: Tensor, layout: Layout, fed: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Return the numbers that must be zero, and how far from it rounding may take them.
+
+        A number that the whole batch enters has its own rule: any curvature in it mixes. With few digits, a
+        share of one in as many samples as a batch has would be taken for rounding, so nothing is.
+        """
         if layout.axis is None:
-            return product.abs(), gradient.abs().amax()
-        rows, fed = layout.to_front(product), fed.to(product.device)
-        return rows[~fed].abs(), rows[fed].abs().nan_to_num(0.0).amax()
+            return product.abs(), 0.0
+        rows, fed, digits = layout.to_front(product), fed.to(product.device), torch.finfo(product.dtype).eps
+        if digits > FEW_DIGITS:
+            return rows[~fed].abs(), 0.0
+        return rows[~fed].abs(), 16 * digits * rows[fed].abs().nan_to_num(0.0).amax()
 
     def _mixed(self, nodes: Sequence[Node]) -> PackpropError:
+        if is_from_outside(nodes[0]):
+            return PackpropError(
+                self._asked,
+                self._name or f"{nodes[0].name()}, in what was made of the loss or of the model's output",
+                "it mixes the samples, or nothing tells that it does not: it makes one number of several, and is "
+                "a function of your own, of which PyTorch has no second derivative here",
+                "let it return one value for each sample, and add these up. If it is a sum of one term for each "
+                "sample, register the loss module that calls it (packprop.register_loss), and extend it",
+            )
         if self._name:
             return PackpropError(
                 self._asked,

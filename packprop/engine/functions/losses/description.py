@@ -200,9 +200,14 @@ def input_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return args[0] if args else kwargs.get(INPUT_NAMES.get(function, "input"))
 
 
+def loss_rule(function: Callable[..., Any]) -> Rule | None:
+    """Return the rule of a loss function, or of the class of a loss module; ``None`` without one."""
+    return LOSSES.get(function) or LOSSES.get(getattr(function, "module_class", function))
+
+
 def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loss:
     """Describe one call of a loss; a function without a rule counts as differentiable, and no more."""
-    rule = LOSSES.get(function) or LOSSES.get(getattr(function, "module_class", function))
+    rule = loss_rule(function)
     if rule is None:
         return Loss(None, 1.0, None, None)
     loss = rule(*args, **kwargs)

@@ -331,10 +331,10 @@ class _Part:
             return PackpropError(
                 self._asked,
                 self._name or f"{nodes[0].name()}, in what was made of the loss or of the model's output",
-                "it mixes the samples, or nothing tells that it does not: it makes one number of several, and is "
-                "a function of your own, of which PyTorch has no second derivative here",
-                "let it return one value for each sample, and add these up. If it is a sum of one term for each "
-                "sample, register the loss module that calls it (packprop.register_loss), and extend it",
+                "it mixes the samples, or nothing tells that it does not: it makes one number of several, and "
+                "is a function of your own, of which PyTorch has no second derivative here",
+                "let it return one value for each sample, and add these up. If it is a sum of one term for "
+                "each sample, register the loss module that calls it (packprop.register_loss), and extend it",
             )
         if self._name:
             return PackpropError(

@@ -176,13 +176,13 @@ def _ran_again(
         request = one.request(drawn, chunk_sizes)
         direct = DirectPass(request, one.saver, reuses=not options.is_limited)
         is_direct = direct.is_possible and not options.debug
-        if kept.meets_hooks(everywhere=not is_direct):
+        if kept.meets_hooks(everywhere=not (is_direct and direct.is_of_gradients)):
             return False
-        if is_direct:
-            direct.run(one.users_pass)
+        if not (is_direct and direct.is_of_gradients):
+            settle_loss_inputs(graph, options.extensions, kept=call.keeps_graph)
+        if is_direct and direct.run(one.users_pass):
             one.saver.warn_of_large()
         else:
-            settle_loss_inputs(graph, options.extensions, kept=call.keeps_graph)
             notes = direct.notes()
             one.run(request, None if notes is None else notes.log)
             if notes is not None:

@@ -26,7 +26,7 @@ where a factor is a mean over all of them: it needs more draws, and gets ``EIGEN
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
@@ -208,9 +208,17 @@ def factor_rows(
     seed: Seed, approximation: Approximation, otherwise: Otherwise | None = None
 ) -> tuple[Row, ...]:
     """Make the rows of both factors: second moments of cotangents, and of inputs."""
-    options: dict[str, Any] = {"approximation": approximation, "otherwise": otherwise or "diagonal"}
-    cotangents, inputs = functools.partial(cotangent_gram, **options), functools.partial(input_gram, **options)
+    cotangents, inputs = _factor_statistics(approximation, otherwise or "diagonal")
     return (Row(seed, cotangents), Row(INPUTS, inputs, degree=0))
+
+
+@functools.cache
+def _factor_statistics(
+    approximation: Approximation, otherwise: Otherwise
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the statistics of both factors: the same ones at each call, so that passes with them are equal."""
+    options: dict[str, Any] = {"approximation": approximation, "otherwise": otherwise}
+    return functools.partial(cotangent_gram, **options), functools.partial(input_gram, **options)
 
 
 def finished_factors(values: list[Any], samples: int) -> list[Tensor] | None:

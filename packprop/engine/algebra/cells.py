@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.algebra.choices import features_at_once, norms_by_products, samples_in_products
-from packprop.engine.algebra.kernels import square_norms, squared_products, summed_products
+from packprop.engine.algebra.kernels import norms_of, square_norms, squared_products, summed_products
 from packprop.engine.algebra.monoid import Moments
 from packprop.engine.algebra.structures import Lookup, Outer, Tied, cotangent_of, fold_matrix
 from packprop.engine.tensors.device import device_kind
@@ -28,6 +28,10 @@ FAST_CELLS: dict[str, dict[type, Cell]] = {}
 
 IN_CACHE = 2**16
 """Entries of a temporary matrix that stays in a processor's cache until it is used."""
+
+
+SMALL = 2**15
+"""Entries of per-sample gradients up to which forming them costs less than the calls that do without."""
 
 
 def fast_cell(statistic: str, structure: type) -> Callable[[Cell], Cell]:
@@ -81,6 +85,8 @@ def _outer_sq_norm(structure: Outer) -> Tensor | None:
         return None
     x = structure.x
     if positions == 1:
+        if cotangent.shape[0] == cotangent.shape[3] == 1 and not torch.is_grad_enabled():
+            return (norms_of(cotangent) * norms_of(x)).square_().flatten()
         return (square_norms(cotangent.squeeze(2)).sum(0) * square_norms(x.squeeze(1))).sum(1)
     wide = wider_dtype(cotangent.dtype, device_kind(cotangent)) or cotangent.dtype
     samples = len(x)
@@ -127,7 +133,8 @@ def _outer_moments(structure: Outer) -> Moments | None:
     cotangent = cotangent_of(structure)
     _, samples, positions, groups, fan_out = cotangent.shape
     wide = wider_dtype(cotangent.dtype, device_kind(cotangent))
-    if positions != 1 or structure.formed or wide is None or torch.is_grad_enabled():
+    is_small = samples * groups * fan_out * structure.shape[3] <= SMALL
+    if positions != 1 or structure.formed or wide is None or torch.is_grad_enabled() or is_small:
         return None
     left, right = cotangent[0, :, 0].permute(1, 2, 0), structure.x[:, 0].transpose(0, 1).to(wide)
     squares = right.square()

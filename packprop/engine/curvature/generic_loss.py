@@ -55,7 +55,7 @@ def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
             curvature of the roots.
     """
     factor = linear_factor(graph, loss, GGN_ASKED)
-    if has_fault((factor < 0).any()):
+    if not _is_root(graph, loss) and has_fault((factor < 0).any()):
         raise PackpropError(
             GGN_ASKED,
             "what the loss was multiplied by",
@@ -65,11 +65,15 @@ def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
     return factor
 
 
+def _is_root(graph: Graph, loss: ReachedLoss) -> bool:
+    """Tell whether a loss is what ``backward()`` was called on, without a factor."""
+    return len(graph.roots) == 1 and graph.roots[0].grad_fn is loss.node and graph.gradients[0] is None
+
+
 def linear_factor(graph: Graph, loss: ReachedLoss, asked: str) -> Tensor:
     """Return the factor like ``loss_factor``, of either sign; ``asked`` is the request that errors name."""
-    root, given = graph.roots[0], graph.gradients[0]
-    if len(graph.roots) == 1 and root.grad_fn is loss.node and given is None:
-        return torch.ones_like(root, requires_grad=False)
+    if _is_root(graph, loss):
+        return torch.ones_like(graph.roots[0], requires_grad=False)
     edge = GradientEdge(loss.node, loss.output)
     gradients = graph.root_gradients()
     with torch.enable_grad():

@@ -28,9 +28,9 @@ from packprop.engine.functions.nodes import name_of_node
 from packprop.engine.functions.operands import MATRIX_PRODUCTS, numbers_of_type, takes_sparse
 from packprop.engine.functions.registry import rule_for
 from packprop.engine.functions.saved import keeps_elsewhere
+from packprop.engine.graph.constants import Constants
 from packprop.engine.graph.graph import Graph, ReachedLoss, ReachedUse
 from packprop.engine.graph.outline import Outline
-from packprop.engine.graph.reading import Constants
 from packprop.engine.graph.site import Site
 from packprop.engine.recording.marks import RecordedLoss
 from packprop.engine.tensors.hooks import Hooks, has_hooks_of_user, is_hooked
@@ -96,6 +96,7 @@ class KeptWalk:
         self._served: dict[None, Outline] = {}  # the one pass that has it: only dictionaries set at once
         self._uses = [_kept(use, places) for use in graph.uses]
         self._constants = [(places[node], known) for node, known in graph.reading.answers.items()]
+        self._own = [weakref.ref(tensor) for tensor in Constants(graph.forwards).tensors()]
         self._products = [
             place
             for place, node in enumerate(outlined.nodes)
@@ -175,7 +176,7 @@ class KeptWalk:
         ]
         if [reference() for reference in self._modules] != graph.modules:
             return None
-        constants = Constants(graph.forwards)
+        constants = Constants(graph.forwards, self._own)
         if any(constants.are_known(nodes[place]) is not known for place, known in self._constants):
             return None
         if any(takes_sparse(nodes[place]) for place in self._products):

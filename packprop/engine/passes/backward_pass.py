@@ -70,8 +70,8 @@ class BackwardPass:
         require_possible(self._request, tasks)
         sweeps = ColumnSweeps(self._request, results)
         hessian = tasks.pop(HESSIAN, [])
-        exact = _share_exact_columns(tasks)
-        roots = self._make_columns(tasks)  # before any work: this refuses a loss without a rule
+        exact = share_exact_columns(tasks)
+        roots = made_columns(self._request, tasks)  # before any work: this refuses a loss without a rule
         if hessian:
             left = add_hessian(sweeps, hessian, roots.get(exact))
             if left is not None:
@@ -102,24 +102,6 @@ class BackwardPass:
             for leaf in graph.leaves():
                 results.finish(leaf)
 
-    def _make_columns(self, tasks: dict[Seed, list[Task]]) -> dict[Seed, list[Columns]]:
-        """Return the columns of all seeds that have any."""
-        request, made = self._request, {}
-        for seed in dict.fromkeys([*request.draws, *tasks]):
-            if seed.kind in ("ggn", "empirical", "jacobian") or seed.by_token:
-                found = request.drawn.pop(seed, []) or columns(request.graph, seed, request.create_graph)
-                found = [group for group in found if group.count]  # a loss may have no entries
-                if not found:
-                    raise PackpropError(
-                        request.graph.asked,
-                        "the input of the loss, or the output of the model",
-                        "its samples have no entries, so that there is nothing to feed in",
-                        "leave such batches out",
-                    )
-                if seed in tasks:
-                    made[seed] = found
-        return made
-
     def _look_at_inputs(self, tasks: list[Task]) -> None:
         """Take the statistics of inputs alone: visit every use without a cotangent."""
         uses = self._request.graph.uses
@@ -136,7 +118,7 @@ def long_work_of(extensions: Sequence[Extension], bar: bool = True) -> contextli
     return long_work(", ".join(extension.name for extension in extensions), cheaper, bar)
 
 
-def _share_exact_columns(tasks: dict[Seed, list[Task]]) -> Seed:
+def share_exact_columns(tasks: dict[Seed, list[Task]]) -> Seed:
     """Move tasks of ``EXACT`` to ``ENTRYWISE`` if both have tasks: any root of the Hessian will do.
 
     Returns the seed whose columns are the exact root of the loss's Hessian.
@@ -145,3 +127,22 @@ def _share_exact_columns(tasks: dict[Seed, list[Task]]) -> Seed:
     if EXACT in tasks:
         tasks.setdefault(exact, []).extend([] if exact == EXACT else tasks.pop(EXACT))
     return exact
+
+
+def made_columns(request: Request, tasks: dict[Seed, list[Task]]) -> dict[Seed, list[Columns]]:
+    """Return the columns of all seeds that have any."""
+    made = {}
+    for seed in dict.fromkeys([*request.draws, *tasks]):
+        if seed.kind in ("ggn", "empirical", "jacobian") or seed.by_token:
+            found = request.drawn.pop(seed, []) or columns(request.graph, seed, request.create_graph)
+            found = [group for group in found if group.count]  # a loss may have no entries
+            if not found:
+                raise PackpropError(
+                    request.graph.asked,
+                    "the input of the loss, or the output of the model",
+                    "its samples have no entries, so that there is nothing to feed in",
+                    "leave such batches out",
+                )
+            if seed in tasks:
+                made[seed] = found
+    return made

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from packprop.engine.functions.losses.read import MODULES, has_left_its_node, leaves_its_node
 from packprop.engine.recording import aside
 from packprop.engine.recording.marks import AXIS, EXTENDED, HANDLES, LOSS, Handles, Walks, marks_of, nodes_above
-from packprop.engine.recording.recorder import LossRecorder, current, mark_outputs
+from packprop.engine.recording.recorder import LossRecorder, current, mark_loss, mark_outputs
 from packprop.engine.recording.unrecorded import is_traced_over, note_compiled
 from packprop.errors import BadInput, PackpropError
 
@@ -188,12 +189,22 @@ def _begin_loss(module: nn.Module, args: tuple[Any, ...]) -> None:
         return
     drop_stale_recording()
     if current.recorder is None:
+        with aside.unseen():
+            if leaves_its_node(module, args):
+                return
         LossRecorder(sys._getframe(1), module.__dict__.get(AXIS), module=module).start()
 
 
 def _end_loss(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     recorder = current.recorder
-    if recorder is None or _is_left_alone():
+    if _is_left_alone():
+        return
+    if recorder is None:
+        with aside.unseen():
+            if type(module) in MODULES and has_left_its_node(output):
+                function, names = MODULES[type(module)]
+                options = {name: getattr(module, name) for name in names}
+                mark_loss(function, args, {**kwargs, **options}, output, module.__dict__.get(AXIS))
         return
     if recorder.module is module:  # not a loss inside of the one that began it
         recorder.stop()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from packprop.engine.functions.losses.description import SYMMETRIC
@@ -38,6 +39,37 @@ LOSS_NODES: dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]
     ),
 }
 """Loss functions by the names of their nodes, with saved arguments, and options but for the reduction."""
+
+
+OPTIONS = ("weight", "ignore_index", "reduction")
+
+MODULES: dict[type[nn.Module], tuple[Callable[..., Any], tuple[str, ...]]] = {
+    nn.CrossEntropyLoss: (F.cross_entropy, (*OPTIONS, "label_smoothing")),
+    nn.NLLLoss: (F.nll_loss, OPTIONS),
+    nn.MSELoss: (F.mse_loss, ("reduction",)),
+    nn.SmoothL1Loss: (F.smooth_l1_loss, ("reduction", "beta")),
+    nn.HuberLoss: (F.huber_loss, ("reduction", "delta")),
+    nn.SoftMarginLoss: (F.soft_margin_loss, ("reduction",)),
+    nn.BCELoss: (F.binary_cross_entropy, ("weight", "reduction")),
+    nn.BCEWithLogitsLoss: (F.binary_cross_entropy_with_logits, ("weight", "reduction", "pos_weight")),
+}
+"""Loss modules that leave one of ``LOSS_NODES`` -> the function that they call, and its options."""
+
+
+def leaves_its_node(module: nn.Module, args: tuple[Any, ...]) -> bool:
+    """Tell whether the call of a loss module will leave a node of ``LOSS_NODES``: no mode need see it."""
+    if type(module) not in MODULES or len(args) != 2 or not all(isinstance(each, Tensor) for each in args):
+        return False
+    if isinstance(module, nn.CrossEntropyLoss):
+        return not module.label_smoothing and not args[1].is_floating_point()
+    return True
+
+
+def has_left_its_node(output: Any) -> bool:
+    """Tell whether a loss is the output of one of ``LOSS_NODES``."""
+    return (
+        isinstance(output, Tensor) and output.grad_fn is not None and name_of_node(output.grad_fn) in LOSS_NODES
+    )
 
 
 def loss_of_node(node: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], GradientEdge] | None:

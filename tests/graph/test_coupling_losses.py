@@ -95,6 +95,7 @@ COUPLING: dict[str, Callable[[Tensor], Tensor]] = {
     "hinge in place": hinge_in_place,
     "linear beyond a bound": lambda s: F.hardswish(9e3 * (s[:3] - s[3:])).sum(),
     "a gradient made before": lambda s: LogSumExp.apply(s).sum(),
+    "behind cumulated exponentials": lambda s: s.logcumsumexp(1).max(),
 }
 
 APART: dict[str, Callable[[Tensor], Tensor]] = {
@@ -115,6 +116,10 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
     "squared distance": lambda s: torch.dist(s, torch.ones_like(s)) ** 2 / 6,
     "products of its own": lambda s: torch.diag(s[:, :2] @ s[:, 2:].T).sum(),
     "means of classes": mean_of_a_class,
+    "sums without NaN": lambda s: s.square().nansum() + (s - 1).square().nanmean(),
+    "sums by class": lambda s: s.new_zeros(3).index_put((LABELS,), s.square().sum(1), accumulate=True).mean(),
+    "complex numbers": lambda s: (torch.fft.fft(s) * torch.fft.fft(s).conj()).sum().real,
+    "deviation of equal numbers": lambda s: (s - 9 * (LABELS == 1)[:, None]).relu().std(1).sum(),
     "a guard": lambda s: torch.nan_to_num(s.square().sum()),
     "a gradient made before": lambda s: Halved.apply(s).sum(),
 }
@@ -263,6 +268,40 @@ def test_a_kink_that_one_sample_reaches_is_one_that_others_may_reach() -> None:
     loss = (torch.relu(layer(x) - 1).sum() - 0.5).abs()
     with pytest.raises(PackpropError, match="mixes the samples"), packprop.backpack(extensions.BatchGrad()):
         loss.backward()
+
+
+MASKED: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": lambda s: F.relu(s - 1).mean(0).square().sum(),
+    "clamp": lambda s: s.clamp(min=1).sum(0).square().sum(),
+    "where": lambda s: torch.where(s > 1, s, 0.0).mean(0).square().sum(),
+    "maximum": lambda s: torch.maximum(s, torch.ones_like(s)).mean(0).exp().sum(),
+}
+"""Losses whose small values keep samples apart that larger ones couple."""
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_samples_that_only_present_values_keep_apart(name: str) -> None:
+    """What holds for the values of a first pass is not kept for later ones."""
+    torch.manual_seed(0)
+    layer = packprop.extend(nn.Linear(3, 4).double())
+    for scale in (0.1, 0.1, 0.1, 3.0):
+        s = layer(scale * torch.randn(6, 3).double())
+        loss = F.cross_entropy(s, LABELS) + MASKED[name](s)
+        if scale > 1:
+            with (
+                pytest.raises(PackpropError, match="mixes the samples"),
+                packprop.backpack(extensions.BatchGrad()),
+            ):
+                loss.backward()
+        else:
+            with packprop.backpack(extensions.BatchGrad()):
+                loss.backward()
+
+
+@pytest.mark.parametrize("loss", [F.multi_margin_loss, F.multilabel_margin_loss])
+def test_margins_beside_another_loss(loss: Callable[..., Tensor]) -> None:
+    targets = LABELS if loss is F.multi_margin_loss else F.one_hot(LABELS, 4)
+    torch.testing.assert_close(*rows(lambda s: F.cross_entropy(s, LABELS) + loss(s, targets)))
 
 
 @pytest.mark.parametrize("pairs", [1, 2, 3, 4, 8])

@@ -86,8 +86,8 @@ MASKS = ENTRYWISE | names_of_nodes("Where MaskedFill Maximum Minimum Fmax Fmin R
 """Entrywise functions whose values may make an entry independent of its inputs."""
 
 
-SELECTING = names_of_nodes("Max Min Median Nanmedian Mode Kthvalue Cummax Cummin Sort Topk")
-"""Functions that take some entries along an axis, which they saved as ``dim``, by their values."""
+SELECTING = names_of_nodes("Max Min Median Nanmedian Mode Kthvalue Cummax Cummin Sort Topk Logcumsumexp")
+"""Functions that may take some entries alone along an axis, which they saved as ``dim``, by their values."""
 
 
 POOLS = {

@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge
 
 from packprop.engine.functions.entry import ArrivedCotangents
 from packprop.engine.functions.nodes import MASKS, POOLS, SELECTING, has_option, name_of_node, saved_option
+from packprop.engine.functions.operands import CURVED
 from packprop.engine.graph.graph import ReachedUse
 from packprop.engine.graph.pull import pull_columns
 from packprop.engine.graph.search import nodes_above
@@ -201,8 +202,11 @@ def _passed_to_all(node: Any, products: Sequence[Tensor | None], given: Sequence
 
 
 @contextlib.contextmanager
-def unmasked(outputs: Sequence[GradientEdge]) -> Iterator[None]:
-    """Make functions that drop entries by their values pass back all of them."""
+def unmasked(outputs: Sequence[GradientEdge], of_kinks: bool = False) -> Iterator[None]:
+    """Make functions that drop entries by their values pass back all of them.
+
+    ``of_kinks``: leave those out whose second derivatives tell what they do.
+    """
 
     def pass_on(products: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> Any:
         (cotangent,) = given
@@ -216,6 +220,8 @@ def unmasked(outputs: Sequence[GradientEdge]) -> Iterator[None]:
     handles = []
     for node in nodes_above(edge.node for edge in outputs):
         name = name_of_node(node)
+        if of_kinks and name in CURVED:
+            continue
         if name in MASKS:
             handles.append(node.register_hook(pass_on))
         elif name in POOLS or (name in SELECTING and has_option(node, "dim")):

@@ -236,7 +236,7 @@ class _Part:
             ]
             if not reached:
                 return False
-            for fed in sweeps:
+            for fed in (torch.zeros_like(sweeps[0]), *sweeps):
                 vectors = self._feed.ones(torch.where(fed, torch.nan, 0.0))
                 with torch.autograd.set_detect_anomaly(False):
                     (along,) = pull_columns(
@@ -247,6 +247,8 @@ class _Part:
                     )
                 if along is not None:
                     count += along.isnan()
+                if not fed.any() and bool(count.any()):  # NaN whatever is fed tells nothing
+                    return not self._has_samples_on_an_axis(made)
         except (RuntimeError, NotImplementedError):
             return not self._has_samples_on_an_axis(made)
         return bool((count > len(sweeps) // 2).any())
@@ -268,6 +270,14 @@ class _Part:
         return any(all(is_apart(own, fed) for fed in sweeps) for own in layouts)
 
     def _is_separate_numerically(self, curved_nodes: list[Node]) -> bool:
+        """Differentiate the gradients once more: along numbers; then along NaN, which kinks pass on as well."""
+        self._differentiate_twice(curved_nodes, 1.0)
+        with unmasked(self._roots, of_kinks=True):
+            return self._differentiate_twice(curved_nodes, torch.nan)
+
+    def _differentiate_twice(self, curved_nodes: list[Node], value: float) -> bool:
+        """Tell whether ``value`` at some samples makes no NaN at others; refuse other numbers made there."""
+        is_number = value == 1.0
         try:
             with torch.enable_grad():
                 gradients = pull_columns(
@@ -276,34 +286,29 @@ class _Part:
         except (RuntimeError, NotImplementedError) as error:
             self._require_no_joint_entries(curved_nodes, error)
             return True
-        places = [place for place, given in enumerate(gradients) if given is not None and given.requires_grad]
-        curved = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
-        if not curved:
-            return True
-        noise = self._feed.noise()
-        lasting = True
-        for fed in parts(self._samples, every=True):
-            for factors in (fed.double(), torch.where(fed, torch.nan, 0.0)):
-                vectors = self._vectors(noise, factors)
-                try:
-                    with torch.autograd.set_detect_anomaly(False):
-                        products = pull_columns(
-                            curved, self._edges, [vectors[p] for p in places], batched=False
-                        )
-                except (RuntimeError, NotImplementedError) as error:
-                    self._require_no_joint_entries(curved_nodes, error)
-                    return lasting
-                for product, layout in zip(products, self._layouts, strict=True):
-                    if product is None:
-                        continue
-                    leak, bound = self._leak(product.detach(), layout, fed)
-                    if bool(leak.isnan().any()):
-                        lasting = False
-                        if not bool(factors.isnan().any()):  # what numbers would have shown is not known
-                            self._require_no_joint_entries(curved_nodes)
-                    elif bool(leak.amax() > bound):
-                        raise self._mixed(curved_nodes)
-        return lasting
+        curved = {p: each for p, each in enumerate(gradients) if each is not None and each.requires_grad}
+        noise, separate = self._feed.noise(), True
+        for fed in parts(self._samples, every=True) if curved else ():
+            vectors = self._vectors(noise, torch.where(fed, value, 0.0).double())
+            try:
+                with torch.autograd.set_detect_anomaly(False):
+                    products = pull_columns(
+                        [*curved.values()], self._edges, [vectors[p] for p in curved], batched=False
+                    )
+            except (RuntimeError, NotImplementedError) as error:
+                self._require_no_joint_entries(curved_nodes, error)
+                return separate
+            for product, layout in zip(products, self._layouts, strict=True):
+                if product is None:
+                    continue
+                leak, bound = self._leak(product.detach(), layout, fed)
+                if bool(leak.isnan().any()):
+                    separate = False
+                    if is_number:  # what numbers would have shown is not known
+                        self._require_no_joint_entries(curved_nodes)
+                elif is_number and bool(leak.amax() > bound):
+                    raise self._mixed(curved_nodes)
+        return separate
 
     def _vectors(self, noise: Sequence[Tensor], factors: Tensor) -> list[Tensor]:
         """Numbers for each end, those of each sample times a factor of its own."""

@@ -32,6 +32,8 @@ LOSS_NODES: dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]
     "SoftMarginLoss": (F.soft_margin_loss, OF_TWO, ()),
     "BinaryCrossEntropy": (F.binary_cross_entropy, OF_TWO, ("weight",)),
     "BinaryCrossEntropyWithLogits": (F.binary_cross_entropy_with_logits, OF_TWO, ("weight", "pos_weight")),
+    "MultiMarginLoss": (F.multi_margin_loss, OF_TWO, ("p", "margin", "weight")),
+    "MultilabelMarginLoss": (F.multilabel_margin_loss, OF_TWO, ()),
     "CtcLoss": (
         F.ctc_loss,
         ("log_probs", "targets", "input_lengths", "target_lengths"),

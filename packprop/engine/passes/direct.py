@@ -296,7 +296,7 @@ class DirectPass:
         if work.kept is not None and isinstance(structure, Outer):
             task, of_all = work.kept, Extent(0, self._request.graph.samples, self._request.graph.samples)
             structure = written_in_place(structure, leaf, lambda: self._result_of(task, leaf), columns, of_all)
-        self._drop_spares(leaf)
+        self._drop_spares(leaf, work)
         if is_summed:
             total, *values = evaluate_together(structure, [summed_grad, *work.statistics])
             self._gradients[id(leaf)] = for_grad(leaf, total, values)
@@ -319,11 +319,11 @@ class DirectPass:
         spare = None if self._spare is None else self._spare.pop((task.extension, id(leaf)), None)
         return Partial(task.row.over_v, task.row.over_n, spare)
 
-    def _drop_spares(self, leaf: Tensor) -> None:
+    def _drop_spares(self, leaf: Tensor, work: _Work) -> None:
         """Free results of an earlier pass that no value takes the place of, before the values are made."""
         if self._spare:
-            for extension in self._request.extensions:
-                self._spare.pop((extension, id(leaf)), None)
+            for task in work.tasks:
+                self._spare.pop((task.extension, id(leaf)), None)
 
     def _in_chunks(
         self,

@@ -43,6 +43,9 @@ def _cdist_has_second_derivative() -> bool:
 CDIST_HAS_SECOND_DERIVATIVE = _cdist_has_second_derivative()
 """Whether ``torch.cdist`` can be differentiated twice, as since PyTorch 2.14."""
 
+AMINMAX_HAS_DERIVATIVE = torch.__version__ >= (2, 13)
+"""Whether ``torch.aminmax`` can be differentiated: not in PyTorch 2.10; 2.11 and 2.12 were not tried."""
+
 needs_counting = pytest.mark.skipif(
     torch.__version__ < (2, 13),
     reason="storages of PyTorch 2.13 tell what holds them; others were not tried",

@@ -158,7 +158,8 @@ def _read(raws: Sequence[Any], read: Callable[[], Sequence[Any]]) -> tuple[Seque
         for frame in {id(frame): frame for _, frame in there}.values():
             for number in set().union(*before):
                 _drop(frame, number)
-            given = [raw for raw in frame.saved_args if _is_kept_elsewhere(raw)]
+            own = getattr(frame, "saved_args", ())  # PyTorch 2.10 keeps them in a node
+            given = [raw for raw in own if _is_kept_elsewhere(raw)]
             _put_back(_read(given, functools.partial(_unpacked, given))[1])
         before = [_handed_out(holder) for holder, _ in there]
         values = read()

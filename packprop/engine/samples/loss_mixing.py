@@ -329,7 +329,9 @@ class _Part:
         rows, fed, digits = layout.to_front(product), fed.to(product.device), torch.finfo(product.dtype).eps
         if digits > FEW_DIGITS:
             return rows[~fed].abs(), 0.0
-        return rows[~fed].abs(), 16 * digits * rows[fed].abs().nan_to_num(0.0).amax()
+        largest = rows[fed].abs().nan_to_num(0.0).unsqueeze(-1).flatten(1).amax(1)
+        curved = largest[largest > 0]  # the median of samples: one of huge curvature hides nothing
+        return rows[~fed].abs(), 16 * digits * float(curved.median()) if curved.numel() else 0.0
 
     def _mixed(self, nodes: Sequence[Node]) -> PackpropError:
         if is_from_outside(nodes[0]):

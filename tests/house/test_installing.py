@@ -66,6 +66,5 @@ def test_the_read_me_says_what_was_measured_and_tested() -> None:
     (tested,) = re.findall(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert f"PyTorch {tested} on a CPU" in section
     versions = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
-    versions = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
     tried = re.findall(r"^\| 3\.11\.\d+ \| (\d+\.\d+)", versions, re.MULTILINE)
     assert {*tried} == {*re.findall(r"2\.\d+", section.partition("Python 3.11 with")[2])}

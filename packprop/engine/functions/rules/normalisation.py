@@ -59,7 +59,7 @@ def _group_norm(call: NodeCall) -> Entry | None:
 
     def normalised() -> Tensor:
         grouped = x().unflatten(1, (groups, -1)).flatten(2)
-        return _standardised(grouped, mean()[..., None], deviation()[..., None], (-1,)).view(x().shape)
+        return _standardised(grouped, mean()[..., None], deviation()[..., None], (-1,)).reshape(x().shape)
 
     return _scale_or_shift(call, normalised, of_channels=True)
 

@@ -176,9 +176,10 @@ def _ran_again(
         request = one.request(drawn, chunk_sizes)
         direct = DirectPass(request, one.saver, reuses=not options.is_limited)
         is_direct = direct.is_possible and not options.debug
-        if kept.meets_hooks(everywhere=not (is_direct and direct.is_of_gradients)):
+        sweeps = not (is_direct and direct.is_of_gradients)
+        if kept.meets_hooks(everywhere=sweeps):
             return False
-        if not (is_direct and direct.is_of_gradients):
+        if sweeps:
             settle_loss_inputs(graph, options.extensions, kept=call.keeps_graph)
         if is_direct and direct.run(one.users_pass):
             one.saver.warn_of_large()

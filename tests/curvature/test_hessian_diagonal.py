@@ -189,7 +189,7 @@ def test_columns_of_elementwise_functions_in_chunks(
     """Rows of shared Jacobians and diagonals at outputs, whatever the chunks that they come in."""
     if at_once is not None:
         monkeypatch.setattr(
-            column_sweeps.ColumnSweeps, "columns_at_once", lambda self, group, uses: min(at_once, group.count)
+            column_sweeps, "columns_at_once", lambda request, group, uses: min(at_once, group.count)
         )
     taken: list[str] = []
     for owner, name in ((SharedRows, "rows"), (OutputDiagonals, "add_columns")):

@@ -129,14 +129,15 @@ NORMS = names_of_nodes("LinalgVectorNorm Norm Dist")
 
 def is_linear(node: Node, dependent: Sequence[int]) -> bool:
     """Tell whether a node is linear in some of its inputs, together and everywhere."""
-    return kind_of(node, dependent) == "linear" and name_of_node(node) not in PIECEWISE | {"PreluKernel"}
+    name = name_of_node(node)
+    return kind_of(node, dependent) == "linear" and name not in PIECEWISE and name != "PreluKernel"
 
 
 def has_kinks(node: Node, dependent: Sequence[int]) -> bool:
     """Tell whether a node may be linear by parts but not everywhere, as all norms of one number are."""
     name = name_of_node(node)
     if name in NORMS and _exponent(node) == 2:
-        ((above, output),) = [node.next_functions[place] for place in dependent[:1]]
+        above, output = node.next_functions[dependent[0]]
         return torch.Size(made_by(above)[output].shape).numel() == torch.Size(made_by(node)[0].shape).numel()
     return name not in CURVED and not is_linear(node, dependent)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from packprop.engine.tensors.nesting import tensors_in
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.engine.tensors.state import share_memory
 from packprop.errors import OfParameter, PackpropWarning, naming
-from packprop.types import GRADIENT, INPUTS, Extension, Seed
+from packprop.types import GRADIENT, INPUTS, Extension, Row, Seed
 
 Done = Callable[[Tensor, dict[Extension, list[Any]]], None]
 """Called with a leaf when all of its results are complete."""
@@ -231,7 +231,9 @@ class Accumulator:
         if self._summed in results:
             total = self._summed.finish(results.pop(self._summed), self._graph.samples)
             self._gradients[id(leaf)] = for_grad(leaf, total, results.values())
-        smallest = smallest_sums(results)
+        smallest = smallest_sums(
+            pair for each, values in results.items() for pair in zip(each.rows, values, strict=True)
+        )
         if id(leaf) in self._gradients:
             smallest.setdefault(GRADIENT, self._gradients[id(leaf)])
         self.finite_check.note([leaf], smallest.values())
@@ -279,17 +281,16 @@ def for_grad(leaf: Tensor, total: Tensor, results: Iterable[Any]) -> Tensor:
     return gradient.clone() if is_shared else gradient
 
 
-def smallest_sums(results: Mapping[Extension, list[Any]]) -> dict[Seed, Tensor]:
+def smallest_sums(results: Iterable[tuple[Row, Any]]) -> dict[Seed, Tensor]:
     """Return for each seed the smallest result that its cotangents enter: NaN in a cotangent shows there.
 
-    Where no row sums, the collector has noted the cotangents themselves.
+    Where no row sums, the cotangents themselves have been noted.
     """
     smallest: dict[Seed, Tensor] = {}
-    for extension, values in results.items():
-        for row, value in zip(extension.rows, values, strict=True):
-            if not (row.sums or row.condenses) or row.seed == INPUTS:
-                continue
-            for tensor in tensors_in(value):
-                if 0 < tensor.numel() <= smallest.get(row.seed, tensor).numel():
-                    smallest[row.seed] = tensor
+    for row, value in results:
+        if not (row.sums or row.condenses) or row.seed == INPUTS:
+            continue
+        for tensor in tensors_in(value):
+            if 0 < tensor.numel() <= smallest.get(row.seed, tensor).numel():
+                smallest[row.seed] = tensor
     return smallest

@@ -11,7 +11,7 @@ from packprop.engine.algebra.monoid import Extent
 from packprop.engine.curvature.columns import Columns
 from packprop.engine.curvature.nonlinearities import OutputDiagonals
 from packprop.engine.graph.graph import ReachedUse
-from packprop.engine.graph.sweep import SweepOptions, sweep
+from packprop.engine.graph.sweep import SweepOptions, Visit, sweep
 from packprop.engine.passes.accumulator import Accumulator
 from packprop.engine.passes.collector import Collector
 from packprop.engine.passes.contributions import by_token, joint_structure, weighted_squares
@@ -52,7 +52,7 @@ class ColumnSweeps:
         total = sum(group.tokens for group in groups)
         before = 0
         for group in groups:
-            for start, stop in group.chunks(self.columns_at_once(group, uses)):
+            for start, stop in group.chunks(columns_at_once(self.request, group, uses)):
                 each = group.per_token
                 extent = Extent(before + start // each, before - (-stop // each), total)
                 final = last and group is groups[-1] and stop == group.count
@@ -72,7 +72,6 @@ class ColumnSweeps:
     ) -> None:
         """Sweep some columns of a group; their results are the ``extent`` of all."""
         start, stop = chunk.start, chunk.stop
-        seeds = group.chunk(start, stop)
         weights = None if group.weights is None else group.weights[start:stop]
         build = joint_structure if weights is None else weighted_squares(weights)
         if group.counted is not None:
@@ -87,23 +86,8 @@ class ColumnSweeps:
             else:
                 diagonals.add_columns(use, cotangents, weights)
 
-        sweep(
-            group.edges,
-            seeds if stop - start > 1 else [seed[0] for seed in seeds],
-            uses,
-            visit,
-            SweepOptions(
-                batched=stop - start > 1,
-                create_graph=self.request.create_graph,
-            ),
-        )
+        sweep_chunk(group, chunk, uses, visit, self.request.create_graph)
         collector.flush()
-
-    def columns_at_once(self, group: Columns, uses: Sequence[ReachedUse]) -> int:
-        """Return how many columns one sweep takes: a single one if packprop has to recompute inputs for it."""
-        if not self.request.graph.holds_inputs:
-            return 1
-        return self.request.chunk_sizes.columns_at_once(group.count, uses, group.weights is not None)
 
     def in_order(
         self, tasks: Mapping[Seed, list[Task]], columns: Mapping[Seed, list[Columns]]
@@ -123,15 +107,32 @@ class ColumnSweeps:
         first = {seed: tasks[seed] for seed in columns}
         second: dict[Seed, list[Task]] = {}
         for seed, groups in columns.items():
-            at_once = (
-                not seed.fresh
-                and len(groups) == 1
-                and self.columns_at_once(groups[0], self.request.graph.uses) >= groups[0].count
-            )
+            at_once = not seed.fresh and are_one_sweep(self.request, groups)
             if not at_once and any(task.row.after is not None for task in tasks[seed]):
                 first[seed] = [task for task in tasks[seed] if task.row.after is None]
                 second[seed] = [task for task in tasks[seed] if task.row.after is not None]
         return [(seed, work) for seed, work in [*first.items(), *second.items()] if work]
+
+
+def sweep_chunk(
+    group: Columns, chunk: range, uses: Sequence[ReachedUse], visit: Visit, create_graph: bool = False
+) -> None:
+    """Sweep some columns of a group; a single one without an axis of columns."""
+    seeds, batched = group.chunk(chunk.start, chunk.stop), len(chunk) > 1
+    given = seeds if batched else [seed[0] for seed in seeds]
+    sweep(group.edges, given, uses, visit, SweepOptions(batched=batched, create_graph=create_graph))
+
+
+def columns_at_once(request: Request, group: Columns, uses: Sequence[ReachedUse]) -> int:
+    """Return how many columns one sweep takes: a single one if packprop has to recompute inputs for it."""
+    if not request.graph.holds_inputs:
+        return 1
+    return request.chunk_sizes.columns_at_once(group.count, uses, group.weights is not None)
+
+
+def are_one_sweep(request: Request, groups: Sequence[Columns]) -> bool:
+    """Tell whether a single sweep to all uses takes all columns of some groups."""
+    return len(groups) == 1 and columns_at_once(request, groups[0], request.graph.uses) >= groups[0].count
 
 
 def groups_of_uses(request: Request, waits: bool) -> list[list[ReachedUse]]:

@@ -9,6 +9,7 @@ the time of a pass through a small model.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,17 +25,17 @@ from packprop.engine.curvature.columns import Columns
 from packprop.engine.functions.entry import ArrivedCotangents
 from packprop.engine.graph.graph import ReachedUse
 from packprop.engine.graph.site import Site
-from packprop.engine.graph.sweep import SweepOptions, Watch, sweep
-from packprop.engine.passes.accumulator import Accumulator, for_grad, written_in_place
+from packprop.engine.graph.sweep import Watch
+from packprop.engine.passes.accumulator import Accumulator, for_grad, smallest_sums, written_in_place
 from packprop.engine.passes.autocast import AutocastRegions
 from packprop.engine.passes.backward_pass import made_columns, share_exact_columns
 from packprop.engine.passes.chunks import ChunkSizes
-from packprop.engine.passes.contributions import unreached
+from packprop.engine.passes.column_sweeps import are_one_sweep, sweep_chunk
+from packprop.engine.passes.contributions import Contribution, unreached
 from packprop.engine.passes.finite import FiniteCheck
 from packprop.engine.passes.gradient import Backward, hand_over, summed_leaves
 from packprop.engine.passes.request import Request, Task, require_possible, tasks_by_seed
 from packprop.engine.passes.saving import ResultSaver
-from packprop.engine.tensors.nesting import tensors_in
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.errors import OfParameter
 from packprop.types import GRADIENT, INPUTS, Extension, Row, Seed
@@ -69,30 +70,47 @@ class Notes:
 
 
 class _Work(NamedTuple):
-    """The statistics that one sweep takes of each leaf.
+    """The work of one sweep.
 
     Args:
-        tasks: The tasks that they belong to.
-        statistics: The statistics of these.
+        tasks: The tasks at each leaf.
+        statistics: Their statistics.
         kept: The task that keeps per-sample gradients of one column, if there is one.
-        condensed: The places of tasks in whose results NaN in a cotangent shows, because they are smaller.
+        condenses: Whether NaN in a cotangent shows in some result, which is smaller.
+        columns: The columns of the sweep.
+        ends: Whether the values of leaves are complete after it.
+        summed: The leaves whose gradient packprop sums, by identity.
+        left: The leaves that the sweep has not reached, by identity, each with its use.
     """
 
     tasks: list[Task]
     statistics: list[Any]
     kept: Task | None
-    condensed: list[int]
+    condenses: bool
+    columns: Extent
+    ends: bool
+    summed: Container[int]
+    left: dict[int, tuple[ReachedUse, Site]]
 
     @classmethod
-    def of(cls, tasks: list[Task]) -> _Work:
-        """Make the record for some tasks."""
+    def of(
+        cls,
+        tasks: list[Task],
+        uses: Sequence[ReachedUse],
+        ends: bool,
+        columns: Extent = ONE,
+        summed: Container[int] = (),
+    ) -> _Work:
+        """Make the record for some tasks at the leaves of some uses."""
         kept = next((task for task in tasks if task.row.statistic is per_sample_grad), None)
-        condensed = [
-            place
-            for place, task in enumerate(tasks)
-            if (task.row.sums or task.row.condenses) and task.row.seed != INPUTS
-        ]
-        return cls(tasks, [task.row.statistic for task in tasks], kept, condensed)
+        condenses = any(task.row.sums or task.row.condenses for task in tasks)
+        left = {id(site.leaf): (use, site) for use in uses for site in use.sites}
+        return cls(tasks, [task.row.statistic for task in tasks], kept, condenses, columns, ends, summed, left)
+
+    def whole(self, values: list[Any]) -> list[Any]:
+        """Return the results that consist of these values of the statistics, of all samples and columns."""
+        rows = [task.row for task in self.tasks]
+        return [whole(value, row.over_v, row.over_n) for value, row in zip(values, rows, strict=True)]
 
 
 class DirectPass:
@@ -167,53 +185,38 @@ class DirectPass:
 
     def _sweep_columns(self, tasks: dict[Seed, list[Task]], inputs: list[Task], waits: bool) -> bool:
         """Sweep all columns; ``waits``: the values of leaves are not complete afterwards."""
-        request = self._request
-        graph = request.graph
+        request, uses = self._request, self._request.graph.uses
         require_possible(request, self._tasks)
         roots = made_columns(request, tasks)
-        sizes = request.chunk_sizes
-        for groups in roots.values():
-            (group, *more) = groups
-            if more or sizes.columns_at_once(group.count, graph.uses, group.weights is not None) < group.count:
-                request.drawn.update(roots)
-                return False
+        if not all(are_one_sweep(request, groups) for groups in roots.values()):
+            request.drawn.update(roots)
+            return False
         if inputs:
-            for use in graph.uses:
-                self._visit(use, ArrivedCotangents([None] * len(use.shapes)), _Work.of(inputs), ONE, False)
+            work = _Work.of(inputs, uses, ends=False)
+            for use in uses:
+                self._visit(work, use, ArrivedCotangents([None] * len(use.shapes)))
         for number, (seed, (group,)) in enumerate(roots.items(), 1):
-            self._sweep(group, _Work.of(tasks[seed]), ends=number == len(roots) and not waits)
+            ends = number == len(roots) and not waits
+            self._sweep(group, _Work.of(tasks[seed], uses, ends, Extent(0, group.count, group.count)))
         return True
 
-    def _sweep(self, group: Columns, work: _Work, ends: bool) -> None:
+    def _sweep(self, group: Columns, work: _Work) -> None:
         """Sweep the columns of one group to all uses."""
-        graph, extent = self._request.graph, Extent(0, group.count, group.count)
-        left = {id(site.leaf): (use, site) for use in graph.uses for site in use.sites}
-
-        def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
-            for site in use.sites:
-                del left[id(site.leaf)]
-            self._visit(use, cotangents, work, extent, ends)
-
-        seeds = group.chunk(0, group.count)
-        batched = group.count > 1
-        given = seeds if batched else [seed[0] for seed in seeds]
-        sweep(group.edges, given, graph.uses, visit, SweepOptions(batched=batched))
-        for use, site in list(left.values()):
-            if id(site.leaf) in left:
+        visit = functools.partial(self._visit, work)
+        sweep_chunk(group, range(group.count), self._request.graph.uses, visit)
+        for use, site in list(work.left.values()):
+            if id(site.leaf) in work.left:
                 visit(use, unreached(use, site, site.leaf, group.count)[2])
 
     def _watch(self, tasks: list[Task], autocast: AutocastRegions, backward: Backward) -> None:
         """Run the user's own pass, and take statistics of the gradient along with it."""
         graph, notes = self._request.graph, self._notes
         assert notes is not None
-        summed, work = set(map(id, notes.summed)), _Work.of(tasks)
-        left = {id(site.leaf): (use, site) for use in graph.uses for site in use.sites}
+        work = _Work.of(tasks, graph.uses, ends=True, summed=set(map(id, notes.summed)))
 
         def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
-            for site in use.sites:
-                del left[id(site.leaf)]
             with autocast.switched(False):
-                self._visit(use, cotangents, work, ONE, True, summed)
+                self._visit(work, use, cotangents)
 
         watch = Watch(graph.uses, visit, graph.hooks)
         complete = False
@@ -222,51 +225,36 @@ class DirectPass:
             complete = True
         finally:
             watch.close(complete)
-        for _, site in left.values():
+        for _, site in work.left.values():
             self._save_zeros(site.leaf, work)
-        gradients = [
-            (leaf, self._gradients.pop(id(leaf))) for leaf in notes.summed if id(leaf) in self._gradients
-        ]
-        hand_over(gradients)
+        summed = [leaf for leaf in notes.summed if id(leaf) in self._gradients]
+        hand_over([(leaf, self._gradients.pop(id(leaf))) for leaf in summed])
 
-    def _visit(
-        self,
-        use: ReachedUse,
-        cotangents: list[Tensor | None],
-        work: _Work,
-        columns: Extent,
-        ends: bool,
-        summed: Container[int] = (),
-    ) -> None:
+    def _visit(self, work: _Work, use: ReachedUse, cotangents: list[Tensor | None]) -> None:
         """Take the statistics of the leaves of a use; save them if the values of these leaves end with them."""
         if self._spare is None:
             self._spare = self._saver.take_off(self._request.extensions, self._reuses and self._has_rows)
-        if not work.condensed:
+        if not work.condenses:
             self._finite.note([site.leaf for site in use.sites], cotangents)
         for site in use.sites:
-            self._take(use, site, cotangents, work, columns, id(site.leaf) in summed)
-            if ends:
+            del work.left[id(site.leaf)]
+            self._take(work, (use, site, cotangents))
+            if work.ends:
                 self._save(site.leaf)
 
-    def _take(
-        self,
-        use: ReachedUse,
-        site: Site,
-        cotangents: list[Tensor | None],
-        work: _Work,
-        columns: Extent,
-        is_summed: bool,
-    ) -> None:
+    def _take(self, work: _Work, contribution: Contribution) -> None:
         """Take the results of some tasks for one leaf."""
+        leaf = contribution[1].leaf
         try:
-            values = self._statistics(use, site, cotangents, work, columns, is_summed)
+            values = self._statistics(work, contribution)
         except torch.OutOfMemoryError:
-            values = self._in_chunks(use, site, cotangents, work.tasks, columns, is_summed)
+            values = self._in_chunks(work, contribution)
         except OfParameter as error:
-            raise error.named(self._request.graph.name(site.leaf)) from None
-        if work.condensed:
-            self._finite.note([site.leaf], [_smallest(values, work.condensed)])
-        self._keep(site.leaf, work, values)
+            raise error.named(self._request.graph.name(leaf)) from None
+        if work.condenses:
+            pairs = zip([task.row for task in work.tasks], values, strict=True)
+            self._finite.note([leaf], smallest_sums(pairs).values())
+        self._keep(leaf, work, values)
 
     def _keep(self, leaf: Tensor, work: _Work, values: list[Any]) -> None:
         """Keep results of a leaf, by the numbers of their rows, until it has all of them."""
@@ -281,37 +269,29 @@ class DirectPass:
         known.clear()
         self._saver.save(leaf, results)
 
-    def _statistics(
-        self,
-        use: ReachedUse,
-        site: Site,
-        cotangents: list[Tensor | None],
-        work: _Work,
-        columns: Extent,
-        is_summed: bool,
-    ) -> list[Any]:
+    def _statistics(self, work: _Work, contribution: Contribution) -> list[Any]:
         """Return the results of some tasks for one leaf; keep its gradient if packprop sums it."""
-        leaf = site.leaf
-        structure = site.structure_of(cotangents, use.layouts, ALL, self._request.chunk_sizes.held)
+        use, site, cotangents = contribution
+        leaf, request = site.leaf, self._request
+        structure = site.structure_of(cotangents, use.layouts, ALL, request.chunk_sizes.held)
         if work.kept is not None and isinstance(structure, Outer):
-            task, of_all = work.kept, Extent(0, self._request.graph.samples, self._request.graph.samples)
-            structure = written_in_place(structure, leaf, lambda: self._result_of(task, leaf), columns, of_all)
+            task, of_all = work.kept, Extent(0, request.graph.samples, request.graph.samples)
+            result = functools.partial(self._result_of, task, leaf)
+            structure = written_in_place(structure, leaf, result, work.columns, of_all)
         self._drop_spares(leaf, work)
-        if is_summed:
+        if id(leaf) in work.summed:
             total, *values = evaluate_together(structure, [summed_grad, *work.statistics])
             self._gradients[id(leaf)] = for_grad(leaf, total, values)
         else:
             values = evaluate_together(structure, work.statistics)
-        rows = [task.row for task in work.tasks]
-        return [whole(value, row.over_v, row.over_n) for value, row in zip(values, rows, strict=True)]
+        return work.whole(values)
 
     def _save_zeros(self, leaf: Tensor, work: _Work) -> None:
         """Save the values of a leaf that the user's pass, which has freed its use, has not reached."""
         shape = 1, self._request.graph.samples, *leaf.shape
         zeros = Dense(leaf.new_zeros(shape, dtype=accumulation_dtype(leaf.dtype)))
         with torch.no_grad():
-            values = [whole(task.row.statistic(zeros), task.row.over_v, task.row.over_n) for task in work.tasks]
-            self._keep(leaf, work, values)
+            self._keep(leaf, work, work.whole([statistic(zeros) for statistic in work.statistics]))
             self._save(leaf)
 
     def _result_of(self, task: Task, leaf: Tensor) -> Partial:
@@ -325,26 +305,12 @@ class DirectPass:
             for task in work.tasks:
                 self._spare.pop((task.extension, id(leaf)), None)
 
-    def _in_chunks(
-        self,
-        use: ReachedUse,
-        site: Site,
-        cotangents: list[Tensor | None],
-        tasks: list[Task],
-        columns: Extent,
-        is_summed: bool,
-    ) -> list[Any]:
+    def _in_chunks(self, work: _Work, contribution: Contribution) -> list[Any]:
         """Return the results of some tasks for one leaf in chunks: those of all samples exceeded the memory."""
-        found: dict[Extension, list[Any]] = {}
+        leaf, found = contribution[1].leaf, dict[Extension, list[Any]]()
         results = Accumulator(self._request, lambda _, values: found.update(values), None, dict)
-        taken = [self._request.summed, *tasks] if is_summed else tasks
-        results.add_contributions(site.leaf, [(use, site, cotangents)], taken, columns)
-        results.finish(site.leaf)
-        self._gradients |= {id(leaf): total for leaf, total in results.take_gradients([site.leaf])}
-        return [found[task.extension][task.index] for task in tasks]
-
-
-def _smallest(values: list[Any], places: Sequence[int]) -> Tensor | None:
-    """Return the smallest tensor that has entries among some of the values."""
-    found = [tensor for place in places for tensor in tensors_in(values[place]) if tensor.numel()]
-    return min(found, key=Tensor.numel, default=None)
+        tasks = [self._request.summed, *work.tasks] if id(leaf) in work.summed else work.tasks
+        results.add_contributions(leaf, [contribution], tasks, work.columns)
+        results.finish(leaf)
+        self._gradients |= {id(each): total for each, total in results.take_gradients([leaf])}
+        return [found[task.extension][task.index] for task in work.tasks]

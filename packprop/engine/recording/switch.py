@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from packprop.engine.functions.losses.read import MODULES, has_left_its_node, leaves_its_node
+from packprop.engine.functions.losses.read import called_by, has_left_its_node, leaves_its_node
 from packprop.engine.recording import aside
 from packprop.engine.recording.marks import AXIS, EXTENDED, HANDLES, LOSS, Handles, Walks, marks_of, nodes_above
 from packprop.engine.recording.recorder import LossRecorder, current, mark_loss, mark_outputs
@@ -201,9 +201,9 @@ def _end_loss(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         return
     if recorder is None:
         with aside.unseen():
-            if type(module) in MODULES and has_left_its_node(output):
-                function, names = MODULES[type(module)]
-                options = {name: getattr(module, name) for name in names}
+            called = called_by(module)
+            if called is not None and has_left_its_node(output):
+                function, options = called
                 mark_loss(function, args, {**kwargs, **options}, output, module.__dict__.get(AXIS))
         return
     if recorder.module is module:  # not a loss inside of the one that began it

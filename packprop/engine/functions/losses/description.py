@@ -89,6 +89,8 @@ def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> 
     packprop computes the Hessian of each sample by double backward and factorises it. This is right for any
     twice differentiable convex loss, but slow for many outputs.
 
+    A loss with a rule counts as a sum of one term for each sample. packprop does not check that.
+
     Args:
         functions: The loss functions, or classes of loss modules without parameters, whose ``forward`` has the
             signature. packprop sees calls of an extended module; those of a function it sees inside

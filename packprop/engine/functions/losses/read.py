@@ -43,19 +43,31 @@ LOSS_NODES: dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]
 """Loss functions by the names of their nodes, with saved arguments, and options but for the reduction."""
 
 
-OPTIONS = ("weight", "ignore_index", "reduction")
-
-MODULES: dict[type[nn.Module], tuple[Callable[..., Any], tuple[str, ...]]] = {
-    nn.CrossEntropyLoss: (F.cross_entropy, (*OPTIONS, "label_smoothing")),
-    nn.NLLLoss: (F.nll_loss, OPTIONS),
-    nn.MSELoss: (F.mse_loss, ("reduction",)),
-    nn.SmoothL1Loss: (F.smooth_l1_loss, ("reduction", "beta")),
-    nn.HuberLoss: (F.huber_loss, ("reduction", "delta")),
-    nn.SoftMarginLoss: (F.soft_margin_loss, ("reduction",)),
-    nn.BCELoss: (F.binary_cross_entropy, ("weight", "reduction")),
-    nn.BCEWithLogitsLoss: (F.binary_cross_entropy_with_logits, ("weight", "reduction", "pos_weight")),
+OPTIONS = {function: (*options, "reduction") for function, _, options in LOSS_NODES.values()} | {
+    F.cross_entropy: ("weight", "ignore_index", "reduction", "label_smoothing")
 }
-"""Loss modules that leave one of ``LOSS_NODES`` -> the function that they call, and its options."""
+"""Loss functions -> their options, which modules keep under the same names."""
+
+
+MODULES: dict[type[nn.Module], Callable[..., Any]] = {
+    nn.CrossEntropyLoss: F.cross_entropy,
+    nn.NLLLoss: F.nll_loss,
+    nn.MSELoss: F.mse_loss,
+    nn.SmoothL1Loss: F.smooth_l1_loss,
+    nn.HuberLoss: F.huber_loss,
+    nn.SoftMarginLoss: F.soft_margin_loss,
+    nn.BCELoss: F.binary_cross_entropy,
+    nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits,
+}
+"""Loss modules that leave one of ``LOSS_NODES`` -> the function that they call."""
+
+
+def called_by(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Any]] | None:
+    """Return the function that a module of ``MODULES`` calls, and its options; ``None`` for other modules."""
+    function = MODULES.get(type(module))
+    if function is None:
+        return None
+    return function, {name: getattr(module, name) for name in OPTIONS[function]}
 
 
 def leaves_its_node(module: nn.Module, args: tuple[Any, ...]) -> bool:

@@ -292,10 +292,15 @@ def small_language_model() -> CausalModel:
     return CausalModel(words=128, width=64, heads=4, layers=4, tokens=32)
 
 
-def adapted_language_model(rank: int = 8) -> nn.Module:
-    """The same, frozen, with adapters at every linear layer of the blocks."""
-    model = language_model().requires_grad_(False)
-    for block in model.blocks:
+def adapted_language_model() -> nn.Module:
+    """The same, frozen, with adapters of rank 8."""
+    return adapted(language_model(), rank=8)
+
+
+def adapted(model: nn.Module, rank: int) -> nn.Module:
+    """Freeze a model, and put adapters at every linear layer of its blocks."""
+    model.requires_grad_(False)
+    for block in model.get_submodule("blocks").children():
         for name, layer in list(block.named_children()):
             if isinstance(layer, nn.Linear):
                 setattr(block, name, LowRank(layer, rank))

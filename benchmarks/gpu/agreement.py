@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,32 +29,68 @@ from packprop.errors import PackpropError
 TESTS = {
     "cases": ["tests/extensions/test_cases.py"],
     "laws": ["tests/extensions/test_laws.py", "tests/extensions/test_token_passes.py"],
-    "branches on a GPU": ["tests/eager/test_accelerators.py"],
+    "branches on a GPU": [
+        "tests/eager/test_accelerators.py",
+        "tests/eager/test_closures.py",
+        "tests/memory/test_plans.py",
+        "tests/compiled/test_compilers.py::test_cuda_graphs",
+    ],
 }
 SMOKE = {"cases": ["tests/extensions/test_cases.py", "-k", "test_everything and linear-2d"]}
 
 
 def tests(options: Options) -> Cases:
-    """Run the cases and the laws with ``PACKPROP_TEST_DEVICE``."""
-    return {
+    """Run the cases, the laws and random programs with ``PACKPROP_TEST_DEVICE``."""
+    cases: Cases = {
         name: partial(_run_tests, arguments, options)
         for name, arguments in (SMOKE if options.small else TESTS).items()
     }
+    return cases | {"random programs": partial(_hunt, options)}
+
+
+def _surroundings(options: Options) -> dict[str, str]:
+    return {**os.environ, "PACKPROP_TEST_DEVICE": options.device, "OMP_NUM_THREADS": "1"}
 
 
 def _run_tests(arguments: list[str], options: Options) -> Record:
-    surroundings = {**os.environ, "PACKPROP_TEST_DEVICE": options.device, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-x" if options.small else "--maxfail=200"]
-        command += ["-m", "not thorough", f"--junitxml={report}", *arguments]
+        command = [sys.executable, "-m", "pytest", "-q", "-x" if options.small else "--maxfail=400"]
+        command += [f"--junitxml={report}", *arguments]
         command += ["-n", str(options.jobs)] if options.jobs > 1 else []
-        done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, check=False)
+        done = _run(command, options)
         if not report.exists():
             raise RuntimeError((done.stdout + done.stderr).strip()[-2000:])
         found = counts(report.read_text())
     failed = [line for line in done.stdout.splitlines() if line.startswith(("E   ", "FAILED", "ERROR"))]
-    return found | {"failures": found["failures"][:60], "said": failed[:60]}
+    return found | {"failures": found["failures"][:60], "said": failed[:200]}
+
+
+def _run(command: list[str], options: Options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=ROOT, env=_surroundings(options), capture_output=True, text=True, check=False
+    )
+
+
+def _hunt(options: Options) -> Record:
+    """Compare random programs with plain autograd; what is counted are answers."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.json")
+        command = [sys.executable, "-m", "tests.hunt", "--report", str(report), "--jobs", str(options.jobs)]
+        command += ["--graphs", "4"] if options.small else ["--graphs", "4000", "--seconds", "60"]
+        done = _run(command, options)
+        if not report.exists():
+            raise RuntimeError((done.stdout + done.stderr).strip()[-2000:])
+        found = json.loads(report.read_text())
+    answers = sum((Counter(statuses) for statuses in found["counts"].values()), Counter[str]())
+    return {
+        "programs": found["programs"],
+        "passed": answers["right"],
+        "failed": len(found["failures"]),
+        "refused": answers["refused"],
+        "counts": found["counts"],
+        "failures": found["failures"][:20],
+    }
 
 
 def _drawing(name: str, **options: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -153,4 +154,15 @@ def work_of(call: Call, options: Options) -> Record:
         # one of them is our own, at the end
         "synchronizations": sum(name in waits for name in names) - 1,
         "device_seconds": sum(each.device_time for each in on_device) / 1e6,
+        "dearest": _dearest(on_device),
     }
+
+
+def _dearest(on_device: Iterable[Any]) -> list[tuple[str, int, float]]:
+    """Return the kernels that take the most time: name, calls, milliseconds of all of them."""
+    calls: Counter[str] = Counter()
+    times: Counter[str] = Counter()
+    for each in on_device:
+        calls[each.name] += 1
+        times[each.name] += each.device_time
+    return [(name[:120], calls[name], round(time / 1000, 3)) for name, time in times.most_common(12)]

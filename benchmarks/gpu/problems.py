@@ -16,6 +16,7 @@ from benchmarks.problems import (
     ClassesSecond,
     First,
     Task,
+    adapted,
     random_images,
     random_vectors,
     tokens,
@@ -56,6 +57,12 @@ def _decoder(words: int, layers: int, width: int, heads: int, hidden: int) -> Ca
     return lambda: Decoder(layers, width, heads, hidden, words)
 
 
+def _adapted_decoder(
+    words: int, layers: int, width: int, heads: int, hidden: int, key_heads: int, rank: int
+) -> Callable[[], nn.Module]:
+    return lambda: adapted(Decoder(layers, width, heads, hidden, words, key_heads), rank)
+
+
 def _gpt(words: int, width: int, heads: int, layers: int, length: int) -> Callable[[], nn.Module]:
     return lambda: CausalModel(words, width, heads, layers, length)
 
@@ -69,6 +76,7 @@ SMALL: dict[str, Maker] = {
     "gru": (_recurrent(nn.GRU), lambda: tokens(4, 5, 6)),
     "gpt": (_gpt(13, 16, 2, 2, 6), lambda: tokens(4, 13, 6)),
     "llama": (_decoder(13, 2, 16, 2, 24), lambda: tokens(4, 13, 6)),
+    "adapters": (_adapted_decoder(13, 2, 16, 4, 24, key_heads=2, rank=2), lambda: tokens(4, 13, 6)),
 }
 """For values: every kind of node, few numbers."""
 
@@ -87,8 +95,13 @@ MEDIUM: dict[str, Maker] = {
 LARGE: dict[str, Maker] = {
     "gpt2": (_gpt(50257, 768, 12, 12, 1024), lambda: tokens(8, 50257, 512)),
     "llama-1b": (_decoder(32000, 16, 2048, 32, 5632), lambda: tokens(8, 32000, 512)),
+    "qwen-7b, adapters": (
+        _adapted_decoder(152064, 28, 3584, 28, 18944, key_heads=4, rank=16),
+        lambda: tokens(8, 152064, 512),
+    ),
 }
-"""For speed, in bfloat16: GPT-2's shape with a head of its own, 163 million parameters, and 953 million."""
+"""For speed, in bfloat16: GPT-2's shape with a head of its own, 163 million parameters; 953 million; and the
+shape of Qwen2.5-7B, frozen, with adapters of rank 16 at all linear layers of the blocks."""
 
 
 def built(makers: dict[str, Maker], name: str, device: str, dtype: torch.dtype = torch.float32) -> Task:

@@ -135,7 +135,7 @@ def _out_of_memory(options: Options) -> Record:
 # ----------------------------------------------------------------------------------- speed
 
 
-SPEED = {"norms": "BatchL2Grad", "variance": "Variance", "KFAC": "KFAC"}
+SPEED = {"norms": "BatchL2Grad", "products": "BatchDotGrad", "variance": "Variance", "KFAC": "KFAC"}
 PEERS = {
     "norms": {"Opacus": "Opacus, ghost norms", "torch.func": "torch.func"},
     "variance": {"torch.func": "torch.func"},
@@ -143,12 +143,12 @@ PEERS = {
 
 
 def speed(options: Options) -> Cases:
-    """Time norms, variance, factors and clipping in bfloat16, in turns with plain passes and peers."""
-    makers, names = (SMALL, ("gpt", "llama")) if options.small else (LARGE, tuple(LARGE))
+    """Time quantities of gradients, factors and clipping in bfloat16, in turns with plain passes and peers."""
+    makers, names = (SMALL, ("gpt", "llama", "adapters")) if options.small else (LARGE, tuple(LARGE))
     return {
         f"{name}, {quantity}": partial(_speed, makers, name, quantity, options)
         for name in names
-        for quantity in (*SPEED, "clipping")
+        for quantity in ("clipping", *SPEED)
     }
 
 
@@ -177,6 +177,8 @@ def _speed(makers: Any, name: str, quantity: str, options: Options) -> Record:
             calls.pop(peer, None)
             found["skipped_peers"][peer] = f"{type(error).__name__}: {error}"[:300]
     timings = in_turns(calls, options)
+    if options.on_gpu:
+        found["dearest"] = work_of(calls["packprop"], options)["dearest"]
     for key, call in calls.items():
         task.model.zero_grad()
         _forget(task)
@@ -266,9 +268,9 @@ def graphs(options: Options) -> Cases:
     backends = tuple(BACKENDS) if options.on_gpu else ("replayed",)
     return {
         f"{name}, {quantity}, {backend}": partial(_graphs, makers, name, quantity, backend, options)
+        for backend in backends  # the one that compiles for a minute comes last
         for name in names
         for quantity in quantities
-        for backend in backends
     }
 
 

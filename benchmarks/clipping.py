@@ -115,8 +115,9 @@ def opacus_ghost(task: Task) -> Step:
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        losses = torch.nn.functional.cross_entropy(model(task.inputs), task.targets, reduction="none")
-        own = losses.flatten(1).mean(1) if losses.dim() > 1 else losses
+        rows = model(task.inputs).movedim(1, -1).flatten(0, -2)
+        losses = torch.nn.functional.cross_entropy(rows, task.targets.flatten(), reduction="none")
+        own = losses.view(len(task.inputs), -1).mean(1)
         DPTensorFastGradientClipping(model, optimizer, own, "mean").backward()
         optimizer.pre_step()
 

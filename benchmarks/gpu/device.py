@@ -42,7 +42,7 @@ class Options:
     @property
     def rounds(self) -> int:
         """Turns of each call that is timed."""
-        return 3 if self.small else 7
+        return 3 if self.small else 5
 
     def synchronize(self) -> None:
         """Wait until the device has nothing left to do."""

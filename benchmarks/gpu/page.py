@@ -56,7 +56,17 @@ def _table(cases: dict[str, Record]) -> list[str]:
 
 
 SHOWN = (
-    *("passed", "failed", "skipped", "agree", "tolerance", "largest_difference", "measured_over_predicted"),
+    *(
+        "programs",
+        "passed",
+        "failed",
+        "refused",
+        "skipped",
+        "agree",
+        "tolerance",
+        "largest_difference",
+        "measured_over_predicted",
+    ),
     *("budgets_held", "planned_again", "plain_seconds", "time_over_plain", "peak_over_plain"),
     *("kernels", "copies", "synchronizations", "operations", "difference"),
 )

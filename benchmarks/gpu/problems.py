@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -67,37 +67,53 @@ def _gpt(words: int, width: int, heads: int, layers: int, length: int) -> Callab
     return lambda: CausalModel(words, width, heads, layers, length)
 
 
-Maker = tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]
+class TokenLoss(nn.CrossEntropyLoss):
+    """Cross entropy of logits ``[n, c, t]`` as ``[n*t, c]``: GPUs are slow if classes do not lie together."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(logits.mT.flatten(0, 1), targets.flatten())
+
+
+class Maker(NamedTuple):
+    """Makes a model, its inputs and targets, and its loss."""
+
+    model: Callable[[], nn.Module]
+    data: Callable[[], tuple[Tensor, Tensor]]
+    loss: Callable[[], nn.Module] = nn.CrossEntropyLoss
+
 
 SMALL: dict[str, Maker] = {
-    "mlp": (_mlp, lambda: random_vectors(6, 12, 10)),
-    "convolutions": (_convolutions, lambda: random_images(4, size=9)),
-    "lstm": (_recurrent(nn.LSTM), lambda: tokens(4, 5, 6)),
-    "gru": (_recurrent(nn.GRU), lambda: tokens(4, 5, 6)),
-    "gpt": (_gpt(13, 16, 2, 2, 6), lambda: tokens(4, 13, 6)),
-    "llama": (_decoder(13, 2, 16, 2, 24), lambda: tokens(4, 13, 6)),
-    "adapters": (_adapted_decoder(13, 2, 16, 4, 24, key_heads=2, rank=2), lambda: tokens(4, 13, 6)),
+    "mlp": Maker(_mlp, lambda: random_vectors(6, 12, 10)),
+    "convolutions": Maker(_convolutions, lambda: random_images(4, size=9)),
+    "lstm": Maker(_recurrent(nn.LSTM), lambda: tokens(4, 5, 6)),
+    "gru": Maker(_recurrent(nn.GRU), lambda: tokens(4, 5, 6)),
+    "gpt": Maker(_gpt(13, 16, 2, 2, 6), lambda: tokens(4, 13, 6)),
+    "llama": Maker(_decoder(13, 2, 16, 2, 24), lambda: tokens(4, 13, 6), TokenLoss),
+    "adapters": Maker(
+        _adapted_decoder(13, 2, 16, 4, 24, key_heads=2, rank=2), lambda: tokens(4, 13, 6), TokenLoss
+    ),
 }
 """For values: every kind of node, few numbers."""
 
 MEDIUM: dict[str, Maker] = {
-    "mlp": (
+    "mlp": Maker(
         lambda: nn.Sequential(
             nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
         ),
         lambda: random_vectors(256, 784, 10),
     ),
-    "convolutions": (lambda: _convolutions(64), lambda: random_images(64, size=32)),
-    "gpt": (_gpt(8192, 256, 4, 4, 256), lambda: tokens(8, 8192, 256)),
+    "convolutions": Maker(lambda: _convolutions(64), lambda: random_images(64, size=32)),
+    "gpt": Maker(_gpt(8192, 256, 4, 4, 256), lambda: tokens(8, 8192, 256), TokenLoss),
 }
 """For bytes, kernels and graphs: a few milliseconds each."""
 
 LARGE: dict[str, Maker] = {
-    "gpt2": (_gpt(50257, 768, 12, 12, 1024), lambda: tokens(8, 50257, 512)),
-    "llama-1b": (_decoder(32000, 16, 2048, 32, 5632), lambda: tokens(8, 32000, 512)),
-    "qwen-7b, adapters": (
+    "gpt2": Maker(_gpt(50257, 768, 12, 12, 1024), lambda: tokens(8, 50257, 512), TokenLoss),
+    "llama-1b": Maker(_decoder(32000, 16, 2048, 32, 5632), lambda: tokens(8, 32000, 512), TokenLoss),
+    "qwen-7b, adapters": Maker(
         _adapted_decoder(152064, 28, 3584, 28, 18944, key_heads=4, rank=16),
         lambda: tokens(8, 152064, 512),
+        TokenLoss,
     ),
 }
 """For speed, in bfloat16: GPT-2's shape with a head of its own, 163 million parameters; 953 million; and the
@@ -106,14 +122,14 @@ shape of Qwen2.5-7B, frozen, with adapters of rank 16 at all linear layers of th
 
 def built(makers: dict[str, Maker], name: str, device: str, dtype: torch.dtype = torch.float32) -> Task:
     """Build a task; the same weights on every device unless it is large, rounded to the precision."""
-    model, data = makers[name]
+    maker = makers[name]
     torch.manual_seed(0)
-    inputs, targets = data()
+    inputs, targets = maker.data()
     with torch.device(device if makers is LARGE else "cpu"):
-        made = model()
+        made = maker.model()
     if any(isinstance(p, nn.UninitializedParameter) for p in made.parameters()):
         made(inputs)
-    task = Task(made, nn.CrossEntropyLoss(), inputs, targets)
+    task = Task(made, maker.loss(), inputs, targets)
     return moved(task, device, dtype)
 
 

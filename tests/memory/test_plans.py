@@ -58,9 +58,10 @@ def test_on_a_gpu_the_allocator_stays_inside_the_budget(share: float) -> None:
     asked = [extensions.BatchGrad(), extensions.DiagGGNExact()]
     most = packprop.plan(model, nn.CrossEntropyLoss(), batch, asked).peak
     with pytest.raises(BudgetTooSmall) as caught:
-        packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, 1)
+        packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, memory=1)
     least = caught.value.floor
-    plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, int(least + share * (most - least)))
+    budget = int(least + share * (most - least))
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, memory=budget)
     for _ in range(2):  # the first finds the samples, and has libraries take their workspaces
         model.zero_grad()
         torch.cuda.reset_peak_memory_stats()

@@ -14,12 +14,18 @@ import torch
 from torch import Tensor
 
 from packprop.engine.algebra.choices import features_at_once, norms_by_products, samples_in_products
-from packprop.engine.algebra.kernels import norms_of, square_norms, squared_products, summed_products
+from packprop.engine.algebra.kernels import (
+    norms_of,
+    square_norms,
+    squared_products,
+    summed_products,
+    wide_product,
+)
 from packprop.engine.algebra.monoid import Moments
 from packprop.engine.algebra.structures import Lookup, Outer, Tied, cotangent_of, fold_matrix
 from packprop.engine.tensors.device import device_kind
 from packprop.engine.tensors.dry import chunk_starts
-from packprop.engine.tensors.precision import at_least, wider_dtype
+from packprop.engine.tensors.precision import accumulation_dtype, at_least, multiplies_wide, wider_dtype
 
 Cell = Callable[..., Any]
 
@@ -51,24 +57,22 @@ def _outer_sum_sq(structure: Outer) -> Tensor | None:
     With shared positions it forms gradients, squares them and adds them up, one after the other if that is
     faster.
     """
-    cotangent = cotangent_of(structure)
-    columns, _, positions, groups, fan_out = cotangent.shape
+    columns, _, positions, groups, fan_out = structure.given_cotangent.shape
     if positions != 1:
         if structure.formed or structure.by_groups or groups != 1:
             return None
         total = squared_products(*structure.matrices).unflatten(0, (columns, fan_out)).sum(0)
         return fold_matrix(structure, total)
-    squares = cotangent.squeeze(2).square().sum(0)
+    squares = cotangent_of(structure).squeeze(2).square().sum(0)
     return structure.fold(summed_products(squares, structure.x.squeeze(1).square()))
 
 
 @fast_cell("batch_sq", Outer)
 def _outer_batch_sq(structure: Outer) -> Tensor | None:
     """Work as for ``sum_sq``, but sum squares of cotangents over columns before the products."""
-    cotangent = cotangent_of(structure)
-    if cotangent.shape[2] != 1:
+    if structure.given_cotangent.shape[2] != 1:
         return None
-    squares = cotangent[:, :, 0].square().sum(0)
+    squares = cotangent_of(structure)[:, :, 0].square().sum(0)
     return structure.fold(squares[..., None] * structure.x[:, 0, :, None, :].square())
 
 
@@ -76,44 +80,58 @@ def _outer_batch_sq(structure: Outer) -> Tensor | None:
 def _outer_sq_norm(structure: Outer) -> Tensor | None:
     """Sum inner products between pairs of positions, if these are few (Goodfellow 2015).
 
-    Positions may cancel. So the products have a wider precision, if there is one. Their rounding is then no
-    more than the rounding of gradients to their own precision would add to the squares.
+    Positions may cancel. So the products have a wider precision than the pass, if there is one. Their rounding
+    is then no more than the rounding of gradients to their own precision would add to the squares.
     """
-    cotangent = cotangent_of(structure)
-    positions = cotangent.shape[2]
     if structure.formed or not norms_by_products(structure.extents):
         return None
-    x = structure.x
-    if positions == 1:
+    if structure.shape[1] == 1:
+        cotangent, x = cotangent_of(structure), structure.x
         if cotangent.shape[0] == cotangent.shape[3] == 1 and not torch.is_grad_enabled():
             return (norms_of(cotangent) * norms_of(x)).square_().flatten()
         return (square_norms(cotangent.squeeze(2)).sum(0) * square_norms(x.squeeze(1))).sum(1)
-    wide = wider_dtype(cotangent.dtype, device_kind(cotangent)) or cotangent.dtype
+    cotangent, x = structure.factors
     samples = len(x)
     step = samples_in_products(structure.extents, samples)
     limited = structure.held is not None
     if step == samples:
-        return _norms_by_products(cotangent, x, wide, limited)
-    norms = cotangent.new_zeros(samples)
+        return _norms_by_products(cotangent, x, limited)
+    norms = cotangent.new_zeros(samples, dtype=structure.extents.dtype)
     for part in _blocks(samples, step):
-        norms[part] = _norms_by_products(cotangent[:, part], x[part], wide, limited)
+        norms[part] = _norms_by_products(cotangent[:, part], x[part], limited)
     return norms
 
 
-def _norms_by_products(cotangent: Tensor, x: Tensor, wide: torch.dtype, limited: bool) -> Tensor:
+def _norms_by_products(cotangent: Tensor, x: Tensor, limited: bool) -> Tensor:
     """Return squared norms of gradients, ``[n]``, from inner products between pairs of positions."""
     at_once = features_at_once(x.shape[1]) if limited else max(x.shape[3], cotangent.shape[4])
-    inputs = _products_of_positions(x[None], wide, at_once)
-    cotangents = _products_of_positions(cotangent, wide, at_once)
-    norms: Tensor = torch.einsum("bst,bst->b", inputs, cotangents).unflatten(0, (len(x), -1)).sum(1)
-    return at_least(norms, 0.0).to(cotangent.dtype)
+    inputs = _products_of_positions(x[None], at_once)
+    cotangents = _products_of_positions(cotangent, at_once)
+    if device_kind(x) == "cpu" or torch.is_grad_enabled():
+        sums = torch.einsum("bst,bst->b", inputs, cotangents)
+    else:  # an accelerator would give all of a sample's products to one of its many cores
+        sums = inputs.mul_(cotangents).flatten(1).sum(1)
+    norms: Tensor = sums.unflatten(0, (len(x), -1)).sum(1)
+    return at_least(norms, 0.0).to(accumulation_dtype(cotangent.dtype))
 
 
-def _products_of_positions(values: Tensor, wide: torch.dtype, at_once: int) -> Tensor:
+def _products_dtype(values: Tensor) -> torch.dtype:
+    """Return a precision with twice the digits of the pass, if the device has one."""
+    device = device_kind(values)
+    if multiplies_wide(values.dtype, device):
+        return accumulation_dtype(values.dtype)
+    return wider_dtype(values.dtype, device) or values.dtype
+
+
+def _products_of_positions(values: Tensor, at_once: int) -> Tensor:
     """Return inner products between positions, ``[v, n, s, g, f] -> [n*g, s, s]``, in a wider precision.
 
     It widens ``at_once`` of the f entries at a time: it need not make a copy as large as the values.
     """
+    if multiplies_wide(values.dtype, device_kind(values)):
+        part = values.permute(1, 3, 2, 0, 4).flatten(3).flatten(0, 1)
+        return wide_product(part, part.mT)
+    wide = _products_dtype(values)
     blocks = [slice(None)] if values.dtype == wide else _blocks(values.shape[4], at_once)
     total: Tensor | None = None
     for block in blocks:
@@ -130,15 +148,17 @@ def _outer_moments(structure: Outer) -> Moments | None:
     It subtracts the mean after summing the squares. This cancels only digits that per-sample gradients would
     not have had: rounding them to their own precision costs more than the sum in the wider one.
     """
-    cotangent = cotangent_of(structure)
-    _, samples, positions, groups, fan_out = cotangent.shape
-    wide = wider_dtype(cotangent.dtype, device_kind(cotangent))
+    _, samples, positions, groups, fan_out = structure.given_cotangent.shape
     is_small = samples * groups * fan_out * structure.shape[3] <= SMALL
-    if positions != 1 or structure.formed or wide is None or torch.is_grad_enabled() or is_small:
+    if positions != 1 or structure.formed or torch.is_grad_enabled() or is_small:
         return None
-    left, right = cotangent[0, :, 0].permute(1, 2, 0), structure.x[:, 0].transpose(0, 1).to(wide)
+    cotangent, x = structure.factors
+    wide = _products_dtype(cotangent)
+    if wide == cotangent.dtype:
+        return None
+    left, right = cotangent[0, :, 0].permute(1, 2, 0), x[:, 0].transpose(0, 1).to(wide)
     squares = right.square()
-    mean = cotangent.new_empty(groups, fan_out, right.shape[2])
+    mean = cotangent.new_empty(groups, fan_out, right.shape[2], dtype=structure.extents.dtype)
     deviation = torch.empty_like(mean)
     for block in _blocks(fan_out, max(1, IN_CACHE // (groups * right.shape[2]))):
         part = left[:, block].to(wide)
@@ -151,9 +171,9 @@ def _outer_moments(structure: Outer) -> Moments | None:
 @fast_cell("gram", Outer)
 def _outer_gram(structure: Outer) -> Tensor | None:
     """Multiply two Gram matrices: their product is the Gram matrix of outer products."""
-    cotangent, x = cotangent_of(structure), structure.x
-    if cotangent.shape[2] != 1:
+    if structure.given_cotangent.shape[2] != 1:
         return None
+    cotangent, x = cotangent_of(structure), structure.x
     cotangents = torch.einsum("vngo,vmgo->gnm", cotangent[:, :, 0], cotangent[:, :, 0])
     inputs = torch.einsum("ngi,mgi->gnm", x[:, 0], x[:, 0])
     return (cotangents * inputs).sum(0)
@@ -201,11 +221,10 @@ def _tied_sq_norm(structure: Tied) -> Tensor | None:
     outer, lookup = structure.parts
     if structure.formed or not norms_by_products(outer.extents):
         return None
-    cotangent, of_rows = cotangent_of(outer), cotangent_of(lookup)
-    dtype = cotangent.dtype
-    wide = wider_dtype(dtype, device_kind(cotangent)) or dtype
-    cotangent, of_rows = cotangent.to(wide), of_rows.to(wide)
-    outer = replace(outer, given=outer.x.to(wide), cotangent=cotangent, direct=None, inner=None)
+    of_rows, wide = cotangent_of(lookup), _products_dtype(outer.factors[0])
+    cotangent, of_rows = outer.given_cotangent.to(wide), of_rows.to(wide)
+    if wide != outer.extents.dtype:
+        outer = replace(outer, given=outer.x.to(wide), cotangent=cotangent, direct=None, inner=None)
     mapped, looked = _outer_sq_norm(outer), _lookup_sq_norm(replace(lookup, cotangent=of_rows))
     if mapped is None or looked is None:
         return None
@@ -214,7 +233,7 @@ def _tied_sq_norm(structure: Tied) -> Tensor | None:
     index = lookup.index[None, :, None, :].expand(*cotangent.shape[:3], -1)
     both = (inputs * cotangent.gather(3, index)).sum((0, 2, 3))
     norms: Tensor = mapped + looked + 2 * both
-    return at_least(norms, 0.0).to(dtype)
+    return at_least(norms, 0.0).to(structure.parts[0].extents.dtype)
 
 
 def _blocks(count: int, step: int) -> list[slice]:

@@ -21,7 +21,7 @@ from packprop.engine.algebra.statistics import (
 )
 from packprop.engine.algebra.structures import Dense, Lookup, Outer, Structure, cotangent_of, entry_order_of
 from packprop.engine.tensors.device import device_kind
-from packprop.engine.tensors.precision import accumulation_dtype, wider_dtype
+from packprop.engine.tensors.precision import accumulation_dtype, widened, wider_dtype
 from packprop.errors import OfParameter
 
 Approximation = Literal["mixed", "expand", "reduce"]
@@ -47,16 +47,18 @@ def cotangent_gram(
     if isinstance(structure, Dense):
         flat = flat_rows(structure)
     else:
-        cotangent = cotangent_of(structure)
+        cotangent = structure.given_cotangent if isinstance(structure, Outer) else cotangent_of(structure)
         if approximation == "expand":
             flat = cotangent.flatten(3).flatten(1, 2)
+        elif cotangent.shape[2] == 1:
+            flat = cotangent[:, :, 0].flatten(2)
         else:
-            flat = (cotangent[:, :, 0] if cotangent.shape[2] == 1 else cotangent.sum(2)).flatten(2)
+            flat = cotangent.sum(2, dtype=accumulation_dtype(cotangent.dtype)).flatten(2)
     flat = flat.reshape(-1, flat.shape[-1])
     if flat.shape[1] <= LARGEST_FACTOR:
         return second_moment(flat)
     if otherwise == "diagonal":
-        return sum_of_squares(flat)
+        return sum_of_squares(widened(flat))
     return _too_large(flat, flat.shape[1], otherwise)
 
 
@@ -93,9 +95,10 @@ def input_gram(
     if structure.moment is not None and approximation != "reduce" and not large:
         total = structure.moment()
     else:
-        x = structure.x.mean(1, keepdim=True) if approximation == "reduce" else structure.x
+        given = structure.given if isinstance(structure.given, Tensor) else structure.x
+        x = structure.x.mean(1, keepdim=True) if approximation == "reduce" else given
         x = x.reshape(-1, x.shape[-1])
-        total = sum_of_squares(x) if large else second_moment(x)
+        total = sum_of_squares(widened(x)) if large else second_moment(x)
     divisor = groups * positions if approximation == "expand" else groups
     return total if divisor == 1 else total / divisor
 

@@ -11,6 +11,7 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from packprop.engine.algebra.choices import forced_algorithm
 from packprop.engine.tensors.device import device_kind
+from packprop.engine.tensors.precision import accumulation_dtype, multiplies_wide, widened
 from packprop.engine.tensors.traced import is_traced
 
 WORTH_A_CALL = 12 * 2**20
@@ -44,13 +45,22 @@ SHORT = 32
 """Sums of fewer terms wait for memory, not for multiplications: no kernel is faster than another."""
 
 
+def wide_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """Multiply matrices, or batches of them, in the precision of sums; the result is in ``out`` if given."""
+    multiply = torch.mm if left.dim() == 2 else torch.bmm
+    if left.dtype == right.dtype and multiplies_wide(left.dtype, device_kind(left)):
+        wide = accumulation_dtype(left.dtype)
+        return multiply(left, right, wide) if out is None else multiply(left, right, wide, out=out)
+    return multiply(widened(left), widened(right), out=out)
+
+
 def outer_products(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiply ``[b, o, s]`` by ``[b, i, s]``, summed over s: ``[b, o, i]``, written to ``out`` if given."""
     products = products_one_by_one(left, right)
     if products is None and out is None and _is_faster_swapped(left, right):
         return torch.bmm(right, left.mT).mT
     if products is None:
-        return torch.bmm(left, right.mT, out=out)
+        return wide_product(left, right.mT, out)
     if out is None:
         out = left.new_empty(left.shape[0], left.shape[1], right.shape[1])
     for row, product in zip(out, products, strict=True):
@@ -80,7 +90,7 @@ def squared_products(left: Tensor, right: Tensor) -> Tensor:
     if products is None and _is_faster_swapped(left, right):
         return sum_of_squares(torch.bmm(right, left.mT)).mT
     if products is None:
-        return sum_of_squares(torch.bmm(left, right.mT))
+        return sum_of_squares(wide_product(left, right.mT))
     total = left.new_zeros(left.shape[1], right.shape[1])
     for product in products:
         total.addcmul_(product, product)
@@ -96,7 +106,7 @@ def second_moment(rows: Tensor) -> Tensor:
     transposed = rows.mT
     kernel = _kernel_for(transposed[None], transposed[None])
     if kernel is None:
-        return transposed @ rows
+        return wide_product(transposed, rows)
     transposed = transposed.contiguous()
     terms, size = rows.shape
     if terms < LONG or terms * size**2 < WORTH_BLOCKS:

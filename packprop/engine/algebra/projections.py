@@ -176,7 +176,7 @@ def _by_factors(structure: Structure, projection: Projection, name: str, shape: 
         return both[0] + both[1]
     size = torch.Size(shape)
     if not isinstance(structure, Dense) and not structure.formed and structure.cotangent is not None:
-        cotangent = structure.cotangent[0]
+        cotangent = cotangent_of(structure)[0]
         left, right = projection.factors(name, shape, _real_like(cotangent))
         if isinstance(structure, Lookup):
             return _summed(left[structure.index].to(cotangent.dtype), cotangent, None, right)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from packprop.engine.algebra.cells import FAST_CELLS
 from packprop.engine.algebra.choices import Extents, norms_by_products
-from packprop.engine.algebra.kernels import square_norms, sum_of_squares, summed_products
+from packprop.engine.algebra.kernels import square_norms, sum_of_squares, summed_products, wide_product
 from packprop.engine.algebra.monoid import Moments
 from packprop.engine.algebra.order import EntryOrder
 from packprop.engine.algebra.structures import (
@@ -54,7 +54,7 @@ def diagonal_sum(structure: Diagonal) -> Tensor:
     """Sum diagonals over samples ``[*p]``; an affine use need not form those of single samples."""
     source = structure.source
     if isinstance(source, Outer) and source.cotangent is not None:
-        return source.fold(torch.einsum("vnsgo,nsgi->goi", source.cotangent, source.x))
+        return source.fold(torch.einsum("vnsgo,nsgi->goi", cotangent_of(source), source.x))
     return rows(source).sum((0, 1))
 
 
@@ -103,8 +103,9 @@ def total_grad(structure: Structure) -> Tensor:
     if isinstance(structure, Tied) and not structure.formed:
         return total_grad(structure.parts[0]) + total_grad(structure.parts[1])
     if isinstance(structure, Outer) and not structure.formed and structure.cotangent is not None:
-        left = structure.cotangent[0].flatten(0, 1).permute(1, 2, 0)  # g o (n s)
-        return structure.fold(left @ structure.x.flatten(0, 1).transpose(0, 1))
+        cotangent, x = structure.factors
+        left = cotangent[0].flatten(0, 1).permute(1, 2, 0)  # g o (n s)
+        return structure.fold(wide_product(left, x.flatten(0, 1).transpose(0, 1)))
     if isinstance(structure, Lookup) and not structure.formed and structure.cotangent is not None:
         return structure.added_up(structure.cotangent[0])
     return summed_grad(structure)
@@ -156,9 +157,9 @@ def along(structure: Structure, first: Sequence[Any]) -> Tensor:
         one, other = (along(part, first) for part in structure.parts)
         return one + other
     direction: Tensor = first[0]
-    cotangent = None if isinstance(structure, Dense) or structure.formed else structure.cotangent
-    if cotangent is None:
+    if isinstance(structure, Dense) or structure.formed or structure.cotangent is None:
         return (flat_rows(structure)[0] @ direction.flatten().to(rows(structure).dtype)).to(direction.dtype)
+    cotangent = cotangent_of(structure)
     direction = direction.to(cotangent.dtype)
     if isinstance(structure, Outer) and structure.inner is not None:
         return structure.inner(direction).to(first[0].dtype)

@@ -19,6 +19,7 @@ from packprop.engine.algebra.choices import Extents, convolved_by_groups
 from packprop.engine.algebra.kernels import outer_products
 from packprop.engine.algebra.order import EntryOrder, Fold
 from packprop.engine.tensors.device import device_kind
+from packprop.engine.tensors.precision import accumulation_dtype, widened
 
 
 class LazyTensor(NamedTuple):
@@ -34,7 +35,8 @@ class Outer:
 
     Args:
         given: Inputs ``[n, s, g, i]``, as a tensor or as the function that makes it; read them from ``x``.
-        cotangent: Cotangent at the output ``[v, n, s, g, o]``; ``None`` if only inputs are needed.
+        cotangent: Cotangent at the output ``[v, n, s, g, o]``; ``None`` if only inputs are needed. It and
+            ``given`` may have sixteen bits, for products; ``cotangent_of`` and ``x`` are in single precision.
         fold: Maps ``[..., g, o, i]`` to ``[..., *p]``; a linear rearrangement of entries.
         moment: Computes ``sum_nsg x x^T``, ``[i, i]``, if that takes less than making the inputs.
         out: The memory for per-sample gradients ``[1, n, *p]``, in the order ``g o i``; else ``None``.
@@ -61,8 +63,27 @@ class Outer:
 
     @cached_property
     def x(self) -> Tensor:
-        """Inputs ``[n, s, g, i]``."""
-        return self.given if isinstance(self.given, Tensor) else self.given.make()
+        """Inputs ``[n, s, g, i]``, in at least single precision."""
+        return widened(self.given) if isinstance(self.given, Tensor) else self.given.make()
+
+    @property
+    def given_cotangent(self) -> Tensor:
+        """The cotangent in the precision that it was given in."""
+        assert self.cotangent is not None, "this structure was built without a cotangent"
+        return self.cotangent
+
+    @cached_property
+    def wide_cotangent(self) -> Tensor:
+        """The cotangent in at least single precision."""
+        return widened(self.given_cotangent)
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Cotangent and inputs for products: as they were given, if they have one precision."""
+        cotangent, given = self.given_cotangent, self.given
+        if isinstance(given, Tensor) and cotangent.dtype == given.dtype:
+            return cotangent, given
+        return self.wide_cotangent, self.x
 
     @property
     def shape(self) -> Sequence[int]:
@@ -72,10 +93,11 @@ class Outer:
     @cached_property
     def extents(self) -> Extents:
         """The sizes that choose algorithms."""
-        cotangent = cotangent_of(self)
+        cotangent = self.given_cotangent
         _, positions, groups, fan_in = self.shape
         fans = groups, fan_in, cotangent.shape[4], 0 if self.direct is None else self.channels
-        return Extents(positions, *fans, cotangent.dtype, device_kind(cotangent), self.held)
+        dtype = accumulation_dtype(cotangent.dtype)
+        return Extents(positions, *fans, dtype, device_kind(cotangent), self.held)
 
     @property
     def formed(self) -> bool:
@@ -96,10 +118,9 @@ class Outer:
         if self.direct is not None and self.by_groups:
             gradients = self.direct()
             return gradients if self.out is None else self.out.copy_(gradients)
-        x = self.x
         columns, samples, positions, groups, fan_out = cotangent.shape
         if positions == 1:
-            left, right = cotangent[:, :, 0, ..., None], x[:, 0, :, None, :]
+            left, right = self.wide_cotangent[:, :, 0, ..., None], self.x[:, 0, :, None, :]
             if self.out is None:
                 return self.fold(left * right)
             torch.mul(left, right, out=self.out.view(1, samples, groups, fan_out, -1))
@@ -118,10 +139,10 @@ class Outer:
     @cached_property
     def matrices(self) -> tuple[Tensor, Tensor]:
         """Cotangents ``[n*g, v*o, s]`` and inputs ``[n*g, i, s]``."""
-        cotangent = cotangent_of(self)
+        cotangent, x = self.factors
         columns, samples, positions, groups, fan_out = cotangent.shape
         left = cotangent.permute(1, 3, 0, 4, 2).reshape(samples * groups, columns * fan_out, positions)
-        return left, self.x.permute(0, 2, 3, 1).reshape(samples * groups, self.shape[3], positions)
+        return left, x.permute(0, 2, 3, 1).reshape(samples * groups, self.shape[3], positions)
 
 
 @dataclass(frozen=True)
@@ -303,7 +324,9 @@ def rows(structure: Structure) -> Tensor:
 
 
 def cotangent_of(structure: Outer | Lookup) -> Tensor:
-    """Return the cotangent of a structure that was not built for its inputs alone."""
+    """Return the cotangent of a structure, in at least single precision; not of one built for inputs alone."""
+    if isinstance(structure, Outer):
+        return structure.wide_cotangent
     assert structure.cotangent is not None, "this structure was built without a cotangent"
     return structure.cotangent
 
@@ -373,9 +396,12 @@ def filled_up(structure: Structure) -> Structure:
 
 def with_factors(structure: Structure, factors: Tensor) -> Structure:
     """Return the same structure, with the gradient of each sample multiplied by a factor ``[n]``."""
-    return with_cotangent(
-        structure, lambda values: values * factors.to(values.dtype).reshape(-1, *[1] * (values.dim() - 2))
-    )
+
+    def change(values: Tensor) -> Tensor:
+        wide = accumulation_dtype(values.dtype)
+        return (values * factors.to(wide).reshape(-1, *[1] * (values.dim() - 2))).to(values.dtype)
+
+    return with_cotangent(structure, change)
 
 
 def with_cotangent(structure: Structure, change: Callable[[Tensor], Tensor]) -> Structure:
@@ -384,7 +410,8 @@ def with_cotangent(structure: Structure, change: Callable[[Tensor], Tensor]) -> 
         return Tied.of(with_cotangent(part, change) for part in structure.parts)
     if isinstance(structure, Dense):
         return Dense(change(rows(structure)))
-    changed = change(cotangent_of(structure))
+    assert structure.cotangent is not None, "this structure was built without a cotangent"
+    changed = change(structure.cotangent)
     if isinstance(structure, Lookup):
         return replace(structure, cotangent=changed)
     return replace(structure, cotangent=changed, direct=None, inner=None, out=None)

@@ -30,6 +30,7 @@ from packprop.engine.graph.sweep import SweepOptions, sweep
 from packprop.engine.tensors.dry import chunk_starts
 from packprop.engine.tensors.long_work import doing, expect
 from packprop.engine.tensors.precision import accumulation_dtype
+from packprop.engine.tensors.random import device_of_draws
 from packprop.types import Seed
 
 BATCHED_ENTRIES = 2**23
@@ -208,7 +209,7 @@ def estimated_diagonals(
 
 def _signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw random signs of the shape of a tensor."""
-    device = like.device if generator is None else generator.device
+    device = device_of_draws(generator, like)
     coins = torch.randint(0, 2, like.shape, generator=generator, device=device)
     return (2 * coins - 1).to(like.device, like.dtype)
 

@@ -13,35 +13,49 @@ from packprop.engine.algebra.order import fold_swapped, fold_to
 from packprop.engine.algebra.structures import Dense, Outer, Structure, filled_up
 from packprop.engine.functions.entry import Cotangents, Entry, Fans, Samples, Scratch, StructureOf
 from packprop.engine.functions.node_calls import NodeCall
+from packprop.engine.tensors.device import device_kind
 from packprop.engine.tensors.layout import Layout
-from packprop.engine.tensors.precision import accumulation_dtype
+from packprop.engine.tensors.precision import multiplies_wide, widened
+from packprop.engine.tensors.traced import is_traced
 
 
-def select_samples(tensor: Tensor, samples: Samples, skip: int = 0) -> Tensor:
-    """Return some samples of a tensor, along axis ``skip``, in at least single precision."""
+def select_samples(tensor: Tensor, samples: Samples, skip: int = 0, as_they_are: bool = False) -> Tensor:
+    """Return some samples of a tensor, along axis ``skip``; in at least single precision, or as they are."""
     if isinstance(samples, Tensor):
         tensor = tensor.index_select(skip, samples.to(tensor.device))
     elif samples != slice(None):
         tensor = tensor[(slice(None),) * skip + (samples,)]
-    wide = accumulation_dtype(tensor.dtype)
-    return tensor if tensor.dtype == wide else tensor.to(wide)
+    return tensor if as_they_are else widened(tensor)
 
 
-def rowwise(build: Callable[..., Structure], *inputs: Callable[[], Tensor]) -> StructureOf:
+def rowwise(
+    build: Callable[..., Structure], *inputs: Callable[[], Tensor], only_multiplied: bool = False
+) -> StructureOf:
     """Return ``structure_of`` for inputs with the samples on the same axis as the output.
 
-    ``build`` takes the cotangent ``[v, n, ...]`` and the inputs ``[n, ...]`` of the chosen samples.
+    ``build`` takes the cotangent ``[v, n, ...]`` and the inputs ``[n, ...]`` of the chosen samples. They are in
+    at least single precision, unless they are ``only_multiplied`` and the device does that without.
     """
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
         layout, cotangent = layouts[0], cotangents[0]
+        saved = [layout.to_front(each()) for each in inputs]
+        as_they_are = only_multiplied and all(map(_stays_narrow, saved))
         if cotangent is not None:
-            cotangent = select_samples(layout.to_front(cotangent, 1), samples, 1)
-        chosen = (select_samples(layout.to_front(saved()), samples) for saved in inputs)
-        structure = build(cotangent, *chosen)
+            cotangent = select_samples(layout.to_front(cotangent, 1), samples, 1, as_they_are)
+        structure = build(cotangent, *(select_samples(each, samples, 0, as_they_are) for each in saved))
         return structure if layout.rows is None else filled_up(structure)
 
     return structure_of
+
+
+def _stays_narrow(values: Tensor) -> bool:
+    """Tell whether products of values in sixteen bits are computed from them as they are.
+
+    Not where the products are differentiated, nor in a graph, which a compiler must be able to lower.
+    """
+    wide = multiplies_wide(values.dtype, device_kind(values))
+    return wide and not torch.is_grad_enabled() and not is_traced()
 
 
 def affine(call: NodeCall, x: Callable[[], Tensor], *, transposed: bool = False, factor: float = 1.0) -> Entry:
@@ -69,7 +83,7 @@ def affine(call: NodeCall, x: Callable[[], Tensor], *, transposed: bool = False,
     return Entry(
         operand.tensor,
         "Outer",
-        rowwise(build, x),
+        rowwise(build, x, only_multiplied=factor == 1.0),
         admits=lambda axis: axis != last,
         scratch=Scratch(inputs_only=fan_in),
         fans=Fans(1, fan_in, fan_out, in_order=fold is fold_to(shape)),

@@ -268,9 +268,10 @@ def written_in_place(
     cotangent = structure.cotangent
     if cotangent is None or structure.fold is not fold_to(leaf.shape):
         return structure
-    if columns.stop - columns.start != 1 or leaf.dtype != cotangent.dtype:
+    dtype = structure.extents.dtype
+    if columns.stop - columns.start != 1 or leaf.dtype != dtype:
         return structure
-    out = result().out(cotangent.new_empty(()), leaf.shape, columns, samples)
+    out = result().out(cotangent.new_empty((), dtype=dtype), leaf.shape, columns, samples)
     return structure if out is None else replace(structure, out=out)
 
 

@@ -18,6 +18,21 @@ def is_for_storage(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
+def multiplies_wide(dtype: torch.dtype, device: str) -> bool:
+    """Tell whether a device multiplies matrices of sixteen bits to sums of single precision, without copies."""
+    return (
+        device == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and "dtype" in torch.ops.aten.bmm.overloads()
+    )
+
+
+def widened(values: Tensor) -> Tensor:
+    """Return values in the precision of sums."""
+    wide = accumulation_dtype(values.dtype)
+    return values if values.dtype == wide else values.to(wide)
+
+
 def wider_dtype(dtype: torch.dtype, device: str) -> torch.dtype | None:
     """Return a precision with twice the digits; ``None`` if the device has no such precision."""
     return torch.float64 if dtype == torch.float32 and device != "mps" else None

@@ -22,6 +22,11 @@ def generator_classes() -> tuple[type, ...]:
     return torch.Generator, random.Random, np.random.Generator, np.random.RandomState
 
 
+def device_of_draws(generator: torch.Generator | None, like: Tensor) -> torch.device:
+    """Return where to draw numbers for a tensor: on its own device, or where the generator is that is given."""
+    return like.device if generator is None or like.is_meta else generator.device
+
+
 def random_states(devices: Iterable[torch.device] | None = None) -> RandomStates:
     """Return the states of the generators of the CPU and of ``devices``; by default, all used CUDA devices."""
     states = {torch.device("cpu"): torch.get_rng_state()}

@@ -14,6 +14,7 @@ from packprop.engine.algebra.decompositions import eigh
 from packprop.engine.functions.losses.description import Root
 from packprop.engine.tensors.dry import has_fault
 from packprop.engine.tensors.precision import accumulation_dtype
+from packprop.engine.tensors.random import device_of_draws
 from packprop.errors import PackpropError
 
 MANY_CLASSES = 256
@@ -95,9 +96,8 @@ def drawn_classes(p: Tensor, draws: int, generator: torch.Generator | None) -> T
 def _drawn(p: Tensor, draws: int, generator: torch.Generator | None) -> Tensor:
     """Draw classes ``[k, m]`` from rows ``[k, c]`` that are proportional to their probabilities."""
     finite = p.isfinite().all(-1, keepdim=True)  # if not, the column is NaN for any target
-    return torch.multinomial(
-        torch.where(finite, p, 1.0 / p.shape[-1]), draws, replacement=True, generator=generator
-    )
+    weights = torch.where(finite, p, 1.0 / p.shape[-1]).to(device_of_draws(generator, p))
+    return torch.multinomial(weights, draws, replacement=True, generator=generator).to(p.device)
 
 
 def gaussian_root(outputs: Tensor, scale: Tensor) -> Root:
@@ -105,10 +105,9 @@ def gaussian_root(outputs: Tensor, scale: Tensor) -> Root:
     strength = (2 * scale).sqrt()
 
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
-        noise = torch.randn(
-            draws, *outputs.shape, dtype=outputs.dtype, device=outputs.device, generator=generator
-        )
-        return noise * strength[..., None]
+        device = device_of_draws(generator, outputs)
+        noise = torch.randn(draws, *outputs.shape, dtype=outputs.dtype, device=device, generator=generator)
+        return noise.to(outputs.device) * strength[..., None]
 
     return Root(1, _entrywise(strength), draw)
 
@@ -123,7 +122,8 @@ def bernoulli_root(logits: Tensor, scale: Tensor) -> Root:
     deviation = (0.5 * (F.logsigmoid(logits) + F.logsigmoid(-logits))).exp()
 
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
-        uniform = torch.rand(draws, *q.shape, dtype=q.dtype, device=q.device, generator=generator)
+        device = device_of_draws(generator, q)
+        uniform = torch.rand(draws, *q.shape, dtype=q.dtype, device=device, generator=generator).to(q.device)
         return (q - (uniform < q.detach()).to(q.dtype)) * strength[..., None]
 
     return Root(1, _entrywise(deviation.squeeze(-1) * strength), draw)
@@ -139,8 +139,8 @@ def poisson_root(logarithms: Tensor, scale: Tensor) -> Root:
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
         rate = logarithms.exp()
         mean = torch.where(rate.isfinite(), rate, 0.0).detach()  # else the column is not finite either
-        counts = torch.poisson(mean.expand(draws, *mean.shape).contiguous(), generator)
-        return (rate - counts) * strength[..., None]
+        mean = mean.expand(draws, *mean.shape).contiguous().to(device_of_draws(generator, mean))
+        return (rate - torch.poisson(mean, generator).to(rate.device)) * strength[..., None]
 
     return Root(1, _entrywise((0.5 * logarithms).exp().squeeze(-1) * strength), draw)
 
@@ -165,8 +165,9 @@ def matrix_root(hessian: Tensor) -> Root:
 
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
         shape = (draws, hessian.shape[0], columns.shape[0])
-        coin = torch.rand(shape, dtype=columns.dtype, device=columns.device, generator=generator)
-        signs = torch.where(coin < 0.5, -1.0, 1.0).to(columns.dtype)
+        device = device_of_draws(generator, columns)
+        coin = torch.rand(shape, dtype=columns.dtype, device=device, generator=generator)
+        signs = torch.where(coin < 0.5, -1.0, 1.0).to(columns)
         return torch.einsum("mnk,knc->mnc", signs, columns).unsqueeze(2)
 
     return Root(columns.shape[0], lambda t, start, stop: columns[start:stop], draw)

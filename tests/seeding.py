@@ -10,6 +10,10 @@ DEVICE = torch.device(os.environ.get("PACKPROP_TEST_DEVICE", "cpu"))
 """The device of the cases; their data come from the CPU's generator, and the oracle stays on the CPU."""
 
 
+if DEVICE.type != "cpu":  # all digits of single precision, also in convolutions and recurrent layers
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
 def seed(number: int) -> None:
     """As ``torch.manual_seed``, which without a GPU formats three stack traces at each call."""
     if torch.cuda.is_available():

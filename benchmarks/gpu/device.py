@@ -138,8 +138,13 @@ def work_of(call: Call, options: Options) -> Record:
     with counted:
         call()
     found: Record = {"operations": counted.operations, "waits_of_operations": counted.waits}
+    return found | kernels_of(call, options)
+
+
+def kernels_of(call: Call, options: Options) -> Record:
+    """Return the kernels of one call, their time, and how often it waits for them."""
     if not options.on_gpu:
-        return found | {"kernels": None, "synchronizations": None}
+        return {"kernels": None, "synchronizations": None}
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         call()
@@ -148,7 +153,7 @@ def work_of(call: Call, options: Options) -> Record:
     on_device = [each for each in events if each.device_type == torch.autograd.DeviceType.CUDA]
     names = [each.name for each in events]
     waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-    return found | {
+    return {
         "kernels": sum(not each.name.startswith(("Memcpy", "Memset")) for each in on_device),
         "copies": sum(each.name.startswith("Memcpy") for each in on_device),
         # one of them is our own, at the end

@@ -108,11 +108,11 @@ MEDIUM: dict[str, Maker] = {
 """For bytes, kernels and graphs: a few milliseconds each."""
 
 LARGE: dict[str, Maker] = {
-    "gpt2": Maker(_gpt(50257, 768, 12, 12, 1024), lambda: tokens(8, 50257, 512), TokenLoss),
-    "llama-1b": Maker(_decoder(32000, 16, 2048, 32, 5632), lambda: tokens(8, 32000, 512), TokenLoss),
+    "gpt2": Maker(_gpt(50257, 768, 12, 12, 1024), lambda: tokens(32, 50257, 1024), TokenLoss),
+    "llama-1b": Maker(_decoder(32000, 16, 2048, 32, 5632), lambda: tokens(16, 32000, 1024), TokenLoss),
     "qwen-7b, adapters": Maker(
         _adapted_decoder(152064, 28, 3584, 28, 18944, key_heads=4, rank=16),
-        lambda: tokens(8, 152064, 512),
+        lambda: tokens(8, 152064, 1024),
         TokenLoss,
     ),
 }

@@ -23,6 +23,7 @@ from benchmarks.gpu.device import (
     Options,
     exact_matrix_products,
     in_turns,
+    kernels_of,
     peak_of,
     settle,
     work_of,
@@ -157,8 +158,8 @@ def speed(options: Options) -> Cases:
     makers, names = (SMALL, ("gpt", "llama", "adapters")) if options.small else (LARGE, tuple(LARGE))
     return {
         f"{name}, {quantity}": partial(_speed, makers, name, quantity, options)
+        for quantity in ("norms", "clipping", "variance", "KFAC", "products")
         for name in names
-        for quantity in ("clipping", *SPEED)
         if (name, quantity) not in ADAPTED
     }
 
@@ -189,7 +190,9 @@ def _speed(makers: Any, name: str, quantity: str, options: Options) -> Record:
             found["skipped_peers"][peer] = f"{type(error).__name__}: {error}"[:300]
     timings = in_turns(calls, options)
     if options.on_gpu:
-        found["dearest"] = work_of(calls["packprop"], options)["dearest"]
+        kernels = {key: kernels_of(calls[key], options) for key in ("plain", "packprop")}
+        found["device_over_plain"] = kernels["packprop"]["device_seconds"] / kernels["plain"]["device_seconds"]
+        found |= {f"{key} kernels": each for key, each in kernels.items()}
     for key, call in calls.items():
         task.model.zero_grad()
         _forget(task)
@@ -316,7 +319,9 @@ STEPS: dict[str, Step] = {
     "programs": Step("random programs", 3, programs, ("programs", "passed", "failed", "refused")),
     "agreement": Step("agreement with the CPU", 5, agreement, ("agree", "largest_difference")),
     "memory": Step("plans and peaks", 4, memory, ("measured_over_predicted", "budgets_held", "planned_again")),
-    "speed": Step("bfloat16, large models", 8, speed, ("time_over_plain", "peak_over_plain")),
+    "speed": Step(
+        "bfloat16, large models", 8, speed, ("time_over_plain", "device_over_plain", "peak_over_plain")
+    ),
     "kernels": Step("kernels and waits", 3, kernels, ("kernels", "synchronizations", "operations")),
     "graphs": Step("compiled steps", 6, graphs, ("time_over_plain", "difference")),
 }

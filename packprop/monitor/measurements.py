@@ -117,7 +117,7 @@ def _joined(passes: Sequence[PassValues], which: str, names: Sequence[str]) -> T
     parts = []
     for each in passes:
         found: dict[str, Tensor] = getattr(each, which)
-        total = torch.zeros(each.samples, dtype=torch.float64)
+        total = torch.zeros(each.samples, dtype=torch.float64, device="cpu")
         for name in names:
             if name in found:
                 total = total + found[name].double().cpu()
@@ -142,7 +142,7 @@ def _sharpness(passes: Sequence[PassValues], samples: int) -> float | None:
 
 def norm_quantiles(squares: Tensor) -> dict[str, float]:
     """Return quantiles of samples' norms, by the names in ``QUANTILES``."""
-    found = squares.sqrt().quantile(torch.tensor([*QUANTILES.values()], dtype=squares.dtype))
+    found = squares.sqrt().quantile(torch.tensor([*QUANTILES.values()], dtype=squares.dtype, device="cpu"))
     return dict(zip(QUANTILES, found.tolist(), strict=True))
 
 
@@ -151,7 +151,7 @@ def outliers(squares: Tensor) -> list[tuple[int, float]]:
     norms = squares.sqrt()
     if len(norms) < 4 or not bool(norms.isfinite().all()):
         return []
-    lower, upper = norms.quantile(torch.tensor([0.25, 0.75], dtype=norms.dtype)).tolist()
+    lower, upper = norms.quantile(torch.tensor([0.25, 0.75], dtype=norms.dtype, device="cpu")).tolist()
     values, indices = norms.topk(min(MOST_OUTLIERS, len(norms)))
     pairs = zip(indices.tolist(), values.tolist(), strict=True)
     fence = upper + max(FENCE * (upper - lower), 1e-3 * upper)  # samples that are all alike differ by rounding

@@ -92,7 +92,9 @@ def gradient_noise(squares: Tensor, mean_square: float, products: Tensor | None 
     if count < 2:
         return None
     squares = squares.double().cpu()
-    noise, signal = _estimates(squares.sum(), torch.tensor(mean_square, dtype=torch.float64), count)
+    noise, signal = _estimates(
+        squares.sum(), torch.tensor(mean_square, dtype=torch.float64, device="cpu"), count
+    )
     spread = None
     if products is not None and count >= FEWEST:
         products = products.double().cpu()
@@ -115,7 +117,7 @@ def smoothed_scale(steps: Sequence[GradientNoise], confidence: float) -> Interva
     """
     if len(steps) == 1:
         return steps[0].scale(confidence)
-    pairs = torch.tensor([[step.noise, step.signal] for step in steps], dtype=torch.float64).T
+    pairs = torch.tensor([[step.noise, step.signal] for step in steps], dtype=torch.float64, device="cpu").T
     noise, signal = pairs.mean(1).tolist()
     spread = torch.cov(pairs) / len(steps) if len(steps) >= FEWEST else None
     return ratio(noise, signal, spread, len(steps) - 1, confidence)

@@ -73,7 +73,7 @@ def _norms(model: nn.Module, graph: Graph, extension: BatchL2Grad) -> Tensor:
     """Return norms ``[n]``, or of tokens ``[n, t]``."""
     nothing = samples_of_nothing(graph)
     if nothing is not None:
-        return torch.zeros((nothing,) if extension.per == "sample" else (nothing, 0))
+        return torch.zeros((nothing,) if extension.per == "sample" else (nothing, 0), device="cpu")
     settle_loss_inputs(graph, [extension])
     check_graph(graph)
     own = {id(parameter) for parameter in model.parameters()}

@@ -285,7 +285,8 @@ class Store(Mapping[Any, Any]):
         Raises:
             BadInput: For an identifier that no sample, or more than one, has.
         """
-        wanted, known = torch.as_tensor(identifiers).reshape(-1), self.identifiers
+        known = self.identifiers
+        wanted = torch.as_tensor(identifiers).reshape(-1).to(known.device)
         known, order = known.sort()
         left, right = torch.searchsorted(known, wanted), torch.searchsorted(known, wanted, right=True)
         wrong = (right - left != 1).nonzero().reshape(-1)

@@ -45,7 +45,13 @@ def extreme_products(
     require_number(asked, k)
     flat, width = _flat(asked, arrays, queries)
     count = len(next(iter(flat.values())))
-    best = [(torch.empty(count, 0, dtype=torch.int64), torch.empty(count, 0, dtype=width)) for _ in largest]
+    best = [
+        (
+            torch.empty(count, 0, dtype=torch.int64, device="cpu"),
+            torch.empty(count, 0, dtype=width, device="cpu"),
+        )
+        for _ in largest
+    ]
     for start, products in _blocks(asked, arrays, flat, memory):
         best = [better(known, products, start, k, side) for known, side in zip(best, largest, strict=True)]
     return best
@@ -69,7 +75,7 @@ def summed_products(
     """
     flat, _ = _flat(asked, arrays, queries)
     count = len(next(iter(flat.values())))
-    sums = torch.zeros(count, int(groups.max()) + 1, dtype=torch.float64)
+    sums = torch.zeros(count, int(groups.max()) + 1, dtype=torch.float64, device="cpu")
     for start, products in _blocks(asked, arrays, flat, memory):
         sums.index_add_(1, groups[start : start + products.shape[1]], products.double())
     return sums

@@ -152,7 +152,7 @@ def identifiers_of(asked: str, given: Any, start: int, samples: int, header: Sha
         BadInput: If the given ones are not one for each.
     """
     if given is None:
-        return torch.arange(start, start + samples) * header.shards + header.shard
+        return torch.arange(start, start + samples, device="cpu") * header.shards + header.shard
     numbers = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
     if numbers.shape != (samples,) or (numbers.dtype.kind not in "iu" and samples):
         raise BadInput(

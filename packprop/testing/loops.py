@@ -131,7 +131,8 @@ class Loops:
         """Return Jacobians of each sample's outputs ``[c, p]``, by parameter."""
         jacobians = []
         for n, single in enumerate(self.singles):
-            unit = torch.eye(sum(output.numel() for output in single)).to(single[0])
+            entries = sum(output.numel() for output in single)
+            unit = torch.eye(entries, dtype=single[0].dtype, device=single[0].device)
             pulled = [[g.flatten() for g in self.pull(n, row)] for row in unit]
             stacked = map(torch.stack, zip(*pulled, strict=True))
             jacobians.append(dict(zip(self.names, stacked, strict=True)))

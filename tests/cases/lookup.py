@@ -35,7 +35,7 @@ def cases() -> Iterator[Case]:
         end = starts[n + 1] if n + 1 < len(starts) else len(ids)
         return (
             ids[starts[n] : end],
-            torch.zeros(1, dtype=torch.long),
+            torch.zeros_like(starts[:1]),
             *(w[starts[n] : end] for w in rest),
         )
 

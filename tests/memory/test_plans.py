@@ -200,7 +200,7 @@ def test_a_plan_is_good_for_what_it_was_made_for() -> None:
         assert all(p.grad is None for p in model.parameters())
     elsewhere = packprop.plan(network(), nn.CrossEntropyLoss(), data(), [asked], device="cuda")
     assert elsewhere.device == "cuda"
-    assert elsewhere.peak >= plan.peak
+    assert elsewhere.chunk_sizes.scratch > plan.chunk_sizes.scratch
     with pytest.raises(BadInput, match="on cpu; planned was cuda"):
         step(network(), data(), asked, memory=elsewhere)
 

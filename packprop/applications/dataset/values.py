@@ -54,7 +54,9 @@ def encode(value: Any, tensors: list[Tensor]) -> Plain:
         return {"items": [[encode(key, tensors), encode(item, tensors)] for key, item in value.items()]}
     if isinstance(value, bytes):
         tensors.append(
-            torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0).byte()
+            torch.frombuffer(bytearray(value), dtype=torch.uint8)
+            if value
+            else torch.empty(0, device="cpu").byte()
         )
         return {"bytes": len(tensors) - 1}
     if isinstance(value, (np.ndarray, np.generic)):
@@ -104,7 +106,7 @@ def _described(order: EntryOrder) -> list[Any]:
     for name, fold in (("same", fold_to), ("swapped", fold_swapped)):
         if order.fold is fold(shape):
             return [name, list(order.shape), list(shape), None]
-    places = torch.arange(torch.Size(order.shape).numel())
+    places = torch.arange(torch.Size(order.shape).numel(), device="cpu")
     return ["places", list(order.shape), list(shape), order.to_parameter(places).flatten()]
 
 

@@ -184,7 +184,10 @@ class ReadSamples:
             PackpropError: If a product is not finite.
         """
         count, (k, groups) = len(next(iter(rows.values()))), self._wanted
-        ends = [(torch.empty(count, 0, dtype=torch.int64), torch.empty(count, 0)) for _ in range(2)]
+        ends = [
+            (torch.empty(count, 0, dtype=torch.int64, device="cpu"), torch.empty(count, 0, device="cpu"))
+            for _ in range(2)
+        ]
         sums: list[Tensor] = []
         samples, terms = 0, 0.0
         for products, of_batch in self._products(rows):
@@ -201,7 +204,7 @@ class ReadSamples:
         by_group = None
         if groups is not None:
             numbers = numbers_of_groups(self._asked, groups, samples, "there are")
-            by_group = torch.zeros(count, int(numbers.max()) + 1, dtype=torch.float64)
+            by_group = torch.zeros(count, int(numbers.max()) + 1, dtype=torch.float64, device="cpu")
             by_group.index_add_(1, numbers, torch.cat(sums, 1))
         return Ends(largest, smallest, by_group, samples, terms)
 

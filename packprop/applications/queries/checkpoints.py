@@ -94,8 +94,8 @@ def tracin(
         batches = Batches(ASKED, queries, batch_size, whole=loss is None)
         batches.require_rereadable("queries", f"{len(given)} checkpoints read them")
     moment = copy.deepcopy(model)
-    each_alone = torch.arange(stores[0].samples)
-    sums, found = torch.zeros(()), list[Influence]()
+    each_alone = torch.arange(stores[0].samples, device="cpu")
+    sums, found = torch.zeros((), device="cpu"), list[Influence]()
     for checkpoint, store in zip(given, stores, strict=True):
         _load(moment, checkpoint.state, len(found))
         options: dict[str, Any] = {"curvature": checkpoint.curvature, "damping": checkpoint.damping}

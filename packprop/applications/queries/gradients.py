@@ -164,7 +164,7 @@ class QueryGradients:
         for name, shape in self._expected.items():  # the batch does not use the parameter
             if name not in rows:
                 dtype = self._dtypes[name] if self._raw else self._arrays[name].dtype
-                rows[name] = torch.zeros(found.samples, *shape, dtype=dtype)
+                rows[name] = torch.zeros(found.samples, *shape, dtype=dtype, device="cpu")
         return found.samples, {name: rows[name] for name in self._expected}
 
     @property

@@ -57,7 +57,7 @@ def self_influence(
         why = f"a row of the store takes {row} bytes while it is multiplied"
         raise BadInput(ASKED, f"memory={memory!r}", why, f"give at least {row}")
     step = max(1, min(BLOCK, budget or BLOCK) // row)
-    found = torch.zeros(opened.samples, dtype=torch.float64)
+    found = torch.zeros(opened.samples, dtype=torch.float64, device="cpu")
     lists = together(preconditioner, arrays)
     for start in range(0, opened.samples, step):
         for names in lists:

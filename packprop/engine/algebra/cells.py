@@ -108,10 +108,10 @@ def _norms_by_products(cotangent: Tensor, x: Tensor, limited: bool) -> Tensor:
     inputs = _products_of_positions(x[None], at_once)
     cotangents = _products_of_positions(cotangent, at_once)
     if device_kind(x) == "cpu" or torch.is_grad_enabled():
-        sums = torch.einsum("bst,bst->b", inputs, cotangents)
-    else:  # an accelerator would give all of a sample's products to one of its many cores
-        sums = inputs.mul_(cotangents).flatten(1).sum(1)
-    norms: Tensor = sums.unflatten(0, (len(x), -1)).sum(1)
+        norms = torch.bmm(inputs.flatten(1)[:, None], cotangents.flatten(1)[..., None])
+    else:  # an accelerator would give all products of a sample to one of its many cores
+        norms = inputs.mul_(cotangents).sum((1, 2))
+    norms = norms.view(len(x), -1).sum(1) if len(inputs) > len(x) else norms.flatten()
     return at_least(norms, 0.0).to(accumulation_dtype(cotangent.dtype))
 
 
@@ -129,16 +129,23 @@ def _products_of_positions(values: Tensor, at_once: int) -> Tensor:
     It widens ``at_once`` of the f entries at a time: it need not make a copy as large as the values.
     """
     if multiplies_wide(values.dtype, device_kind(values)):
-        part = values.permute(1, 3, 2, 0, 4).flatten(3).flatten(0, 1)
+        part = _by_position(values)
         return wide_product(part, part.mT)
     wide = _products_dtype(values)
     blocks = [slice(None)] if values.dtype == wide else _blocks(values.shape[4], at_once)
     total: Tensor | None = None
     for block in blocks:
-        part = values[..., block].to(wide).permute(1, 3, 2, 0, 4).flatten(3).flatten(0, 1)
+        part = _by_position(values if len(blocks) == 1 else values[..., block]).to(wide)
         total = torch.bmm(part, part.mT) if total is None else total.baddbmm_(part, part.mT)
     assert total is not None
     return total
+
+
+def _by_position(values: Tensor) -> Tensor:
+    """Map ``[v, n, s, g, f]`` to ``[n*g, s, v*f]``."""
+    if values.shape[0] == values.shape[3] == 1:
+        return values[0, :, :, 0]
+    return values.permute(1, 3, 2, 0, 4).flatten(3).flatten(0, 1)
 
 
 @fast_cell("moments", Outer)

@@ -59,7 +59,7 @@ class ConjugateGradients:
 
     def __init__(self, right: Tensor, precondition: Rows | None, tolerance: float, beside: int = 0) -> None:
         self._norms = _norms(right)
-        drawn = torch.randn(beside, right.shape[1], generator=torch.Generator().manual_seed(0))
+        drawn = torch.randn(beside, right.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
         self._rests = torch.cat([right, drawn.to(right)])
         self._precondition = precondition or torch.clone
         self._tolerance = tolerance
@@ -112,7 +112,7 @@ class ConjugateGradients:
         """Return the state from which ``restore`` continues."""
         assert self._directions is not None
         tensors = {"norms": self._norms, "rests": self._rests, "solutions": self.solutions}
-        return {**tensors, "directions": self._directions, "steps": torch.tensor(self.steps)}
+        return {**tensors, "directions": self._directions, "steps": torch.tensor(self.steps, device="cpu")}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Continue from a state of the same systems."""

@@ -131,6 +131,9 @@ def sum_of_squares(rows: Tensor, centre: Tensor | None = None) -> Tensor:
     differentiated = torch.is_grad_enabled() and rows.requires_grad
     if rows.is_complex() or differentiated or is_traced():
         return (rows if centre is None else rows - centre).square().sum(0)
+    if device_kind(rows) != "cpu":  # one kernel, and no squares in memory
+        norms: Tensor = torch.linalg.vector_norm(rows if centre is None else rows - centre, dim=0)
+        return norms.square_()
     if not 0 < len(rows) <= 64 or rows[0].numel() < SMALL_ROW:
         return (rows.square() if centre is None else (rows - centre).square_()).sum(0)
     total = torch.zeros_like(rows[0])
@@ -150,11 +153,11 @@ def square_norms(rows: Tensor) -> Tensor:
 def norms_of(rows: Tensor) -> Tensor:
     """Return Euclidean norms over the last axis.
 
-    PyTorch adds up the squares of a row in a few places, one after the other: from a million entries on, single
-    precision keeps three or four digits. So long rows go in pieces.
+    On a CPU, PyTorch adds up the squares of a row in a few places, one after the other: from a million entries
+    on, single precision keeps three or four digits. So long rows go in pieces.
     """
     norms: Tensor
-    if rows.shape[-1] > LONG_ROW:
+    if rows.shape[-1] > LONG_ROW and device_kind(rows) == "cpu":
         whole = rows.shape[-1] // LONG_ROW * LONG_ROW
         pieces = norms_of(rows[..., :whole].unflatten(-1, (-1, LONG_ROW)))
         rest = torch.linalg.vector_norm(rows[..., whole:], dim=-1, keepdim=True)

@@ -64,7 +64,7 @@ def concatenate(axis: int) -> Monoid:
 def _merge_moments(a: Moments, b: Moments) -> Moments:
     shift = b.mean - a.mean
     if isinstance(a.samples, Tensor) or isinstance(b.samples, Tensor):
-        number = torch.as_tensor(a.samples + b.samples)
+        number: Tensor = a.samples + b.samples  # type: ignore[assignment]  # one of them is a tensor
         share = b.samples / number.clamp(min=1)  # there may be none that counts
         deviation = torch.addcmul(a.deviation + b.deviation, shift, shift * (a.samples * share))
         return Moments(number, torch.addcmul(a.mean, shift, share), deviation)

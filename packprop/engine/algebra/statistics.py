@@ -32,6 +32,8 @@ from packprop.engine.algebra.structures import (
     entry_order_of,
     rows,
 )
+from packprop.engine.tensors.device import device_kind
+from packprop.engine.tensors.traced import is_traced
 
 
 def product_sum(structure: Product) -> Tensor:
@@ -202,8 +204,12 @@ def moments(structure: Structure) -> Moments:
     if fast is not None:
         return fast
     gradients = rows(structure)[0]
-    mean = summed_grad(structure) / gradients.shape[0]
-    return Moments(gradients.shape[0], mean, sum_of_squares(gradients, mean))
+    samples = gradients.shape[0]
+    if device_kind(gradients) != "cpu" and not (torch.is_grad_enabled() or is_traced()):
+        variance, mean = torch.var_mean(gradients, 0, correction=0)  # one kernel, which reads each entry once
+        return Moments(samples, mean, variance.mul_(samples))
+    mean = summed_grad(structure) / samples
+    return Moments(samples, mean, sum_of_squares(gradients, mean))
 
 
 def flat_rows(structure: Structure) -> Tensor:

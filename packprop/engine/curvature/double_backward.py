@@ -167,7 +167,7 @@ def diagonals(
         done = stop
         places = torch.arange(start, stop, device=flat.device)
         unit = torch.zeros(stop - start, flat.numel(), dtype=flat.dtype, device=flat.device)
-        unit[torch.arange(stop - start), places] = 1.0
+        unit[torch.arange(stop - start, device="cpu"), places] = 1.0
         with doing(BY_DOUBLE_BACKWARD, stop - start):
             (columns,) = _derivatives_along(where, flat, [leaf], unit, create_graph)
         if columns is None:

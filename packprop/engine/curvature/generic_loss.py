@@ -81,7 +81,9 @@ def linear_factor(graph: Graph, loss: ReachedLoss, asked: str) -> Tensor:
         assert factor is not None
         curved: list[Tensor | None] = []
         if factor.requires_grad:  # random, because along ones a share of the total does not change
-            noise = torch.rand(factor.shape, generator=torch.Generator().manual_seed(0)).to(factor)
+            noise = torch.rand(factor.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(
+                factor
+            )
             ends = [each.value for each in graph.losses] + graph.open  # what it may depend on
             curved = derivatives([factor], ends, [noise])
     if any(each is not None and has_fault((each != 0).any()) for each in curved):

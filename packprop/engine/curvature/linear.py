@@ -130,7 +130,9 @@ def noise_like(outputs: Sequence[Any]) -> list[Tensor]:
     like = [each if isinstance(each, Tensor) else made_by(each.node)[each.output_nr] for each in outputs]
     wide = [accumulation_dtype(each.dtype) for each in like]
     return [
-        torch.randn(tuple(each.shape), dtype=dtype, generator=generator).to(each.device, each.dtype)
+        torch.randn(tuple(each.shape), dtype=dtype, generator=generator, device="cpu").to(
+            each.device, each.dtype
+        )
         for each, dtype in zip(like, wide, strict=True)
     ]
 

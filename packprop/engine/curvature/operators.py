@@ -122,7 +122,7 @@ class Operator:
             ) from error
 
         def product(array: Any) -> Any:
-            return (self @ torch.tensor(array, dtype=self.dtype)).numpy()
+            return (self @ torch.tensor(array, dtype=self.dtype, device="cpu")).numpy()
 
         return LinearOperator(
             self.shape,
@@ -130,7 +130,7 @@ class Operator:
             rmatvec=product,
             matmat=product,
             rmatmat=product,
-            dtype=torch.empty(0, dtype=self.dtype).numpy().dtype,
+            dtype=torch.empty(0, dtype=self.dtype, device="cpu").numpy().dtype,
         )
 
 

@@ -83,7 +83,7 @@ def couples_samples(graph: Graph) -> bool:
     if not fed:
         return False
     generator = torch.Generator().manual_seed(0)
-    noise = [torch.randn(gradient.shape, generator=generator) for _, gradient in fed]
+    noise = [torch.randn(gradient.shape, generator=generator, device="cpu") for _, gradient in fed]
     info = [torch.finfo(gradient.dtype) for _, gradient in fed]
     powers = random_powers(graph.samples, min(each.max for each in info))
     layouts = [use.layouts[index] for use, index in places]

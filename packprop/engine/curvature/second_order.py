@@ -207,7 +207,10 @@ def factors_on_losses(graph: Graph) -> list[tuple[ReachedLoss, Tensor]]:
         return [(loss, seeds[loss.node]) for loss in losses]
     with graph.hooks.quiet():
         found = gradients_at(graph, [loss.value for loss in losses])
-    return [(loss, torch.zeros(()) if each is None else each) for loss, each in zip(losses, found, strict=True)]
+    return [
+        (loss, torch.zeros((), device="cpu") if each is None else each)
+        for loss, each in zip(losses, found, strict=True)
+    ]
 
 
 def gradients_at(graph: Graph, ends: Sequence[Any], create_graph: bool = False) -> list[Tensor | None]:

@@ -136,7 +136,7 @@ def eigenvalues(
     place = torch.device("cpu") if generator is None else generator.device
     kind = operator.device, operator.dtype
     if size <= BLOCKS * block:  # too few for iterations
-        dense = _finite(asked, operator @ torch.eye(size, dtype=torch.float64))
+        dense = _finite(asked, operator @ torch.eye(size, dtype=torch.float64, device="cpu"))
         values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
         order = _outermost(values, which)[:k]
         return Eigenpairs(values[order].to(*kind), vectors[:, order].to(*kind))
@@ -222,8 +222,8 @@ def spectral_density(
     current = _signs(operator, draws, generator) / math.sqrt(operator.shape[0])
     steps = min(steps, operator.shape[0])
     basis = [current]
-    diagonal = torch.zeros(draws, steps, dtype=torch.float64)
-    beside = torch.zeros(draws, steps, dtype=torch.float64)
+    diagonal = torch.zeros(draws, steps, dtype=torch.float64, device="cpu")
+    beside = torch.zeros(draws, steps, dtype=torch.float64, device="cpu")
     for step in range(steps):
         following = operator @ current
         diagonal[:, step] = (following * current).sum(0, dtype=torch.float64)

@@ -308,7 +308,7 @@ def in_a_pass_of_its_own(run: Callable[[], Any]) -> Any:
     made: list[Any] = []
     differentiable = torch.is_grad_enabled()
     with torch.enable_grad():
-        trigger: Tensor = _Inside.apply(torch.zeros((), requires_grad=True), run, made)  # type: ignore[no-untyped-call]  # torch's own
+        trigger: Tensor = _Inside.apply(torch.zeros((), requires_grad=True, device="cpu"), run, made)  # type: ignore[no-untyped-call]  # torch's own
     torch.autograd.backward(trigger, create_graph=differentiable)
     return made[0]
 

@@ -113,7 +113,7 @@ def _is_same_along(call: RecordedLoss, axis: int, made: GradientEdge, own: int) 
     """Tell whether numbers that are constant along an axis of a loss's input are so along one of ``made``."""
     like = made_by(call.edge.node)[call.edge.output_nr]
     positions = [1 if place == axis else extent for place, extent in enumerate(call.shape)]
-    noise = torch.rand(positions, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    noise = torch.rand(positions, dtype=torch.float64, generator=torch.Generator().manual_seed(0), device="cpu")
     numbers = noise.to(like.dtype).to(like.device).expand(call.shape)
     pulled = pull_columns([call.edge], [made], [numbers], batched=False)[0]
     if pulled is None:

@@ -147,7 +147,8 @@ def _is_linear(asked: str, node: Any, coarsest: float) -> bool:
     generator = torch.Generator().manual_seed(len(made))
     shapes = [tuple(each.shape) for each in made]
     first, second = (
-        [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes] for _ in range(2)
+        [torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for shape in shapes]
+        for _ in range(2)
     )
 
     def run(fed: Sequence[Tensor]) -> list[Tensor]:

@@ -130,7 +130,7 @@ class Accumulator:
             if chosen is None:
                 chunk = slice(None) if step >= count else slice(start, stop)
             else:
-                chunk = torch.tensor(chosen[start:stop]) % samples
+                chunk = torch.tensor(chosen[start:stop], device="cpu") % samples
             structure: Statistical | None = None
             try:
                 given = kept.take(extent) if is_second and kept is not None else None

@@ -26,7 +26,11 @@ COTANGENTS = 32 * 2**20
 
 
 LARGER = 32
-"""The factor by which chunks on an accelerator are larger than on a CPU."""
+"""The factor by which cotangents on an accelerator may be larger than on a CPU."""
+
+
+ROOM = 2**30
+"""Bytes of temporary memory for a chunk of samples on an accelerator, if it has plenty."""
 
 
 SHARE = 8
@@ -100,7 +104,8 @@ def default_chunk_sizes(device: torch.device | None = None) -> ChunkSizes:
     free = free_bytes(device)
     if free is None:
         return ChunkSizes(LARGER * SCRATCH, LARGER * COTANGENTS)
-    return ChunkSizes(min(LARGER * SCRATCH, free // 32), min(LARGER * COTANGENTS, free // 8))
+    plenty = 1 << max(0, free.bit_length() - 1)  # a power of two, so that it is the same in each pass
+    return ChunkSizes(min(ROOM, plenty // 32), min(LARGER * COTANGENTS, plenty // 8))
 
 
 def start_after(start: int, step: int, count: int) -> int:

@@ -236,7 +236,7 @@ def indices_of(probes: Any, samples: int, asked: str) -> list[int]:
     try:
         tensor = torch.as_tensor(list(probes) if isinstance(probes, range) else probes).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
-        tensor = torch.empty(0)
+        tensor = torch.empty(0, device="cpu")
     if tensor.dtype == torch.bool and tensor.shape == (samples,):
         tensor = tensor.nonzero().reshape(-1)
     whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

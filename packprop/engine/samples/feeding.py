@@ -113,7 +113,8 @@ class Feed:
         """Random numbers for each output, as it would hold them: the same ones in each call."""
         generator = torch.Generator().manual_seed(len(self.outputs))
         return [
-            torch.randn(each.shape, generator=generator).to(each.device, each.dtype) for each in self.outputs
+            torch.randn(each.shape, generator=generator, device="cpu").to(each.device, each.dtype)
+            for each in self.outputs
         ]
 
     def ones(self, factors: Tensor) -> list[Tensor]:

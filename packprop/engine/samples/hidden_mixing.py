@@ -83,12 +83,15 @@ def parts(samples: int, every: bool) -> list[Tensor]:
         every: Whether any sample shall be among them once without any other; else two random halves will do.
     """
     if not every:
-        half = torch.randperm(samples, generator=torch.Generator().manual_seed(samples)) < samples // 2
+        half = (
+            torch.randperm(samples, generator=torch.Generator().manual_seed(samples), device="cpu")
+            < samples // 2
+        )
         return [half, ~half]
     sweeps = 2
     while math.comb(sweeps, sweeps // 2) < samples:
         sweeps += 1
-    fed = torch.zeros(sweeps, samples, dtype=torch.bool)
+    fed = torch.zeros(sweeps, samples, dtype=torch.bool, device="cpu")
     for sample, own in zip(range(samples), itertools.combinations(range(sweeps), sweeps // 2), strict=False):
         fed[list(own), sample] = True
     return list(fed)
@@ -194,7 +197,9 @@ def _zeros_changed(leaves: Sequence[Tensor], generator: torch.Generator) -> Iter
             before = data[zero]  # of either sign
             if leaf.requires_grad and before.numel():
                 changed.append((data, zero, before))
-                data[zero] = torch.randn(before.shape, generator=generator).to(data.device, data.dtype)
+                data[zero] = torch.randn(before.shape, generator=generator, device="cpu").to(
+                    data.device, data.dtype
+                )
         yield
     finally:
         for data, zero, before in changed:
@@ -203,7 +208,7 @@ def _zeros_changed(leaves: Sequence[Tensor], generator: torch.Generator) -> Iter
 
 def _leaf_that_moves(leak: Tensor, leaves: Sequence[Tensor], generator: torch.Generator) -> Tensor | None:
     """The first leaf that numbers, which are zero, have a derivative in."""
-    weights = torch.randn(leak.shape, generator=generator).to(leak.device, leak.dtype)
+    weights = torch.randn(leak.shape, generator=generator, device="cpu").to(leak.device, leak.dtype)
     slopes = torch.autograd.grad(leak, leaves, weights, retain_graph=True, allow_unused=True)
     for leaf, slope in zip(leaves, slopes, strict=True):
         if slope is not None and bool((slope.nan_to_num(0.0, 0.0, 0.0) != 0).any()):

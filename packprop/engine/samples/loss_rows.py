@@ -192,7 +192,7 @@ def _layout(graph: Graph, output: ModelOutput, rows: Rows | None, declared: int 
             "and memory=... out",
         )
     owners = owners * shape[0] if output.loss.one_sample else owners
-    return layout_of_rows(0, torch.tensor(owners), samples)
+    return layout_of_rows(0, torch.tensor(owners, device="cpu"), samples)
 
 
 def _along(axis: int, samples: int) -> Layout:

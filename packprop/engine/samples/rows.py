@@ -34,7 +34,7 @@ UNKNOWN, MIXED = -1, -2
 def levels(samples: int, largest: float) -> Tensor:
     """Exponents of two, as different as the range of the precision allows, and no more than samples."""
     reach = 24 if largest > 1e30 else 4
-    return torch.linspace(-reach, reach, min(samples, 2 * reach + 1), dtype=torch.float64).round()
+    return torch.linspace(-reach, reach, min(samples, 2 * reach + 1), dtype=torch.float64, device="cpu").round()
 
 
 def differ(up: Tensor, down: Tensor, powers: Tensor, tolerance: float, smallest: float) -> bool:
@@ -99,7 +99,7 @@ class RowSearch:
         for use, index, by_row in places:
             rows = numbers.get((use, index, by_row))
             if rows is None:  # nothing came back, or there is nothing
-                rows = torch.zeros(by_row.samples, dtype=torch.int64)
+                rows = torch.zeros(by_row.samples, dtype=torch.int64, device="cpu")
             if not bool((rows == MIXED).any()):
                 assert by_row.axis is not None
                 layout = layout_of_rows(by_row.axis, rows.clamp(min=0), self.samples, by_row.joined)
@@ -108,7 +108,7 @@ class RowSearch:
 
     def _by_powers(self, fitting: Fitting) -> dict[Place, Tensor]:
         """The sample of each row ``[k]`` by the powers of two that it comes back with, digit by digit."""
-        every, base = torch.arange(self.samples), len(self.exponents)
+        every, base = torch.arange(self.samples, device="cpu"), len(self.exponents)
         numbers: dict[Place, Tensor] = {}
         for digit in range(max(1, math.ceil(math.log(self.samples, base) - 1e-9))):
             power = self.exponents[every // base**digit % base]
@@ -125,7 +125,7 @@ class RowSearch:
 
     def _look_with_nan(self, unknown: Mapping[Place, Tensor], fitting: Fitting) -> None:
         """Find the samples of rows in which zeros came back, by NaN for half of the samples at a time."""
-        every = torch.arange(self.samples)
+        every = torch.arange(self.samples, device="cpu")
         found = {place: torch.zeros_like(rows) for place, rows in unknown.items()}
         nobody = {place: torch.ones_like(rows, dtype=torch.bool) for place, rows in unknown.items()}
         for digit in range(max(1, (self.samples - 1).bit_length())):

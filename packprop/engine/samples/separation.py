@@ -118,7 +118,7 @@ def _by_row(shape: torch.Size, documents: Tensor | None) -> list[Layout]:
         return layouts
     runs = itertools.combinations(range(len(shape) + 1), 2)
     extents = [(start, tuple(shape[start:stop])) for start, stop in runs if stop - start > 1]
-    every = torch.arange(len(documents))
+    every = torch.arange(len(documents), device="cpu")
     return layouts + [
         layout_of_rows(start, every, len(documents), joined)
         for start, joined in extents
@@ -230,5 +230,5 @@ def _is_admitted(use: ReachedUse, index: int, layout: Layout) -> bool:
 def random_powers(samples: int, largest: float) -> Tensor:
     """Exponents of two, as different as the range of the precision allows, in random order."""
     spread = levels(samples, largest)
-    spread = spread[torch.arange(samples) % len(spread)]
-    return spread[torch.randperm(samples, generator=torch.Generator().manual_seed(samples))]
+    spread = spread[torch.arange(samples, device="cpu") % len(spread)]
+    return spread[torch.randperm(samples, generator=torch.Generator().manual_seed(samples), device="cpu")]

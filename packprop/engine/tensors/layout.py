@@ -22,14 +22,14 @@ class Rows:
         order = torch.argsort(sample_of, stable=True)
         before = counts.cumsum(0) - counts
         slots = torch.empty_like(order)
-        slots[order] = torch.arange(len(order)) - before[sample_of[order]]
+        slots[order] = torch.arange(len(order), device="cpu") - before[sample_of[order]]
         self.most = max(1, int(counts.max()))
         """Rows of the sample that has most of them; one if there are none."""
         self.places = sample_of * self.most + slots
         """The place of each row among those of all samples, each filled up to the most ``[k]``."""
-        self.sources = torch.full((samples * self.most,), len(sample_of))
+        self.sources = torch.full((samples * self.most,), len(sample_of), device="cpu")
         """The row that stands in each place; the number of rows if there is none ``[n * most]``."""
-        self.sources[self.places] = torch.arange(len(sample_of))
+        self.sources[self.places] = torch.arange(len(sample_of), device="cpu")
 
 
 class Layout(NamedTuple):

@@ -48,4 +48,6 @@ def at_least(values: Tensor, bound: float) -> Tensor:
 
     That of ``clamp`` is zero there from PyTorch 2.14 on.
     """
+    if not torch.is_grad_enabled():
+        return values.clamp_min(bound)
     return torch.where(values < bound, bound, values)

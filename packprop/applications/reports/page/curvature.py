@@ -180,6 +180,6 @@ def _factors_of(values: ProfileValues, layer: Layer) -> list[tuple[str, str, lis
             continue
         kept = (eigenvalues[-spectrum.rank :] / spectrum.largest).clamp(max=1)
         if len(kept) > MOST_EIGENVALUES:
-            kept = kept[torch.linspace(0, len(kept) - 1, MOST_EIGENVALUES).round().long()]
+            kept = kept[torch.linspace(0, len(kept) - 1, MOST_EIGENVALUES, device="cpu").round().long()]
         found[side] = (side, name, [float(f"{value:.4g}") for value in kept.tolist()])
     return [found[side] for side in SIDES if side in found]

@@ -132,7 +132,7 @@ class Measurements:
         """Return gradient norm and GGN traces of each sample, in some parameters together ``[n]``."""
 
         def summed(key: str) -> Tensor:
-            return sum((self.tables[key][name].double().cpu() for name in names), torch.zeros(()))
+            return sum((self.tables[key][name].double().cpu() for name in names), torch.zeros((), device="cpu"))
 
         norms = summed("norms").sqrt() * self.sample_scale
         computed = [key for key in ("monte_carlo", "exact") if key in self.tables]

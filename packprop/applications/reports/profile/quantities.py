@@ -112,7 +112,7 @@ class BoundedKFAC(KFAC):
                 shape = structure.cotangent.shape[3:]
             size = math.prod(shape)
             if size > self.largest:
-                return torch.empty(0, size)
+                return torch.empty(0, size, device="cpu")
             return cotangent_gram(structure, self.approximation)
 
         def input_factor(structure: Structure) -> Tensor | None:
@@ -120,7 +120,7 @@ class BoundedKFAC(KFAC):
                 return None
             size = structure.entries if isinstance(structure, Lookup) else structure.x.shape[3]
             if size > self.largest:
-                return torch.empty(0, size)
+                return torch.empty(0, size, device="cpu")
             return input_gram(structure, self.approximation)
 
         return (Row(seed, cotangent_factor), Row(INPUTS, input_factor, degree=0))

@@ -25,7 +25,7 @@ def _grouped_product(call: NodeCall) -> Entry | None:
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
         layout, cotangent, x = layouts[0], cotangents[0], saved()
-        rows = torch.arange(len(x))
+        rows = torch.arange(len(x), device="cpu")
         group_of = torch.searchsorted(ends().cpu(), rows, right=True)
         sample_of = torch.zeros_like(rows) if layout.axis is None else layout.sample_of(rows.device)
         used = group_of < groups  # the function leaves out rows after the last group

@@ -269,8 +269,8 @@ def _watched_waits() -> Iterator[None]:
 
 
 BACKENDS: dict[str, dict[str, Any]] = {
-    "replayed": {"backend": "eager"},
     "cudagraphs": {"backend": "cudagraphs"},
+    "replayed": {"backend": "eager"},
     "reduce-overhead": {"mode": "reduce-overhead"},
 }
 

@@ -111,24 +111,24 @@ def _out_of_memory(options: Options) -> Record:
     if not options.on_gpu:
         return {"skipped": "only an accelerator's allocator can be told to run out of memory"}
     exact_matrix_products()
-    task = extended(built(MEDIUM, "gpt", options.device))
-    passed(task, extensions.Variance())
-    expected = [p.variance.clone() for p in task.model.parameters()]  # type: ignore[attr-defined]  # saved
+    task = extended(built(MEDIUM, "convolutions", options.device))
+    passed(task, extensions.DiagGGNExact())
+    expected = [p.diag_ggn_exact.clone() for p in task.model.parameters()]  # type: ignore[attr-defined]  # saved
     start = torch.cuda.memory_allocated()
-    peak = peak_of(lambda: passed(task, extensions.Variance()), [], options)["bytes"]
+    peak = peak_of(lambda: passed(task, extensions.DiagGGNExact()), [], options)["bytes"]
     total = torch.cuda.get_device_properties(0).total_memory
     found: Record = {"free_peak": peak, "tried": []}
     for share in (0.9, 0.8, 0.7, 0.6, 0.5):
         settle(options)
-        limit = int(start + share * (peak - start))
+        limit = int(start + share * peak)
         torch.cuda.set_per_process_memory_fraction(limit / total)
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                passed(task, extensions.Variance())
+                passed(task, extensions.DiagGGNExact())
             said = [str(each.message) for each in caught if issubclass(each.category, PackpropWarning)]
             pairs = zip(task.model.parameters(), expected, strict=True)
-            off = max((p.variance - other).abs().max().item() for p, other in pairs)  # type: ignore[attr-defined]  # saved
+            off = max((p.diag_ggn_exact - other).abs().max().item() for p, other in pairs)  # type: ignore[attr-defined]  # saved
             largest = max(other.abs().max().item() for other in expected)
             found["tried"].append({"share": share, "warnings": said[:3], "difference": off / largest})
         except torch.OutOfMemoryError as error:

@@ -351,17 +351,6 @@ def entry_order_of(structure: Structure) -> EntryOrder | None:
     return EntryOrder(structure.fold, (*fans, structure.shape[3]))
 
 
-def with_squares(structure: Structure) -> Structure | None:
-    """Return the same structure with squared inputs; ``None`` for ``Dense``, which holds no inputs.
-
-    Each output multiplies an entry of the parameter by at most one input. So the squared Jacobian ``J * J`` is
-    the Jacobian of the use with squared inputs.
-    """
-    if isinstance(structure, Outer):
-        return replace(structure, given=structure.x.square(), moment=None, direct=None, inner=None)
-    return structure if isinstance(structure, Lookup) else None
-
-
 def tokens_as_samples(structure: Structure, tokens: int) -> Structure:
     """Turn a structure of ``t * k`` columns and n samples into one of ``k`` columns and ``t * n`` samples."""
 
@@ -382,26 +371,6 @@ def _tokens_to_samples(columns: Tensor, tokens: int) -> Tensor:
     """Map ``[t * k, n, ...]`` to ``[k, t * n, ...]``."""
     by_token: Tensor = columns.unflatten(0, (tokens, -1))
     return by_token.transpose(0, 1).flatten(1, 2)
-
-
-def filled_up(structure: Structure) -> Structure:
-    """Return the same structure for samples some of which have fewer positions: zeros stand for the others.
-
-    Zeros in a look-up would be its first row, so a look-up has rows for all samples instead.
-    """
-    if isinstance(structure, Outer):
-        return replace(structure, is_filled_up=True)
-    return Dense(structure.rows) if isinstance(structure, Lookup) else structure
-
-
-def with_factors(structure: Structure, factors: Tensor) -> Structure:
-    """Return the same structure, with the gradient of each sample multiplied by a factor ``[n]``."""
-
-    def change(values: Tensor) -> Tensor:
-        wide = accumulation_dtype(values.dtype)
-        return (values * factors.to(wide).reshape(-1, *[1] * (values.dim() - 2))).to(values.dtype)
-
-    return with_cotangent(structure, change)
 
 
 def with_cotangent(structure: Structure, change: Callable[[Tensor], Tensor]) -> Structure:

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from packprop.engine.algebra.changes import filled_up
 from packprop.engine.algebra.order import fold_swapped, fold_to
-from packprop.engine.algebra.structures import Dense, Outer, Structure, filled_up
+from packprop.engine.algebra.structures import Dense, Outer, Structure
 from packprop.engine.functions.entry import Cotangents, Entry, Fans, Samples, Scratch, StructureOf
 from packprop.engine.functions.node_calls import NodeCall
 from packprop.engine.tensors.device import device_kind
 from packprop.engine.tensors.layout import Layout
-from packprop.engine.tensors.precision import multiplies_wide, widened
+from packprop.engine.tensors.precision import accumulation_dtype, multiplies_wide, widened
 from packprop.engine.tensors.traced import is_traced
 
 
@@ -115,12 +116,12 @@ def scaled(
         layout, cotangent = layouts[0], cotangents[0]
         if cotangent is None:
             return Dense(None)
-        product = select_samples(layout.to_front(cotangent, 1), samples, 1)
-        if callable(factor):
+        product = select_samples(layout.to_front(cotangent, 1), samples, 1, as_they_are=True)
+        if callable(factor):  # in single precision, and so is the product
             shape = torch.Size(cotangent.shape[1:])
             product = product * select_samples(layout.to_front(factor().expand(shape)), samples) ** power
         elif factor != 1.0:
-            product = product * factor**power
+            product = widened(product) * factor**power
         rows = sum_over_broadcast(product, layout, broadcast_shape, samples)
         return Dense(rows.reshape(*rows.shape[:2], *parameter.shape))
 
@@ -140,6 +141,8 @@ def sum_over_broadcast(
 ) -> Tensor:
     """Sum ``[v, n, (k), *rest]`` over the axes that a parameter is broadcast over, except the samples.
 
+    The sums, and what takes their place, are in at least single precision.
+
     ``k`` are the positions that share the samples' axis; ``broadcast_shape`` is the parameter's shape among the
     output's axes.
     """
@@ -151,7 +154,11 @@ def sum_over_broadcast(
         if layout.folded:  # parts keep the place of the sample axis
             rest = (*before, 1 if along_samples == 1 else layout.parts, *behind)
     summed = [2 + axis for axis, size in enumerate(rest) if size == 1 and product.shape[2 + axis] != 1]
-    rows = product.sum(summed, keepdim=True) if summed else product.clone()  # never a view of the cotangent
+    dtype = accumulation_dtype(product.dtype)
+    if summed:
+        rows = product.sum(summed, keepdim=True, dtype=dtype)
+    else:
+        rows = product.to(dtype, copy=True)  # never a view of the cotangent
     if along_samples == 1:
         return rows
     # each sample has its own entries of the parameter: its row is zero elsewhere

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from packprop.engine.algebra.structures import Dense, Outer, Structure, rows, with_squares
+from packprop.engine.algebra.changes import with_squares
+from packprop.engine.algebra.structures import Dense, Outer, Structure, rows
 from packprop.engine.functions.entry import Entry, Samples
 from packprop.engine.functions.node_calls import Computed
 from packprop.engine.graph.pull import pull_columns

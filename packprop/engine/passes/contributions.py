@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from packprop.engine.algebra.changes import with_factors
 from packprop.engine.algebra.choices import Extents
 from packprop.engine.algebra.joining import join
 from packprop.engine.algebra.structures import (
@@ -16,7 +17,6 @@ from packprop.engine.algebra.structures import (
     Product,
     Statistical,
     Structure,
-    with_factors,
 )
 from packprop.engine.functions.building import select_samples
 from packprop.engine.functions.entry import Samples

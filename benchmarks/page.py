@@ -49,7 +49,7 @@ HEAD = """# Benchmarks
 
 `python -m benchmarks.run` (or `.compiled`, `.planning`, `.choices`, `.eager`) measured every number on
 this page and wrote it to `benchmarks/results/`. `python -m benchmarks.page` wrote the page from there.
-`plain` is a forward and a backward pass without any library.
+`plain` is a forward and a backward pass without any library. [On a GPU](gpu.md) has what an H200 showed.
 
 - **Time** is the median over rounds. In each round every contestant has one turn in one process, and
   its time counts as a ratio to `plain` in the same round. Freeing the results is part of it.

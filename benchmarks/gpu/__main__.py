@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu.device import Options, settle, surroundings
-from benchmarks.gpu.page import outcome, page, shown
+from benchmarks.gpu.page import outcome, page_with, shown
 from benchmarks.gpu.steps import STEPS
 from benchmarks.measure import ROOT
 from benchmarks.run import Record
@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_cases(chosen.inside, options, folder)
         return 0
     if chosen.page:
-        chosen.page.write_text(page(read(folder)), encoding="utf-8")
+        text = chosen.page.read_text(encoding="utf-8")
+        chosen.page.write_text(page_with(text, read(folder)), encoding="utf-8")
         return 0
     end = time.monotonic() + 60 * chosen.minutes
     for step in chosen.only or STEPS:
@@ -65,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="folder of the results, and of those to go on after")
     parser.add_argument("--minutes", type=float, default=9.0, help="end before so many (default 9)")
     parser.add_argument("--jobs", type=int, default=8, help="processes of the tests (default 8)")
-    parser.add_argument("--page", type=Path, help="write a page of the results of a GPU, and run nothing")
+    parser.add_argument("--page", type=Path, help="write the tables of a page anew, and run nothing")
     parser.add_argument("--inside", choices=STEPS, help=argparse.SUPPRESS)
     return parser
 

@@ -20,8 +20,17 @@ def outcome(record: Record) -> str:
     return "done" if all(checks) and not record.get("failed") else "no"
 
 
-def page(found: dict[str, Record]) -> str:
-    """Return the page in Markdown.
+BEGIN, END = "<!-- from benchmarks/results/gpu/ -->", "<!-- end -->"
+
+
+def page_with(text: str, found: dict[str, Record]) -> str:
+    """Return a page with its tables written anew."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{tables(found)}\n{END}{rest.partition(END)[2]}"
+
+
+def tables(found: dict[str, Record]) -> str:
+    """Return a table for each step, in Markdown.
 
     Args:
         found: The contents of the steps' files, by step.
@@ -33,14 +42,13 @@ def page(found: dict[str, Record]) -> str:
     if not places or any(place["device"] == "cpu" or place["small"] for place in places):
         raise ValueError("a page is made of results of a GPU in full size; these are not")
     place = places[0]
+    commit = f"commit {place['commit'][:8]}" if place["commit"] else "commits beside the rows"
     lines = [
-        "# On a GPU",
-        "",
-        f"`make gpu` measured this on {place['gpu']}, CUDA {place['cuda']}, torch {place['versions']['torch']}",
-        f"(commit {(place['commit'] or 'unknown')[:10]}), and wrote it to `benchmarks/results/gpu/`.",
+        f"Measured on {place['gpu']}, CUDA {place['cuda']}, PyTorch {place['versions']['torch']} ({commit}).",
     ]
     for each in found.values():
-        lines += ["", f"## {each['title'].capitalize()}", "", *_table(each["cases"])]
+        title = each["title"]
+        lines += ["", f"### {title[0].upper()}{title[1:]}", "", *_table(each["cases"])]
     return "\n".join(lines) + "\n"
 
 
@@ -59,7 +67,7 @@ SHOWN = (
     *("programs", "passed", "failed", "refused", "skipped", "agree", "tolerance", "largest_difference"),
     *("measured_over_predicted", "budgets_held", "planned_again", "plain_seconds", "time_over_plain"),
     *("device_over_plain", "peak_over_plain", "kernels", "copies", "synchronizations", "operations"),
-    "difference",
+    *("difference", "commit"),
 )
 
 
@@ -67,9 +75,9 @@ def _figures(record: Record) -> dict[str, str]:
     found = {"outcome": outcome(record)}
     for key in SHOWN:
         value, title = record.get(key), key.replace("_", " ")
-        if isinstance(value, dict):
+        if isinstance(value, dict) and key != "refused":
             found |= {f"{title}, {part}": _text(each) for part, each in value.items() if part != "plain"}
-        elif value is not None:
+        elif value is not None and not isinstance(value, dict):
             found[title] = _text(value)
     return found
 

@@ -320,7 +320,7 @@ STEPS: dict[str, Step] = {
     "agreement": Step("agreement with the CPU", 5, agreement, ("agree", "largest_difference")),
     "memory": Step("plans and peaks", 4, memory, ("measured_over_predicted", "budgets_held", "planned_again")),
     "speed": Step(
-        "bfloat16, large models", 8, speed, ("time_over_plain", "device_over_plain", "peak_over_plain")
+        "large models in bfloat16", 8, speed, ("time_over_plain", "device_over_plain", "peak_over_plain")
     ),
     "kernels": Step("kernels and waits", 3, kernels, ("kernels", "synchronizations", "operations")),
     "graphs": Step("compiled steps", 6, graphs, ("time_over_plain", "difference")),

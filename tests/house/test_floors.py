@@ -584,3 +584,23 @@ def test_the_picture_in_contributing_is_this_list() -> None:
         assert [set(re.split(r"\s{2,}", line)[0].split(" · ")) for line in reversed(lines)] == [
             *map(set, floors)
         ]
+
+
+FACTORY = re.compile(r"torch\.(tensor|zeros|ones|full|empty|arange|linspace|eye|rand|randn|randint|randperm)")
+"""Functions of ``torch`` that make tensors on the default device of the user, unless they are given another."""
+
+ON_THE_USERS_DEVICE = ("examples", "testing")
+"""Rooms whose tensors are data, as those of users are."""
+
+
+def test_tensors_of_packprops_own_have_a_device() -> None:
+    """``torch.set_default_device`` belongs to the user's program, and moves nothing of packprop's."""
+    found = [
+        f"{path.relative_to(ROOT)}:{call.lineno}"
+        for path in sorted(ROOT.joinpath("packprop").rglob("*.py"))
+        if path.relative_to(ROOT / "packprop").parts[0] not in ON_THE_USERS_DEVICE
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and FACTORY.fullmatch(ast.unparse(call.func))
+        if not any(keyword.arg in (None, "device") for keyword in call.keywords)
+    ]
+    assert not found, f"these take the default device: {found}; give them device=..."

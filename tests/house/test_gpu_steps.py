@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu.__main__ import main, read, run_cases, write
 from benchmarks.gpu.device import Options
-from benchmarks.gpu.page import page
+from benchmarks.gpu.page import tables
 
 SMALL = ["--device", "cpu", "--small"]
 
@@ -49,6 +49,6 @@ def test_a_page_is_made_of_results_of_a_gpu_alone(tmp_path: Path) -> None:
     content = {"title": "agreement with the CPU", "cases": {"mlp, float32": record}, "environment": place}
     write(tmp_path / "agreement.json", content)
     with pytest.raises(ValueError, match="results of a GPU"):
-        page(read(tmp_path))
+        tables(read(tmp_path))
     write(tmp_path / "agreement.json", {**content, "environment": {**place, "device": "cuda"}})
-    assert "| mlp, float32 | done | yes | 0.0002 | 1e-06 |" in page(read(tmp_path))
+    assert "| mlp, float32 | done | yes | 0.0002 | 1e-06 |" in tables(read(tmp_path))

@@ -108,6 +108,25 @@ def test_clipped_gradients_are_rounded_as_those_of_a_plain_pass() -> None:
         torch.testing.assert_close(mine.float(), other.float(), rtol=0.02, atol=bound)
 
 
+def test_a_traced_step_multiplies_sixteen_bits() -> None:
+    index = torch.randint(7, (5, 9))
+
+    def norms() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = packprop.extend(Tied().bfloat16())
+        step = packprop.compile(model, packprop.extend(nn.CrossEntropyLoss()), extensions.BatchL2Grad())
+        for _ in range(3):
+            step(index, index.flip(1))
+        return [p.batch_l2 for p in model.parameters()]  # type: ignore[attr-defined]  # saved
+
+    expected = norms()
+    with short_products() as seen:
+        found = norms()
+    assert torch.bfloat16 in seen
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+
+
 def test_a_plan_for_a_gpu_multiplies_sixteen_bits() -> None:
     given = torch.empty(3, 4, 1, 5, device="meta", dtype=torch.bfloat16)
     cotangent = torch.empty(2, 3, 4, 1, 6, device="meta", dtype=torch.bfloat16)

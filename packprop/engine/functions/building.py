@@ -17,7 +17,6 @@ from packprop.engine.functions.node_calls import NodeCall
 from packprop.engine.tensors.device import device_kind
 from packprop.engine.tensors.layout import Layout
 from packprop.engine.tensors.precision import accumulation_dtype, multiplies_wide, widened
-from packprop.engine.tensors.traced import is_traced
 
 
 def select_samples(tensor: Tensor, samples: Samples, skip: int = 0, as_they_are: bool = False) -> Tensor:
@@ -51,12 +50,8 @@ def rowwise(
 
 
 def _stays_narrow(values: Tensor) -> bool:
-    """Tell whether products of values in sixteen bits are computed from them as they are.
-
-    Not where the products are differentiated, nor in a graph, which a compiler must be able to lower.
-    """
-    wide = multiplies_wide(values.dtype, device_kind(values))
-    return wide and not torch.is_grad_enabled() and not is_traced()
+    """Tell whether products of values in sixteen bits take them as they are; those with derivatives do not."""
+    return multiplies_wide(values.dtype, device_kind(values)) and not torch.is_grad_enabled()
 
 
 def affine(call: NodeCall, x: Callable[[], Tensor], *, transposed: bool = False, factor: float = 1.0) -> Entry:

@@ -175,7 +175,8 @@ def _ran_again(
         one = _Pass(options, call, backward, None, graph, options.saver(graph))
         request = one.request(drawn, chunk_sizes)
         direct = DirectPass(request, one.saver, reuses=not options.is_limited)
-        is_direct = direct.is_possible and not options.debug
+        is_ordinary = options.debug or options.clipping is not None
+        is_direct = direct.is_possible and not is_ordinary
         sweeps = not (is_direct and direct.is_of_gradients)
         if kept.meets_hooks(everywhere=sweeps):
             return False
@@ -184,7 +185,7 @@ def _ran_again(
         if is_direct and direct.run(one.users_pass):
             one.saver.warn_of_large()
         else:
-            notes = direct.notes()
+            notes = None if is_ordinary else direct.notes()
             one.run(request, None if notes is None else notes.log)
             if notes is not None:
                 graph.notes.append(notes)
@@ -199,7 +200,7 @@ REPEATED = ("gradient", "ggn", "empirical", "none", "hessian")
 
 def _may_repeat(options: PassOptions, call: BackwardCall, joint: JointPass | None) -> bool:
     """Tell whether a walk that earlier passes kept may serve a pass, and the walk of this one later passes."""
-    if joint is not None or options.clips_or_probes or call.create_graph or call.leaves is not None:
+    if joint is not None or options.probes is not None or call.create_graph or call.leaves is not None:
         return False
     if is_traced() or is_dry_run() or not options.are_of_samples:
         return False

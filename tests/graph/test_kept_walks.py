@@ -306,6 +306,43 @@ def test_a_pass_that_fails_leaves_the_walk_for_the_next(
     assert served.direct == before + 1
 
 
+BOUNDS: dict[str, dict[str, Any]] = {
+    "one bound": {"max_norm": 0.05},
+    "a bound for each module": {"max_norm": {"first": 0.01, "norm": 0.02, "last": 0.03}, "per": "module"},
+    "a scale": {"max_norm": 0.05, "loss_scale": 4.0},
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("beside", [False, True])
+def test_clipped_passes_between_others(
+    name: str, beside: bool, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have a walk in common with other passes, which stay direct."""
+    run = Run(lambda: [extensions.BatchL2Grad()])
+    asked = [extensions.Variance()] if beside else []
+
+    def clipped(number: int) -> dict[str, Any]:
+        x, y = data(number)
+        run.model.zero_grad()
+        loss = run.loss(run.model(x), y)
+        with packprop.clipped_gradients(*asked, **BOUNDS[name]) as clipping:
+            loss.backward()
+        found = {f"{key}.grad": p.grad.clone() for key, p in run.model.named_parameters()}
+        found |= {f"{key}.variance": p.variance.clone() for key, p in run.model.named_parameters() if beside}
+        return found | {"norms": clipping.norms}
+
+    for number in range(6):
+        found, kept = clipped(number), served.kept
+        with monkeypatch.context() as patch:
+            patch.setattr(user_pass, "_may_repeat", lambda *given: False)
+            expected = clipped(number)
+        compare(found, expected)
+        run.check(monkeypatch)
+    assert kept >= 8
+    assert served.direct >= 2
+
+
 def test_a_second_pass_through_one_graph() -> None:
     run = Run(ASKED["norms"])
     for _ in range(FIRST):

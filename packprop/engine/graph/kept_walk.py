@@ -71,6 +71,7 @@ class _KeptUse:
         outputs: The outputs that the pass reaches.
         rule: The rule that made its entries.
         numbers: The numbers that the node has saved.
+        waits: Whether a visit reads what the node has saved at once, unless a pass changes that.
         slots: The slots of nodes that its entries read, each with the number of the node in the outline.
     """
 
@@ -79,6 +80,7 @@ class _KeptUse:
     outputs: Sequence[int]
     rule: Any
     numbers: list[Any]
+    waits: bool
     slots: list[tuple[NodeSlot, int]]
 
 
@@ -188,6 +190,7 @@ class KeptWalk:
             for slot, place in kept.slots:
                 slot.node = nodes[place]
             kept.use.nodes = {number: (node, number) for number in kept.outputs}
+            kept.use.waits = kept.waits
         graph.uses = [kept.use for kept in self._uses]
         self._nodes = nodes
         graph.order = [nodes[place] for place in self._order]
@@ -242,6 +245,7 @@ def _kept(use: ReachedUse, places: dict[Any, int]) -> _KeptUse:
         list(use.nodes),
         rule_for(node),
         _numbers(node),
+        use.waits,
         [(slot, places[slot.node]) for slot in slots],
     )
     for slot in slots:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -175,8 +175,8 @@ def _ran_again(
         one = _Pass(options, call, backward, None, graph, options.saver(graph))
         request = one.request(drawn, chunk_sizes)
         direct = DirectPass(request, one.saver, reuses=not options.is_limited)
-        is_ordinary = options.debug or options.clipping is not None
-        is_direct = direct.is_possible and not is_ordinary
+        clips = options.clipping is not None
+        is_direct = direct.is_possible and not (options.debug or clips)
         sweeps = not (is_direct and direct.is_of_gradients)
         if kept.meets_hooks(everywhere=sweeps):
             return False
@@ -185,8 +185,9 @@ def _ran_again(
         if is_direct and direct.run(one.users_pass):
             one.saver.warn_of_large()
         else:
-            notes = None if is_ordinary else direct.notes()
-            one.run(request, None if notes is None else notes.log)
+            notes = None if clips and options.extensions else direct.notes()
+            is_whole = clips and not options.extensions and direct.is_possible
+            one.run(replace(request, is_whole=is_whole), None if notes is None else notes.log)
             if notes is not None:
                 graph.notes.append(notes)
     finally:

@@ -343,6 +343,32 @@ def test_clipped_passes_between_others(
     assert served.direct >= 2
 
 
+@pytest.mark.parametrize("refused", [1, 2, 5, 8])
+def test_out_of_memory_in_a_clipped_pass(refused: int, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third pass of a structure takes all samples at once, and chunks where the memory does not suffice."""
+    run = Run(lambda: [])
+
+    def clipped() -> dict[str, Any]:
+        x, y = data(1)
+        run.model.zero_grad()
+        with packprop.clipped_gradients(max_norm=0.05) as clipping:
+            run.loss(run.model(x), y).backward()
+        return {key: p.grad.clone() for key, p in run.model.named_parameters()} | {"norms": clipping.norms}
+
+    expected, *_ = [clipped() for _ in range(3)]
+    calls = []
+
+    def failing(structure: Any, statistics: Any) -> Any:
+        calls.append(1)
+        if len(calls) == refused:
+            raise torch.OutOfMemoryError("no memory is left")
+        return evaluate_together(structure, statistics)
+
+    monkeypatch.setattr("packprop.engine.passes.whole.evaluate_together", failing)
+    compare(clipped(), expected)
+    assert len(calls) >= 8  # norms of six parameters, and sums of those whose gradients are not kept
+
+
 def test_a_second_pass_through_one_graph() -> None:
     run = Run(ASKED["norms"])
     for _ in range(FIRST):

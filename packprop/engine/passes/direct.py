@@ -4,7 +4,7 @@
 Where a kept walk serves a pass, each parameter has one use, and an earlier pass took its statistics of all
 samples and all columns in one chunk, there is nothing to collect, to split or to merge: the value of the one
 chunk is the result. So such a pass goes without the collector and the accumulator, which take a large part of
-the time of a pass through a small model.
+the time of a pass through a small model. A clipped pass keeps the collector: its sums wait for all norms.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ class Request:
             NOTE [Second reading] (``applications/dataset/parts.py``).
         groups: Training rows and probes, if there are probes; see NOTE [Probe rows].
         clip: The bounds on gradients of samples, if they are clipped; see NOTE [Clipping].
+        is_whole: Whether an earlier pass took all statistics of all samples at once, each at a single use.
     """
 
     graph: Graph
@@ -50,6 +51,7 @@ class Request:
     known: Callable[[Tensor, Extension], list[Any]] | None = None
     groups: Groups | None = None
     clip: Clip | None = None
+    is_whole: bool = False
 
     @functools.cached_property
     def summed(self) -> Task:

@@ -62,9 +62,13 @@ class ClippedSums:
         extension = extension if groups is None else OfGroup(extension, groups.training, 1.0)
         return Task(extension, 0, extension.rows[0])
 
+    def keeps_contributions(self, leaf: Tensor) -> bool:
+        """Tell whether contributions to a leaf's gradient are kept, and not its gradients of samples."""
+        return id(leaf) not in self._by_rows
+
     def keep(self, leaf: Tensor, contributions: list[Contribution]) -> None:
         """Keep the contributions to a leaf's gradient, unless its gradients of samples are kept."""
-        if id(leaf) not in self._by_rows:
+        if self.keeps_contributions(leaf):
             self._contributions[id(leaf)] = contributions
 
     def take(self) -> tuple[ClippedNorms, list[tuple[Tensor, Tensor]]]:

@@ -112,8 +112,8 @@ class GradientPass:
         graph = self._request.graph
         self._require_parameters_alone(ASKED, "its gradient would not be clipped")
         sums = ClippedSums(self._request, clip, self._results)
-        for use in graph.uses:  # they keep contributions until all norms are known
-            use.waits = True
+        for use in graph.uses:  # until all norms are known
+            use.waits |= any(sums.keeps_contributions(site.leaf) for site in use.sites)
         collector = Collector(
             self._results, graph.uses, tasks, last=True, first_tasks=sums.tasks, keep=sums.keep
         )

@@ -586,7 +586,9 @@ def test_the_picture_in_contributing_is_this_list() -> None:
         ]
 
 
-FACTORY = re.compile(r"torch\.(tensor|zeros|ones|full|empty|arange|linspace|eye|rand|randn|randint|randperm)")
+FACTORY = re.compile(
+    r"torch\.(tensor|as_tensor|zeros|ones|full|empty|arange|linspace|eye|rand|randn|randint|randperm)"
+)
 """Functions of ``torch`` that make tensors on the default device of the user, unless they are given another."""
 
 ON_THE_USERS_DEVICE = ("examples", "testing")

@@ -49,6 +49,42 @@ def test_finite_signals_warn_about_nothing() -> None:
             loss.backward()
 
 
+FIRST = [0]
+CHOSEN = {
+    "norms of one sample": ([extensions.BatchL2Grad(subsampling=FIRST)], {}),
+    "squares of one sample": ([extensions.SumGradSquared(subsampling=FIRST)], {}),
+    "one sample beside all": ([extensions.Variance(subsampling=FIRST), extensions.BatchGrad()], {}),
+    "training rows": ([extensions.BatchL2Grad()], {"probes": [1]}),
+    "a probe": ([extensions.BatchL2Grad(), extensions.Variance()], {"probes": [2]}),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("bad", [float("nan"), 0.0])
+def test_samples_that_no_result_holds(name: str, bad: float) -> None:
+    """A warning tells of a sample that is not finite, even if no result that is looked at is of this sample."""
+    asked, options = CHOSEN[name]
+    model, loss = packprop.extend(network()), packprop.extend(nn.MSELoss())
+    x, _ = batch()
+    target = torch.zeros_like(model(x)).detach()
+    target[2, 0] = bad
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with packprop.backpack(*asked, **options):
+            loss(model(x), target).backward()
+    assert len([w for w in caught if "NaN or infinite" in str(w.message)]) == (bad != 0)
+
+
+def test_squares_that_overflow_are_told_as_what_they_are() -> None:
+    """Cotangents are finite there, and what is computed from them is not."""
+    model, loss = packprop.extend(nn.Linear(3, 2)), packprop.extend(nn.MSELoss())
+    target = torch.full((4, 2), 1e25)
+    text = "The cotangent at parameter 'weight', or a quantity computed from it, holds NaN or infinite values"
+    with pytest.warns(packprop.PackpropWarning, match=text), packprop.backpack(extensions.SumGradSquared()):
+        loss(model(torch.ones(4, 3)), target).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
 @one_in(2)
 @each_row
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "infinite"])

@@ -444,3 +444,15 @@ def test_products_of_training_samples_with_probes_say_who_helps() -> None:
         for name, parameter in model.named_parameters():
             parameter.data.add_(1e-6 * found["grad_batch"][name][place])
         assert change == pytest.approx(-helps[place].item(), rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("probes", [[1], torch.tensor([1]), torch.tensor([False, True, False]), range(1, 2)])
+def test_a_default_device_moves_no_probes(probes: Any) -> None:
+    """``torch.set_default_device`` belongs to the user's program."""
+    torch.manual_seed(0)
+    model, loss = packprop.extend(nn.Linear(3, 2)), packprop.extend(nn.CrossEntropyLoss())
+    with packprop.backpack(extensions.BatchL2Grad(), probes=probes):
+        value = loss(model(torch.randn(3, 3)), torch.tensor([0, 1, 1]))
+        with torch.device("meta"):
+            value.backward()
+    assert all(p.batch_l2.device.type == "cpu" and len(p.batch_l2) == 2 for p in model.parameters())

@@ -265,3 +265,17 @@ def test_a_parameter_without_axes(tmp_path: Path, extension: Any) -> None:
         }
         expected = direct(flat, blocks)
     assert_near(by_row(found), expected, "products", 1e-9)
+
+
+def test_a_default_device_moves_no_groups(tmp_path: Path) -> None:
+    """``torch.set_default_device`` belongs to the user's program."""
+    (model, x, y), _ = written(tmp_path)
+    groups = [row % 3 for row in range(SIZE)]
+    expected = influence(tmp_path, (model, x, y), k=2, groups=groups)
+    rows = packprop.Store(tmp_path).rows_of([3, 5])
+    with torch.device("meta"):
+        found = influence(tmp_path, (model, x, y), k=2, groups=groups)
+        assert torch.equal(packprop.Store(tmp_path).rows_of([3, 5]), rows)
+    assert found.groups is not None
+    assert expected.groups is not None
+    assert torch.equal(found.groups, expected.groups)

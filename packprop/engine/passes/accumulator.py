@@ -232,7 +232,10 @@ class Accumulator:
             total = self._summed.finish(results.pop(self._summed), self._graph.samples)
             self._gradients[id(leaf)] = for_grad(leaf, total, results.values())
         smallest = smallest_sums(
-            pair for each, values in results.items() for pair in zip(each.rows, values, strict=True)
+            pair
+            for each, values in results.items()
+            if each.subsampling is None
+            for pair in zip(each.rows, values, strict=True)
         )
         if id(leaf) in self._gradients:
             smallest.setdefault(GRADIENT, self._gradients[id(leaf)])

@@ -22,7 +22,7 @@ class _Norms(Extension):
     """Squared norms of the gradients of samples."""
 
     savefield = "clipping_norms"
-    rows = (Row(GRADIENT, sq_norm, over_n=CAT[0], degree=2),)
+    rows = (Row(GRADIENT, sq_norm, over_n=CAT[0], degree=2, condenses=True),)
 
 
 class _Kept(Extension):

@@ -48,13 +48,14 @@ class Collector:
         self._contributions: dict[int, list[Contribution]] = {}
         self._leaves = {id(site.leaf): site.leaf for use in uses for site in use.sites}
         self._expected = Counter(id(site.leaf) for use in uses for site in use.sites)
-        self._sums = any(task.row.sums or task.row.condenses for task in tasks)
+        self._shows_in_results = any(task.shows_cotangents for task in tasks)
+        self._seen = {key for key, own in first_tasks.items() if any(t.shows_cotangents for t in own)}
 
     def visit(self, use: ReachedUse, cotangents: list[Tensor | None]) -> None:
         """Note the cotangents at one use."""
         sites = use.take()
-        if not self._sums:
-            leaves = [site.leaf for site in sites if id(site.leaf) not in self._first_tasks]
+        if not self._shows_in_results:
+            leaves = [site.leaf for site in sites if id(site.leaf) not in self._seen]
             self._results.finite_check.note(leaves, cotangents)
         for site in sites:
             key = id(site.leaf)

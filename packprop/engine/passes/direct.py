@@ -103,7 +103,7 @@ class _Work(NamedTuple):
     ) -> _Work:
         """Make the record for some tasks at the leaves of some uses."""
         kept = next((task for task in tasks if task.row.statistic is per_sample_grad), None)
-        condenses = any(task.row.sums or task.row.condenses for task in tasks)
+        condenses = any(task.shows_cotangents for task in tasks)
         left = {id(site.leaf): (use, site) for use in uses for site in use.sites}
         return cls(tasks, [task.row.statistic for task in tasks], kept, condenses, columns, ends, summed, left)
 

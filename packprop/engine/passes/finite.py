@@ -12,12 +12,9 @@ from packprop.engine.graph.graph import Graph
 from packprop.engine.tensors.dry import all_finite, extremes
 from packprop.errors import PackpropWarning
 
-FEW = 4096
-"""Entries of a vector that is kept as it is until all are looked at, because a call for it takes longer."""
-
 
 class FiniteCheck:
-    """Keeps for each leaf what NaN and infinity in its tensors show in: the smallest and largest entries."""
+    """Keeps the smallest and largest entries of the tensors of each leaf: NaN and infinity show in them."""
 
     def __init__(self) -> None:
         self._seen: dict[int, list[Tensor]] = {}
@@ -25,18 +22,13 @@ class FiniteCheck:
         """The text of the warning, if packprop knows which function's derivative is not finite."""
 
     def note(self, leaves: Iterable[Tensor], tensors: Iterable[Tensor | None]) -> None:
-        """Remember the extreme entries of some tensors, or short vectors themselves, for some leaves."""
-        found: list[Tensor] = []
-        for tensor in tensors:
-            if tensor is None:
-                continue
-            is_short = tensor.dim() == 1 and tensor.numel() <= FEW and not tensor.is_complex()
-            found += [tensor.detach()] if is_short else extremes(tensor)
+        """Remember the extreme entries of some tensors, for some leaves."""
+        found = [extreme for tensor in tensors if tensor is not None for extreme in extremes(tensor)]
         for leaf in leaves:
             seen = self._seen.setdefault(id(leaf), [])
             seen += found
             if len(seen) > 32:  # two are enough, because they keep NaN
-                seen[:] = torch.cat([each.reshape(-1) for each in seen]).aminmax()
+                seen[:] = torch.stack(seen).aminmax()
 
     def first(self, graph: Graph) -> Tensor | None:
         """Return the first leaf with an entry that is not finite; wait for each device."""
@@ -49,8 +41,8 @@ class FiniteCheck:
         leaf = None if self.cause else self.first(graph)
         if leaf is not None:
             self.cause = (
-                f"The cotangent at parameter {graph.name(leaf)!r} holds NaN or infinite values; so do the "
-                "quantities computed from it."
+                f"The cotangent at parameter {graph.name(leaf)!r}, or a quantity computed from it, holds NaN "
+                "or infinite values."
             )
         if self.cause:
             warnings.warn(self.cause, PackpropWarning, stacklevel=2)

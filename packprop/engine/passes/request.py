@@ -70,6 +70,11 @@ class Task:
     index: int
     row: Row
 
+    @property
+    def shows_cotangents(self) -> bool:
+        """Tell whether NaN in any cotangent shows in the result, and the result is looked at."""
+        return (self.row.sums or self.row.condenses) and self.extension.subsampling is None
+
 
 class _SummedGradient(Extension):
     """The gradient itself, summed from per-sample gradients."""

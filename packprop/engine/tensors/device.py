@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,11 @@ from packprop.engine.tensors.dry import dry_run_device
 def device_kind(tensor: Tensor) -> str:
     """Return the type of a tensor's device; in a dry run, that of the device the run stands in for."""
     return dry_run_device() or tensor.device.type
+
+
+def where_it_is(value: Any) -> Tensor:
+    """Return a tensor as it is, and anything else as a tensor on the CPU, whatever the default device."""
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
 
 
 def free_bytes(device: torch.device) -> int | None:

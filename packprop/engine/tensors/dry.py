@@ -110,22 +110,22 @@ def extremes(tensor: Tensor) -> list[Tensor]:
     return [*(torch.view_as_real(values) if values.is_complex() else values).aminmax()]
 
 
-def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether all entries of some tensors are finite; waits for each device once. Without data, they are.
+def all_finite(scalars: Sequence[Tensor]) -> bool:
+    """Tell whether all of some scalars are finite; waits for each device once. Without data, they are.
 
     They also are in a traced pass, which notes a condition that shows after a replay.
     """
     if is_dry_run():
         return True
     by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor.reshape(-1))
-    joined = [torch.cat(same) for same in by_device.values()]
+    for scalar in scalars:
+        by_device.setdefault(scalar.device, []).append(scalar)
     if is_traced():
-        for same in joined:
-            note_fault((same - same).any())  # the difference is NaN, which counts as true
+        for same in by_device.values():
+            joined = torch.stack(same)
+            note_fault((joined - joined).any())  # the difference is NaN, which counts as true
         return True
-    return all(math.isfinite(value) for same in joined for value in torch.stack(same.aminmax()).tolist())
+    return all(math.isfinite(value) for same in by_device.values() for value in torch.stack(same).tolist())
 
 
 def are_finite(tensors: Sequence[Tensor | None]) -> bool:

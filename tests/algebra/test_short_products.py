@@ -17,8 +17,8 @@ from packprop.engine.algebra import cells, kernels, statistics
 from packprop.engine.algebra.structures import Outer
 from packprop.engine.functions import building
 from packprop.engine.tensors import tensors_in
+from packprop.engine.tensors.device import multiplies_wide
 from packprop.engine.tensors.dry import dry_run
-from packprop.engine.tensors.precision import multiplies_wide
 
 
 class Tied(nn.Module):
@@ -40,8 +40,8 @@ def short_products() -> Iterator[list[torch.dtype]]:
     """Keep sixteen bits where a GPU would; yields the precisions that were multiplied."""
     seen: list[torch.dtype] = []
 
-    def tell(dtype: torch.dtype, device: str) -> bool:
-        return dtype in (torch.bfloat16, torch.float16)
+    def tell(tensor: Tensor) -> bool:
+        return tensor.dtype in (torch.bfloat16, torch.float16)
 
     def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
         assert left.dtype == right.dtype
@@ -136,9 +136,10 @@ def test_a_plan_for_a_gpu_multiplies_sixteen_bits() -> None:
         assert structure.rows.dtype == torch.float32
         assert "x" not in vars(structure)  # no copy in single precision
         assert "wide_cotangent" not in vars(structure)
-    assert multiplies_wide(torch.bfloat16, "cuda")
-    assert not multiplies_wide(torch.float32, "cuda")
-    assert not multiplies_wide(torch.bfloat16, "cpu")
+        assert multiplies_wide(given)
+        assert not multiplies_wide(given.float())
+    with dry_run("cpu"):
+        assert not multiplies_wide(given)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

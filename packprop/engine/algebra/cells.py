@@ -23,9 +23,9 @@ from packprop.engine.algebra.kernels import (
 )
 from packprop.engine.algebra.monoid import Moments
 from packprop.engine.algebra.structures import Lookup, Outer, Tied, cotangent_of, fold_matrix
-from packprop.engine.tensors.device import device_kind
+from packprop.engine.tensors.device import device_kind, multiplies_wide
 from packprop.engine.tensors.dry import chunk_starts
-from packprop.engine.tensors.precision import accumulation_dtype, at_least, multiplies_wide, wider_dtype
+from packprop.engine.tensors.precision import accumulation_dtype, at_least, wider_dtype
 
 Cell = Callable[..., Any]
 
@@ -117,10 +117,9 @@ def _norms_by_products(cotangent: Tensor, x: Tensor, limited: bool) -> Tensor:
 
 def _products_dtype(values: Tensor) -> torch.dtype:
     """Return a precision with twice the digits of the pass, if the device has one."""
-    device = device_kind(values)
-    if multiplies_wide(values.dtype, device):
+    if multiplies_wide(values):
         return accumulation_dtype(values.dtype)
-    return wider_dtype(values.dtype, device) or values.dtype
+    return wider_dtype(values.dtype, device_kind(values)) or values.dtype
 
 
 def _products_of_positions(values: Tensor, at_once: int) -> Tensor:
@@ -128,7 +127,7 @@ def _products_of_positions(values: Tensor, at_once: int) -> Tensor:
 
     It widens ``at_once`` of the f entries at a time: it need not make a copy as large as the values.
     """
-    if multiplies_wide(values.dtype, device_kind(values)):
+    if multiplies_wide(values):
         part = _by_position(values)
         return wide_product(part, part.mT)
     wide = _products_dtype(values)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from packprop.engine.algebra.choices import forced_algorithm
-from packprop.engine.tensors.device import device_kind
-from packprop.engine.tensors.precision import accumulation_dtype, multiplies_wide, widened
+from packprop.engine.tensors.device import device_kind, multiplies_wide
+from packprop.engine.tensors.precision import accumulation_dtype, widened
 from packprop.engine.tensors.traced import is_traced
 
 WORTH_A_CALL = 12 * 2**20
@@ -48,7 +48,7 @@ SHORT = 32
 def wide_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiply matrices, or batches of them, in the precision of sums; the result is in ``out`` if given."""
     multiply = torch.mm if left.dim() == 2 else torch.bmm
-    if left.dtype == right.dtype and multiplies_wide(left.dtype, device_kind(left)):
+    if left.dtype == right.dtype and multiplies_wide(left):
         wide = accumulation_dtype(left.dtype)
         return multiply(left, right, wide) if out is None else multiply(left, right, wide, out=out)
     return multiply(widened(left), widened(right), out=out)

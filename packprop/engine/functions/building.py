@@ -14,9 +14,9 @@ from packprop.engine.algebra.order import fold_swapped, fold_to
 from packprop.engine.algebra.structures import Dense, Outer, Structure
 from packprop.engine.functions.entry import Cotangents, Entry, Fans, Samples, Scratch, StructureOf
 from packprop.engine.functions.node_calls import NodeCall
-from packprop.engine.tensors.device import device_kind
+from packprop.engine.tensors.device import multiplies_wide
 from packprop.engine.tensors.layout import Layout
-from packprop.engine.tensors.precision import accumulation_dtype, multiplies_wide, widened
+from packprop.engine.tensors.precision import accumulation_dtype, widened
 
 
 def select_samples(tensor: Tensor, samples: Samples, skip: int = 0, as_they_are: bool = False) -> Tensor:
@@ -40,7 +40,7 @@ def rowwise(
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
         layout, cotangent = layouts[0], cotangents[0]
         saved = [layout.to_front(each()) for each in inputs]
-        as_they_are = only_multiplied and all(map(_stays_narrow, saved))
+        as_they_are = only_multiplied and _stays_narrow(saved[0])
         if cotangent is not None:
             cotangent = select_samples(layout.to_front(cotangent, 1), samples, 1, as_they_are)
         structure = build(cotangent, *(select_samples(each, samples, 0, as_they_are) for each in saved))
@@ -51,7 +51,7 @@ def rowwise(
 
 def _stays_narrow(values: Tensor) -> bool:
     """Tell whether products of values in sixteen bits take them as they are; those with derivatives do not."""
-    return multiplies_wide(values.dtype, device_kind(values)) and not torch.is_grad_enabled()
+    return multiplies_wide(values) and not torch.is_grad_enabled()
 
 
 def affine(call: NodeCall, x: Callable[[], Tensor], *, transposed: bool = False, factor: float = 1.0) -> Entry:
@@ -149,11 +149,11 @@ def sum_over_broadcast(
         if layout.folded:  # parts keep the place of the sample axis
             rest = (*before, 1 if along_samples == 1 else layout.parts, *behind)
     summed = [2 + axis for axis, size in enumerate(rest) if size == 1 and product.shape[2 + axis] != 1]
-    dtype = accumulation_dtype(product.dtype)
-    if summed:
-        rows = product.sum(summed, keepdim=True, dtype=dtype)
+    wide = accumulation_dtype(product.dtype)
+    if wide == product.dtype:
+        rows = product.sum(summed, keepdim=True) if summed else product.clone()  # never a view of the cotangent
     else:
-        rows = product.to(dtype, copy=True)  # never a view of the cotangent
+        rows = product.sum(summed, keepdim=True, dtype=wide) if summed else product.to(wide)
     if along_samples == 1:
         return rows
     # each sample has its own entries of the parameter: its row is zero elsewhere

@@ -15,6 +15,15 @@ def device_kind(tensor: Tensor) -> str:
     return dry_run_device() or tensor.device.type
 
 
+SHORT = (torch.bfloat16, torch.float16)
+"""The precisions of sixteen bits."""
+
+
+def multiplies_wide(tensor: Tensor) -> bool:
+    """Tell whether a device multiplies matrices of sixteen bits to sums of single precision, without copies."""
+    return tensor.dtype in SHORT and device_kind(tensor) == "cuda" and "dtype" in torch.ops.aten.bmm.overloads()
+
+
 def where_it_is(value: Any) -> Tensor:
     """Return a tensor as it is, and anything else as a tensor on the CPU, whatever the default device."""
     return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")

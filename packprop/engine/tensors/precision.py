@@ -18,19 +18,10 @@ def is_for_storage(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
-def multiplies_wide(dtype: torch.dtype, device: str) -> bool:
-    """Tell whether a device multiplies matrices of sixteen bits to sums of single precision, without copies."""
-    return (
-        device == "cuda"
-        and dtype in (torch.bfloat16, torch.float16)
-        and "dtype" in torch.ops.aten.bmm.overloads()
-    )
-
-
 def widened(values: Tensor) -> Tensor:
     """Return values in the precision of sums."""
-    wide = accumulation_dtype(values.dtype)
-    return values if values.dtype == wide else values.to(wide)
+    wide = _WIDER.get(values.dtype)
+    return values if wide is None else values.to(wide)
 
 
 def wider_dtype(dtype: torch.dtype, device: str) -> torch.dtype | None:

@@ -21,7 +21,7 @@ from packprop.compat.own import (
     Unsupported,
 )
 from packprop.engine.passes import knows_nothing
-from packprop.engine.tensors import where_it_is
+from packprop.engine.tensors import tensor_of
 from packprop.types import Extension, Row, Seed
 
 
@@ -178,7 +178,7 @@ def _indices(chosen: Any) -> list[int] | None:
     if chosen is None or isinstance(chosen, str):
         return None
     try:
-        indices = where_it_is(chosen)
+        indices = tensor_of(chosen)
     except (TypeError, ValueError, RuntimeError):
         return None
     if indices.dim() != 1 or (indices.is_floating_point() and len(indices)) or indices.is_complex():

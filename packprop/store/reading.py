@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packprop.engine.tensors import where_it_is
+from packprop.engine.tensors import tensor_of
 from packprop.errors import Absent, BadInput, PackpropError
 from packprop.store.checksums import CheckedRows, Damage
 from packprop.store.folder import ArrayHeader, is_begun
@@ -287,7 +287,7 @@ class Store(Mapping[Any, Any]):
             BadInput: For an identifier that no sample, or more than one, has.
         """
         known = self.identifiers
-        wanted = where_it_is(identifiers).reshape(-1).to(known.device)
+        wanted = tensor_of(identifiers).reshape(-1).to(known.device)
         known, order = known.sort()
         left, right = torch.searchsorted(known, wanted), torch.searchsorted(known, wanted, right=True)
         wrong = (right - left != 1).nonzero().reshape(-1)

@@ -29,7 +29,7 @@ from packprop.applications.queries.gradients import PassesApart
 from packprop.applications.queries.vectors import rows_like
 from packprop.engine.algebra import CAT, along_each
 from packprop.engine.memory import byte_text
-from packprop.engine.tensors import random_numbers_from, random_states, where_it_is
+from packprop.engine.tensors import random_numbers_from, random_states, tensor_of
 from packprop.errors import BadInput, PackpropError
 from packprop.store.reading import BLOCK, Store
 from packprop.store.search import Found, better, bytes_of_a_row, summed_products
@@ -67,7 +67,7 @@ class Wanted(NamedTuple):
 
     def facts(self) -> list[Any]:
         """Return this as JSON has it."""
-        return [self.k, None if self.groups is None else where_it_is(self.groups).tolist()]
+        return [self.k, None if self.groups is None else tensor_of(self.groups).tolist()]
 
 
 class StoredSamples:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from packprop.engine.tensors import where_it_is
+from packprop.engine.tensors import tensor_of
 from packprop.errors import BadInput, PackpropWarning
 from packprop.extensions import BatchGrad, Projected
 from packprop.store.describing import described_model
@@ -103,7 +103,7 @@ def numbers_of_groups(
     Raises:
         BadInput: If they are none, or not as many as rows.
     """
-    found = where_it_is(groups).cpu()
+    found = tensor_of(groups).cpu()
     if found.shape != (samples,) or found.is_floating_point() or (samples and int(found.min()) < 0):
         raise BadInput(
             asked,

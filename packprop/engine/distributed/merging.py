@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.algebra.monoid import MOMENTS, SUM, Moments, Monoid
-from packprop.engine.tensors.device import where_it_is
+from packprop.engine.tensors.device import tensor_of
 from packprop.errors import PackpropError
 
 BUCKET = 2**24
@@ -214,7 +214,7 @@ def _merge_moments(moments: Sequence[Moments], numbers: Sequence[int | None], gr
     """
     means = [each.mean for each in moments]
     counted = [place for place, number in enumerate(numbers) if number is None]
-    counts = [where_it_is(moments[place].samples).to(means[place]) for place in counted]
+    counts = [tensor_of(moments[place].samples).to(means[place]) for place in counted]
     totals: list[Any] = [*numbers]
     for place, total in zip(counted, summed(counts, group), strict=True):
         totals[place] = total

@@ -22,7 +22,7 @@ from packprop.engine.algebra.monoid import rescale
 from packprop.engine.algebra.statistics import gram
 from packprop.engine.functions.losses.description import divisors
 from packprop.engine.graph.graph import Graph
-from packprop.engine.tensors.device import where_it_is
+from packprop.engine.tensors.device import tensor_of
 from packprop.engine.tensors.precision import wider_dtype
 from packprop.errors import BadInput, PackpropError
 from packprop.types import Extension, Row
@@ -235,7 +235,7 @@ def indices_of(probes: Any, samples: int, asked: str) -> list[int]:
         BadInput: If they are neither.
     """
     try:
-        tensor = where_it_is(list(probes) if isinstance(probes, range) else probes).detach().cpu()
+        tensor = tensor_of(list(probes) if isinstance(probes, range) else probes).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
         tensor = torch.empty(0, device="cpu")
     if tensor.dtype == torch.bool and tensor.shape == (samples,):

@@ -10,7 +10,7 @@ from packprop.engine.tensors.calling import require_loss as require_loss
 from packprop.engine.tensors.calling import require_model as require_model
 from packprop.engine.tensors.device import allocated_bytes as allocated_bytes
 from packprop.engine.tensors.device import free_bytes as free_bytes
-from packprop.engine.tensors.device import where_it_is as where_it_is
+from packprop.engine.tensors.device import tensor_of as tensor_of
 from packprop.engine.tensors.dry import has_fault as has_fault
 from packprop.engine.tensors.hooks import has_late_hooks as has_late_hooks
 from packprop.engine.tensors.hooks import is_hooked as is_hooked

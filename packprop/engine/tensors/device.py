@@ -24,7 +24,7 @@ def multiplies_wide(tensor: Tensor) -> bool:
     return tensor.dtype in SHORT and device_kind(tensor) == "cuda" and "dtype" in torch.ops.aten.bmm.overloads()
 
 
-def where_it_is(value: Any) -> Tensor:
+def tensor_of(value: Any) -> Tensor:
     """Return a tensor as it is, and anything else as a tensor on the CPU, whatever the default device."""
     return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
 

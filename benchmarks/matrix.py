@@ -118,8 +118,13 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 def page_with(text: str, records: Sequence[dict[str, Any]]) -> str:
     """A page with its table written anew."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table(records)}\n\n{END}{rest.partition(END)[2]}"
+    return written_anew(text, BEGIN, table(records))
+
+
+def written_anew(text: str, begin: str, content: str) -> str:
+    """Put a content in the place of what a page has between a mark and the next end."""
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n\n{content}\n\n{END}{rest.partition(END)[2]}"
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.matrix import written_anew
 from benchmarks.run import Record
 
 
@@ -20,13 +21,12 @@ def outcome(record: Record) -> str:
     return "done" if all(checks) and not record.get("failed") else "no"
 
 
-BEGIN, END = "<!-- from benchmarks/results/gpu/ -->", "<!-- end -->"
+BEGIN = "<!-- from benchmarks/results/gpu/ -->"
 
 
 def page_with(text: str, found: dict[str, Record]) -> str:
     """Return a page with its tables written anew."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{tables(found)}\n{END}{rest.partition(END)[2]}"
+    return written_anew(text, BEGIN, tables(found))
 
 
 def tables(found: dict[str, Record]) -> str:
@@ -49,7 +49,7 @@ def tables(found: dict[str, Record]) -> str:
     for each in found.values():
         title = each["title"]
         lines += ["", f"### {title[0].upper()}{title[1:]}", "", *_table(each["cases"])]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _table(cases: dict[str, Record]) -> list[str]:

@@ -70,8 +70,8 @@ def test_on_a_gpu_the_allocator_stays_inside_the_budget(share: float) -> None:
         step(model, batch, *asked, memory=plan)
         for parameter, extension in itertools.product(model.parameters(), asked):
             delattr(parameter, extension.savefield)
-    # a kernel that reduces many rows, and a convolution, take room of their own for a while
-    assert torch.cuda.max_memory_allocated() - beside == pytest.approx(plan.peak, rel=0.4)
+    # convolutions take workspaces of their own: 1.00, 1.15 and 1.11 of the plan on an H200
+    assert torch.cuda.max_memory_allocated() - beside == pytest.approx(plan.peak, rel=0.2)
 
 
 @pytest.mark.filterwarnings("error:Accessing the data pointer")

@@ -53,11 +53,8 @@ def encode(value: Any, tensors: list[Tensor]) -> Plain:
     if isinstance(value, Mapping):
         return {"items": [[encode(key, tensors), encode(item, tensors)] for key, item in value.items()]}
     if isinstance(value, bytes):
-        tensors.append(
-            torch.frombuffer(bytearray(value), dtype=torch.uint8)
-            if value
-            else torch.empty(0, device="cpu").byte()
-        )
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")  # which an empty buffer cannot become
+        tensors.append(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else nothing)
         return {"bytes": len(tensors) - 1}
     if isinstance(value, (np.ndarray, np.generic)):
         tensors.append(torch.from_numpy(np.array(value)))

@@ -95,8 +95,7 @@ def input_gram(
     if structure.moment is not None and approximation != "reduce" and not large:
         total = structure.moment()
     else:
-        given = structure.given if isinstance(structure.given, Tensor) else structure.x
-        x = structure.x.mean(1, keepdim=True) if approximation == "reduce" else given
+        x = structure.x.mean(1, keepdim=True) if approximation == "reduce" else structure.given_inputs
         x = x.reshape(-1, x.shape[-1])
         total = sum_of_squares(widened(x)) if large else second_moment(x)
     divisor = groups * positions if approximation == "expand" else groups

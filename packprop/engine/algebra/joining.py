@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from packprop.engine.algebra.order import fold_to
 from packprop.engine.algebra.structures import Dense, Lookup, Outer, Structure, Tied, rows
@@ -22,9 +21,8 @@ def join(parts: Sequence[Structure]) -> Structure:
         same = all(part.fold is outers[0].fold and part.shape[2:] == outers[0].shape[2:] for part in outers)
         if same:
             cotangents = [part.cotangent for part in outers if part.cotangent is not None]
-            given = [part.given if isinstance(part.given, Tensor) else part.x for part in outers]
             return Outer(
-                torch.cat(given, 1),
+                torch.cat([part.given_inputs for part in outers], 1),
                 torch.cat(cotangents, 2) if cotangents else None,
                 outers[0].fold,
                 held=outers[0].held,

@@ -67,6 +67,11 @@ class Outer:
         return widened(self.given) if isinstance(self.given, Tensor) else self.given.make()
 
     @property
+    def given_inputs(self) -> Tensor:
+        """Inputs ``[n, s, g, i]``, in the precision that they were given in."""
+        return self.given if isinstance(self.given, Tensor) else self.x
+
+    @property
     def given_cotangent(self) -> Tensor:
         """The cotangent in the precision that it was given in."""
         assert self.cotangent is not None, "this structure was built without a cotangent"
@@ -80,10 +85,8 @@ class Outer:
     @property
     def factors(self) -> tuple[Tensor, Tensor]:
         """Cotangent and inputs for products: as they were given, if they have one precision."""
-        cotangent, given = self.given_cotangent, self.given
-        if isinstance(given, Tensor) and cotangent.dtype == given.dtype:
-            return cotangent, given
-        return self.wide_cotangent, self.x
+        cotangent, inputs = self.given_cotangent, self.given_inputs
+        return (cotangent, inputs) if cotangent.dtype == inputs.dtype else (self.wide_cotangent, self.x)
 
     @property
     def shape(self) -> Sequence[int]:

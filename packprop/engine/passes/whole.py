@@ -10,7 +10,7 @@ from torch import Tensor
 
 from packprop.engine.algebra.monoid import Extent, whole
 from packprop.engine.algebra.one_by_one import evaluate_together
-from packprop.engine.passes.accumulator import Accumulator
+from packprop.engine.passes.accumulator import Accumulator, Done
 from packprop.engine.passes.contributions import Build, Contribution, joint_structure
 from packprop.engine.passes.partial_results import Begin
 from packprop.engine.passes.request import Request, Task
@@ -29,7 +29,7 @@ class WholeResults(Accumulator):
         begin: As for ``Accumulator``.
     """
 
-    def __init__(self, request: Request, done: Any, begin: Begin) -> None:
+    def __init__(self, request: Request, done: Done, begin: Begin) -> None:
         super().__init__(request, done, None, begin)
         self._whole: dict[tuple[int, int], list[Any]] = {}
 

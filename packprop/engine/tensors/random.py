@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,6 +25,14 @@ def generator_classes() -> tuple[type, ...]:
 def device_of_draws(generator: torch.Generator | None, like: Tensor) -> torch.device:
     """Return where to draw numbers for a tensor: on its own device, or where the generator is that is given."""
     return like.device if generator is None or like.is_meta else generator.device
+
+
+def drawn(
+    draw: Callable[..., Tensor], shape: Sequence[int], like: Tensor, generator: torch.Generator | None
+) -> Tensor:
+    """Draw numbers by ``torch.rand`` or ``torch.randn``, in the precision and on the device of a tensor."""
+    device = device_of_draws(generator, like)
+    return draw(tuple(shape), dtype=like.dtype, device=device, generator=generator).to(like.device)
 
 
 def random_states(devices: Iterable[torch.device] | None = None) -> RandomStates:

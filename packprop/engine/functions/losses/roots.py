@@ -14,7 +14,7 @@ from packprop.engine.algebra.decompositions import eigh
 from packprop.engine.functions.losses.description import Root
 from packprop.engine.tensors.dry import has_fault
 from packprop.engine.tensors.precision import accumulation_dtype
-from packprop.engine.tensors.random import device_of_draws
+from packprop.engine.tensors.random import device_of_draws, drawn
 from packprop.errors import PackpropError
 
 MANY_CLASSES = 256
@@ -105,9 +105,7 @@ def gaussian_root(outputs: Tensor, scale: Tensor) -> Root:
     strength = (2 * scale).sqrt()
 
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
-        device = device_of_draws(generator, outputs)
-        noise = torch.randn(draws, *outputs.shape, dtype=outputs.dtype, device=device, generator=generator)
-        return noise.to(outputs.device) * strength[..., None]
+        return drawn(torch.randn, (draws, *outputs.shape), outputs, generator) * strength[..., None]
 
     return Root(1, _entrywise(strength), draw)
 
@@ -122,8 +120,7 @@ def bernoulli_root(logits: Tensor, scale: Tensor) -> Root:
     deviation = (0.5 * (F.logsigmoid(logits) + F.logsigmoid(-logits))).exp()
 
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
-        device = device_of_draws(generator, q)
-        uniform = torch.rand(draws, *q.shape, dtype=q.dtype, device=device, generator=generator).to(q.device)
+        uniform = drawn(torch.rand, (draws, *q.shape), q, generator)
         return (q - (uniform < q.detach()).to(q.dtype)) * strength[..., None]
 
     return Root(1, _entrywise(deviation.squeeze(-1) * strength), draw)
@@ -165,9 +162,8 @@ def matrix_root(hessian: Tensor) -> Root:
 
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
         shape = (draws, hessian.shape[0], columns.shape[0])
-        device = device_of_draws(generator, columns)
-        coin = torch.rand(shape, dtype=columns.dtype, device=device, generator=generator)
-        signs = torch.where(coin < 0.5, -1.0, 1.0).to(columns)
+        coin = drawn(torch.rand, shape, columns, generator)
+        signs = torch.where(coin < 0.5, -1.0, 1.0).to(columns.dtype)
         return torch.einsum("mnk,knc->mnc", signs, columns).unsqueeze(2)
 
     return Root(columns.shape[0], lambda t, start, stop: columns[start:stop], draw)

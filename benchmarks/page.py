@@ -358,6 +358,51 @@ def targets(records: Records) -> str:
     return markdown(["case", "figure", "at most", "reached", "met"], rows)
 
 
+GLANCED = ("BatchGrad", "BatchL2Grad", "Variance", "DiagGGNExact", "KFAC")
+"""The quantities of the first tables."""
+
+
+def glance(suites: dict[str, dict[str, Any]], cost: Callable[[Record], float], least: float = 0.0) -> str:
+    """Cross problems with quantities: the cost over that of plain, and the best of the other libraries'.
+
+    ``least``: the cost of plain below which a ratio says nothing, and its cell stays empty.
+    """
+    rows = []
+    for content in suites.values():
+        (first, *others) = content["problems"].values()
+        if others:
+            continue
+        cells = [first["title"].partition(":")[0].partition(", N =")[0]]
+        for quantity in GLANCED:
+            costs = {
+                record["contestant"]: cost(record)
+                for record in content["records"]
+                if record["quantity"] == quantity and not record["gap"]
+            }
+            plain, ours = costs.pop("plain", 0.0), costs.pop("packprop", None)
+            if ours is None or not costs or plain < least:
+                cells.append("")
+                continue
+            peer = min(costs, key=costs.__getitem__)
+            own, best = significant(ours / plain), significant(costs[peer] / plain)
+            cells.append(f"{f'**{own}**' if ours <= costs[peer] else own} ({best}, {peer})")
+        if any(cells[1:]):
+            rows.append(cells)
+    return markdown(["model", *GLANCED], rows)
+
+
+def _glance_section(suites: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the first tables, with which somebody who chooses a library begins."""
+    return [
+        "## At a glance",
+        "Each cell is packprop's cost over that of a plain step; in brackets stands the best of the other "
+        "libraries that have the quantity. packprop's figure is bold if it is the lowest. Time:",
+        glance(suites, lambda record: float(record["over_plain"]["median"])),
+        "Resident peak, where a plain step takes at least 4 MiB:",
+        glance(suites, lambda record: float(record["peak_bytes"]["resident"]), least=4 * MIB),
+    ]
+
+
 def _eager_section(content: dict[str, Any]) -> list[str]:
     """What ``python -m benchmarks.eager`` found: peaks, times over plain, the cost of a tiny branch."""
     parts = ["## Penalties taken at once (`eager_backward`)"]
@@ -596,7 +641,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parts = [HEAD.strip()]
     if suites:
         everything = Records(r for content in suites.values() for r in content["records"])
-        parts += ["## Targets", targets(everything)]
+        parts += [*_glance_section(suites), "## Targets", targets(everything)]
     for suite, content in suites.items():
         parts += _section(suite, content, images)
     compiled = options.results / "compiled.json"

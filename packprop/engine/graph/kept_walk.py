@@ -21,20 +21,19 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.engine.functions.losses.read import loss_of_node
 from packprop.engine.functions.node_calls import NodeSlot
 from packprop.engine.functions.node_rules import entries_of_node
 from packprop.engine.functions.nodes import name_of_node
 from packprop.engine.functions.operands import MATRIX_PRODUCTS, numbers_of_type, takes_sparse
 from packprop.engine.functions.registry import rule_for
 from packprop.engine.functions.saved import keeps_elsewhere
-from packprop.engine.graph.constants import Constants
 from packprop.engine.graph.graph import Graph, ReachedLoss, ReachedUse
 from packprop.engine.graph.outline import Outline
+from packprop.engine.graph.reading import Constants
+from packprop.engine.graph.search import upstream_of
 from packprop.engine.graph.site import Site
-from packprop.engine.recording.marks import RecordedLoss
+from packprop.engine.recording.marks import unmarked_loss
 from packprop.engine.tensors.hooks import Hooks, has_hooks_of_user, is_hooked
-from packprop.engine.tensors.state import version
 
 MANY = 8
 """The number of requests of which passes of one structure keep notes."""
@@ -63,11 +62,9 @@ def may_be_kept(graph: Graph, outlined: Outline) -> bool:
 
 @dataclass(frozen=True)
 class _KeptUse:
-    """A use without its node.
+    """A use without its node, of which ``place`` is the number in the outline.
 
     Args:
-        use: The use.
-        place: The number of the node in the outline.
         outputs: The outputs that the pass reaches.
         rule: The rule that made its entries.
         numbers: The numbers that the node has saved.
@@ -99,10 +96,10 @@ class KeptWalk:
         self._uses = [_kept(use, places) for use in graph.uses]
         self._constants = [(places[node], known) for node, known in graph.reading.answers.items()]
         self._own = [weakref.ref(tensor) for tensor in Constants(graph.forwards).tensors()]
-        self._products = [
+        self._products = [  # that may take something without an edge
             place
             for place, node in enumerate(outlined.nodes)
-            if name_of_node(node) in MATRIX_PRODUCTS and not _takes_edges_alone(node)
+            if name_of_node(node) in MATRIX_PRODUCTS and len(upstream_of(node)) < len(node.next_functions)
         ]
         self._losses = [
             (places[loss.node], loss.output, places[loss.call.edge.node], loss.layout) for loss in graph.losses
@@ -176,12 +173,12 @@ class KeptWalk:
             (GradientEdge(nodes[place], number), *reached[nodes[place], number])
             for place, number in self._outputs
         ]
-        if [reference() for reference in self._modules] != graph.modules:
-            return None
         constants = Constants(graph.forwards, self._own)
-        if any(constants.are_known(nodes[place]) is not known for place, known in self._constants):
-            return None
-        if any(takes_sparse(nodes[place]) for place in self._products):
+        if (
+            [reference() for reference in self._modules] != graph.modules
+            or any(constants.are_known(nodes[place]) is not known for place, known in self._constants)
+            or any(takes_sparse(nodes[place]) for place in self._products)
+        ):
             return None
         for kept in self._uses:
             node = nodes[kept.place]
@@ -209,19 +206,13 @@ class KeptWalk:
             call = marked.get(node)
             if call is None:
                 try:
-                    read = loss_of_node(node)
+                    call = unmarked_loss(node)
                 except RuntimeError:  # an earlier pass has freed the graph
                     return []
-                assert read is not None  # the key tells that its input has an edge
-                call = RecordedLoss(*read, read[1][0].shape, version(read[1][0]))
+                assert call is not None  # the key tells that its input has an edge
             if outlined.places.get(call.edge.node) == given and not call.released and not call.others:
                 found.append(ReachedLoss(call, node, output, layout))
         return found
-
-
-def _takes_edges_alone(node: Any) -> bool:
-    """Tell whether all that a node takes has an edge on the graph."""
-    return all(above is not None for above, _ in node.next_functions)
 
 
 def _numbers(node: Any) -> list[Any]:
@@ -238,7 +229,7 @@ def _kept(use: ReachedUse, places: dict[Any, int]) -> _KeptUse:
     kept.entries = entries
     own = {id(before): entry for before, entry in zip(use.entries, entries, strict=True)}
     kept.sites = [Site(own[id(site.entry)], site.leaf) for site in use.sites]
-    kept.nodes, kept.undecided = {}, None
+    kept.nodes, kept.undecided = {}, False
     found = _KeptUse(
         kept,
         places[node],

@@ -60,22 +60,32 @@ def outline(roots: Sequence[Tensor]) -> Outline | None:
         key += (found.place(root.grad_fn), root.output_nr)
     for node in nodes:  # grows on the way
         leaf = getattr(node, "variable", None)
-        if leaf is None:
-            is_plain = _add_marks(found, node, key) and _add_function(found, node, key)
-        else:
-            is_plain = type(leaf) is nn.Parameter
+        if leaf is not None:
+            if type(leaf) is not nn.Parameter:
+                return None
             found.leaves.append(leaf)
             key += (id(leaf), *leaf.shape, leaf.dtype, leaf.device)
-        if not is_plain:
+            continue
+        marks = marks_of(node)
+        if is_from_outside(node) or (marks and not _add_marks(found, node, marks, key)):
             return None
+        edges = node.next_functions
+        key += (node.name(), len(edges))
+        for above, number in edges:
+            key += (None,) if above is None else (found.place(above), number)
+        try:
+            for made in made_by(node):
+                key += (*made.shape, made.dtype)
+        except RuntimeError:  # of nested tensors
+            return None
+        for name in numbers_of_type(type(node)):
+            value = getattr(node, name)
+            key.append(value if type(value) is int else plain_options(value, name in EXPONENTS))
     return found._replace(key=tuple(key))
 
 
-def _add_marks(found: Outline, node: Node, key: list[Any]) -> bool:
+def _add_marks(found: Outline, node: Node, marks: dict[str, Any], key: list[Any]) -> bool:
     """Note the marks of a node; tell whether the key can tell them."""
-    marks = marks_of(node)
-    if not marks:
-        return True
     if HOOKS in marks or RETAINS in marks:
         return False
     if LOSS in marks:
@@ -88,23 +98,4 @@ def _add_marks(found: Outline, node: Node, key: list[Any]) -> bool:
         forward, output, shape = marks[OUTPUT]
         found.outputs.append((node, forward, output, shape))
         key += (id(forward.module()), forward.declared, output, *shape)
-    return True
-
-
-def _add_function(found: Outline, node: Node, key: list[Any]) -> bool:
-    """Add what a node takes, makes and has saved to the key; tell whether it is one of PyTorch's own."""
-    if is_from_outside(node):
-        return False
-    edges = node.next_functions
-    key += (node.name(), len(edges))
-    for above, number in edges:
-        key += (None,) if above is None else (found.place(above), number)
-    try:
-        for made in made_by(node):
-            key += (*made.shape, made.dtype)
-    except RuntimeError:  # of nested tensors
-        return False
-    for name in numbers_of_type(type(node)):
-        value = getattr(node, name)
-        key.append(value if type(value) is int else plain_options(value, name in EXPONENTS))
     return True

@@ -23,10 +23,11 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from packprop.engine.functions.losses.description import input_of
+from packprop.engine.functions.losses.read import loss_of_node
 from packprop.engine.tensors.dry import TensorSpec, is_dry_run
 from packprop.engine.tensors.hooks import dictionary_of
 from packprop.engine.tensors.nesting import map_tensors, tensors_of_call
-from packprop.engine.tensors.state import storage_of
+from packprop.engine.tensors.state import storage_of, version
 
 LOSS, OUTPUT, HOOKS, RETAINS = (f"packprop.{mark}" for mark in ("loss", "output", "hooks", "retains"))
 """Keys of the marks in the ``metadata`` of a node."""
@@ -164,6 +165,12 @@ class RecordedLoss:
         """Drop the arguments when a backward pass frees the graph that they belong to."""
         if not self.held and not graph_is_kept():
             self.args, self.kwargs, self.released = (), {}, True
+
+
+def unmarked_loss(node: Node) -> RecordedLoss | None:
+    """Return the loss that a node tells without a mark, if its input has an edge."""
+    read = loss_of_node(node)
+    return None if read is None else RecordedLoss(*read, read[1][0].shape, version(read[1][0]))
 
 
 def marks_of(node: Node) -> dict[str, Any]:

@@ -253,7 +253,7 @@ def _usual_locations(graph: Graph) -> _SampleLocations:
     for use in graph.uses:
         layouts = [admitted_layouts(use, index, samples) for index in range(len(use.shapes))]
         if not all(layouts):
-            if _are_reclassified([use], samples):
+            if _are_reclassified(graph, [use], samples):
                 raise Reread
             if graph.hides_order or graph.reorderings:
                 raise without_plan(graph.label(use))
@@ -279,7 +279,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         if not unfit:
             break
         mixing += unfit
-    if unfit and _are_reclassified(mixing, samples):
+    if unfit and _are_reclassified(graph, mixing, samples):
         raise Reread
     suspect = next((use for use in graph.uses if use.suspect), None)
     if samples > 1 and suspect is not None and not unfit:
@@ -299,7 +299,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     if on_values:
         hidden = find_hidden(graph, feed, samples, fitting)
         if hidden is not None:
-            if _are_reclassified([hidden[0]], samples):
+            if _are_reclassified(graph, [hidden[0]], samples):
                 raise Reread
             memory.looks.pop(graph.signature, None)  # it is refused in the next pass, too
             raise _mixed(graph, *hidden)
@@ -311,9 +311,9 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     return _SampleLocations(samples, chosen, first_of(fitting), for_all and in_order)
 
 
-def _are_reclassified(uses: Sequence[ReachedUse], samples: int) -> bool:
+def _are_reclassified(graph: Graph, uses: Sequence[ReachedUse], samples: int) -> bool:
     """Tell whether some undecided uses, behind which samples meet, are made of parameters alone."""
-    found = [use.undecided(use, samples) for use in uses if use.undecided is not None]
+    found = [graph.reading.reclassify(use, samples) for use in uses if use.undecided]
     return any(found)
 
 

@@ -35,6 +35,11 @@ class Outline(NamedTuple):
     outputs: list[tuple[Node, ForwardCall, int, Any]]
     key: tuple[Any, ...]
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that made its first marked output."""
+        return self.outputs[0][1].module() if self.outputs else None
+
     def place(self, node: Node) -> int:
         """Return the number of a node; a new one if it was not met before."""
         number = self.places.get(node)

@@ -12,7 +12,7 @@ from packprop.engine.functions.nodes import made_by
 from packprop.engine.graph.graph import EAGER, Graph
 from packprop.engine.graph.search import leaves_above
 from packprop.engine.recording.marks import EXTENDED
-from packprop.engine.recording.unrecorded import is_compiled_region, refused_compiled
+from packprop.engine.recording.unrecorded import UNCOMPILED, is_compiled_region
 from packprop.engine.tensors.hooks import Hooks
 from packprop.engine.tensors.precision import is_for_storage
 from packprop.engine.tensors.sharding import (
@@ -204,7 +204,8 @@ def require_complete(graph: Graph) -> None:
         why = "eager_backward() has already summed this parameter's gradient over the samples"
         instead = "leave the branch outside eager_backward(), or set requires_grad=False on the parameter"
     elif is_compiled_region(consumer):
-        raise refused_compiled(f"parameter {name!r}")
+        why = "it is used in what torch.compile compiled, and compiled regions are not recorded"
+        instead = UNCOMPILED
     elif node == "AccumulateGrad":
         why, instead = "the loss is the parameter itself", "leave it out of this loss"
     elif not graph.uses:

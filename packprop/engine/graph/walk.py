@@ -34,7 +34,7 @@ from packprop.engine.graph.search import SAME_AS, Trail, depth_first, leaves_abo
 from packprop.engine.graph.site import Site
 from packprop.engine.graph.terms import find_open_places, settle_terms
 from packprop.engine.recording.marks import EXTENDED, LOSS, OUTPUT, marks_of, unmarked_loss
-from packprop.engine.recording.unrecorded import REENTRANT, refused_reentrant
+from packprop.engine.recording.unrecorded import NOT_REENTRANT, REENTRANT
 from packprop.errors import PackpropError
 
 
@@ -112,7 +112,12 @@ def _follow(graph: Graph, starts: list[Node]) -> Trail:
             forward, output, shape = marks[OUTPUT]
             graph.outputs.append((GradientEdge(node, output), forward, shape))
         if name == REENTRANT:
-            raise refused_reentrant()
+            raise PackpropError(
+                "A quantity beyond the gradient was asked for.",
+                "a part of the model inside torch.utils.checkpoint",
+                "a reentrant checkpoint hides its layers from autograd's graph",
+                NOT_REENTRANT,
+            )
         if short_name(name) in NORMALISATIONS and _takes_statistics(node):
             graph.mixers.append(_layer_of(graph, node))
         if name == WITHOUT_DERIVATIVE:

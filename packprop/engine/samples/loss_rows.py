@@ -166,7 +166,12 @@ def _layout(graph: Graph, output: ModelOutput, rows: Rows | None, declared: int 
             raise _absent(graph, output, declared)
         return _along(axis, shape[axis])
     if not shape:
-        raise _numbers(graph)
+        raise PackpropError(
+            graph.asked,
+            "several losses, each of a single number",
+            "numbers have no axis that holds the samples",
+            "give each loss a row: F.mse_loss(out[n : n + 1], y[n : n + 1]), or one loss all rows",
+        )
     axis = declared or 0
     axis = axis + len(rows.lead) + len(shape) - 1 if axis < 0 else axis
     if not 0 <= axis < len(rows.lead):
@@ -278,24 +283,15 @@ def _absent(graph: Graph, output: ModelOutput, declared: int | None) -> Packprop
     )
 
 
-def _numbers(graph: Graph) -> PackpropError:
-    return PackpropError(
-        graph.asked,
-        "several losses, each of a single number",
-        "numbers have no axis that holds the samples",
-        "give each loss a row: F.mse_loss(out[n : n + 1], y[n : n + 1]), or one loss all rows",
-    )
-
-
 def _disagreement(
     graph: Graph, outputs: Sequence[ModelOutput], layouts: Sequence[Layout | None]
 ) -> PackpropError:
-    pairs = [(output, layout) for output, layout in zip(outputs, layouts, strict=True) if layout is not None]
-    said = ", ".join(f"{layout.samples} in {list(output.shape)}" for output, layout in pairs)
+    pairs = zip(outputs, layouts, strict=True)
+    said = [f"{layout.samples} in {list(output.shape)}" for output, layout in pairs if layout is not None]
     return PackpropError(
         graph.asked,
-        f"{len(pairs)} losses, or outputs of the model",
-        f"they take different numbers of samples: {said}. Sample n is row n of what each loss takes",
+        f"{len(said)} losses, or outputs of the model",
+        f"they take different numbers of samples: {', '.join(said)}. Sample n is row n of what each loss takes",
         "flatten positions in front of the loss, logits.flatten(0, 1), so that the graph shows whose they are; "
         "declare the axis of what the losses take (sample_axis=...), or the sample of each row, with a "
         "`with packprop.record(documents=...):` around each loss; or take each loss in a pass of its own",

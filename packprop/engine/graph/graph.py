@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.node_rules import entries_of_node
 from packprop.engine.graph.links import Entrance, entrance_of
+from packprop.engine.graph.search import upstream_of
 from packprop.engine.graph.site import Site
 from packprop.engine.recording.marks import EXTENDED, ForwardCall, RecordedLoss
 from packprop.engine.tensors.hooks import Hooks
@@ -283,6 +284,28 @@ class Graph:
         The nodes in between may be gone when the user's own pass reaches the use.
         """
         return any(not site.direct and id(site.leaf) in self.shards for use in self.uses for site in use.sites)
+
+    def split_leaves(self, candidates: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the candidates that a pass can leave out, and all other leaves that it reaches.
+
+        A pass that is restricted to the other leaves must still reach every use.
+        """
+        left_out, leaves = {id(leaf): leaf for leaf in candidates}, {}
+        use_at = {node: use for use in self.uses for node, _ in use.nodes.values()}
+        reached: set[Node] = set()
+        for node in self.order:
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                leaves[id(leaf)] = leaf
+                if id(leaf) not in left_out:
+                    reached.add(node)
+            elif not reached.isdisjoint(upstream_of(node)):
+                reached.add(node)
+            elif node in use_at:
+                for site in use_at[node].sites:
+                    left_out.pop(id(site.leaf), None)
+                reached.add(node)
+        return list(left_out.values()), [leaf for key, leaf in leaves.items() if key not in left_out]
 
     def name(self, leaf: Tensor) -> str:
         """Return the parameter's name in the module that was called."""

@@ -78,7 +78,6 @@ class ForwardCall:
         module: The module that was called, or nothing.
         declared: The axis of what the loss takes that was declared to hold the samples, if one was.
         args: What went in, tensors without their data.
-        kwargs: What went in by name.
         leaves: Inputs that are leaves and require gradients: they are data, not parameters.
         storages: Where the memory of the inputs begins.
     """
@@ -115,9 +114,7 @@ class RecordedLoss:
     """One call of a loss function, left on the node that it made.
 
     Args:
-        edge: Where its input came from.
-        shape: Shape of its input.
-        version: Version of its input when it was called.
+        edge: That of its input, which had this ``shape`` and ``version`` when it was called.
         held: Whether the arguments are kept although a backward pass frees the graph.
         released: Whether the arguments were dropped.
         without_input: Whether numbers that are not there took the place of the input, to save its memory.
@@ -220,9 +217,8 @@ def nodes_above(nodes: Iterable[Node | None], ends: Iterable[Node | None] = ()) 
 def graph_is_kept() -> bool:
     """Tell whether the running backward pass retains the graph.
 
-    The engine's own answer is private, and is asked for here alone. No public function says whether what a node
-    saved will be freed, and holding inputs longer than autograd does would double the memory of a loop that
-    still holds its last loss.
+    No public function does. Holding inputs longer than autograd would double the memory of a loop that still
+    holds its last loss.
     """
     return bool(_keep_graph())
 

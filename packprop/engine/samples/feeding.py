@@ -41,11 +41,7 @@ class ModelOutput:
     """An output of the model where samples can be fed in.
 
     Args:
-        edge: Where it came from.
-        shape: Its shape.
-        dtype: Its type.
-        device: Its device.
-        loss: What is known of the loss that took it.
+        loss: The known facts about the loss that took it.
         decides: Whether its extent says how many samples there may be.
         beside: The number of the output that a loss takes it with, as its target, if that is known.
     """
@@ -92,13 +88,7 @@ def model_outputs(graph: Graph) -> list[ModelOutput]:
 
 @dataclass(frozen=True)
 class Feed:
-    """Places where samples are fed in, and the uses that sweeps go to from there.
-
-    Args:
-        outputs: The model's outputs.
-        layouts: The place of the samples in each.
-        uses: The uses.
-    """
+    """Places where samples are fed in, with the layout of each, and the uses that sweeps go to from there."""
 
     outputs: Sequence[ModelOutput]
     layouts: Sequence[Layout]
@@ -122,7 +112,7 @@ class Feed:
         return self.by_sample([each.ones() for each in self.outputs], factors)
 
     def by_sample(self, given: Sequence[Tensor], factors: Tensor) -> list[Tensor]:
-        """Numbers for each output, those of each sample times a factor of its own ``[n]``."""
+        """Copies of numbers for each output, scaled like ``scale``."""
         made = [numbers.clone() for numbers in given]
         self.scale(made, factors)
         return made

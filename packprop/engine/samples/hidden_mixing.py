@@ -64,30 +64,19 @@ class Look:
 
 def constants_of(graph: Graph) -> list[tuple[int, int, int]]:
     """Buffers and frozen parameters: their identities, versions and places in memory."""
-    tensors = [
-        tensor
+    return [
+        (id(tensor), version(tensor), tensor.data_ptr())
         for module in graph.modules
         for tensor in (*module.buffers(), *module.parameters())
-        if not tensor.requires_grad
-    ]
-    return [
-        (id(tensor), version(tensor), tensor.data_ptr()) for tensor in tensors if tensor.layout is torch.strided
+        if not tensor.requires_grad and tensor.layout is torch.strided
     ]
 
 
 def parts(samples: int, every: bool) -> list[Tensor]:
-    """Some samples for each sweep ``[n]``.
-
-    Args:
-        samples: Number of samples.
-        every: Whether any sample shall be among them once without any other; else two random halves will do.
-    """
+    """Some samples for each sweep ``[n]``: two random halves, or ``every`` sample once without any other."""
     if not every:
-        half = (
-            torch.randperm(samples, generator=torch.Generator().manual_seed(samples), device="cpu")
-            < samples // 2
-        )
-        return [half, ~half]
+        order = torch.randperm(samples, generator=torch.Generator().manual_seed(samples), device="cpu")
+        return [order < samples // 2, order >= samples // 2]
     sweeps = 2
     while math.comb(sweeps, sweeps // 2) < samples:
         sweeps += 1
@@ -107,9 +96,8 @@ def dependence(feed: Feed, samples: int, fitting: Fitting, every: bool) -> tuple
         every: Whether any two samples are told apart.
 
     Returns:
-        Layouts for the outputs of each use that keep the samples apart: for all values if there are any, else
-        for those of this pass; whether the values of this pass keep the samples apart at some use; and whether
-        they keep them apart for all values, as far as NaN came back at every use.
+        The layouts that keep the samples apart for all values, or if there are none, in this pass; whether only
+        the values of this pass do so at some use; and whether all do, as far as NaN came back at every use.
     """
     lasting = {use: [list(layouts) for layouts in places] for use, places in fitting.items()}
     reached: set[ReachedUse] = set()
@@ -138,11 +126,9 @@ def dependence(feed: Feed, samples: int, fitting: Fitting, every: bool) -> tuple
 def find_hidden(
     graph: Graph, feed: Feed, samples: int, fitting: Fitting
 ) -> tuple[ReachedUse, Tensor | None] | None:
-    """A use where samples are mixed although random numbers came back apart.
+    """A use where samples are mixed although random numbers came back apart, and the leaf that hides it, if any.
 
-    Returns:
-        The use, and the trainable leaf that hides the mixing, if one does; ``None`` if samples are not mixed
-        for any values of the leaves near to theirs.
+    ``None`` if samples are not mixed for any values of the leaves near to theirs.
     """
     generator = torch.Generator().manual_seed(samples)
     noise = feed.noise()
@@ -210,7 +196,6 @@ def _leaf_that_moves(leak: Tensor, leaves: Sequence[Tensor], generator: torch.Ge
     """The first leaf that numbers, which are zero, have a derivative in."""
     weights = torch.randn(leak.shape, generator=generator, device="cpu").to(leak.device, leak.dtype)
     slopes = torch.autograd.grad(leak, leaves, weights, retain_graph=True, allow_unused=True)
-    for leaf, slope in zip(leaves, slopes, strict=True):
-        if slope is not None and bool((slope.nan_to_num(0.0, 0.0, 0.0) != 0).any()):
-            return leaf
-    return None
+    pairs = zip(leaves, slopes, strict=True)
+    moving = (leaf for leaf, slope in pairs if slope is not None and slope.nan_to_num(0.0, 0.0, 0.0).any())
+    return next(moving, None)

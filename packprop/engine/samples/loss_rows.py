@@ -76,14 +76,10 @@ def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
 
 
 def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list[list[Layout]]]:
-    """The number of samples, and where the outputs of the model hold them; see NOTE [Rows of a loss].
+    """The number of samples, and choices of one layout for each output; see NOTE [Rows of a loss].
 
-    Returns:
-        The number, and choices of one layout for each output. There are several where no loss is known to take
-        a tensor: the sweeps tell which is right, and the first is where a loss would take the samples.
-
-    Raises:
-        PackpropError: If losses disagree, or the declared axis is not there.
+    There are several where no loss is known to take a tensor: the sweeps tell which is right, and the first is
+    where a loss would take the samples.
     """
     if graph.documents is not None:
         layouts = _layouts_of_documents(graph, outputs)
@@ -108,11 +104,7 @@ def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list
 
 
 def declared_axis(graph: Graph) -> int | None:
-    """The ``sample_axis`` that was declared for the models of a pass.
-
-    Raises:
-        PackpropError: If several were.
-    """
+    """The ``sample_axis`` that was declared for the models of a pass; refused if several were."""
     declared = [forward.declared for forward in graph.forwards] + [loss.call.declared for loss in graph.losses]
     said = sorted({each for each in declared if each is not None})
     if len(said) > 1:
@@ -312,12 +304,7 @@ def _disagreement(
 def _layouts_of_documents(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Layout]:
     """The places where the inputs of the losses hold the documents that were declared.
 
-    Args:
-        graph: What the pass goes through; documents were declared for one of its losses at least.
-        outputs: The model's outputs, those that recorded losses took first.
-
-    Raises:
-        PackpropError: If they were not declared for all losses, or not for each position.
+    Refused if they were not declared for all losses, or not for each position.
     """
     if is_dry_run():
         raise without_plan()

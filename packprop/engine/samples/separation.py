@@ -79,7 +79,7 @@ class RowSearch:
         noise: Random numbers for that.
         samples: Number of samples.
         exponents: Powers of two that tell them apart.
-        tolerance: Relative size of what may be rounding.
+        tolerance: Relative size of rounding.
         documents: The sample of each position, where samples are documents that masks keep apart: NaN goes
             through masks, so that rows in which zeros came back go by this, if all others do.
     """
@@ -174,14 +174,9 @@ def _joined(number: Tensor, digit: Tensor) -> Tensor:
 def separate(graph: Graph, feed: Feed, samples: int) -> tuple[Fitting, list[ReachedUse]]:
     """Find layouts of all uses that keep the samples apart; see NOTE [Separation].
 
-    Args:
-        graph: What the pass goes through.
-        feed: Where samples are fed in.
-        samples: Number of samples.
-
     Returns:
-        For the outputs of each use all layouts that keep the samples apart; and the uses that none fits, those
-        nearest to the loss first.
+        All layouts that do so at the outputs of each use; and the uses that none fits, those nearest to the
+        loss first.
     """
     if samples == 1:
         return {use: [[WHOLE]] * len(use.shapes) for use in graph.uses}, []
@@ -281,12 +276,8 @@ def places_at(graph: Graph, edges: Sequence[GradientEdge]) -> list[Place] | int:
     Some are known already: inputs of losses, outputs of uses, and outputs of entrywise functions of these.
     The others are found by the same check as for uses.
 
-    Args:
-        graph: With its samples located.
-        edges: Where the tensors came from.
-
     Returns:
-        One for each; or the index of the first tensor for which no layout fits.
+        One for each edge; or the index of the first for which no layout fits.
     """
     made = [made_by(edge.node)[edge.output_nr] for edge in edges]
     shapes = [torch.Size(each.shape) for each in made]

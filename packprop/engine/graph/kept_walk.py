@@ -55,9 +55,8 @@ class Outline(NamedTuple):
     Args:
         nodes: Its nodes, in an order that is the same for graphs of equal structure.
         places: The number of each node in this order.
-        leaves: Its leaves.
         losses: Marked losses, each with its node and the number of its value among the outputs of the node.
-        outputs: Marked outputs of models, each with its node and its number among the outputs of the node.
+        outputs: Marked outputs of models, by node, call, number among the outputs of the node, and shape.
         key: A value that is equal for graphs of the same nodes, edges, options and leaves, with tensors of the
             same shapes and precisions, and with losses and models marked at the same places.
     """
@@ -183,12 +182,9 @@ class _KeptUse:
 
 
 class KeptWalk:
-    """A walk without the nodes that it went through; see NOTE [Kept walks].
+    """A walk without the nodes that it went through, made of a graph with its samples located.
 
-    Args:
-        graph: What the walk has found, with its samples located.
-        outlined: The outline of the graph.
-        faults: The number of passes that walks with the same key did not hold for.
+    See NOTE [Kept walks]. ``faults`` counts the passes that walks with the same key did not hold for.
     """
 
     def __init__(self, graph: Graph, outlined: Outline, faults: int = 0) -> None:
@@ -215,7 +211,7 @@ class KeptWalk:
         self.leaves = outlined.leaves
         """The parameters that enter the uses."""
         self.faults, self.is_stale = faults, False
-        """The number of passes that walks with this key did not hold for; whether this one was among them."""
+        """``is_stale``: whether this walk was among those that did not hold."""
 
     def bind(
         self, outlined: Outline, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]

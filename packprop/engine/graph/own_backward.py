@@ -28,13 +28,7 @@ def require_linear_backward(asked: str, starts: Iterable[Node | None]) -> None:
 
     A backward pass is linear. So packprop can pull rows of samples, columns of curvature and other vectors back
     through it in place of the gradient. A backward function that clips, normalises or rounds is no derivative.
-
-    Args:
-        asked: The request, for the message.
-        starts: The nodes where the graph begins.
-
-    Raises:
-        PackpropError: With the name of the function; also if it runs a backward pass of its own.
+    One that runs a backward pass of its own is refused, too.
     """
     starts = list(starts)
     types = {each.dtype for node in nodes_above(starts) for each in made_by(node)}
@@ -56,16 +50,12 @@ def require_no_nested_backward(asked: str, starts: Iterable[Node | None]) -> Non
     """Refuse the user's own functions if their backward function runs a backward pass of its own.
 
     Such a pass adds to the ``.grad`` of parameters that this graph does not show, whatever is pulled back.
-
-    Raises:
-        PackpropError: With the name of the function.
     """
     for node in _own_nodes(starts):
         made = made_by(node)
         if _can_be_tried(made):
-            _products(
-                asked, node, [torch.ones(each.shape, dtype=each.dtype, device=each.device) for each in made]
-            )
+            ones = [torch.ones(each.shape, dtype=each.dtype, device=each.device) for each in made]
+            _products(asked, node, ones)
 
 
 class _Nested(Exception):
@@ -105,8 +95,7 @@ def _can_be_tried(made: Sequence[Any]) -> bool:
 def _products(asked: str, node: Any, given: Sequence[Tensor]) -> list[Tensor]:
     """Return what a node's backward function makes of vectors; nothing if it raises an exception.
 
-    Raises:
-        PackpropError: If it runs a backward pass of its own.
+    Refused if it runs a backward pass of its own.
     """
     try:
         with torch.no_grad(), _NoNestedBackward():

@@ -31,10 +31,7 @@ def depth_first(
 ) -> Iterator[tuple[Node, bool]]:
     """Yield each node when it is met (``False``), and again when all nodes upstream of it are done (``True``).
 
-    Args:
-        starts: The nodes to begin at.
-        upstream: Returns the upstream neighbours of a node.
-        neighbours: Gets the upstream neighbours of each node.
+    ``neighbours`` gets what ``upstream`` returns for each node.
     """
     done: set[Node] = set()
     stack = [*starts][::-1]

@@ -32,9 +32,8 @@ class Site:
     @property
     def has_squares(self) -> bool:
         """Tell whether ``squares`` are known."""
-        entry = self.entry
-        known = entry.squares is not None or entry.structure in ("Outer", "Lookup")
-        return self.direct and entry.linear and known
+        known = self.entry.squares is not None or self.entry.structure in ("Outer", "Lookup")
+        return self.direct and self.entry.linear and known
 
     def squares(
         self, cotangents: Sequence[Tensor | None], where: Sequence[Layout], samples: Samples

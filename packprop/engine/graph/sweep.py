@@ -53,12 +53,9 @@ ONE_COLUMN_WITHOUT_INPUTS = SweepOptions(needs_inputs=False)
 
 
 class Watch:
-    """Hooks that hand the cotangents at uses to ``visit`` while a backward pass runs.
+    """Hooks that hand the cotangents ``[1, *y]`` at uses to ``visit``, once all of a use have arrived.
 
-    Args:
-        uses: The uses to watch.
-        visit: Called with a use and the cotangents at its outputs ``[1, *y]``, as soon as all have arrived.
-        hooks: Hooks of the user that run in this pass, but not while visits differentiate.
+    ``hooks`` are those of the user that run in this pass, but not while visits differentiate.
     """
 
     def __init__(self, uses: Sequence[ReachedUse], visit: Visit, hooks: Hooks = NO_HOOKS) -> None:
@@ -127,12 +124,13 @@ def sweep(
 ) -> None:
     """Pull one column (or many) back from ``outputs`` to every use that it reaches.
 
+    The sweep ends at uses without a use upstream, and computes no gradient of a weight.
+
     Args:
         outputs: The edges where the seeds are fed in.
         seeds: One for each output; with a leading axis of columns ``[v, *f]`` if ``options.batched``.
-        uses: The uses to visit. The sweep ends at those without a use upstream, and computes no gradient of a
-            weight.
-        visit: Called as ``visit(use, cotangents)``; cotangents have a leading axis of columns.
+        uses: The uses to visit.
+        visit: Called with a use and its cotangents, which have a leading axis of columns.
         options: Options of the sweep.
     """
     batched = options.batched

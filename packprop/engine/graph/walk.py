@@ -132,7 +132,7 @@ def _follow(graph: Graph, starts: list[Node]) -> Trail:
 
 def _note_order(graph: Graph, trail: Trail) -> None:
     """Note where data decide on the order of rows, except for rows of parameters such as tables."""
-    parameters = set() if graph.reading is None else graph.reading.made_of_parameters
+    parameters = graph.reading.made_of_parameters if graph.reading else ()
     reordered: set[Node] = set()
     losses = {loss.node for loss in graph.losses}
     for node in trail.order:

@@ -126,9 +126,9 @@ def dependence(feed: Feed, samples: int, fitting: Fitting, every: bool) -> tuple
 def find_hidden(
     graph: Graph, feed: Feed, samples: int, fitting: Fitting
 ) -> tuple[ReachedUse, Tensor | None] | None:
-    """A use where samples are mixed although random numbers came back apart, and the leaf that hides it, if any.
+    """A use where samples are mixed although random numbers came back apart, and the leaf that hides it.
 
-    ``None`` if samples are not mixed for any values of the leaves near to theirs.
+    No leaf if none does; ``None`` if samples are not mixed for any values of the leaves near to theirs.
     """
     generator = torch.Generator().manual_seed(samples)
     noise = feed.noise()

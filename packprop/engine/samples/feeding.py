@@ -23,12 +23,12 @@ Fitting = dict[ReachedUse, list[list[Layout]]]
 """Ways in which each output of a use may hold the samples, the usual one first."""
 
 
-Place = tuple[ReachedUse, int, Layout]
+Candidate = tuple[ReachedUse, int, Layout]
 """A use, one of its outputs by number, and a way in which that may hold samples."""
 
 
-Sizes = dict[Place, Tensor]
-"""The size of the rows of each sample ``[n]`` at a place."""
+Sizes = dict[Candidate, Tensor]
+"""The size of the rows of each sample ``[n]``."""
 
 
 def first_of(fitting: Fitting) -> list[list[Layout]]:

@@ -40,7 +40,16 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.engine.functions.nodes import ENTRYWISE, made_by, name_of_node
 from packprop.engine.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.engine.graph.search import nodes_above
-from packprop.engine.samples.feeding import UNMASKED, Feed, Fitting, ModelOutput, Sizes, first_of, model_outputs
+from packprop.engine.samples.feeding import (
+    UNMASKED,
+    Candidate,
+    Feed,
+    Fitting,
+    ModelOutput,
+    Sizes,
+    first_of,
+    model_outputs,
+)
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.layout import Layout, layout_of_rows, possible_layouts
 from packprop.engine.tensors.traced import decided
@@ -91,7 +100,7 @@ class RowSearch:
     tolerance: float
     documents: Tensor | None
 
-    def layouts(self, fitting: Fitting) -> list[Place]:
+    def layouts(self, fitting: Fitting) -> list[Candidate]:
         """The layout of rows at each place; none where samples meet in a row.
 
         ``fitting``: Layouts of which each says where rows are looked for: it takes each for a sample.
@@ -124,10 +133,10 @@ class RowSearch:
                 found.append((use, index, layout))
         return found
 
-    def _by_powers(self, fitting: Fitting) -> dict[Place, Tensor]:
+    def _by_powers(self, fitting: Fitting) -> dict[Candidate, Tensor]:
         """The sample of each row ``[k]`` by the powers of two that it comes back with, digit by digit."""
         every, base = torch.arange(self.samples, device="cpu"), len(self.exponents)
-        numbers: dict[Place, Tensor] = {}
+        numbers: dict[Candidate, Tensor] = {}
         for digit in range(max(1, math.ceil(math.log(self.samples, base) - 1e-9))):
             power = self.exponents[every // base**digit % base]
             up, down = (
@@ -141,7 +150,7 @@ class RowSearch:
                 numbers[place] = _joined(numbers[place], value) if digit else value
         return {place: torch.where(rows < self.samples, rows, MIXED) for place, rows in numbers.items()}
 
-    def _look_with_nan(self, unknown: Mapping[Place, Tensor], fitting: Fitting) -> None:
+    def _look_with_nan(self, unknown: Mapping[Candidate, Tensor], fitting: Fitting) -> None:
         """Find the samples of rows in which zeros came back, by NaN for half of the samples at a time."""
         every = torch.arange(self.samples, device="cpu")
         found = {place: torch.zeros_like(rows) for place, rows in unknown.items()}
@@ -281,16 +290,6 @@ def places_at(graph: Graph, edges: Sequence[GradientEdge]) -> list[Place] | int:
     """
     made = [made_by(edge.node)[edge.output_nr] for edge in edges]
     shapes = [torch.Size(each.shape) for each in made]
-    layouts = _layouts_at(graph, list(zip(edges, shapes, strict=True)))
-    if isinstance(layouts, int):
-        return layouts
-    return [
-        Place(edge, shape, each.dtype, each.device, layout)
-        for edge, shape, each, layout in zip(edges, shapes, made, layouts, strict=True)
-    ]
-
-
-def _layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) -> list[Layout] | int:
     known: dict[tuple[Node | None, int], tuple[torch.Size, Layout]] = {
         key: (use.shapes[index], use.layouts[index]) for use in graph.uses for index, key in use.nodes.items()
     }
@@ -305,27 +304,31 @@ def _layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]])
         there = known.get(key)
         return there[1] if there is not None and there[0] == shape else None
 
-    layouts = [known_layout(edge, shape) for edge, shape in places]
-    stand_ins = {
-        place: ReachedUse("", [], [shape], {0: (edge.node, edge.output_nr)}, is_end=True)
-        for place, (edge, shape) in enumerate(places)
-        if layouts[place] is None
-    }
+    layouts = [known_layout(edge, shape) for edge, shape in zip(edges, shapes, strict=True)]
+    unknown = [place for place, layout in enumerate(layouts) if layout is None]
     if is_dry_run():  # nothing can be tried without data: samples are where they usually are
-        for place in stand_ins:
-            usual = possible_layouts(places[place][1], graph.samples)
+        for place in unknown:
+            usual = possible_layouts(shapes[place], graph.samples)
             if not usual:
                 return place
             layouts[place] = usual[0]
-    elif stand_ins:
-        unknown = replace(graph, uses=list(stand_ins.values()))
-        asked = f"where tensors of shapes {[tuple(places[place][1]) for place in stand_ins]} hold the samples"
-        found = decided(asked, lambda: _found_layouts(unknown, graph))
+    elif unknown:
+        keys = [(edges[place].node, edges[place].output_nr) for place in unknown]
+        uses = [
+            ReachedUse("", [], [shapes[place]], {0: key}, is_end=True)
+            for place, key in zip(unknown, keys, strict=True)
+        ]
+        asked = f"where tensors of shapes {[tuple(shapes[place]) for place in unknown]} hold the samples"
+        found = decided(asked, lambda: _found_layouts(replace(graph, uses=uses), graph))
         if isinstance(found, int):
-            return [*stand_ins][found]
-        for place, (layout,) in zip(stand_ins, found, strict=True):
+            return unknown[found]
+        for place, (layout,) in zip(unknown, found, strict=True):
             layouts[place] = layout
-    return [layout for layout in layouts if layout is not None]
+    return [
+        Place(edge, shape, each.dtype, each.device, layout)
+        for edge, shape, each, layout in zip(edges, shapes, made, layouts, strict=True)
+        if layout is not None
+    ]
 
 
 def _found_layouts(unknown: Graph, graph: Graph) -> list[list[Layout]] | int:

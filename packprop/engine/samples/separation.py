@@ -313,10 +313,9 @@ def places_at(graph: Graph, edges: Sequence[GradientEdge]) -> list[Place] | int:
                 return place
             layouts[place] = usual[0]
     elif unknown:
-        keys = [(edges[place].node, edges[place].output_nr) for place in unknown]
         uses = [
-            ReachedUse("", [], [shapes[place]], {0: key}, is_end=True)
-            for place, key in zip(unknown, keys, strict=True)
+            ReachedUse("", [], [shapes[place]], {0: (edges[place].node, edges[place].output_nr)}, is_end=True)
+            for place in unknown
         ]
         asked = f"where tensors of shapes {[tuple(shapes[place]) for place in unknown]} hold the samples"
         found = decided(asked, lambda: _found_layouts(replace(graph, uses=uses), graph))

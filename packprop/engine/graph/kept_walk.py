@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
@@ -55,8 +56,8 @@ class Outline(NamedTuple):
     Args:
         nodes: Its nodes, in an order that is the same for graphs of equal structure.
         places: The number of each node in this order.
-        losses: Marked losses, each with its node and the number of its value among the outputs of the node.
-        outputs: Marked outputs of models, by node, call, number among the outputs of the node, and shape.
+        losses: The marked losses of nodes.
+        outputs: Marked outputs of models: their node, and number among its outputs -> their call and shape.
         key: A value that is equal for graphs of the same nodes, edges, options and leaves, with tensors of the
             same shapes and precisions, and with losses and models marked at the same places.
     """
@@ -64,14 +65,14 @@ class Outline(NamedTuple):
     nodes: list[Node]
     places: dict[Node, int]
     leaves: list[Tensor]
-    losses: list[tuple[Node, RecordedLoss, int]]
-    outputs: list[tuple[Node, ForwardCall, int, Any]]
+    losses: dict[Node, RecordedLoss]
+    outputs: dict[tuple[Node, int], tuple[ForwardCall, torch.Size]]
     key: tuple[Any, ...]
 
     @property
     def module(self) -> nn.Module | None:
         """The module that made its first marked output."""
-        return self.outputs[0][1].module() if self.outputs else None
+        return next((forward.module() for forward, _ in self.outputs.values()), None)
 
     def place(self, node: Node) -> int:
         """Return the number of a node; a new one if it was not met before."""
@@ -91,7 +92,7 @@ def outline(roots: Sequence[Tensor]) -> Outline | None:
     """
     key: list[Any] = []
     nodes: list[Node] = []
-    found = Outline(nodes, {}, [], [], [], ())
+    found = Outline(nodes, {}, [], {}, {}, ())
     for root in roots:
         if root.grad_fn is None:
             return None
@@ -130,11 +131,11 @@ def _add_marks(found: Outline, node: Node, marks: dict[str, Any], key: list[Any]
         loss, output = marks[LOSS]
         if loss.documents is not None or loss.function not in LOSSES:
             return False
-        found.losses.append((node, loss, output))
+        found.losses[node] = loss
         key += (loss.function, *loss.shape, loss.declared, output)
     if OUTPUT in marks:
         forward, output, shape = marks[OUTPUT]
-        found.outputs.append((node, forward, output, shape))
+        found.outputs[node, output] = forward, shape
         key += (id(forward.module()), forward.declared, output, *shape)
     return True
 
@@ -265,9 +266,8 @@ class KeptWalk:
         graph.losses = self._read_losses(outlined)
         if len(graph.losses) != len(self._losses):
             return None
-        reached = {(node, number): (forward, shape) for node, forward, number, shape in outlined.outputs}
         graph.outputs = [
-            (GradientEdge(nodes[place], number), *reached[nodes[place], number])
+            (GradientEdge(nodes[place], number), *outlined.outputs[nodes[place], number])
             for place, number in self._outputs
         ]
         constants = Constants(graph.forwards, self._own)
@@ -296,11 +296,10 @@ class KeptWalk:
 
     def _read_losses(self, outlined: Outline) -> list[ReachedLoss]:
         """Return the losses, fewer if one of them takes something else than before."""
-        marked = {node: loss for node, loss, _ in outlined.losses}
         found: list[ReachedLoss] = []
         for place, output, given, layout in self._losses:
             node = outlined.nodes[place]
-            call = marked.get(node)
+            call = outlined.losses.get(node)
             if call is None:
                 try:
                     call = unmarked_loss(node)

@@ -117,7 +117,11 @@ class _Part:
             if has_kinks(node, places):
                 self._require_no_kink_of_several(node, places)
         curved = [node for node, places in nodes if not is_linear(node, places)]
-        return not curved or self._is_separate_numerically(curved)
+        if not curved:
+            return True
+        self._differentiate_twice(curved, 1.0)
+        with unmasked(self.roots, of_kinks=True):  # along NaN, which kinks pass on as well
+            return self._differentiate_twice(curved, torch.nan)
 
     def _require_no_kink_of_several(self, node: Node, places: Sequence[int]) -> None:
         """Refuse a function with kinks that takes or makes an entry of more than one sample."""
@@ -251,12 +255,6 @@ class _Part:
 
         layouts = possible_layouts(made.shape, self.graph.samples)
         return any(all(is_apart(own, fed) for fed in sweeps) for own in layouts)
-
-    def _is_separate_numerically(self, curved_nodes: list[Node]) -> bool:
-        """Differentiate the gradients once more: along numbers; then along NaN, which kinks pass on as well."""
-        self._differentiate_twice(curved_nodes, 1.0)
-        with unmasked(self.roots, of_kinks=True):
-            return self._differentiate_twice(curved_nodes, torch.nan)
 
     def _differentiate_twice(self, curved_nodes: list[Node], value: float) -> bool:
         """Tell whether ``value`` at some samples makes no NaN at others; refuse other numbers made there."""

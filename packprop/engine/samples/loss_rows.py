@@ -214,7 +214,10 @@ def _anywhere(
 
     Elsewhere only if uses are behind it that a loss also has: there the sweeps tell which place is right.
     """
-    layouts = possible_layouts(output.shape, samples) if _shares_uses(graph, outputs, output) else []
+    uses = {node for use in graph.uses for node in use.anchors}
+    uses &= {*nodes_above(each.edge.node for each in outputs if each.decides)}
+    shares_uses = any(node in uses for node in nodes_above([output.edge.node]))
+    layouts = possible_layouts(output.shape, samples) if shares_uses else []
     try:
         usual = _layout(graph, output, _rows_of(output), declared)
     except PackpropError:
@@ -230,13 +233,6 @@ def _anywhere(
             "`with packprop.record(documents=...):` around each of the two",
         )
     return layouts
-
-
-def _shares_uses(graph: Graph, outputs: Sequence[ModelOutput], output: ModelOutput) -> bool:
-    """Tell whether a use of a parameter is behind a tensor and behind one that decides on the samples."""
-    uses = {node for use in graph.uses for node in use.anchors}
-    uses &= {*nodes_above(each.edge.node for each in outputs if each.decides)}
-    return any(node in uses for node in nodes_above([output.edge.node]))
 
 
 def _beside(

@@ -45,7 +45,6 @@ from packprop.engine.samples.feeding import (
     Candidate,
     Feed,
     Fitting,
-    ModelOutput,
     Sizes,
     first_of,
     model_outputs,
@@ -192,7 +191,9 @@ def separate(graph: Graph, feed: Feed, samples: int) -> tuple[Fitting, list[Reac
     fitting = {
         use: [admitted_layouts(use, index, samples) for index in range(len(use.shapes))] for use in graph.uses
     }
-    dtypes = _dtypes_on_the_way(feed.outputs)
+    behind = {made.dtype for node in nodes_above(edge.node for edge in feed.edges) for made in made_by(node)}
+    # of the types behind the outputs, float16 counts as well: its range is the smallest
+    dtypes = {output.dtype for output in feed.outputs} | (behind & {torch.float16})
     largest = min(torch.finfo(dtype).max for dtype in dtypes)
     powers = random_powers(samples, largest)
     noise = feed.noise()  # as large as what the losses were given: there is one of it at any time
@@ -217,14 +218,6 @@ def separate(graph: Graph, feed: Feed, samples: int) -> tuple[Fitting, list[Reac
         search = RowSearch(feed, noise, samples, levels(samples, largest), tolerance, graph.documents)
         _add_layouts_of_rows(fitting, unfit, search)
     return fitting, [use for use, layouts in fitting.items() if not all(layouts)]
-
-
-def _dtypes_on_the_way(outputs: Sequence[ModelOutput]) -> set[torch.dtype]:
-    """The types of the outputs; and float16, if anything behind them has it: its range is the smallest."""
-    behind = {
-        made.dtype for node in nodes_above([each.edge.node for each in outputs]) for made in made_by(node)
-    }
-    return {output.dtype for output in outputs} | (behind & {torch.float16})
 
 
 def _add_layouts_of_rows(fitting: Fitting, unfit: Sequence[ReachedUse], search: RowSearch) -> None:

@@ -96,9 +96,9 @@ class _Terms:
         self._parametric: set[Node] = set()
         self._bad: set[Node] = set()
         self._wide: set[Node] = set()
-        self._joins: list[tuple[Node, list[Node]]] = []
-        self._joins_above: dict[Node, int] = {}
-        self._spoilt = 0
+        self._joins: dict[Node, list[Node]] = {}
+        self._spoilers: list[Node] = []
+        """Nodes that some function is not linear in: no sum above them adds a term to the loss."""
         self._suspects: list[Node] = []
         self._strange = False
         """``True`` if some leaf is neither an input of a recorded call nor known to be a parameter."""
@@ -110,22 +110,14 @@ class _Terms:
         for node, done in depth_first(starts, self._upstream, {}):
             if done:
                 self._sort(node)
-        self._suspects += [
-            above
-            for place, (_, terms) in enumerate(self._joins)
-            if self._spoilt >> place & 1
-            for above in terms
-        ]
+        spoilt = {node for node, _ in depth_first(self._spoilers, self._upstream, {})}
+        for join in spoilt.intersection(self._joins):
+            self._suspects += self._joins.pop(join)
         self.free = self._parametric - set(nodes_above([*self._suspects, *self._bad]))
 
     def is_free_of_samples(self, node: Node) -> bool:
         """Tell whether a node takes a leaf as part of a term that no sample enters."""
-        if node in self.free:
-            return True
-        return any(
-            node is join and not self._spoilt >> place & 1 and all(each in self.free for each in terms)
-            for place, (join, terms) in enumerate(self._joins)
-        )
+        return node in self.free or (node in self._joins and self.free.issuperset(self._joins[node]))
 
     @property
     def has_suspects(self) -> bool:
@@ -136,7 +128,7 @@ class _Terms:
         """Return the edges where terms join the rest of the loss, and the roots that are such terms."""
         roots = [get_gradient_edge(root) for root in graph.roots if root.requires_grad]
         found = {(edge.node, edge.output_nr): edge for edge in roots if edge.node in self.free}
-        for join, _ in self._joins:
+        for join in self._joins:
             for above, output in join.next_functions:
                 if above is not None and above in self.free:
                     found[above, output] = GradientEdge(above, output)
@@ -152,8 +144,7 @@ class _Terms:
         leaf = getattr(node, "variable", None)
         if use is not None:
             self._data.add(node)
-            for above in self._upstream(node):
-                self._spoilt |= self._joins_above.get(above, 0)
+            self._spoilers += self._upstream(node)
         elif leaf is not None:
             if id(leaf) in self._data_leaves:
                 self._data.add(node)
@@ -175,20 +166,14 @@ class _Terms:
         self._data.add(node)
         if any(each in self._after_loss or each in self._losses for each in data.values()):
             self._after_loss.add(node)
-        joins = 0
-        for each in data.values():
-            joins |= self._joins_above.get(each, 0)
-        if joins and not is_linear(node, [*data, *terms]):
-            self._spoilt |= joins
+        if self._joins and not is_linear(node, [*data, *terms]):
+            self._spoilers += data.values()
         if terms:
-            scalars = all(not _shape_at(node, place) for place in data)
-            if name_of_node(node) in SUMS and (scalars or node in self._after_loss):
-                joins |= 1 << len(self._joins)
-                self._joins.append((node, list(terms.values())))
+            is_sum = name_of_node(node) in SUMS  # in which no sample has a share if this holds as well:
+            if is_sum and (node in self._after_loss or not any(_shape_at(node, place) for place in data)):
+                self._joins[node] = list(terms.values())
             else:
                 self._suspects += terms.values()
-        if joins:
-            self._joins_above[node] = joins
 
     def _sort_term(self, node: Node, terms: Sequence[int]) -> None:
         """Sort a function of parameters, and perhaps of constants."""

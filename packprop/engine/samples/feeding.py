@@ -18,7 +18,6 @@ from packprop.engine.tensors.precision import accumulation_dtype
 
 UNMASKED = SweepOptions(needs_inputs=False, unmasked=True)
 
-
 Fitting = dict[ReachedUse, list[list[Layout]]]
 """Ways in which each output of a use may hold the samples, the usual one first."""
 
@@ -139,6 +138,14 @@ class Feed:
 
         sweep(self.edges, seeds, self.uses, visit, options)
         return sizes
+
+    def sizes_of_nan(self, fed: Tensor, fitting: Fitting) -> Sizes | None:
+        """Sweep NaN for some samples ``[n]`` and zeros for the others; ``None`` if a function refuses NaN."""
+        try:
+            with torch.autograd.set_detect_anomaly(False):
+                return self.sizes(self.ones(torch.where(fed, torch.nan, 0.0)), fitting, UNMASKED)
+        except Exception:  # the user's function may raise anything
+            return None
 
 
 def sizes_of(rows: Tensor) -> Tensor:

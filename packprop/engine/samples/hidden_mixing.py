@@ -35,7 +35,7 @@ from torch import Tensor
 
 from packprop.engine.graph.graph import Graph, ReachedUse
 from packprop.engine.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
-from packprop.engine.samples.feeding import UNMASKED, Feed, Fitting
+from packprop.engine.samples.feeding import Feed, Fitting
 from packprop.engine.tensors.state import version
 
 _DIFFERENTIABLE = SweepOptions(needs_inputs=False, create_graph=True)
@@ -102,13 +102,9 @@ def dependence(feed: Feed, samples: int, fitting: Fitting, every: bool) -> tuple
     lasting = {use: [list(layouts) for layouts in places] for use, places in fitting.items()}
     reached: set[ReachedUse] = set()
     for fed in parts(samples, every):
-        seeds = feed.ones(torch.where(fed, torch.nan, 0.0))
-        try:
-            with torch.autograd.set_detect_anomaly(False):
-                sizes = feed.sizes(seeds, lasting, UNMASKED)
-        except Exception:  # a user's function that refuses NaN
+        sizes = feed.sizes_of_nan(fed, lasting)
+        if sizes is None:
             return fitting, True, False
-        del seeds  # before the next ones are made: they are as large as what the losses were given
         for (use, index, layout), rows in sizes.items():
             if bool(rows[fed].isnan().any()):
                 reached.add(use)

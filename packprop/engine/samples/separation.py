@@ -41,7 +41,6 @@ from packprop.engine.functions.nodes import ENTRYWISE, made_by, name_of_node
 from packprop.engine.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.engine.graph.search import nodes_above
 from packprop.engine.samples.feeding import (
-    UNMASKED,
     Candidate,
     Feed,
     Fitting,
@@ -156,16 +155,12 @@ class RowSearch:
         nobody = {place: torch.ones_like(rows, dtype=torch.bool) for place, rows in unknown.items()}
         for digit in range(max(1, (self.samples - 1).bit_length())):
             has_digit = every // 2**digit % 2 == 1
-            sizes = []
-            for fed in (has_digit, ~has_digit):
-                try:
-                    with torch.autograd.set_detect_anomaly(False):
-                        seeds = self.feed.ones(torch.where(fed, torch.nan, 0.0))
-                        sizes.append(self.feed.sizes(seeds, fitting, UNMASKED))
-                except Exception:  # a user's function that refuses NaN
-                    return
+            ones = self.feed.sizes_of_nan(has_digit, fitting)
+            zeros = None if ones is None else self.feed.sizes_of_nan(~has_digit, fitting)
+            if ones is None or zeros is None:
+                return
             for place, number in found.items():
-                with_digit, without = (rows[place].isnan() for rows in sizes)
+                with_digit, without = ones[place].isnan(), zeros[place].isnan()
                 value = torch.where(with_digit & without, MIXED, with_digit * 2**digit)
                 found[place] = _joined(number, value)
                 nobody[place] &= ~(with_digit | without)

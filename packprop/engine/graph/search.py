@@ -59,23 +59,21 @@ class Trail:
     Args:
         neighbours: The upstream neighbours of each node; for a use, those that lead to data.
         order: Nodes, each after all that lie upstream of it.
-        places: The number of each node, in the order in which they were met, as for ``names``.
+        names: The name of each node, in the order in which they were met, as their numbers in ``places``.
         inputs: The ``next_functions`` of each node, read once.
         extents: Extents that nodes have saved.
         consumed: Leaves, each with a node that takes it.
-        cut: Nodes of functions without a derivative.
     """
 
     neighbours: dict[Node, list[Node]] = field(default_factory=dict)
     order: list[Node] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
+    names: dict[Node, str] = field(default_factory=dict)
     places: dict[Node, int] = field(default_factory=dict)
     inputs: dict[Node, Any] = field(default_factory=dict)
     options: list[Any] = field(default_factory=list)
     extents: list[Any] = field(default_factory=list)
     leaves: dict[Node, Tensor] = field(default_factory=dict)
     consumed: list[tuple[Tensor, Node]] = field(default_factory=list)
-    cut: list[Node] = field(default_factory=list)
 
     @functools.cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
@@ -103,4 +101,4 @@ class Trail:
                 shapes.append(tuple(made_by(node)[0].shape) if node.next_functions else ())
             except RuntimeError:  # of nested tensors
                 shapes.append(())
-        return hash((tuple(self.names), self.edges, tuple(shapes)))
+        return hash((tuple(self.names.values()), self.edges, tuple(shapes)))

@@ -64,7 +64,7 @@ def walk(
     _drop_inner_outputs(graph)
     _read_uses(graph, trail, wanted)
     _note_order(graph, trail)
-    require_derivatives(graph, trail.cut)
+    require_derivatives(graph, [node for node, name in trail.names.items() if name == WITHOUT_DERIVATIVE])
     find_missing(graph, trail.consumed, wanted)
     graph.consumed = bool(trail.consumed)
     if graph.missing or (trail.consumed and graph.losses):
@@ -101,8 +101,8 @@ def _follow(graph: Graph, starts: list[Node]) -> Trail:
             trail.order.append(node)
             continue
         name, marks = node.name(), marks_of(node)
-        trail.places[node] = len(trail.names)
-        trail.names.append(SAME_AS.get(name, name))
+        trail.places[node] = len(trail.places)
+        trail.names[node] = SAME_AS.get(name, name)
         trail.options += options_of(node)
         trail.extents += extents_of(node)
         if LOSS in marks:
@@ -120,8 +120,6 @@ def _follow(graph: Graph, starts: list[Node]) -> Trail:
             )
         if short_name(name) in NORMALISATIONS and _takes_statistics(node):
             graph.mixers.append(_layer_of(graph, node))
-        if name == WITHOUT_DERIVATIVE:
-            trail.cut.append(node)
         if not trail.neighbours[node] and (leaf := getattr(node, "variable", None)) is not None:
             trail.leaves[node] = leaf
     taken = [(each, node) for node in trail.places for each in trail.neighbours[node] if each in trail.leaves]
@@ -159,12 +157,12 @@ def _read_losses(graph: Graph, trail: Trail) -> None:
     inside: set[Node] = set()
     for loss in graph.losses:
         inside.update(nodes_above([loss.node], [loss.call.edge.node]))
-    named = zip(trail.places, trail.names, strict=True)
     try:
-        for node in [node for node, name in named if short_name(name) in LOSS_NODES and node not in inside]:
-            call = unmarked_loss(node)
-            if call is not None:
-                graph.losses.append(ReachedLoss(call, node, 0))
+        for node, name in trail.names.items():
+            if short_name(name) in LOSS_NODES and node not in inside:
+                call = unmarked_loss(node)
+                if call is not None:
+                    graph.losses.append(ReachedLoss(call, node, 0))
     except RuntimeError as error:
         raise freed("the first pass freed the graph, and what the loss was given") from error
 
@@ -272,7 +270,9 @@ def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None) -> None:
 def _structure(graph: Graph, trail: Trail) -> int:
     """Return a number that is equal for passes of equal structure, of any extents."""
     functions = tuple((loss.call.function, loss.call.documents is None) for loss in graph.losses)
-    return hash((tuple(trail.names), tuple(trail.options), tuple(use.name for use in graph.uses), functions))
+    return hash(
+        (tuple(trail.names.values()), tuple(trail.options), tuple(use.name for use in graph.uses), functions)
+    )
 
 
 def _signature(graph: Graph, trail: Trail) -> int:
@@ -286,5 +286,5 @@ def _signature(graph: Graph, trail: Trail) -> int:
     places = [*graph.open, *(edge for loss in graph.losses for edge in loss.others)]
     met = tuple(tuple(made_by(edge.node)[edge.output_nr].shape) for edge in places)
     open_paths = met, tuple(loss.is_open for loss in graph.losses)
-    named = tuple(trail.names), tuple(trail.options), tuple(trail.extents), trail.edges
+    named = tuple(trail.names.values()), tuple(trail.options), tuple(trail.extents), trail.edges
     return hash((named, uses, losses, declared, open_paths, bool(graph.without_loss)))

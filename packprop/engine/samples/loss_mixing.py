@@ -198,10 +198,9 @@ class _Part:
 
         ``together``: or two entries of it do not depend on the same sample.
 
-        Each entry's derivative along NaN in the rows of some samples is NaN if it depends on one of them. Each
-        sample is fed NaN in half of the sweeps, no two in the same ones: an entry of one sample comes back as
-        NaN in half of them, one of several samples in more. Where PyTorch has no such derivative, entries of
-        single samples are known by an axis that holds the samples.
+        Each entry's derivative along NaN in the rows of some samples is NaN if it depends on one of them: for
+        an entry of one sample in half of the sweeps of ``parts``, for one of several in more. Where PyTorch has
+        no such derivative, entries of single samples are known by an axis that holds the samples.
         """
         made = ModelOutput.at(edge)
         if any(layout.axis is None for layout in self.feed.layouts):

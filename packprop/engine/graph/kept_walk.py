@@ -185,7 +185,7 @@ class _KeptUse:
 class KeptWalk:
     """A walk without the nodes that it went through, made of a graph with its samples located.
 
-    See NOTE [Kept walks]. ``faults`` counts the passes that walks with the same key did not hold for.
+    See NOTE [Kept walks]. ``faults`` counts the passes that walks with this key did not hold for.
     """
 
     def __init__(self, graph: Graph, outlined: Outline, faults: int = 0) -> None:
@@ -212,7 +212,7 @@ class KeptWalk:
         self.leaves = outlined.leaves
         """The parameters that enter the uses."""
         self.faults, self.is_stale = faults, False
-        """``is_stale``: whether this walk was among those that did not hold."""
+        """``is_stale``: whether this walk did not hold for a pass."""
 
     def bind(
         self, outlined: Outline, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]

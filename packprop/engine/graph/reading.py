@@ -248,10 +248,11 @@ class Reading:
         known = self.answers[node] = self._constants.are_known(node)
         if known is False:
             return "use"
-        if known is None and is_dry_run() and not self._is_one_sample:  # in a batch of one, no samples meet
-            return (
-                "parameters" if self._keeps_shape(node, given) or _is_contracted(node, given) else "undecided"
-            )
+        may_meet = (
+            known is None and is_dry_run() and not self._is_one_sample
+        )  # in a batch of one, no samples do
+        if may_meet and (self._keeps_shape(node, given) or _is_contracted(node, given)):  # they most likely do
+            return "parameters"
         return "parameters" if known and name not in HIDING else "undecided"
 
     @functools.cached_property

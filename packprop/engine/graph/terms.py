@@ -169,7 +169,8 @@ class _Terms:
         if self._joins and not is_linear(node, [*data, *terms]):
             self._spoilers += data.values()
         if terms:
-            is_sum = name_of_node(node) in SUMS  # in which no sample has a share if this holds as well:
+            # no sample has a share in a term that is added behind a loss, or to single numbers
+            is_sum = name_of_node(node) in SUMS
             if is_sum and (node in self._after_loss or not any(_shape_at(node, place) for place in data)):
                 self._joins[node] = list(terms.values())
             else:

@@ -25,7 +25,7 @@ from packprop.engine.distributed.residence import require_sharded, swept
 from packprop.engine.distributed.statement import AllRanks
 from packprop.engine.graph.completeness import MARK_THE_LOSS, UNKNOWN_LOSS, require_complete
 from packprop.engine.graph.graph import Graph
-from packprop.engine.graph.outline import Outline, outline
+from packprop.engine.graph.kept_walk import Outline, outline
 from packprop.engine.graph.terms import meets_samples_unseen
 from packprop.engine.graph.walk import walk
 from packprop.engine.memory.plan import Plan

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.engine.samples.rows import levels
+from packprop.engine.samples.separation import levels
 from packprop.engine.tensors.layout import layout_of_rows
 from packprop.errors import PackpropError
 from tests.cases.models.experts import Mixture

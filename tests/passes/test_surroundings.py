@@ -104,17 +104,20 @@ def test_hooks_in_another_thread_see_what_is_chosen_in_this_one() -> None:
     """Autograd runs nodes on accelerators in threads of its own, where context variables are not set."""
 
     from packprop.engine.algebra.choices import forced_algorithm
+    from packprop.engine.graph.graph import ReachedUse
     from packprop.engine.graph.sweep import Watch
 
     found = []
+    node = torch.ones(2, requires_grad=True).exp().grad_fn
+    use = ReachedUse("exp", [], [torch.Size([2])], {0: (node, 0)})
     with packprop.algorithms(norms="products"):
-        watch = Watch([], lambda *_: None)
-        hook = watch._in_context(lambda value: found.append((value, forced_algorithm("norms"))))
-        hook(1)
-        thread = threading.Thread(target=hook, args=(2,))
+        watch = Watch([], lambda _, given: found.append((given[0].tolist(), forced_algorithm("norms"))))
+        hook = watch._hook(use, 0, 0)
+        hook((torch.full((2,), 1.0),))
+        thread = threading.Thread(target=hook, args=((torch.full((2,), 2.0),),))
         thread.start()
         thread.join()
-    assert found == [(1, "products"), (2, "products")]
+    assert found == [([[1.0, 1.0]], "products"), ([[2.0, 2.0]], "products")]
 
 
 @pytest.mark.parametrize("behind", [nn.Identity(), nn.Hardtanh(-99.0, 99.0)])

@@ -53,8 +53,7 @@ from packprop.engine.functions.nodes import (
 from packprop.engine.graph.graph import Graph, ReachedUse
 from packprop.engine.graph.pull import pull_columns
 from packprop.engine.samples.feeding import sizes_of
-from packprop.engine.samples.rows import differ
-from packprop.engine.samples.separation import Place, places_at, random_powers
+from packprop.engine.samples.separation import Place, differ, places_at, random_powers
 from packprop.engine.tensors.traced import decided
 from packprop.errors import PackpropError
 

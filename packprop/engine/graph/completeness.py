@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from packprop.engine.functions.nodes import made_by
 from packprop.engine.graph.graph import EAGER, Graph
 from packprop.engine.graph.search import leaves_above
 from packprop.engine.recording.marks import EXTENDED
-from packprop.engine.recording.unrecorded import is_compiled_region, refused_compiled
+from packprop.engine.recording.unrecorded import UNCOMPILED, is_compiled_region
 from packprop.engine.tensors.hooks import Hooks
 from packprop.engine.tensors.precision import is_for_storage
 from packprop.engine.tensors.sharding import (
@@ -60,12 +61,7 @@ def freed(why: str) -> FreedGraph:
 
 
 def require_derivatives(graph: Graph, cut: Sequence[Node]) -> None:
-    """Raise if PyTorch has no gradients of single samples for a leaf, or only zeros.
-
-    Args:
-        graph: The graph, with its uses.
-        cut: Nodes of functions without a derivative.
-    """
+    """Raise if PyTorch has no gradients of single samples for a leaf, or only zeros, as above ``cut`` nodes."""
     asked = "A quantity beyond the gradient was asked for."
     leaves = graph.leaves()
     for leaf in leaves:
@@ -118,6 +114,14 @@ def nested(where: str) -> PackpropError:
     )
 
 
+def shapes_of(node: Node) -> list[torch.Size]:
+    """Return the shapes of a node's outputs; refuse nested tensors."""
+    try:
+        return [torch.Size(each.shape) for each in made_by(node)]
+    except RuntimeError as error:  # PyTorch's message is about its internals
+        raise nested(f"{node.name()}, which the backward pass goes through") from error
+
+
 def require_separable(graph: Graph) -> None:
     """Raise if packprop knows that a layer mixes the samples."""
     if graph.mixers:
@@ -129,26 +133,17 @@ def require_separable(graph: Graph) -> None:
         )
 
 
-def is_owned(leaf: Tensor) -> bool:
-    """Tell whether a leaf belongs to an extended module."""
-    return any(leaf is parameter for module in EXTENDED for parameter in module.parameters())
-
-
 def find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequence[Tensor] | None) -> None:
     """Note parameters of extended modules, or of uses, that the pass also reaches outside of all uses."""
     if not consumed:  # the usual case needs no list of the parameters of all modules
         return
-    modules = {id(module): module for module in [*graph.modules, *EXTENDED]}
-    owned = {id(parameter) for module in modules.values() for parameter in module.parameters()}
-    owned |= {id(leaf) for leaf in graph.leaves()} | shards_by_whole(modules.values()).keys()
+    modules = graph.known_modules
+    owned = {id(parameter) for module in modules for parameter in module.parameters()}
+    owned |= {id(leaf) for leaf in graph.leaves()} | shards_by_whole(modules).keys()
     owned |= {id(leaf) for leaf, node in consumed if is_compiled_region(node)}  # whoever owns it
     data = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
-    chosen = owned if wanted is None else {id(leaf) for leaf in wanted}
-    graph.missing = [
-        (leaf, node)
-        for leaf, node in consumed
-        if id(leaf) in owned and id(leaf) in chosen and id(leaf) not in data
-    ]
+    counted = (owned if wanted is None else owned & {id(leaf) for leaf in wanted}) - data
+    graph.missing = [(leaf, node) for leaf, node in consumed if id(leaf) in counted]
 
 
 def require_unsharded(modules: Iterable[nn.Module], hooks: Hooks) -> None:
@@ -209,7 +204,8 @@ def require_complete(graph: Graph) -> None:
         why = "eager_backward() has already summed this parameter's gradient over the samples"
         instead = "leave the branch outside eager_backward(), or set requires_grad=False on the parameter"
     elif is_compiled_region(consumer):
-        raise refused_compiled(f"parameter {name!r}")
+        why = "it is used in what torch.compile compiled, and compiled regions are not recorded"
+        instead = UNCOMPILED
     elif node == "AccumulateGrad":
         why, instead = "the loss is the parameter itself", "leave it out of this loss"
     elif not graph.uses:

@@ -1,10 +1,10 @@
-"""Values that describe the graph of one backward pass: its uses and losses."""
+"""The graph of one backward pass: its uses and losses."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.node_rules import entries_of_node
 from packprop.engine.graph.links import Entrance, entrance_of
+from packprop.engine.graph.search import upstream_of
 from packprop.engine.graph.site import Site
 from packprop.engine.recording.marks import EXTENDED, ForwardCall, RecordedLoss
 from packprop.engine.tensors.hooks import Hooks
@@ -39,15 +40,12 @@ class ReachedUse:
         name: Name of the function.
         entries: How each parameter enters it.
         shapes: Shapes of its outputs.
-        nodes: The outputs that the pass reaches: index of the output -> its node, and its number among the
-            outputs of that node.
-        sites: The leaves that enter it.
+        nodes: The outputs that the pass reaches: index -> node, and number among the outputs of that node.
         is_end: Whether a sweep may end here, because no other use lies upstream.
         layouts: The layouts of its outputs; set when packprop locates the samples.
         prepare: Puts its parameters together, if they are sharded between processes.
         reordered: Whether its inputs come from a function that takes rows as data say.
-        undecided: Takes the use and the number of samples, if they meet behind it. Notes this, and returns
-            whether the use is made of parameters alone. ``None`` if data enter for certain.
+        undecided: Whether it may be made of parameters alone: no data enter for certain.
         suspect: Whether it takes tensors in which samples meet. If they are separate here, it has mixed them.
         recomputed: Whether a checkpoint recomputes the tensors that its node saved.
         waits: Whether a visit reads the tensors that its node saved at once: a checkpoint recomputes them, or a
@@ -64,7 +62,7 @@ class ReachedUse:
     layouts: list[Layout] = field(default_factory=list)
     prepare: Callable[[], None] | None = None
     reordered: bool = False
-    undecided: Callable[[ReachedUse, int], bool] | None = None
+    undecided: bool = False
     suspect: bool = False
     recomputed: bool = False
     waits: bool = True
@@ -106,9 +104,7 @@ class ReachedLoss:
     """A recorded loss that the backward pass will reach.
 
     Args:
-        call: The recorded call.
-        node: The node of its value.
-        output: The number of its value among the node's outputs.
+        node: The node of its value, which is output number ``output``.
         layout: The layout of its input; set when packprop locates the samples.
         is_open: Whether a path from the roots leads to its input without passing a recorded loss.
         others: The edges of its other arguments, such as a target, if uses lie above these.
@@ -137,10 +133,8 @@ class Graph:
     """Uses and losses between the roots of a backward pass and its leaves.
 
     Args:
-        roots: Tensors that the backward pass starts from.
         gradients: The gradient of each root; ``None`` for ones.
         uses: The uses, nearest to the roots first.
-        losses: The recorded losses.
         outputs: Outputs of outermost calls, with their shapes.
         open: Edges where paths from the roots that pass no recorded loss meet the model, if there is a loss
             elsewhere; see NOTE [Open paths].
@@ -159,11 +153,11 @@ class Graph:
         structure: A number that is equal for passes of equal structure.
         signature: A number that is equal for passes of equal structure and shapes.
         order: Its nodes, each after all that lie upstream of it.
-        samples: The number of samples; set when packprop locates them.
+        samples: Their number; set when packprop locates them.
         source_layouts: The layouts of the inputs of the losses, or of the model's outputs without losses; set
             when packprop locates the samples.
         asked: The request, for errors about samples.
-        reading: The reading of the graph, if parameters enter it.
+        reading: Its sorted nodes, if parameters enter it.
         again: Walks once more, when packprop knows more about undecided uses.
         notes: What passes of this structure note for later ones, if the walk is kept.
         is_settled: Whether losses are known to be sums over samples, from this pass or an earlier one like it.
@@ -217,9 +211,21 @@ class Graph:
         modules = (forward.module() for forward in self.forwards)
         return list({id(module): module for module in modules if module is not None}.values())
 
+    @property
+    def known_modules(self) -> list[nn.Module]:
+        """All extended modules, those that were called first."""
+        return list({id(module): module for module in [*self.modules, *EXTENDED]}.values())
+
     def leaves(self) -> list[Tensor]:
         """Return every trainable leaf that enters a use, once."""
         return list({id(site.leaf): site.leaf for use in self.uses for site in use.sites}.values())
+
+    def _sites_on_nodes(self) -> Iterator[Site]:
+        """Yield sites whose structures call nodes or pull back through them, and so need the graph."""
+        for use in self.uses:
+            for site in use.sites:
+                if not site.direct or site.entry.calls_node(use.layouts) is not None:
+                    yield site
 
     def owners(self) -> list[tuple[nn.Module, set[int]]]:
         """Return the modules that own leaves directly, each with the identities of these leaves."""
@@ -259,11 +265,7 @@ class Graph:
     @property
     def calls_nodes(self) -> bool:
         """Tell whether building structures calls nodes or pulls back through them, and so needs the graph."""
-        return any(
-            not site.direct or site.entry.calls_node(use.layouts) is not None
-            for use in self.uses
-            for site in use.sites
-        )
+        return next(self._sites_on_nodes(), None) is not None
 
     @property
     def ties_computed_parameters(self) -> bool:
@@ -272,9 +274,8 @@ class Graph:
         packprop handles such a leaf when the pass reaches the last of its uses. By then the user's own pass has
         freed part of the graph between leaf and tensor.
         """
-        times = Counter([id(site.leaf) for use in self.uses for site in use.sites])
-        tied = [(use, site) for use in self.uses for site in use.sites if times[id(site.leaf)] > 1]
-        return any(not site.direct or site.entry.calls_node(use.layouts) is not None for use, site in tied)
+        times = Counter(id(site.leaf) for use in self.uses for site in use.sites)
+        return any(times[id(site.leaf)] > 1 for site in self._sites_on_nodes())
 
     @property
     def shards_computed_parameters(self) -> bool:
@@ -282,12 +283,33 @@ class Graph:
 
         The nodes in between may be gone when the user's own pass reaches the use.
         """
-        sites = [site for use in self.uses for site in use.sites if self.shards]
-        return any(not site.direct and id(site.leaf) in self.shards for site in sites)
+        return any(not site.direct and id(site.leaf) in self.shards for use in self.uses for site in use.sites)
+
+    def split_leaves(self, candidates: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the candidates that a pass can leave out, and all other leaves that it reaches.
+
+        A pass that is restricted to the other leaves must still reach every use.
+        """
+        left_out, leaves = {id(leaf): leaf for leaf in candidates}, {}
+        use_at = {node: use for use in self.uses for node, _ in use.nodes.values()}
+        reached: set[Node] = set()
+        for node in self.order:
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                leaves[id(leaf)] = leaf
+                if id(leaf) not in left_out:
+                    reached.add(node)
+            elif not reached.isdisjoint(upstream_of(node)):
+                reached.add(node)
+            elif node in use_at:
+                for site in use_at[node].sites:
+                    left_out.pop(id(site.leaf), None)
+                reached.add(node)
+        return list(left_out.values()), [leaf for key, leaf in leaves.items() if key not in left_out]
 
     def name(self, leaf: Tensor) -> str:
         """Return the parameter's name in the module that was called."""
-        for module in [*self.modules, *EXTENDED]:
+        for module in self.known_modules:
             for name, parameter in (*named_parameters(module), *named_wholes(module)):
                 if parameter is leaf:
                     return name
@@ -321,11 +343,7 @@ class Graph:
         return f"{use.name} of {names}"
 
     def hold(self, keep: bool) -> None:
-        """Keep the inputs of losses while this pass runs, even if autograd frees the graph.
-
-        Args:
-            keep: Whether the graph is retained after the pass.
-        """
+        """Keep the inputs of losses while this pass runs; ``keep`` the graph after it."""
         self.kept = keep
         for loss in self.losses:
             loss.call.held = True

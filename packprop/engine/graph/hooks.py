@@ -17,11 +17,9 @@ from packprop.errors import PackpropError
 
 
 def hooks_on(nodes: Iterable[Node], tensors: Iterable[Tensor]) -> Hooks:
-    """Return the user's hooks on some nodes and tensors; those on nodes of leaves run in the user's pass alone.
+    """Return the user's hooks on some nodes, on what these made, and on further tensors.
 
-    Args:
-        nodes: Nodes that may have hooks, or that made tensors that may have some.
-        tensors: Further tensors that may have hooks.
+    Those on nodes of leaves run in the user's pass alone.
     """
     chosen = [tensor for tensor in tensors if is_hooked(tensor)]
     dictionaries, doers = [], []

@@ -16,28 +16,128 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.engine.functions.losses.read import loss_of_node
+from packprop.engine.functions.entry import plain_options
+from packprop.engine.functions.losses import LOSSES
 from packprop.engine.functions.node_calls import NodeSlot
 from packprop.engine.functions.node_rules import entries_of_node
-from packprop.engine.functions.nodes import name_of_node
-from packprop.engine.functions.operands import MATRIX_PRODUCTS, numbers_of_type, takes_sparse
+from packprop.engine.functions.nodes import is_from_outside, made_by, name_of_node
+from packprop.engine.functions.operands import EXPONENTS, MATRIX_PRODUCTS, numbers_of_type, takes_sparse
 from packprop.engine.functions.registry import rule_for
 from packprop.engine.functions.saved import keeps_elsewhere
-from packprop.engine.graph.constants import Constants
 from packprop.engine.graph.graph import Graph, ReachedLoss, ReachedUse
-from packprop.engine.graph.outline import Outline
+from packprop.engine.graph.reading import Constants
+from packprop.engine.graph.search import upstream_of
 from packprop.engine.graph.site import Site
-from packprop.engine.recording.marks import RecordedLoss
+from packprop.engine.recording.marks import (
+    HOOKS,
+    LOSS,
+    OUTPUT,
+    RETAINS,
+    ForwardCall,
+    RecordedLoss,
+    marks_of,
+    unmarked_loss,
+)
 from packprop.engine.tensors.hooks import Hooks, has_hooks_of_user, is_hooked
-from packprop.engine.tensors.state import version
 
 MANY = 8
 """The number of requests of which passes of one structure keep notes."""
+
+
+class Outline(NamedTuple):
+    """The nodes of a graph, and what tells its structure.
+
+    Args:
+        nodes: Its nodes, in an order that is the same for graphs of equal structure.
+        places: The number of each node in this order.
+        losses: The marked losses of nodes.
+        outputs: Marked outputs of models: their node, and number among its outputs -> their call and shape.
+        key: A value that is equal for graphs of the same nodes, edges, options and leaves, with tensors of the
+            same shapes and precisions, and with losses and models marked at the same places.
+    """
+
+    nodes: list[Node]
+    places: dict[Node, int]
+    leaves: list[Tensor]
+    losses: dict[Node, RecordedLoss]
+    outputs: dict[tuple[Node, int], tuple[ForwardCall, torch.Size]]
+    key: tuple[Any, ...]
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that made its first marked output."""
+        return next((forward.module() for forward, _ in self.outputs.values()), None)
+
+    def place(self, node: Node) -> int:
+        """Return the number of a node; a new one if it was not met before."""
+        number = self.places.get(node)
+        if number is None:
+            number = self.places[node] = len(self.nodes)
+            self.nodes.append(node)
+        return number
+
+
+def outline(roots: Sequence[Tensor]) -> Outline | None:
+    """Return the outline of a graph; ``None`` if the key would not tell what a pass through it computes.
+
+    These are graphs with hooks of the user on tensors that are no leaves, with functions that PyTorch does not
+    define, with losses of the user's own, with declared documents, with nested tensors, and with leaves that
+    are no parameters.
+    """
+    key: list[Any] = []
+    nodes: list[Node] = []
+    found = Outline(nodes, {}, [], {}, {}, ())
+    for root in roots:
+        if root.grad_fn is None:
+            return None
+        key += (found.place(root.grad_fn), root.output_nr)
+    for node in nodes:  # grows on the way
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            if type(leaf) is not nn.Parameter:
+                return None
+            found.leaves.append(leaf)
+            key += (id(leaf), *leaf.shape, leaf.dtype, leaf.device)
+            continue
+        marks = marks_of(node)
+        if is_from_outside(node) or (marks and not _add_marks(found, node, marks, key)):
+            return None
+        edges = node.next_functions
+        key += (node.name(), len(edges))
+        for above, number in edges:
+            key += (None,) if above is None else (found.place(above), number)
+        try:
+            for made in made_by(node):
+                key += (*made.shape, made.dtype)
+        except RuntimeError:  # of nested tensors
+            return None
+        for name in numbers_of_type(type(node)):
+            value = getattr(node, name)
+            key.append(value if type(value) is int else plain_options(value, name in EXPONENTS))
+    return found._replace(key=tuple(key))
+
+
+def _add_marks(found: Outline, node: Node, marks: dict[str, Any], key: list[Any]) -> bool:
+    """Note the marks of a node; tell whether the key can tell them."""
+    if HOOKS in marks or RETAINS in marks:
+        return False
+    if LOSS in marks:
+        loss, output = marks[LOSS]
+        if loss.documents is not None or loss.function not in LOSSES:
+            return False
+        found.losses[node] = loss
+        key += (loss.function, *loss.shape, loss.declared, output)
+    if OUTPUT in marks:
+        forward, output, shape = marks[OUTPUT]
+        found.outputs[node, output] = forward, shape
+        key += (id(forward.module()), forward.declared, output, *shape)
+    return True
 
 
 def may_be_kept(graph: Graph, outlined: Outline) -> bool:
@@ -63,11 +163,9 @@ def may_be_kept(graph: Graph, outlined: Outline) -> bool:
 
 @dataclass(frozen=True)
 class _KeptUse:
-    """A use without its node.
+    """A use without its node, of which ``place`` is the number in the outline.
 
     Args:
-        use: The use.
-        place: The number of the node in the outline.
         outputs: The outputs that the pass reaches.
         rule: The rule that made its entries.
         numbers: The numbers that the node has saved.
@@ -85,12 +183,9 @@ class _KeptUse:
 
 
 class KeptWalk:
-    """A walk without the nodes that it went through; see NOTE [Kept walks].
+    """A walk without the nodes that it went through, made of a graph with its samples located.
 
-    Args:
-        graph: What the walk has found, with its samples located.
-        outlined: The outline of the graph.
-        faults: The number of passes that walks with the same key did not hold for.
+    See NOTE [Kept walks]. ``faults`` counts the passes that walks with this key did not hold for.
     """
 
     def __init__(self, graph: Graph, outlined: Outline, faults: int = 0) -> None:
@@ -99,10 +194,10 @@ class KeptWalk:
         self._uses = [_kept(use, places) for use in graph.uses]
         self._constants = [(places[node], known) for node, known in graph.reading.answers.items()]
         self._own = [weakref.ref(tensor) for tensor in Constants(graph.forwards).tensors()]
-        self._products = [
+        self._products = [  # that may take something without an edge
             place
             for place, node in enumerate(outlined.nodes)
-            if name_of_node(node) in MATRIX_PRODUCTS and not _takes_edges_alone(node)
+            if name_of_node(node) in MATRIX_PRODUCTS and len(upstream_of(node)) < len(node.next_functions)
         ]
         self._losses = [
             (places[loss.node], loss.output, places[loss.call.edge.node], loss.layout) for loss in graph.losses
@@ -117,7 +212,7 @@ class KeptWalk:
         self.leaves = outlined.leaves
         """The parameters that enter the uses."""
         self.faults, self.is_stale = faults, False
-        """The number of passes that walks with this key did not hold for; whether this one was among them."""
+        """``is_stale``: whether this walk did not hold for a pass."""
 
     def bind(
         self, outlined: Outline, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
@@ -171,17 +266,16 @@ class KeptWalk:
         graph.losses = self._read_losses(outlined)
         if len(graph.losses) != len(self._losses):
             return None
-        reached = {(node, number): (forward, shape) for node, forward, number, shape in outlined.outputs}
         graph.outputs = [
-            (GradientEdge(nodes[place], number), *reached[nodes[place], number])
+            (GradientEdge(nodes[place], number), *outlined.outputs[nodes[place], number])
             for place, number in self._outputs
         ]
-        if [reference() for reference in self._modules] != graph.modules:
-            return None
         constants = Constants(graph.forwards, self._own)
-        if any(constants.are_known(nodes[place]) is not known for place, known in self._constants):
-            return None
-        if any(takes_sparse(nodes[place]) for place in self._products):
+        if (
+            [reference() for reference in self._modules] != graph.modules
+            or any(constants.are_known(nodes[place]) is not known for place, known in self._constants)
+            or any(takes_sparse(nodes[place]) for place in self._products)
+        ):
             return None
         for kept in self._uses:
             node = nodes[kept.place]
@@ -202,26 +296,19 @@ class KeptWalk:
 
     def _read_losses(self, outlined: Outline) -> list[ReachedLoss]:
         """Return the losses, fewer if one of them takes something else than before."""
-        marked = {node: loss for node, loss, _ in outlined.losses}
         found: list[ReachedLoss] = []
         for place, output, given, layout in self._losses:
             node = outlined.nodes[place]
-            call = marked.get(node)
+            call = outlined.losses.get(node)
             if call is None:
                 try:
-                    read = loss_of_node(node)
+                    call = unmarked_loss(node)
                 except RuntimeError:  # an earlier pass has freed the graph
                     return []
-                assert read is not None  # the key tells that its input has an edge
-                call = RecordedLoss(*read, read[1][0].shape, version(read[1][0]))
+                assert call is not None  # the key tells that its input has an edge
             if outlined.places.get(call.edge.node) == given and not call.released and not call.others:
                 found.append(ReachedLoss(call, node, output, layout))
         return found
-
-
-def _takes_edges_alone(node: Any) -> bool:
-    """Tell whether all that a node takes has an edge on the graph."""
-    return all(above is not None for above, _ in node.next_functions)
 
 
 def _numbers(node: Any) -> list[Any]:
@@ -238,7 +325,7 @@ def _kept(use: ReachedUse, places: dict[Any, int]) -> _KeptUse:
     kept.entries = entries
     own = {id(before): entry for before, entry in zip(use.entries, entries, strict=True)}
     kept.sites = [Site(own[id(site.entry)], site.leaf) for site in use.sites]
-    kept.nodes, kept.undecided = {}, None
+    kept.nodes, kept.undecided = {}, False
     found = _KeptUse(
         kept,
         places[node],

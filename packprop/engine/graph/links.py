@@ -28,7 +28,6 @@ class Entrance:
     Args:
         rule: The rule, with the axis of classes that the graph shows. It refuses curvature if a function
             that it needs before the loss is missing.
-        edge: The edge where columns are fed in.
         made: The output of the function before the loss, in the shape of the columns; ``None`` without one.
     """
 

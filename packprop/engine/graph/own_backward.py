@@ -28,16 +28,12 @@ def require_linear_backward(asked: str, starts: Iterable[Node | None]) -> None:
 
     A backward pass is linear. So packprop can pull rows of samples, columns of curvature and other vectors back
     through it in place of the gradient. A backward function that clips, normalises or rounds is no derivative.
-
-    Args:
-        asked: The request, for the message.
-        starts: The nodes where the graph begins.
-
-    Raises:
-        PackpropError: With the name of the function; also if it runs a backward pass of its own.
+    One that runs a backward pass of its own is refused, too.
     """
     starts = list(starts)
-    coarsest = max(_precisions(starts), default=0.0)
+    types = {each.dtype for node in nodes_above(starts) for each in made_by(node)}
+    # functions may compute in any of them, as under autocast
+    coarsest = max((torch.finfo(dtype).eps for dtype in types if dtype.is_floating_point), default=0.0)
     for node in _own_nodes(starts):
         if not _is_linear(asked, node, coarsest):
             raise PackpropError(
@@ -54,16 +50,12 @@ def require_no_nested_backward(asked: str, starts: Iterable[Node | None]) -> Non
     """Refuse the user's own functions if their backward function runs a backward pass of its own.
 
     Such a pass adds to the ``.grad`` of parameters that this graph does not show, whatever is pulled back.
-
-    Raises:
-        PackpropError: With the name of the function.
     """
     for node in _own_nodes(starts):
         made = made_by(node)
         if _can_be_tried(made):
-            _products(
-                asked, node, [torch.ones(each.shape, dtype=each.dtype, device=each.device) for each in made]
-            )
+            ones = [torch.ones(each.shape, dtype=each.dtype, device=each.device) for each in made]
+            _products(asked, node, ones)
 
 
 class _Nested(Exception):
@@ -84,16 +76,12 @@ def starts_of(outputs: Sequence[Tensor | GradientEdge]) -> list[Node | None]:
     return [output.grad_fn if isinstance(output, Tensor) else output.node for output in outputs]
 
 
-def _is_own(node: Node) -> bool:
-    if not isinstance(node, BackwardCFunction) or node.name() == EAGER:
-        return False
-    return not is_identity(node) and not is_compiled_region(node)
-
-
 def _own_nodes(starts: Iterable[Node | None]) -> Iterator[Any]:
     """Yield the nodes of the user's own functions; none where nothing has values."""
-    if not (is_dry_run() or is_traced()):
-        yield from filter(_is_own, nodes_above(starts))
+    for node in () if is_dry_run() or is_traced() else nodes_above(starts):
+        is_own = isinstance(node, BackwardCFunction) and node.name() != EAGER
+        if is_own and not is_identity(node) and not is_compiled_region(node):
+            yield node
 
 
 def _backward_function(node: Node) -> str:
@@ -107,8 +95,7 @@ def _can_be_tried(made: Sequence[Any]) -> bool:
 def _products(asked: str, node: Any, given: Sequence[Tensor]) -> list[Tensor]:
     """Return what a node's backward function makes of vectors; nothing if it raises an exception.
 
-    Raises:
-        PackpropError: If it runs a backward pass of its own.
+    Refused if it runs a backward pass of its own.
     """
     try:
         with torch.no_grad(), _NoNestedBackward():
@@ -127,19 +114,10 @@ def _products(asked: str, node: Any, given: Sequence[Tensor]) -> list[Tensor]:
     return [each for each in products if isinstance(each, Tensor)]
 
 
-def _precisions(starts: Iterable[Node | None]) -> set[float]:
-    """Return the relative precision of each type of numbers in a graph: functions may compute in any."""
-    types = {each.dtype for node in nodes_above(starts) for each in made_by(node)}
-    return {torch.finfo(dtype).eps for dtype in types if dtype.is_floating_point}
-
-
 def _is_linear(asked: str, node: Any, coarsest: float) -> bool:
     """Tell whether a node's backward function is linear; true where it cannot be tried.
 
-    Args:
-        asked: The request, for the message.
-        node: The node.
-        coarsest: The lowest relative precision that it may compute in, as under autocast.
+    ``coarsest`` is the lowest relative precision that it may compute in.
     """
     made = made_by(node)
     if not _can_be_tried(made):

@@ -128,22 +128,14 @@ def pull_columns(
 ) -> list[Tensor | None]:
     """Return vector-Jacobian products of many columns ``[v, *y]``, one by one where batching fails.
 
-    Args:
-        outputs: Tensors or edges where the columns are fed in.
-        ends: Tensors or edges to return products at; ``None`` for those that are not reached.
-        seeds: Columns for each output; without an axis of columns unless ``batched``.
-        batched: Whether there is an axis of columns.
-        create_graph: Whether products are differentiable.
-        retain_graph: Whether the graph stays; if ``batched``, it always does.
+    The arguments are those of ``derivatives``; with ``batched``, the graph always stays.
     """
 
     def pull(given: Sequence[Tensor], batched: bool, retain_graph: bool = True) -> list[Tensor | None]:
         products = derivatives(
             outputs, ends, given, create_graph=create_graph, retain_graph=retain_graph, batched=batched
         )
-        return [
-            product.to_dense() if product is not None and product.is_sparse else product for product in products
-        ]
+        return [each.to_dense() if each is not None and each.is_sparse else each for each in products]
 
     if not batched:
         return pull(seeds, False, retain_graph)

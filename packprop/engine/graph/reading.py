@@ -22,6 +22,7 @@ packprop remembers its decisions for graphs of the same structure.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,20 +44,24 @@ from packprop.engine.functions.nodes import (
     readable_name,
 )
 from packprop.engine.functions.operands import (
+    BY_DATA,
     ENTRY_BY_ENTRY,
     EXPANDING,
     HIDING,
     VECTORS,
     WHOLE,
     WITH_SUMMAND,
+    saved_constants,
 )
-from packprop.engine.graph.completeness import nested
-from packprop.engine.graph.constants import Constants
+from packprop.engine.functions.saved import keeps_elsewhere
+from packprop.engine.graph.completeness import shapes_of
 from packprop.engine.graph.graph import EAGER, Graph, ReachedUse
-from packprop.engine.graph.search import nodes_above
+from packprop.engine.graph.search import Trail, nodes_above
+from packprop.engine.recording.marks import EXTENDED, ForwardCall
 from packprop.engine.recording.unrecorded import is_compiled_region
-from packprop.engine.tensors.dry import is_dry_run
+from packprop.engine.tensors.dry import is_dry_run, is_of_batch, storage_key
 from packprop.engine.tensors.layout import possible_layouts
+from packprop.engine.tensors.state import storage_of
 
 MADE_OF_PARAMETERS = WHOLE - EXPANDING - HIDING
 """Functions without operands that the graph hides, if they have an edge for each operand."""
@@ -91,35 +96,87 @@ _PARAMETRIC: dict[int, frozenset[int]] = {}
 """Structures of graphs -> the places of nodes that sweeps have shown to be made of parameters alone."""
 
 
+class Constants:
+    """Tells whether the constants that nodes have saved are data, or the model's own.
+
+    Args:
+        forwards: The calls of extended models that the pass goes through.
+        own: References to the parameters and buffers of extended models; ``None`` to look for them.
+    """
+
+    def __init__(
+        self, forwards: Sequence[ForwardCall], own: Sequence[weakref.ref[Tensor]] | None = None
+    ) -> None:
+        self._forwards, self._given = forwards, own
+
+    def tensors(self) -> list[Tensor]:
+        """Return the parameters and buffers of extended models."""
+        if self._given is not None:
+            return [tensor for reference in self._given if (tensor := reference()) is not None]
+        called = [module for forward in self._forwards if (module := forward.module()) is not None]
+        modules = {id(module): module for module in [*called, *EXTENDED]}.values()
+        return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
+    @functools.cached_property
+    def _own(self) -> set[int]:
+        """The memory of parameters and buffers."""
+        return {*map(_place_of(), self.tensors())} - {0}
+
+    @functools.cached_property
+    def _inputs(self) -> set[int]:
+        """The memory of the models' inputs."""
+        return {each for forward in self._forwards for each in forward.storages} - self._own
+
+    def are_known(self, node: Node) -> bool | None:
+        """Return ``True`` if no constant of a node is data, ``False`` if one is, ``None`` if some may be."""
+        if keeps_elsewhere(node):
+            return None
+        try:
+            constants = list(saved_constants(node))
+        except RuntimeError:  # an earlier pass has freed them
+            return None
+        missing = sum(above is None for above, _ in node.next_functions)
+        known: bool | None = True if missing <= len(constants) else None  # sums do not save what they add
+        for tensor, place in zip(constants, map(_place_of(), constants), strict=True):
+            if place in self._inputs or is_of_batch(tensor) or tensor.is_nested:
+                return False
+            if tensor.dim() and place not in self._own and not _counts(node, tensor):
+                known = None
+        return known
+
+
+def _place_of() -> Callable[[Tensor], int]:
+    """Return the function that tells memory apart: a dry run has no addresses."""
+    return storage_key if is_dry_run() else storage_of
+
+
+def _counts(node: Node, index: Tensor) -> bool:
+    """Tell in a dry run whether an index counts positions, which samples share; with data, the sweeps decide.
+
+    An index without an axis for samples counts as one, because the batch does not decide on it.
+    """
+    is_index = not index.is_floating_point() and index.dtype != torch.bool
+    is_shared = index.dim() < 2 or index.shape[0] == 1
+    return is_dry_run() and name_of_node(node) in BY_DATA and is_index and is_shared
+
+
 class Reading:
     """Sorts the nodes of a graph, and makes uses of those where parameters meet samples.
 
     Args:
         graph: The graph of the pass.
-        leaves: The nodes of leaves, with these.
-        inputs: What each node takes, like ``next_functions``.
-        places: The number of each node.
+        trail: The notes of the walk through it.
         wanted: Leaves that count as parameters, by identity.
-        structure: Returns a number that is equal for graphs of the same nodes and edges.
+        below_losses: Nodes that some loss depends on.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        leaves: dict[Node, Tensor],
-        inputs: dict[Node, Any],
-        places: dict[Node, int],
-        wanted: dict[int, Tensor],
-        structure: Callable[[], int],
-    ) -> None:
-        self._order, self._inputs, self._places = graph.order, inputs, places
-        self._leaves, self._wanted = leaves, wanted
+    def __init__(self, graph: Graph, trail: Trail, wanted: dict[int, Tensor], below_losses: set[Node]) -> None:
+        self._trail, self._wanted, self._below = trail, wanted, below_losses
         self._roots = [(root.grad_fn, root.output_nr) for root in graph.roots if root.grad_fn is not None]
-        self._structure, self._constants = structure, Constants(graph.forwards)
+        self._constants = Constants(graph.forwards)
         taken = [(loss.call.shape, loss.call.declared) for loss in graph.losses]
         taken = taken or [(shape, forward.declared) for _, forward, shape in graph.outputs if shape]
         self._is_one_sample = any(all(map(_is_one, shape[axis or 0 :][:1])) for shape, axis in taken)
-        self._below: set[Node] = set()
         self._derived: set[Node] = set()
         self.made_of_parameters: dict[Node, None] = {}
         self.uses: dict[Node, ReachedUse] = {}
@@ -133,55 +190,43 @@ class Reading:
         led = {node for node in nodes_above(operands) if node in self.made_of_parameters}
         return {*self.uses, *led, *(node for node in self.made_of_parameters if node in self._below)}
 
-    def sort(self, below_losses: set[Node], after_losses: set[Node]) -> None:
-        """Sort all nodes in their order.
-
-        Args:
-            below_losses: Nodes that some loss depends on.
-            after_losses: Losses, and nodes that depend on one.
-        """
-        self._below = below_losses
+    def sort(self, after_losses: set[Node]) -> None:
+        """Sort all nodes in their order; ``after_losses`` are losses, and nodes that depend on one."""
         reached = self._outputs_reached()
-        parameters, data = self.made_of_parameters, set[Node]()
-        for node in self._order:
-            if node in self._leaves:
-                if id(self._leaves[node]) in self._wanted:
+        leaves, parameters, data = self._trail.leaves, self.made_of_parameters, set[Node]()
+        for node in self._trail.order:
+            if node in leaves:
+                if id(leaves[node]) in self._wanted:
                     parameters[node] = None
                 else:
                     data.add(node)
                 continue
-            above = [each for each, _ in self._inputs[node]]
+            above = [each for each, _ in self._trail.inputs[node]]
             given = [place for place, each in enumerate(above) if each in parameters]
-            if not given or node in after_losses or not _can_be_called(node):
+            if not given or node in after_losses or node.name() == EAGER or is_compiled_region(node):
                 data.add(node)
                 continue
             kind = "use" if not data.isdisjoint(above) else self._kind(node, given)
             if kind == "parameters":
                 parameters[node] = None
                 continue
-            use = self._use(node, given, reached[node])
-            self.uses[node] = use
-            if kind != "use":
-                use.undecided = self._question(node, given)
-            use.suspect = kind == "suspect"
+            self.uses[node] = use = self._use(node, given, reached[node])
+            use.undecided, use.suspect = kind != "use", kind == "suspect"
             data.add(node)
 
     def _kind(self, node: Node, given: Sequence[int]) -> str:
         """Return the kind of a node that takes parameters, and perhaps constants."""
-        remembered = self._places[node] in self._parametric
+        remembered = self._trail.places[node] in self._parametric
         kind = "parameters" if remembered else self._kind_by_operands(node, given)
         if kind != "parameters":
             return kind
         derived = any(node.next_functions[place][0] in self._derived for place in given)
-        if derived and not remembered and node in self._below and not self._passes_on(node):
+        is_new = derived and not remembered and node in self._below
+        if is_new and not (name_of_node(node) in PASSING or self._has_no_room(node)):
             return "suspect"
         if derived or (remembered and not is_dry_run()):  # without data nothing is mixed
             self._derived.add(node)
         return "parameters"
-
-    def _passes_on(self, node: Node) -> bool:
-        """Tell whether samples that meet in what a node takes meet in its result."""
-        return name_of_node(node) in PASSING or self._has_no_room(node)
 
     def _has_no_room(self, node: Node) -> bool:
         """Tell whether what a node made is too small to hold the samples."""
@@ -203,21 +248,24 @@ class Reading:
         known = self.answers[node] = self._constants.are_known(node)
         if known is False:
             return "use"
-        if known is None and is_dry_run() and self._is_likely_parametric(node, given):
+        may_meet = (
+            known is None and is_dry_run() and not self._is_one_sample
+        )  # in a batch of one, no samples do
+        if may_meet and (self._keeps_shape(node, given) or _is_contracted(node, given)):  # they most likely do
             return "parameters"
         return "parameters" if known and name not in HIDING else "undecided"
 
     @functools.cached_property
     def _parametric(self) -> frozenset[int]:
         """The places of the nodes that an earlier pass has shown to be made of parameters alone."""
-        return _PARAMETRIC.get(self._structure(), frozenset()) if _PARAMETRIC else frozenset()
+        return _PARAMETRIC.get(self._trail.structure(), frozenset()) if _PARAMETRIC else frozenset()
 
     @functools.cached_property
     def _takers(self) -> dict[Node, list[tuple[Node, int]]]:
         """The nodes that take the outputs of each node, with the places of these operands."""
         takers: dict[Node, list[tuple[Node, int]]] = {}
-        for node in self._order:
-            for place, (above, _) in enumerate(self._inputs[node]):
+        for node in self._trail.order:
+            for place, (above, _) in enumerate(self._trail.inputs[node]):
                 if above is not None:
                     takers.setdefault(above, []).append((node, place))
         return takers
@@ -236,10 +284,6 @@ class Reading:
                 return True
         return False
 
-    def _is_likely_parametric(self, node: Node, given: Sequence[int]) -> bool:
-        """Tell whether samples most likely meet at a node; in a batch of one, none do."""
-        return not self._is_one_sample and (self._keeps_shape(node, given) or _is_contracted(node, given))
-
     def _keeps_shape(self, node: Node, given: Sequence[int]) -> bool:
         """Tell whether a node works on a parameter entry by entry, and keeps its shape."""
         if not (is_change_of_view(node) or name_of_node(node) in ENTRY_BY_ENTRY):
@@ -254,20 +298,17 @@ class Reading:
         )
 
     def _outputs_reached(self) -> dict[Node, dict[int, None]]:
-        reached: dict[Node, dict[int, None]] = {node: {} for node in self._order}
+        reached: dict[Node, dict[int, None]] = {node: {} for node in self._trail.order}
         for root, number in self._roots:
             reached[root][number] = None
-        for node in self._order:
-            for above, number in self._inputs[node]:
+        for node in self._trail.order:
+            for above, number in self._trail.inputs[node]:
                 if above in reached:
                     reached[above][number] = None
         return reached
 
     def _use(self, node: Node, places: Sequence[int], outputs: dict[int, None]) -> ReachedUse:
-        try:
-            shapes = [torch.Size(each.shape) for each in made_by(node)]
-        except RuntimeError as error:  # PyTorch's message is about its internals
-            raise nested(f"{node.name()}, which the backward pass goes through") from error
+        shapes = shapes_of(node)
         if name_of_node(node) in WITH_SUMMAND:  # a bias comes after its weight
             places = list(reversed(places))
         entries = entries_of_node(node, places, shapes, False)
@@ -279,44 +320,20 @@ class Reading:
             places=places,
         )
 
-    def _question(self, node: Node, given: Sequence[int]) -> Callable[[ReachedUse, int], bool]:
-        """Return what decides on an undecided use, without this object: a circle would keep the graph alive."""
-        kept, structure, place = self._parametric, self._structure, self._places[node]
-        return functools.partial(_reclassify, node, given, self._constants, kept, structure, place)
-
-
-def _reclassify(
-    node: Node,
-    given: Sequence[int],
-    constants: Constants,
-    parametric: frozenset[int],
-    structure: Callable[[], int],
-    place: int,
-    use: ReachedUse,
-    samples: int,
-) -> bool:
-    """Tell whether an undecided use is made of parameters alone, given that samples meet behind it.
-
-    The finding is kept for graphs of the same structure.
-
-    Args:
-        node: The node of the use.
-        given: The places of its parameters.
-        constants: Tells whether constants are data.
-        parametric: The places of nodes that were known before to be made of parameters alone.
-        structure: Returns the structure of the graph.
-        place: The number of the node.
-        use: The use.
-        samples: The number of samples.
-    """
-    is_layer = _is_layer(node, use.shapes[0], samples) and not _is_contracted(node, given)
-    is_weight = set(given).issubset(WEIGHTS.get(name_of_node(node), ()))  # of a layer whose input is known
-    if is_layer and not (is_weight and constants.are_known(node)):
-        return False
-    if len(_PARAMETRIC) >= MANY:
-        _PARAMETRIC.clear()
-    _PARAMETRIC[structure()] = _PARAMETRIC.get(structure(), parametric) | {place}
-    return True
+    def reclassify(self, use: ReachedUse, samples: int) -> bool:
+        """Tell whether an undecided use, behind which samples meet, is made of parameters alone: keep this."""
+        (node, *_), name = use.anchors, name_of_node(use.anchors[0])
+        is_product = name in PRODUCTS - ENTRY_BY_ENTRY and not _is_contracted(node, use.places)
+        is_layer = is_product and possible_layouts(use.shapes[0], samples)  # it has room for the samples
+        is_weight = set(use.places).issubset(WEIGHTS.get(name, ()))  # of a layer whose input is known
+        if is_layer and not (is_weight and self._constants.are_known(node)):
+            return False
+        if len(_PARAMETRIC) >= MANY:
+            _PARAMETRIC.clear()
+        structure = self._trail.structure()
+        known = _PARAMETRIC.get(structure, self._parametric)
+        _PARAMETRIC[structure] = known | {self._trail.places[node]}
+        return True
 
 
 def _is_one(extent: Any) -> bool:
@@ -327,12 +344,3 @@ def _is_one(extent: Any) -> bool:
 def _is_contracted(node: Node, given: Sequence[int]) -> bool:
     """Tell whether a node contracts a parameter with a vector, which then holds no samples."""
     return name_of_node(node) in VECTORS and 0 in given
-
-
-def _is_layer(node: Node, shape: torch.Size, samples: int) -> bool:
-    """Tell whether a node is a product whose output has room for the samples."""
-    return name_of_node(node) in PRODUCTS - ENTRY_BY_ENTRY and bool(possible_layouts(shape, samples))
-
-
-def _can_be_called(node: Node) -> bool:
-    return node.name() != EAGER and not is_compiled_region(node)

@@ -48,21 +48,16 @@ def axes_reordered(node: Any) -> frozenset[int] | None:
     if name not in BY_ROWS:
         return frozenset()
     above = node.next_functions[0][0] if node.next_functions else None
-    if above is not None and name_of_node(above) in EXPANDING and _is_larger(above):
-        return None  # each place may take any of the rows
+    if above is not None and name_of_node(above) in EXPANDING:
+        source, number = above.next_functions[0]
+        if source is None or tuple(made_by(source)[number].shape) != tuple(made_by(above)[0].shape):
+            return None  # each place may take any of the rows
     if name == "Index":
         return _axes_of_index(node)
     if name in ALONG_AXIS and hasattr(node, "_saved_dim"):
         axes = len(made_by(node)[0].shape)
         return frozenset({saved_option(node, "dim") % axes} if axes else ())
     return None
-
-
-def _is_larger(node: Any) -> bool:
-    """Tell whether a node repeats entries."""
-    above, number = node.next_functions[0]
-    before = None if above is None else made_by(above)[number].shape
-    return before is None or tuple(before) != tuple(made_by(node)[0].shape)
 
 
 def own_options(node: Node) -> Any:

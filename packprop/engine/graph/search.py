@@ -1,15 +1,19 @@
-"""Searches of the autograd graph upstream of some nodes."""
+"""Searches of the autograd graph upstream of some nodes, and the notes of a walk."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from packprop.engine.functions.nodes import made_by
 from packprop.engine.recording.marks import nodes_above
 
-__all__ = ["depth_first", "leaves_above", "nodes_above", "upstream_of"]
+__all__ = ["Trail", "depth_first", "leaves_above", "nodes_above", "upstream_of"]
 
 
 def leaves_above(nodes: Iterable[Node | None]) -> list[Tensor]:
@@ -27,10 +31,7 @@ def depth_first(
 ) -> Iterator[tuple[Node, bool]]:
     """Yield each node when it is met (``False``), and again when all nodes upstream of it are done (``True``).
 
-    Args:
-        starts: The nodes to begin at.
-        upstream: Returns the upstream neighbours of a node.
-        neighbours: Gets the upstream neighbours of each node.
+    ``neighbours`` gets what ``upstream`` returns for each node.
     """
     done: set[Node] = set()
     stack = [*starts][::-1]
@@ -45,3 +46,59 @@ def depth_first(
         if node not in done:
             done.add(node)
             yield node, True
+
+
+SAME_AS = {"ReshapeAliasBackward0": "ViewBackward0"}
+"""Nodes that have another name while a pass is traced."""
+
+
+@dataclass
+class Trail:
+    """The notes of a walk.
+
+    Args:
+        neighbours: The upstream neighbours of each node; for a use, those that lead to data.
+        order: Nodes, each after all that lie upstream of it.
+        names: The name of each node, in the order in which they were met, as their numbers in ``places``.
+        inputs: The ``next_functions`` of each node, read once.
+        extents: Extents that nodes have saved.
+        consumed: Leaves, each with a node that takes it.
+    """
+
+    neighbours: dict[Node, list[Node]] = field(default_factory=dict)
+    order: list[Node] = field(default_factory=list)
+    names: dict[Node, str] = field(default_factory=dict)
+    places: dict[Node, int] = field(default_factory=dict)
+    inputs: dict[Node, Any] = field(default_factory=dict)
+    options: list[Any] = field(default_factory=list)
+    extents: list[Any] = field(default_factory=list)
+    leaves: dict[Node, Tensor] = field(default_factory=dict)
+    consumed: list[tuple[Tensor, Node]] = field(default_factory=list)
+
+    @functools.cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """The node, by number, and the output that each input of each node comes from; known after the walk."""
+        return tuple(
+            (-1 if above is None else self.places.get(above, -1), output)
+            for node in self.places
+            for above, output in self.inputs[node]
+        )
+
+    def below(self, nodes: Iterable[Node]) -> set[Node]:
+        """Return the nodes that were computed from some nodes."""
+        found, sources = set(), set(nodes)
+        for node in self.order:
+            if not sources.isdisjoint(self.neighbours[node]):
+                found.add(node)
+                sources.add(node)
+        return found
+
+    def structure(self) -> int:
+        """Return a number that is equal for graphs of the same nodes, edges and shapes."""
+        shapes = []
+        for node in self.places:
+            try:
+                shapes.append(tuple(made_by(node)[0].shape) if node.next_functions else ())
+            except RuntimeError:  # of nested tensors
+                shapes.append(())
+        return hash((tuple(self.names.values()), self.edges, tuple(shapes)))

@@ -11,7 +11,6 @@ from torch import Tensor
 from packprop.engine.algebra.changes import with_squares
 from packprop.engine.algebra.structures import Dense, Outer, Structure, rows
 from packprop.engine.functions.entry import Entry, Samples
-from packprop.engine.functions.node_calls import Computed
 from packprop.engine.graph.pull import pull_columns
 from packprop.engine.tensors.layout import Layout
 from packprop.engine.tensors.precision import accumulation_dtype
@@ -32,9 +31,8 @@ class Site:
     @property
     def has_squares(self) -> bool:
         """Tell whether ``squares`` are known."""
-        entry = self.entry
-        known = entry.squares is not None or entry.structure in ("Outer", "Lookup")
-        return self.direct and entry.linear and known
+        known = self.entry.squares is not None or self.entry.structure in ("Outer", "Lookup")
+        return self.direct and self.entry.linear and known
 
     def squares(
         self, cotangents: Sequence[Tensor | None], where: Sequence[Layout], samples: Samples
@@ -64,17 +62,12 @@ class Site:
             return structure
         if structure.rows is None:
             return Dense(None)
-        return Dense(_pull_back(self.entry.parameter, self.leaf, rows(structure)))
-
-
-def _pull_back(parameter: Computed, leaf: Tensor, gradients: Tensor) -> Tensor:
-    """Map gradients of a computed parameter ``[v, n, *d]`` to gradients of a leaf ``[v, n, *p]``.
-
-    PyTorch itself differentiates functions of parameters alone, because no sample enters them.
-    """
-    flat = gradients.flatten(0, 1).to(parameter.dtype)
-    (product,) = pull_columns([parameter.edge], [leaf], [flat], create_graph=torch.is_grad_enabled())
-    if product is None:
-        product = leaf.new_zeros(len(flat), *leaf.shape)
-    at_leaf: Tensor = product.unflatten(0, gradients.shape[:2])
-    return at_leaf.to(accumulation_dtype(at_leaf.dtype))
+        # [v, n, *d] becomes [v, n, *p]: PyTorch itself differentiates functions of parameters alone, because no
+        # sample enters them
+        parameter, leaf, gradients = self.entry.parameter, self.leaf, rows(structure)
+        flat = gradients.flatten(0, 1).to(parameter.dtype)
+        (product,) = pull_columns([parameter.edge], [leaf], [flat], create_graph=torch.is_grad_enabled())
+        if product is None:
+            product = leaf.new_zeros(len(flat), *leaf.shape)
+        at_leaf: Tensor = product.unflatten(0, gradients.shape[:2])
+        return Dense(at_leaf.to(accumulation_dtype(at_leaf.dtype)))

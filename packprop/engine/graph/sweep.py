@@ -53,12 +53,9 @@ ONE_COLUMN_WITHOUT_INPUTS = SweepOptions(needs_inputs=False)
 
 
 class Watch:
-    """Hooks that hand the cotangents at uses to ``visit`` while a backward pass runs.
+    """Hooks that hand the cotangents ``[1, *y]`` at uses to ``visit``, once all of a use have arrived.
 
-    Args:
-        uses: The uses to watch.
-        visit: Called with a use and the cotangents at its outputs ``[1, *y]``, as soon as all have arrived.
-        hooks: Hooks of the user that run in this pass, but not while visits differentiate.
+    ``hooks`` are those of the user that run in this pass, but not while visits differentiate.
     """
 
     def __init__(self, uses: Sequence[ReachedUse], visit: Visit, hooks: Hooks = NO_HOOKS) -> None:
@@ -67,27 +64,26 @@ class Watch:
         self._visiting = False
         self._thread, self._context = threading.get_ident(), contextvars.copy_context()
         self._handles = [
-            node.register_prehook(self._in_context(self._hook(use, index, output)))
+            node.register_prehook(self._hook(use, index, output))
             for use in uses
             for index, (node, output) in use.nodes.items()
         ]
 
-    def _in_context(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the hook with this thread's context variables: autograd has a thread for each accelerator."""
-
-        def run(*arguments: Any) -> Any:
-            if threading.get_ident() == self._thread:
-                return hook(*arguments)
-            return self._context.copy().run(hook, *arguments)
-
-        return run
-
     def _hook(self, use: ReachedUse, index: int, output: int) -> Callable[[Any], None]:
+        """Return a hook that notes a cotangent, with the context variables of the thread that watches.
+
+        Autograd has a thread for each accelerator.
+        """
+
         def note_cotangent(gradients: Sequence[Tensor | None]) -> None:
             if self._visiting:  # a visit pulls back through this very node
                 return
             cotangent = gradients[output]
-            self.note(use, index, None if cotangent is None else cotangent.unsqueeze(0))
+            cotangent = None if cotangent is None else cotangent.unsqueeze(0)
+            if threading.get_ident() == self._thread:
+                self.note(use, index, cotangent)
+            else:
+                self._context.copy().run(self.note, use, index, cotangent)
 
         return note_cotangent
 
@@ -128,15 +124,16 @@ def sweep(
 ) -> None:
     """Pull one column (or many) back from ``outputs`` to every use that it reaches.
 
+    The sweep ends at uses without a use upstream, and computes no gradient of a weight.
+
     Args:
         outputs: The edges where the seeds are fed in.
         seeds: One for each output; with a leading axis of columns ``[v, *f]`` if ``options.batched``.
-        uses: The uses to visit. The sweep ends at those without a use upstream, and computes no gradient of a
-            weight.
-        visit: Called as ``visit(use, cotangents)``; cotangents have a leading axis of columns.
+        uses: The uses to visit.
+        visit: Called with a use and its cotangents, which have a leading axis of columns.
         options: Options of the sweep.
     """
-    batched, create_graph = options.batched, options.create_graph
+    batched = options.batched
     calling = {use: _operands_of_called(use) for use in uses} if options.needs_inputs and not batched else {}
     watched = [] if batched else [use for use in uses if not use.is_end or calling.get(use)]
     ends = [
@@ -150,7 +147,7 @@ def sweep(
     watch = Watch(watched, visit)
     unmasking = unmasked(outputs) if options.unmasked else contextlib.nullcontext()
     complete = False
-    with torch.set_grad_enabled(create_graph), unmasking:
+    with torch.set_grad_enabled(options.create_graph), unmasking:
         try:
             if len(outputs) == 1 and not watched and all(edge[:2] == outputs[0][:2] for edge in wanted):
                 gradients = [seeds[0]] * len(wanted)  # the seeds are the cotangents
@@ -160,7 +157,7 @@ def sweep(
                     wanted,
                     seeds,
                     batched=batched,
-                    create_graph=create_graph,
+                    create_graph=options.create_graph,
                     retain_graph=not options.frees,
                 )
             for (use, index, _), cotangent in zip(ends, gradients[: len(ends)], strict=True):

@@ -1,4 +1,4 @@
-"""Terms of a loss that no sample enters: penalties on parameters, priors, entropies.
+"""Terms beside the recorded losses: those that no sample enters (penalties, priors, entropies), and all others.
 
 # NOTE [Terms without samples]
 A term that depends on no sample belongs to no sample: per-sample quantities and the GGN are those of the rest
@@ -12,16 +12,27 @@ there. It meets none if all of this holds; otherwise it stays missing:
   constant that shares memory with an input of a model is data.
 * It is added to the rest of the loss, both are scalars or lie behind a recorded loss, and all later functions
   are linear in the sum. A product with the loss, or a root of the sum, is no sum of two terms.
+
+# NOTE [Open paths]
+packprop locates samples, and checks that they are separate, from the places where a loss begins: the inputs of
+recorded losses. A term whose function packprop has not seen begins somewhere else: a loss called as a plain
+function, a penalty on a second output, on activations or on derivatives of the model. The check would miss uses
+that only such a term reaches. So packprop feeds samples in there as well, also if no loss was recorded: at the
+output of the model that the path meets first; or at the outputs of the first use, if that output is a scalar or
+there is none. Where the samples are there, only the rest of the graph shows. A loss of the user's own may also
+read tensors of the model that are none of its arguments: they are found in the same way, from the loss on, and
+count as arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from packprop.engine.functions.losses import LOSSES
 from packprop.engine.functions.nodes import PRODUCTS, made_by, name_of_node
 from packprop.engine.functions.operands import (
     ALIKE,
@@ -36,22 +47,18 @@ from packprop.engine.functions.operands import (
     is_linear,
     saved_constants,
 )
-from packprop.engine.graph.completeness import nested
+from packprop.engine.graph.completeness import shapes_of
 from packprop.engine.graph.graph import Graph
 from packprop.engine.graph.search import depth_first, leaves_above, nodes_above, upstream_of
-from packprop.engine.recording.marks import EXTENDED
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.sharding import named_wholes
 from packprop.engine.tensors.state import storage_of
 
 
 def settle_terms(graph: Graph, starts: Sequence[Node]) -> None:
-    """Find terms that no sample enters, and the parameters that they take; see NOTE [Terms without samples].
+    """Find terms that no sample enters; see NOTE [Terms without samples].
 
-    Args:
-        graph: The graph. Parameters and losses of such terms leave its ``missing`` and ``losses``; the terms
-            enter its ``terms``.
-        starts: The nodes of the roots.
+    Their parameters and losses leave the graph's ``missing`` and ``losses``; the terms enter its ``terms``.
     """
     found = _Terms(graph)
     found.look(starts)
@@ -69,34 +76,29 @@ def meets_samples_unseen(graph: Graph) -> bool:
 
 
 class _Terms:
-    """The nodes of a graph, sorted by what they depend on: samples, or parameters alone.
-
-    Args:
-        graph: The graph, with its uses and losses.
-    """
+    """The nodes of a graph, sorted by what they depend on: samples, or parameters alone."""
 
     def __init__(self, graph: Graph) -> None:
         self._use_at = {node: use for use in graph.uses for node in use.anchors}
         self._losses = {loss.node for loss in graph.losses}
         self._data_leaves = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
-        modules = {id(module): module for module in [*graph.modules, *EXTENDED]}.values()
+        modules = graph.known_modules
         own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         own += [*graph.leaves(), *(whole for module in modules for _, whole in named_wholes(module))]
         self._owned = {id(tensor) for tensor in own}
         if is_dry_run():  # tensors have no addresses, and packprop reads no constants
             own = []
-        self._data_storages: set[int] = {place for forward in graph.forwards for place in forward.storages}
-        if not is_dry_run():
-            self._data_storages -= {storage_of(tensor) for tensor in own}
+        inputs = {place for forward in graph.forwards for place in forward.storages}
+        self._data_storages = inputs - {storage_of(tensor) for tensor in own}
         self._known = {_place_of(tensor) for tensor in own}
         self._data: set[Node] = set()
         self._after_loss: set[Node] = set()
         self._parametric: set[Node] = set()
         self._bad: set[Node] = set()
         self._wide: set[Node] = set()
-        self._joins: list[tuple[Node, list[Node]]] = []
-        self._joins_above: dict[Node, int] = {}
-        self._spoilt = 0
+        self._joins: dict[Node, list[Node]] = {}
+        self._spoilers: list[Node] = []
+        """Nodes that some function is not linear in: no sum above them adds a term to the loss."""
         self._suspects: list[Node] = []
         self._strange = False
         """``True`` if some leaf is neither an input of a recorded call nor known to be a parameter."""
@@ -108,22 +110,14 @@ class _Terms:
         for node, done in depth_first(starts, self._upstream, {}):
             if done:
                 self._sort(node)
-        self._suspects += [
-            above
-            for place, (_, terms) in enumerate(self._joins)
-            if self._spoilt >> place & 1
-            for above in terms
-        ]
+        spoilt = {node for node, _ in depth_first(self._spoilers, self._upstream, {})}
+        for join in spoilt.intersection(self._joins):
+            self._suspects += self._joins.pop(join)
         self.free = self._parametric - set(nodes_above([*self._suspects, *self._bad]))
 
     def is_free_of_samples(self, node: Node) -> bool:
         """Tell whether a node takes a leaf as part of a term that no sample enters."""
-        if node in self.free:
-            return True
-        return any(
-            node is join and not self._spoilt >> place & 1 and all(each in self.free for each in terms)
-            for place, (join, terms) in enumerate(self._joins)
-        )
+        return node in self.free or (node in self._joins and self.free.issuperset(self._joins[node]))
 
     @property
     def has_suspects(self) -> bool:
@@ -134,7 +128,7 @@ class _Terms:
         """Return the edges where terms join the rest of the loss, and the roots that are such terms."""
         roots = [get_gradient_edge(root) for root in graph.roots if root.requires_grad]
         found = {(edge.node, edge.output_nr): edge for edge in roots if edge.node in self.free}
-        for join, _ in self._joins:
+        for join in self._joins:
             for above, output in join.next_functions:
                 if above is not None and above in self.free:
                     found[above, output] = GradientEdge(above, output)
@@ -150,8 +144,7 @@ class _Terms:
         leaf = getattr(node, "variable", None)
         if use is not None:
             self._data.add(node)
-            for above in self._upstream(node):
-                self._spoilt |= self._joins_above.get(above, 0)
+            self._spoilers += self._upstream(node)
         elif leaf is not None:
             if id(leaf) in self._data_leaves:
                 self._data.add(node)
@@ -173,31 +166,20 @@ class _Terms:
         self._data.add(node)
         if any(each in self._after_loss or each in self._losses for each in data.values()):
             self._after_loss.add(node)
-        joins = 0
-        for each in data.values():
-            joins |= self._joins_above.get(each, 0)
-        if joins and not is_linear(node, [*data, *terms]):
-            self._spoilt |= joins
+        if self._joins and not is_linear(node, [*data, *terms]):
+            self._spoilers += data.values()
         if terms:
-            if self._is_sum(node, list(data)):
-                joins |= 1 << len(self._joins)
-                self._joins.append((node, list(terms.values())))
+            # no sample has a share in a term that is added behind a loss, or to single numbers
+            is_sum = name_of_node(node) in SUMS
+            if is_sum and (node in self._after_loss or not any(_shape_at(node, place) for place in data)):
+                self._joins[node] = list(terms.values())
             else:
                 self._suspects += terms.values()
-        if joins:
-            self._joins_above[node] = joins
-
-    def _is_sum(self, node: Node, data: Sequence[int]) -> bool:
-        """Tell whether a node adds a term to values of samples, such that no sample has a share in the term."""
-        if name_of_node(node) not in SUMS:
-            return False
-        scalars = all(not _shape_at(node, place) for place in data)
-        return scalars or node in self._after_loss
 
     def _sort_term(self, node: Node, terms: Sequence[int]) -> None:
         """Sort a function of parameters, and perhaps of constants."""
         self._parametric.add(node)
-        name, shape = name_of_node(node), _shape_of(node)
+        name, shape = name_of_node(node), shapes_of(node)[0]
         above = [upstream for upstream, _ in node.next_functions]
         if any(above[place] in self._bad for place in terms) or not self._meets_no_samples(node, name, terms):
             self._bad.add(node)
@@ -216,23 +198,16 @@ class _Terms:
             return False
         if name in ENTRY_BY_ENTRY:
             operands = [place for place in terms if above[place] not in self._wide]
-            return any(name in ALIKE or _shape_at(node, place) == _shape_of(node) for place in operands)
+            return any(name in ALIKE or _shape_at(node, place) == shapes_of(node)[0] for place in operands)
         unknown = [tensor for tensor in constants if _place_of(tensor) not in self._known]
         if name in VECTORS:
             return all(tensor.dim() < 2 for tensor in unknown)
         if name in INDEXED:
-            return all(_is_mask(tensor, _shape_at(node, terms[0])) for tensor in unknown)
+            taken = _shape_at(node, terms[0])  # a mask of it brings no axis of its own
+            return all(each.dtype == torch.bool and each.shape == taken[: each.dim()] for each in unknown)
         if name in PRODUCTS:
             return not unknown and (name not in WITH_SUMMAND or 0 in terms)
         return False
-
-
-def _shape_of(node: Node) -> torch.Size:
-    """Return the shape of a node's first output."""
-    try:
-        return torch.Size(made_by(node)[0].shape)
-    except RuntimeError as error:  # PyTorch's message is about its internals
-        raise nested(f"{node.name()}, which the backward pass goes through") from error
 
 
 def _shape_at(node: Node, place: int) -> torch.Size:
@@ -253,14 +228,47 @@ def _constants_of(node: Node) -> list[Tensor] | None:
         return None
 
 
-def _is_mask(tensor: Tensor, shape: torch.Size) -> bool:
-    """Tell whether an index is a mask of the tensor that it selects from, and brings no axis of its own."""
-    return tensor.dtype == torch.bool and tensor.shape == shape[: tensor.dim()]
-
-
 def _place_of(tensor: Tensor) -> tuple[int, int] | None:
     """Return the address and number of a tensor's entries; ``None`` for tensors without an address."""
     try:
         return tensor.data_ptr(), tensor.numel()
     except (RuntimeError, NotImplementedError):
         return None
+
+
+def find_open_places(graph: Graph, starts: list[Node], neighbours: dict[Node, list[Node]]) -> None:
+    """Note on the graph where paths that pass no recorded loss meet the model; see NOTE [Open paths]."""
+    losses = {loss.node for loss in graph.losses}
+    met = _met(graph, starts, neighbours, losses)
+    for loss in graph.losses:
+        loss.is_open = met.pop((loss.call.edge.node, loss.call.edge.output_nr), None) is not None
+        if loss.call.function not in LOSSES:
+            arguments = {edge.node for edge in (loss.call.edge, *loss.others)}
+            loss.others += _met(graph, neighbours[loss.node], neighbours, arguments).values()
+    own = {edge.node for edge, *_ in graph.outputs}  # without losses, the outputs of the model are such places
+    if graph.losses or any(node in own for node, _ in met):
+        graph.open = [edge for (node, _), edge in met.items() if graph.losses or node not in own]
+
+
+def _met(
+    graph: Graph, starts: Iterable[Node], neighbours: dict[Node, list[Node]], ends: Container[Node]
+) -> dict[tuple[Node, int], GradientEdge]:
+    """Find the places where paths meet the model first, but for paths through ``ends``."""
+    met: dict[tuple[Node, int], GradientEdge] = {}
+    outputs = {edge.node: edge for edge, forward, shape in graph.outputs if forward.has_parameters and shape}
+    uses = {node: use for use in graph.uses for node, _ in use.nodes.values()}
+    stack = list(starts)
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if node in ends:
+            continue
+        if node in outputs:
+            met[node, outputs[node].output_nr] = outputs[node]
+        elif node in uses:
+            met.update({place: GradientEdge(*place) for place in uses[node].nodes.values()})
+        else:
+            above = [each for each in neighbours[node] if each not in seen]
+            seen.update(above)
+            stack += above
+    return met

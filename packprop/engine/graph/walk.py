@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.engine.functions.losses.read import LOSS_NODES, loss_of_node
+from packprop.engine.functions.losses.read import LOSS_NODES
 from packprop.engine.functions.nodes import (
     NORMALISATIONS,
     WITHOUT_DERIVATIVE,
@@ -24,78 +22,20 @@ from packprop.engine.functions.saved import keeps_elsewhere
 from packprop.engine.graph.completeness import (
     find_missing,
     freed,
-    is_owned,
     require_alive,
     require_derivatives,
     require_known_shards,
 )
 from packprop.engine.graph.graph import Graph, ReachedLoss, ReachedUse
 from packprop.engine.graph.hooks import hooks_on
-from packprop.engine.graph.open_paths import find_open_places
 from packprop.engine.graph.reading import Reading
 from packprop.engine.graph.reorderings import BY_ROWS, axes_reordered, is_opaque, own_options
-from packprop.engine.graph.search import depth_first, leaves_above, nodes_above
+from packprop.engine.graph.search import SAME_AS, Trail, depth_first, leaves_above, nodes_above
 from packprop.engine.graph.site import Site
-from packprop.engine.graph.terms import settle_terms
-from packprop.engine.recording.marks import EXTENDED, LOSS, OUTPUT, RecordedLoss, marks_of
-from packprop.engine.recording.unrecorded import REENTRANT, refused_reentrant
-from packprop.engine.tensors.state import version
+from packprop.engine.graph.terms import find_open_places, settle_terms
+from packprop.engine.recording.marks import EXTENDED, LOSS, OUTPUT, marks_of, unmarked_loss
+from packprop.engine.recording.unrecorded import NOT_REENTRANT, REENTRANT
 from packprop.errors import PackpropError
-
-SAME_AS = {"ReshapeAliasBackward0": "ViewBackward0"}
-"""Nodes that have another name while a pass is traced."""
-
-
-@dataclass
-class _Trail:
-    """The notes that the walk takes on its way.
-
-    Args:
-        neighbours: The upstream neighbours of each node; for a use, those that lead to data.
-        order: Nodes, each after all that lie upstream of it.
-        names: Names of nodes.
-        places: The number of each node, in the order in which they were met.
-        inputs: What each node takes: the node that made it, and the number of the output.
-        options: Options of nodes.
-        extents: Extents that they have saved.
-        leaves: The nodes of leaves, with these.
-        consumed: Leaves, each with a node that takes it.
-        cut: Nodes of functions without a derivative.
-    """
-
-    neighbours: dict[Node, list[Node]] = field(default_factory=dict)
-    order: list[Node] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    places: dict[Node, int] = field(default_factory=dict)
-    inputs: dict[Node, Any] = field(default_factory=dict)
-    options: list[Any] = field(default_factory=list)
-    extents: list[Any] = field(default_factory=list)
-    leaves: dict[Node, Tensor] = field(default_factory=dict)
-    consumed: list[tuple[Tensor, Node]] = field(default_factory=list)
-    cut: list[Node] = field(default_factory=list)
-
-    @functools.cached_property
-    def edges(self) -> tuple[tuple[int, int], ...]:
-        """The node, by number, and the output that each input of each node comes from; known after the walk."""
-        return tuple(
-            (-1 if above is None else self.places.get(above, -1), output)
-            for node in self.places
-            for above, output in self.inputs[node]
-        )
-
-    def structure(self) -> int:
-        """Return a number that is equal for graphs of the same nodes, edges and shapes."""
-        return hash((tuple(self.names), self.edges, self._shapes()))
-
-    def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of first outputs; empty for tensors without one."""
-        found = []
-        for node in self.places:
-            try:
-                found.append(tuple(made_by(node)[0].shape) if node.next_functions else ())
-            except RuntimeError:  # of nested tensors
-                found.append(())
-        return tuple(found)
 
 
 def walk(
@@ -124,7 +64,7 @@ def walk(
     _drop_inner_outputs(graph)
     _read_uses(graph, trail, wanted)
     _note_order(graph, trail)
-    require_derivatives(graph, trail.cut)
+    require_derivatives(graph, [node for node, name in trail.names.items() if name == WITHOUT_DERIVATIVE])
     find_missing(graph, trail.consumed, wanted)
     graph.consumed = bool(trail.consumed)
     if graph.missing or (trail.consumed and graph.losses):
@@ -132,14 +72,13 @@ def walk(
     find_open_places(graph, starts, trail.neighbours)
     losses = {loss.node for loss in graph.losses}
     without_loss = set(nodes_above((start for start in starts if start not in losses), losses))
-    graph.without_loss = [
-        graph.label(use) for use in graph.uses if any(node in without_loss for node in use.anchors)
-    ]
-    _mark_ends(graph, trail)
+    graph.without_loss = [graph.label(use) for use in graph.uses if not without_loss.isdisjoint(use.anchors)]
+    below = trail.below(node for use in graph.uses for node in use.anchors)
     times = Counter(id(site.leaf) for use in graph.uses for site in use.sites)
     for use in graph.uses:
+        use.is_end = below.isdisjoint(use.anchors)
         tied = any(times[id(site.leaf)] > 1 for site in use.sites)
-        use.recomputed = any(keeps_elsewhere(node) for node, _ in use.nodes.values())
+        use.recomputed = any(map(keeps_elsewhere, use.anchors))
         use.waits = tied or use.recomputed
     tensors = [*roots, *(loss.call.input for loss in graph.losses), *graph.leaves()]
     graph.hooks = hooks_on(trail.order, tensors)
@@ -149,9 +88,9 @@ def walk(
     return graph
 
 
-def _follow(graph: Graph, starts: list[Node]) -> _Trail:
+def _follow(graph: Graph, starts: list[Node]) -> Trail:
     """Visit each node once; note marked losses and outputs, and layers that mix samples."""
-    trail = _Trail()
+    trail = Trail()
 
     def upstream(node: Node) -> list[Node]:
         trail.inputs[node] = node.next_functions
@@ -162,18 +101,25 @@ def _follow(graph: Graph, starts: list[Node]) -> _Trail:
             trail.order.append(node)
             continue
         name, marks = node.name(), marks_of(node)
-        trail.places[node] = len(trail.names)
-        trail.names.append(SAME_AS.get(name, name))
+        trail.places[node] = len(trail.places)
+        trail.names[node] = SAME_AS.get(name, name)
         trail.options += options_of(node)
         trail.extents += extents_of(node)
-        if marks:
-            _note_marks(graph, node, marks)
+        if LOSS in marks:
+            call, output = marks[LOSS]
+            graph.losses.append(ReachedLoss(call, node, output))
+        if OUTPUT in marks:
+            forward, output, shape = marks[OUTPUT]
+            graph.outputs.append((GradientEdge(node, output), forward, shape))
         if name == REENTRANT:
-            raise refused_reentrant()
+            raise PackpropError(
+                "A quantity beyond the gradient was asked for.",
+                "a part of the model inside torch.utils.checkpoint",
+                "a reentrant checkpoint hides its layers from autograd's graph",
+                NOT_REENTRANT,
+            )
         if short_name(name) in NORMALISATIONS and _takes_statistics(node):
             graph.mixers.append(_layer_of(graph, node))
-        if name == WITHOUT_DERIVATIVE:
-            trail.cut.append(node)
         if not trail.neighbours[node] and (leaf := getattr(node, "variable", None)) is not None:
             trail.leaves[node] = leaf
     taken = [(each, node) for node in trail.places for each in trail.neighbours[node] if each in trail.leaves]
@@ -182,18 +128,9 @@ def _follow(graph: Graph, starts: list[Node]) -> _Trail:
     return trail
 
 
-def _note_marks(graph: Graph, node: Node, marks: dict[str, Any]) -> None:
-    if LOSS in marks:
-        call, output = marks[LOSS]
-        graph.losses.append(ReachedLoss(call, node, output))
-    if OUTPUT in marks:
-        forward, output, shape = marks[OUTPUT]
-        graph.outputs.append((GradientEdge(node, output), forward, shape))
-
-
-def _note_order(graph: Graph, trail: _Trail) -> None:
+def _note_order(graph: Graph, trail: Trail) -> None:
     """Note where data decide on the order of rows, except for rows of parameters such as tables."""
-    parameters = set() if graph.reading is None else graph.reading.made_of_parameters
+    parameters = graph.reading.made_of_parameters if graph.reading else ()
     reordered: set[Node] = set()
     losses = {loss.node for loss in graph.losses}
     for node in trail.order:
@@ -215,19 +152,17 @@ def _note_order(graph: Graph, trail: _Trail) -> None:
         use.reordered = not reordered.isdisjoint(use.anchors)
 
 
-def _read_losses(graph: Graph, trail: _Trail) -> None:
+def _read_losses(graph: Graph, trail: Trail) -> None:
     """Find the losses without marks, from their nodes."""
     inside: set[Node] = set()
     for loss in graph.losses:
         inside.update(nodes_above([loss.node], [loss.call.edge.node]))
-    named = zip(trail.places, trail.names, strict=True)
     try:
-        for node in [node for node, name in named if short_name(name) in LOSS_NODES and node not in inside]:
-            read = loss_of_node(node)
-            if read is not None:
-                given = read[1][0]
-                call = RecordedLoss(*read, given.shape, version(given))
-                graph.losses.append(ReachedLoss(call, node, 0))
+        for node, name in trail.names.items():
+            if short_name(name) in LOSS_NODES and node not in inside:
+                call = unmarked_loss(node)
+                if call is not None:
+                    graph.losses.append(ReachedLoss(call, node, 0))
     except RuntimeError as error:
         raise freed("the first pass freed the graph, and what the loss was given") from error
 
@@ -240,7 +175,7 @@ def _drop_inner_outputs(graph: Graph) -> None:
         graph.outputs = [each for each in graph.outputs if id(each[1].module()) not in parts]
 
 
-def _read_uses(graph: Graph, trail: _Trail, wanted: Sequence[Tensor] | None) -> None:
+def _read_uses(graph: Graph, trail: Trail, wanted: Sequence[Tensor] | None) -> None:
     """Read the uses off the graph; see NOTE [Uses in the graph]."""
     leaves = _parameters(graph, trail)
     if not leaves:
@@ -271,31 +206,35 @@ def _read_uses(graph: Graph, trail: _Trail, wanted: Sequence[Tensor] | None) -> 
             loss.others.append(edge)
 
 
-def _sorted(graph: Graph, trail: _Trail, leaves: dict[int, Tensor], others: list[Node]) -> Reading:
+def _sorted(graph: Graph, trail: Trail, leaves: dict[int, Tensor], others: list[Node]) -> Reading:
     """Return the sorted nodes; ``others`` made arguments of losses beside their inputs."""
     ends = [loss.call.edge.node for loss in graph.losses] + others
     ends += [edge.node for edge, forward, _ in graph.outputs if forward.has_parameters]
-    after = {loss.node for loss in graph.losses}
-    for node in trail.order:
-        if not after.isdisjoint(trail.neighbours[node]):
-            after.add(node)
-    reading = Reading(graph, trail.leaves, trail.inputs, trail.places, leaves, trail.structure)
-    reading.sort(set(nodes_above(ends)), after)
+    losses = {loss.node for loss in graph.losses}
+    reading = Reading(graph, trail, leaves, set(nodes_above(ends)))
+    reading.sort(losses | trail.below(losses))
     return reading
 
 
-def _parameters(graph: Graph, trail: _Trail) -> dict[int, Tensor]:
+def _parameters(graph: Graph, trail: Trail) -> dict[int, Tensor]:
     """Return the leaves that count as parameters, by identity.
 
     Other tensors that require gradients are data, unless they replace all parameters, as in
     ``torch.func.functional_call``.
     """
     leaves = {id(leaf): leaf for leaf, _ in trail.consumed}
-    own = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, nn.Parameter) or is_owned(leaf)}
+    own = {key: leaf for key, leaf in leaves.items() if _is_parameter(leaf)}
     if own:
         return own
     given = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
     return {key: leaf for key, leaf in leaves.items() if key not in given}
+
+
+def _is_parameter(leaf: Tensor) -> bool:
+    """Tell whether a leaf is a parameter, by its class or because it belongs to an extended module."""
+    if isinstance(leaf, nn.Parameter):
+        return True
+    return any(leaf is parameter for module in EXTENDED for parameter in module.parameters())
 
 
 def _takes_statistics(node: Any) -> bool:
@@ -306,23 +245,11 @@ def _takes_statistics(node: Any) -> bool:
 def _layer_of(graph: Graph, node: Node) -> str:
     """Return the words for a layer in messages, from the parameters that enter its node."""
     leaves = set(map(id, leaves_above(above for above, _ in node.next_functions[1:])))
-    for module in [*graph.modules, *EXTENDED]:
+    for module in graph.known_modules:
         for path, child in module.named_modules():
             if any(id(parameter) in leaves for parameter in child.parameters(recurse=False)):
                 return f"{path!r} ({type(child).__name__})" if path else type(child).__name__
     return "batch_norm"
-
-
-def _mark_ends(graph: Graph, trail: _Trail) -> None:
-    """Mark the uses without a use upstream."""
-    from_here = {node for use in graph.uses for node in use.anchors}
-    below: set[Node] = set()
-    for node in trail.order:
-        if not from_here.isdisjoint(trail.neighbours[node]):
-            below.add(node)
-            from_here.add(node)
-    for use in graph.uses:
-        use.is_end = below.isdisjoint(use.anchors)
 
 
 def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None) -> None:
@@ -340,13 +267,15 @@ def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None) -> None:
             )
 
 
-def _structure(graph: Graph, trail: _Trail) -> int:
+def _structure(graph: Graph, trail: Trail) -> int:
     """Return a number that is equal for passes of equal structure, of any extents."""
     functions = tuple((loss.call.function, loss.call.documents is None) for loss in graph.losses)
-    return hash((tuple(trail.names), tuple(trail.options), tuple(use.name for use in graph.uses), functions))
+    return hash(
+        (tuple(trail.names.values()), tuple(trail.options), tuple(use.name for use in graph.uses), functions)
+    )
 
 
-def _signature(graph: Graph, trail: _Trail) -> int:
+def _signature(graph: Graph, trail: Trail) -> int:
     """Return a number that is equal for passes of equal structure, shapes and options."""
     uses = tuple((use.name, tuple(use.shapes)) for use in graph.uses)
     losses = tuple(
@@ -357,5 +286,5 @@ def _signature(graph: Graph, trail: _Trail) -> int:
     places = [*graph.open, *(edge for loss in graph.losses for edge in loss.others)]
     met = tuple(tuple(made_by(edge.node)[edge.output_nr].shape) for edge in places)
     open_paths = met, tuple(loss.is_open for loss in graph.losses)
-    named = tuple(trail.names), tuple(trail.options), tuple(trail.extents), trail.edges
+    named = tuple(trail.names.values()), tuple(trail.options), tuple(trail.extents), trail.edges
     return hash((named, uses, losses, declared, open_paths, bool(graph.without_loss)))

@@ -12,7 +12,6 @@ from packprop.engine.algebra.statistics import forms_rows
 from packprop.engine.curvature.double_backward import term_gradients
 from packprop.engine.graph.graph import ReachedUse
 from packprop.engine.graph.hooks import refusing_changed_sums
-from packprop.engine.graph.restriction import split_leaves
 from packprop.engine.graph.site import Site
 from packprop.engine.graph.sweep import SweepOptions, Watch, sweep
 from packprop.engine.passes.accumulator import Accumulator
@@ -129,7 +128,7 @@ class GradientPass:
         """Raise if a tensor requires gradients, and is no parameter of a use or of a term without samples."""
         graph = self._request.graph
         leaves = graph.leaves()
-        _, others = split_leaves(graph, leaves)
+        _, others = graph.split_leaves(leaves)
         known = {id(leaf) for leaf in leaves} | set(graph.in_terms)
         unknown = [leaf for leaf in others if id(leaf) not in known]
         if unknown:
@@ -237,7 +236,7 @@ def summed_leaves(
         if any(_is_worth_summing(request, use, site, statistics) for site in use.sites):
             # with the bias: autograd computes the gradients of weight and bias in one function
             chosen |= {id(s.leaf): s.leaf for s in use.sites if s.direct and s.leaf.is_leaf}
-    return split_leaves(graph, list(chosen.values())) if chosen else ([], [])
+    return graph.split_leaves(list(chosen.values())) if chosen else ([], [])
 
 
 def _is_worth_summing(

@@ -47,11 +47,9 @@ class OwnMode(TorchFunctionMode):
 
 @dataclass
 class Absence:
-    """A call of a module during which the modes are off.
+    """A call of a module, in a Python frame, during which the modes are off.
 
     Args:
-        module: The module.
-        owner: The Python frame of the call.
         modes: The modes that were taken off, the outermost first.
         depth: How many calls of the module are running, one inside the other.
     """
@@ -112,10 +110,7 @@ def is_running(owner: FrameType) -> bool:
 
 
 def _modes_in_force() -> list[Any]:
-    """The torch-function modes of this thread, the outermost first.
-
-    Asks a private function: nothing public tells whose modes are in force.
-    """
+    """The torch-function modes of this thread, the outermost first: no public function tells whose they are."""
     return list(torch.overrides._get_current_function_mode_stack())
 
 

@@ -23,10 +23,11 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from packprop.engine.functions.losses.description import input_of
+from packprop.engine.functions.losses.read import loss_of_node
 from packprop.engine.tensors.dry import TensorSpec, is_dry_run
 from packprop.engine.tensors.hooks import dictionary_of
 from packprop.engine.tensors.nesting import map_tensors, tensors_of_call
-from packprop.engine.tensors.state import storage_of
+from packprop.engine.tensors.state import storage_of, version
 
 LOSS, OUTPUT, HOOKS, RETAINS = (f"packprop.{mark}" for mark in ("loss", "output", "hooks", "retains"))
 """Keys of the marks in the ``metadata`` of a node."""
@@ -77,7 +78,6 @@ class ForwardCall:
         module: The module that was called, or nothing.
         declared: The axis of what the loss takes that was declared to hold the samples, if one was.
         args: What went in, tensors without their data.
-        kwargs: What went in by name.
         leaves: Inputs that are leaves and require gradients: they are data, not parameters.
         storages: Where the memory of the inputs begins.
     """
@@ -114,9 +114,7 @@ class RecordedLoss:
     """One call of a loss function, left on the node that it made.
 
     Args:
-        edge: Where its input came from.
-        shape: Shape of its input.
-        version: Version of its input when it was called.
+        edge: That of its input, which had this ``shape`` and ``version`` when it was called.
         held: Whether the arguments are kept although a backward pass frees the graph.
         released: Whether the arguments were dropped.
         without_input: Whether numbers that are not there took the place of the input, to save its memory.
@@ -166,6 +164,12 @@ class RecordedLoss:
             self.args, self.kwargs, self.released = (), {}, True
 
 
+def unmarked_loss(node: Node) -> RecordedLoss | None:
+    """Return the loss that a node tells without a mark, if its input has an edge."""
+    read = loss_of_node(node)
+    return None if read is None else RecordedLoss(*read, read[1][0].shape, version(read[1][0]))
+
+
 def marks_of(node: Node) -> dict[str, Any]:
     """The dictionary of marks of a node (torch types this property as a method)."""
     marks: dict[str, Any] = node.metadata  # type: ignore[assignment]  # a property
@@ -213,9 +217,8 @@ def nodes_above(nodes: Iterable[Node | None], ends: Iterable[Node | None] = ()) 
 def graph_is_kept() -> bool:
     """Tell whether the running backward pass retains the graph.
 
-    The engine's own answer is private, and is asked for here alone. No public function says whether what a node
-    saved will be freed, and holding inputs longer than autograd does would double the memory of a loop that
-    still holds its last loss.
+    No public function does. Holding inputs longer than autograd would double the memory of a loop that still
+    holds its last loss.
     """
     return bool(_keep_graph())
 

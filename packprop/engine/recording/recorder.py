@@ -108,15 +108,9 @@ def mark_loss(
     declared: int | None = None,
     documents: Tensor | None = None,
 ) -> None:
-    """Leave a loss on the node that it made, if its input is part of a graph.
+    """Leave a loss, which returned ``out``, on the node that it made, if its input is part of a graph.
 
-    Args:
-        function: The loss function.
-        args: What it was given.
-        kwargs: What it was given by name.
-        out: What it returned.
-        declared: The axis of its input that holds the samples, if that was declared.
-        documents: The document of each position of its input, if that was declared.
+    ``declared`` and ``documents`` are those of ``RecordedLoss``.
     """
     args, kwargs = output_first(function, args, kwargs)
     given = input_of(function, args, kwargs)

@@ -135,9 +135,7 @@ def _remove_hooks(module: nn.Module, *names: str) -> None:
 def extended(*models: Any, walks: Walks | None = None) -> Iterator[None]:
     """Extend models and loss modules inside, and leave their modules as they were; pass over anything else.
 
-    Args:
-        models: What to extend.
-        walks: What passes leave for later ones, kept by a caller that extends one model again and again.
+    ``walks`` is what passes leave for later ones, kept by a caller that extends one model again and again.
     """
     with contextlib.ExitStack() as stack:
         for model in models:
@@ -299,11 +297,7 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
 
 
 def _check_sample_axis(asked: str, declared: Any) -> None:
-    """Refuse a declaration that is no axis.
-
-    Raises:
-        BadInput: A ``ValueError``.
-    """
+    """Refuse a declaration that is no axis."""
     if type(declared) is not int:
         raise BadInput(
             asked,
@@ -315,11 +309,7 @@ def _check_sample_axis(asked: str, declared: Any) -> None:
 
 
 def _check_documents(declared: Any) -> None:
-    """Refuse a declaration that does not give each position a document.
-
-    Raises:
-        BadInput: A ``ValueError``.
-    """
+    """Refuse a declaration that does not give each position a document."""
     what = type(declared).__name__
     if isinstance(declared, Tensor):
         whole = declared.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

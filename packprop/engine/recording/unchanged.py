@@ -18,12 +18,8 @@ from packprop.errors import BadInput
 def unchanged(model: nn.Module, asked: str) -> Iterator[None]:
     """Extend a model inside; afterwards put back its buffers, its attributes and the random state.
 
-    Args:
-        model: Any module.
-        asked: What the user asked for, for messages.
-
     Raises:
-        BadInput: If it is no module, or not initialised.
+        BadInput: With the request ``asked``, if it is no module, or not initialised.
     """
     if not isinstance(model, nn.Module):
         extend(model)  # raises, and says what is wrong

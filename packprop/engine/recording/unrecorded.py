@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch.autograd.graph import Node
 
-from packprop.errors import PackpropError, PackpropWarning
+from packprop.errors import PackpropWarning
 
 UNCOMPILED = "call the model without torch.compile (the module itself: compiled_model._orig_mod)"
 """The advice in messages."""
@@ -59,23 +59,3 @@ def warn_of_compiled() -> None:
             PackpropWarning,
             stacklevel=2,
         )
-
-
-def refused_compiled(what: str) -> PackpropError:
-    """The error for a pass that would have to go through a compiled region."""
-    return PackpropError(
-        "A quantity beyond the gradient was asked for.",
-        what,
-        "it is used in what torch.compile compiled, and compiled regions are not recorded",
-        UNCOMPILED,
-    )
-
-
-def refused_reentrant() -> PackpropError:
-    """The error for a reentrant checkpoint, of which the graph has a single node."""
-    return PackpropError(
-        "A quantity beyond the gradient was asked for.",
-        "a part of the model inside torch.utils.checkpoint",
-        "a reentrant checkpoint hides its layers from autograd's graph",
-        NOT_REENTRANT,
-    )

@@ -18,17 +18,16 @@ from packprop.engine.tensors.precision import accumulation_dtype
 
 UNMASKED = SweepOptions(needs_inputs=False, unmasked=True)
 
-
 Fitting = dict[ReachedUse, list[list[Layout]]]
 """Ways in which each output of a use may hold the samples, the usual one first."""
 
 
-Place = tuple[ReachedUse, int, Layout]
+Candidate = tuple[ReachedUse, int, Layout]
 """A use, one of its outputs by number, and a way in which that may hold samples."""
 
 
-Sizes = dict[Place, Tensor]
-"""The size of the rows of each sample ``[n]`` at a place."""
+Sizes = dict[Candidate, Tensor]
+"""The size of the rows of each sample ``[n]``."""
 
 
 def first_of(fitting: Fitting) -> list[list[Layout]]:
@@ -41,11 +40,7 @@ class ModelOutput:
     """An output of the model where samples can be fed in.
 
     Args:
-        edge: Where it came from.
-        shape: Its shape.
-        dtype: Its type.
-        device: Its device.
-        loss: What is known of the loss that took it.
+        loss: The known facts about the loss that took it.
         decides: Whether its extent says how many samples there may be.
         beside: The number of the output that a loss takes it with, as its target, if that is known.
     """
@@ -92,13 +87,7 @@ def model_outputs(graph: Graph) -> list[ModelOutput]:
 
 @dataclass(frozen=True)
 class Feed:
-    """Places where samples are fed in, and the uses that sweeps go to from there.
-
-    Args:
-        outputs: The model's outputs.
-        layouts: The place of the samples in each.
-        uses: The uses.
-    """
+    """Places where samples are fed in, with the layout of each, and the uses that sweeps go to from there."""
 
     outputs: Sequence[ModelOutput]
     layouts: Sequence[Layout]
@@ -122,7 +111,7 @@ class Feed:
         return self.by_sample([each.ones() for each in self.outputs], factors)
 
     def by_sample(self, given: Sequence[Tensor], factors: Tensor) -> list[Tensor]:
-        """Numbers for each output, those of each sample times a factor of its own ``[n]``."""
+        """Copies of numbers for each output, scaled like ``scale``."""
         made = [numbers.clone() for numbers in given]
         self.scale(made, factors)
         return made
@@ -149,6 +138,14 @@ class Feed:
 
         sweep(self.edges, seeds, self.uses, visit, options)
         return sizes
+
+    def sizes_of_nan(self, fed: Tensor, fitting: Fitting) -> Sizes | None:
+        """Sweep NaN for some samples ``[n]`` and zeros for the others; ``None`` if a function refuses NaN."""
+        try:
+            with torch.autograd.set_detect_anomaly(False):
+                return self.sizes(self.ones(torch.where(fed, torch.nan, 0.0)), fitting, UNMASKED)
+        except Exception:  # the user's function may raise anything
+            return None
 
 
 def sizes_of(rows: Tensor) -> Tensor:

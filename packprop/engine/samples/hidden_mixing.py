@@ -2,24 +2,23 @@
 
 # NOTE [Hidden mixing]
 A gate that is zero keeps samples apart that are mixed in the next step, when it is not. Numbers do not show
-that: ``0 * x`` is zero. But ``0 * nan`` is NaN. So NaN is fed in at the loss in the rows of some samples, and
-zeros in the others: what comes back as NaN depends on those samples for some values of all that multiplies it.
-Functions that drop entries by their values (a rectifier, ``where``) would hide NaN, too; for these sweeps they
-pass on every entry, and those that select some (a maximum along an axis, a pool) pass on to all of them. If no
-row of another sample comes back as NaN, the samples are separate by what the functions are, and this is kept
-for passes of the same functions, options and shapes. Nothing is kept where a node does not show what its
-function computes (``is_opaque``). Each sample is fed NaN in half of the sweeps, no two in the same ones, so
-that any sample is fed once without any other: k sweeps are enough for as many samples as there are ways to
-choose k / 2 of k (Sperner 1928), 4 sweeps for 6 samples, 7 for 32, 10 for 128. At other shapes of functions and
-options that were looked at, two random halves are enough. What is left are indices that the model computes from
-values.
+that: ``0 * x`` is zero. But ``0 * nan`` is NaN. So packprop feeds NaN in at the loss in the rows of some
+samples, and zeros in the others: what comes back as NaN depends on those samples for some values of all that
+multiplies it. Functions that drop entries by their values (a rectifier, ``where``, a maximum along an axis, a
+pool) would hide NaN, too; in these sweeps they pass on to every entry that they might have taken. If no row of
+another sample comes back as NaN, the samples are separate by what the functions are. packprop keeps this for
+passes of the same functions, options and shapes, unless a node does not show what its function computes
+(``is_opaque``). Each sample is fed NaN in half of the sweeps, no two in the same ones, so that any sample is
+fed once without any other: k sweeps are enough for as many samples as there are ways to choose k / 2 of k
+(Sperner 1928), 4 sweeps for 6 samples, 7 for 32, 10 for 128. At other shapes of functions and options that were
+looked at, two random halves are enough. What is left are indices that the model computes from values.
 
 If NaN comes back in another sample's row, values keep the samples apart, and every pass is fed random numbers.
-Where it is a trainable parameter that hides the mixing, the pass is refused: the parameter's own gradient for
-one sample is made of others. This is so if the numbers in other samples' rows, which are zero, have a
-derivative in it; where a function on the way has no second derivative, if other numbers come back while zeros
-of the parameter are changed. That costs several times the pass: it is done in the first one, again when a
-buffer or a frozen parameter has changed, and in the 2nd, 4th, 8th pass and so on, for what data alone hide.
+Where a trainable parameter hides the mixing, the pass is refused: the parameter's own gradient for one sample
+is made of others. This is so if the numbers in other samples' rows, which are zero, have a derivative in it;
+where a function on the way has no second derivative, if other numbers come back while zeros of the parameter
+are changed. That costs several times the pass: it is done in the first one, again when a buffer or a frozen
+parameter has changed, and in the 2nd, 4th, 8th pass and so on, for what data alone hide.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from packprop.engine.graph.graph import Graph, ReachedUse
 from packprop.engine.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
-from packprop.engine.samples.feeding import UNMASKED, Feed, Fitting
+from packprop.engine.samples.feeding import Feed, Fitting
 from packprop.engine.tensors.state import version
 
 _DIFFERENTIABLE = SweepOptions(needs_inputs=False, create_graph=True)
@@ -64,30 +63,19 @@ class Look:
 
 def constants_of(graph: Graph) -> list[tuple[int, int, int]]:
     """Buffers and frozen parameters: their identities, versions and places in memory."""
-    tensors = [
-        tensor
+    return [
+        (id(tensor), version(tensor), tensor.data_ptr())
         for module in graph.modules
         for tensor in (*module.buffers(), *module.parameters())
-        if not tensor.requires_grad
-    ]
-    return [
-        (id(tensor), version(tensor), tensor.data_ptr()) for tensor in tensors if tensor.layout is torch.strided
+        if not tensor.requires_grad and tensor.layout is torch.strided
     ]
 
 
 def parts(samples: int, every: bool) -> list[Tensor]:
-    """Some samples for each sweep ``[n]``.
-
-    Args:
-        samples: Number of samples.
-        every: Whether any sample shall be among them once without any other; else two random halves will do.
-    """
+    """Some samples for each sweep ``[n]``: two random halves, or ``every`` sample once without any other."""
     if not every:
-        half = (
-            torch.randperm(samples, generator=torch.Generator().manual_seed(samples), device="cpu")
-            < samples // 2
-        )
-        return [half, ~half]
+        order = torch.randperm(samples, generator=torch.Generator().manual_seed(samples), device="cpu")
+        return [order < samples // 2, order >= samples // 2]
     sweeps = 2
     while math.comb(sweeps, sweeps // 2) < samples:
         sweeps += 1
@@ -107,20 +95,15 @@ def dependence(feed: Feed, samples: int, fitting: Fitting, every: bool) -> tuple
         every: Whether any two samples are told apart.
 
     Returns:
-        Layouts for the outputs of each use that keep the samples apart: for all values if there are any, else
-        for those of this pass; whether the values of this pass keep the samples apart at some use; and whether
-        they keep them apart for all values, as far as NaN came back at every use.
+        The layouts that keep the samples apart for all values, or if there are none, in this pass; whether only
+        the values of this pass do so at some use; and whether all do, as far as NaN came back at every use.
     """
     lasting = {use: [list(layouts) for layouts in places] for use, places in fitting.items()}
     reached: set[ReachedUse] = set()
     for fed in parts(samples, every):
-        seeds = feed.ones(torch.where(fed, torch.nan, 0.0))
-        try:
-            with torch.autograd.set_detect_anomaly(False):
-                sizes = feed.sizes(seeds, lasting, UNMASKED)
-        except Exception:  # a user's function that refuses NaN
+        sizes = feed.sizes_of_nan(fed, lasting)
+        if sizes is None:
             return fitting, True, False
-        del seeds  # before the next ones are made: they are as large as what the losses were given
         for (use, index, layout), rows in sizes.items():
             if bool(rows[fed].isnan().any()):
                 reached.add(use)
@@ -138,11 +121,9 @@ def dependence(feed: Feed, samples: int, fitting: Fitting, every: bool) -> tuple
 def find_hidden(
     graph: Graph, feed: Feed, samples: int, fitting: Fitting
 ) -> tuple[ReachedUse, Tensor | None] | None:
-    """A use where samples are mixed although random numbers came back apart.
+    """A use where samples are mixed although random numbers came back apart, and the leaf that hides it.
 
-    Returns:
-        The use, and the trainable leaf that hides the mixing, if one does; ``None`` if samples are not mixed
-        for any values of the leaves near to theirs.
+    No leaf if none does; ``None`` if samples are not mixed for any values of the leaves near to theirs.
     """
     generator = torch.Generator().manual_seed(samples)
     noise = feed.noise()
@@ -210,7 +191,6 @@ def _leaf_that_moves(leak: Tensor, leaves: Sequence[Tensor], generator: torch.Ge
     """The first leaf that numbers, which are zero, have a derivative in."""
     weights = torch.randn(leak.shape, generator=generator, device="cpu").to(leak.device, leak.dtype)
     slopes = torch.autograd.grad(leak, leaves, weights, retain_graph=True, allow_unused=True)
-    for leaf, slope in zip(leaves, slopes, strict=True):
-        if slope is not None and bool((slope.nan_to_num(0.0, 0.0, 0.0) != 0).any()):
-            return leaf
-    return None
+    pairs = zip(leaves, slopes, strict=True)
+    moving = (leaf for leaf, slope in pairs if slope is not None and slope.nan_to_num(0.0, 0.0, 0.0).any())
+    return next(moving, None)

@@ -22,15 +22,13 @@ from packprop.engine.graph.completeness import (
     require_separable,
 )
 from packprop.engine.graph.graph import WHOLE, Graph, ReachedUse
-from packprop.engine.graph.kept_walk import KeptWalk, may_be_kept
-from packprop.engine.graph.outline import Outline
+from packprop.engine.graph.kept_walk import KeptWalk, Outline, may_be_kept
 from packprop.engine.graph.own_backward import require_linear_backward, require_no_nested_backward, starts_of
 from packprop.engine.recording.marks import HANDLES
-from packprop.engine.samples.documents import without_plan
 from packprop.engine.samples.feeding import Feed, first_of, model_outputs
 from packprop.engine.samples.hidden_mixing import Look, constants_of, dependence, find_hidden
 from packprop.engine.samples.loss_mixing import require_separate_losses
-from packprop.engine.samples.loss_rows import declaration, locate_rows, require_samples
+from packprop.engine.samples.loss_rows import declaration, locate_rows, require_samples, without_plan
 from packprop.engine.samples.separation import admitted_layouts, places_at, separate
 from packprop.engine.samples.tracing import PICKS
 from packprop.engine.tensors.dry import is_dry_run
@@ -55,8 +53,8 @@ class _SampleLocations:
     """The places where the tensors of a pass hold the samples.
 
     Args:
-        samples: Number of samples.
-        sources: Layouts where samples are fed in: where ``model_outputs`` says.
+        samples: Their number.
+        sources: Layouts of the places that ``model_outputs`` returns.
         uses: Layouts at the outputs of each use.
         is_lasting: Whether they hold for every later pass of the same structure.
     """
@@ -69,14 +67,14 @@ class _SampleLocations:
 
 @dataclass
 class _Memory:
-    """The findings of earlier passes.
+    """The findings of earlier passes, by their signatures.
 
     Args:
-        locations: Where the samples are, by the signature of the pass, where this holds for all values.
-        examined: Signatures of passes that were looked at for mixing that values hide: there is none.
-        looks: By signature, when passes whose values keep the samples apart are looked at again.
+        locations: Where the samples are, if this holds for all values.
+        examined: Those that were looked at for mixing that values hide: there is none.
+        looks: When passes whose values keep the samples apart are looked at again.
         structures: Structures that were looked at so, at some shapes, for any two samples.
-        separate_losses: Signatures of passes whose losses are sums over samples for all values.
+        separate_losses: Those whose losses are sums over samples for all values.
     """
 
     locations: dict[int, _SampleLocations] = field(default_factory=dict)
@@ -121,27 +119,23 @@ def check_graph(graph: Graph, of_samples: bool = True) -> None:
     require_complete(graph)
     if not (is_dry_run() or is_traced()):
         require_data(graph)
-    if graph.leaves() and of_samples:
-        locate_samples(graph)
-    elif not of_samples:
+    if of_samples:
+        if graph.leaves():
+            _locate_samples(graph)
+    else:
         graph.samples = 1
         for use in graph.uses:
             use.layouts = [WHOLE] * len(use.shapes)
 
 
-class Reread(Exception):
+class _Reread(Exception):
     """Sweeps have shown that something that was read off the graph is made of parameters alone."""
 
 
-def locate_samples(graph: Graph) -> None:
-    """Find the number of samples and the layout of every use and loss.
-
-    Raises:
-        PackpropError: If the samples are mixed, or no number of samples fits both inputs and loss.
-    """
+def _locate_samples(graph: Graph) -> None:
+    """Find the number of samples and the layout of every use and loss."""
     memory = _memory_of(graph)
-    reordered = graph.documents is not None
-    locations = None if reordered else memory.locations.get(graph.signature)
+    locations = memory.locations.get(graph.signature) if graph.documents is None else None
     if locations is None:
         require_no_nested_backward("A quantity beyond the gradient was asked for.", starts_of(graph.roots))
         try:
@@ -151,11 +145,9 @@ def locate_samples(graph: Graph) -> None:
                 require_untraced("where the samples are")
                 with graph.hooks.quiet():
                     locations = _find_locations(graph, memory)
-        except Reread:
+        except _Reread:
             assert graph.again is not None
-            asked = graph.asked
-            graph.__dict__.update(vars(graph.again()))
-            graph.asked = asked
+            graph.__dict__.update(vars(graph.again()), asked=graph.asked)
             return check_graph(graph)
     graph.samples = locations.samples
     graph.source_layouts = locations.sources
@@ -179,8 +171,7 @@ def is_order_of_data(graph: Graph) -> bool:
         places = places_at(graph, [edge for edge, _ in graph.reorderings])
     if isinstance(places, int):
         return True
-    pairs = zip(places, graph.reorderings, strict=True)
-    return any(place.layout.axis in axes for place, (_, axes) in pairs)
+    return any(place.layout.axis in axes for place, (_, axes) in zip(places, graph.reorderings, strict=True))
 
 
 def require_terms(graph: Graph) -> None:
@@ -204,7 +195,7 @@ def require_terms(graph: Graph) -> None:
 
 def kept_walk(outlined: Outline) -> KeptWalk | None:
     """Return the walk that is kept for graphs of an outline, if there is one."""
-    module = next((forward.module() for _, forward, _, _ in outlined.outputs), None)
+    module = outlined.module
     handles = None if module is None else vars(module).get(HANDLES)
     return None if handles is None else handles.walks.get(outlined.key)
 
@@ -214,7 +205,7 @@ def keep_walk(graph: Graph, outlined: Outline) -> None:
 
     Walks hold parameters. Those that the model has no longer leave with the walks that hold them.
     """
-    module = next((forward.module() for _, forward, _, _ in outlined.outputs), None)
+    module = outlined.module
     if module is None or not may_be_kept(graph, outlined):
         return
     memory, handles = _KNOWN.get(module), vars(module).get(HANDLES)
@@ -248,16 +239,14 @@ def _usual_locations(graph: Graph) -> _SampleLocations:
     """Samples where they usually are: without data there is nothing to feed in."""
     outputs = model_outputs(graph)
     require_samples(graph, outputs)
-    samples, (chosen, *_) = locate_rows(graph, outputs)
-    uses = []
+    graph.samples, (chosen, *_) = locate_rows(graph, outputs)
+    samples, uses = graph.samples, []
     for use in graph.uses:
         layouts = [admitted_layouts(use, index, samples) for index in range(len(use.shapes))]
         if not all(layouts):
-            if _are_reclassified([use], samples):
-                raise Reread
+            _require_settled(graph, [use])
             if graph.hides_order or graph.reorderings:
                 raise without_plan(graph.label(use))
-            graph.samples = samples
             raise _mixed(graph, use)
         uses.append([layout[0] for layout in layouts])
     if samples > 1:  # for the memory of one of the sweeps that a real pass makes
@@ -279,8 +268,8 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         if not unfit:
             break
         mixing += unfit
-    if unfit and _are_reclassified(mixing, samples):
-        raise Reread
+    if unfit:
+        _require_settled(graph, mixing)
     suspect = next((use for use in graph.uses if use.suspect), None)
     if samples > 1 and suspect is not None and not unfit:
         raise _mixed(graph, suspect)
@@ -299,8 +288,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     if on_values:
         hidden = find_hidden(graph, feed, samples, fitting)
         if hidden is not None:
-            if _are_reclassified([hidden[0]], samples):
-                raise Reread
+            _require_settled(graph, [hidden[0]])
             memory.looks.pop(graph.signature, None)  # it is refused in the next pass, too
             raise _mixed(graph, *hidden)
         if look is None:
@@ -311,10 +299,11 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     return _SampleLocations(samples, chosen, first_of(fitting), for_all and in_order)
 
 
-def _are_reclassified(uses: Sequence[ReachedUse], samples: int) -> bool:
-    """Tell whether some undecided uses, behind which samples meet, are made of parameters alone."""
-    found = [use.undecided(use, samples) for use in uses if use.undecided is not None]
-    return any(found)
+def _require_settled(graph: Graph, uses: Sequence[ReachedUse]) -> None:
+    """Raise ``_Reread`` if some undecided uses, behind which samples meet, are made of parameters alone."""
+    found = [graph.reading.reclassify(use, graph.samples) for use in uses if use.undecided]
+    if any(found):
+        raise _Reread
 
 
 def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> PackpropError:

@@ -22,6 +22,7 @@ values, as by a comparison with ``where``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from packprop.engine.functions.losses.description import loss_rule, without_classes
 from packprop.engine.functions.nodes import is_from_outside, made_by
 from packprop.engine.functions.operands import adds_up_entries, has_kinks, is_linear
-from packprop.engine.graph.graph import Graph
+from packprop.engine.graph.graph import WHOLE, Graph
 from packprop.engine.graph.pull import pull_columns
 from packprop.engine.graph.search import depth_first, nodes_above
 from packprop.engine.graph.sweep import unmasked
@@ -44,16 +45,12 @@ FEW_DIGITS = 1e-6
 """Precisions that are coarser than this have too few digits to tell small shares from rounding."""
 
 
-_MERGED = Layout(None, 1)
-"""The place of the samples in a value that is one number, or whose numbers belong to no sample."""
-
-
 def require_separate_losses(graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout]) -> bool:
     """Refuse losses that mix samples, and what bends their values; see NOTE [Mixing in the loss].
 
     Args:
-        graph: What the pass goes through, with its samples located.
-        outputs: The model's outputs.
+        graph: With its samples located.
+        outputs: The model's outputs, those that losses took first.
         chosen: Where each of them holds the samples.
 
     Returns:
@@ -63,44 +60,39 @@ def require_separate_losses(graph: Graph, outputs: Sequence[ModelOutput], chosen
     seeds = [seed for root, seed in zip(graph.roots, graph.root_gradients(), strict=True) if root.requires_grad]
     lasting = True
     given = list(zip(outputs, chosen, strict=True))
-    for place, loss in enumerate(graph.losses):  # outputs of losses come first
+    for place, loss in enumerate(graph.losses):
         function = loss.call.function
         if loss_rule(function) is None:
             name = f"the loss {getattr(function, '__name__', function)}"
             output = outputs[place]
             one = torch.ones((), dtype=output.dtype, device=output.device)
             taken = [given[place], *(each for each in given if each[0].beside == place)]
-            ends, layouts = zip(*taken, strict=True)
-            lasting &= _Part(graph, name, [loss.value], [one], ends, layouts).is_separate()
-    ends, layouts = zip(*_ends(graph, outputs, chosen), strict=True)
-    return _Part(graph, "", roots, seeds, ends, layouts).is_separate() and lasting
-
-
-def _ends(
-    graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout]
-) -> list[tuple[ModelOutput, Layout]]:
-    """The tensors where the user's own arithmetic begins: values of losses, and what it takes beside these."""
-    given = list(zip(outputs, chosen, strict=True))
-    ends = []
-    for loss, (output, layout) in zip(graph.losses, given, strict=False):  # those of losses come first
+            lasting &= _Part(graph, name, [loss.value], [one], Feed(*zip(*taken, strict=True))).is_separate()
+    ends = []  # where the user's own arithmetic begins: values of losses, and what it takes beside these
+    for loss, (output, layout) in zip(graph.losses, given, strict=False):
         value = ModelOutput.at(loss.value)
         ends.append((value, _layout_of_value(value.shape, output, layout)))
         if loss.is_open:
             ends.append((output, layout))
-    return ends + given[len(graph.losses) :]
+    ends += given[len(graph.losses) :]
+    return _Part(graph, "", roots, seeds, Feed(*zip(*ends, strict=True))).is_separate() and lasting
 
 
 def _layout_of_value(shape: torch.Size, output: ModelOutput, layout: Layout) -> Layout:
-    """The place of the samples in the value of a loss: if it was not reduced, that in its input."""
+    """The place of the samples in the value of a loss: if it was not reduced, that in its input.
+
+    ``WHOLE`` if it is one number, or if its numbers belong to no sample.
+    """
     kept, rest = without_classes(layout, output.shape, output.loss.class_axis)
     if shape == output.shape:
         return layout
     if shape == rest:
         return kept
     alone = layout._replace(axis=0)
-    return alone if len(shape) and shape[0] == layout.samples * layout.parts else _MERGED
+    return alone if len(shape) and shape[0] == layout.samples * layout.parts else WHOLE
 
 
+@dataclass(frozen=True)
 class _Part:
     """The part of the graph between some values, its ends, and what is differentiated.
 
@@ -109,23 +101,14 @@ class _Part:
         name: What messages call the part; empty for what was made of values by the user's own arithmetic.
         roots: What is differentiated.
         seeds: What is fed in there.
-        ends: The values.
-        layouts: Where each of them holds the samples.
+        feed: The ends.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        name: str,
-        roots: Sequence[GradientEdge],
-        seeds: Sequence[Tensor],
-        ends: Sequence[ModelOutput],
-        layouts: Sequence[Layout],
-    ) -> None:
-        self._asked, self._name, self._samples = graph.asked, name, graph.samples
-        self._roots, self._seeds, self._layouts = roots, seeds, layouts
-        self._feed = Feed(ends, layouts)
-        self._edges = self._feed.edges
+    graph: Graph
+    name: str
+    roots: Sequence[GradientEdge]
+    seeds: Sequence[Tensor]
+    feed: Feed
 
     def is_separate(self) -> bool:
         """Tell whether it is a sum over samples for all values; refused if it is none for the present ones."""
@@ -134,7 +117,11 @@ class _Part:
             if has_kinks(node, places):
                 self._require_no_kink_of_several(node, places)
         curved = [node for node, places in nodes if not is_linear(node, places)]
-        return not curved or self._is_separate_numerically(curved)
+        if not curved:
+            return True
+        self._differentiate_twice(curved, 1.0)
+        with unmasked(self.roots, of_kinks=True):  # along NaN, which kinks pass on as well
+            return self._differentiate_twice(curved, torch.nan)
 
     def _require_no_kink_of_several(self, node: Node, places: Sequence[int]) -> None:
         """Refuse a function with kinks that takes or makes an entry of more than one sample."""
@@ -184,7 +171,7 @@ class _Part:
 
     def _nodes(self) -> list[tuple[Node, list[int]]]:
         """The nodes that lead to an end, those nearest to the roots first, with the places where they do."""
-        ends = {(edge.node, edge.output_nr) for edge in self._edges}
+        ends = {(edge.node, edge.output_nr) for edge in self.feed.edges}
         leads: dict[Node, list[int]] = {}
 
         def upstream(node: Node) -> list[Node]:
@@ -192,7 +179,7 @@ class _Part:
                 each for each, output in node.next_functions if each is not None and (each, output) not in ends
             ]
 
-        starts = [edge.node for edge in self._roots if (edge.node, edge.output_nr) not in ends]
+        starts = [edge.node for edge in self.roots if (edge.node, edge.output_nr) not in ends]
         for node, done in depth_first(starts, upstream, {}):
             if done:
                 leads[node] = [
@@ -204,40 +191,39 @@ class _Part:
 
     def _gradients_of(self, edge: GradientEdge, along: Tensor) -> Products:
         """The gradients of a tensor inside, along numbers of its shape, in the values."""
-        return pull_columns([edge], self._edges, [along], batched=False)
+        return pull_columns([edge], self.feed.edges, [along], batched=False)
 
     def _entries_join(self, edge: GradientEdge, together: bool = False) -> bool:
         """Tell whether some entry of a tensor inside depends on more than one sample, for some values.
 
         ``together``: or two entries of it do not depend on the same sample.
 
-        Each entry's derivative along NaN in the rows of some samples is NaN if it depends on one of them. Each
-        sample is fed NaN in half of the sweeps, no two in the same ones: an entry of one sample comes back as
-        NaN in half of them, one of several samples in more. Where PyTorch has no such derivative, entries of
-        single samples are known by an axis that holds the samples.
+        Each entry's derivative along NaN in the rows of some samples is NaN if it depends on one of them: for
+        an entry of one sample in half of the sweeps of ``parts``, for one of several in more. Where PyTorch has
+        no such derivative, entries of single samples are known by an axis that holds the samples.
         """
         made = ModelOutput.at(edge)
-        if any(layout.axis is None for layout in self._layouts):
-            gradients = zip(self._gradients_of(edge, made.ones()), self._layouts, strict=True)
+        if any(layout.axis is None for layout in self.feed.layouts):
+            gradients = zip(self._gradients_of(edge, made.ones()), self.feed.layouts, strict=True)
             if any(gradient is not None and layout.axis is None for gradient, layout in gradients):
                 return True  # no entry may depend on the whole batch
         shape = torch.Size() if together else made.shape
         cotangent = torch.ones(shape, dtype=made.dtype, device=made.device, requires_grad=True)
-        sweeps = parts(self._samples, every=True)
+        sweeps = parts(self.graph.samples, every=True)
         count = torch.zeros(shape, dtype=torch.int64, device=made.device)
         try:
             with torch.enable_grad(), unmasked([edge]):
                 fed_in = cotangent.expand(made.shape)
-                products = pull_columns([edge], self._edges, [fed_in], batched=False, create_graph=True)
+                products = pull_columns([edge], self.feed.edges, [fed_in], batched=False, create_graph=True)
             reached = [
                 place
                 for place, product in enumerate(products)
-                if product is not None and product.requires_grad and self._layouts[place].axis is not None
+                if product is not None and product.requires_grad and self.feed.layouts[place].axis is not None
             ]
             if not reached:
                 return False
             for fed in (torch.zeros_like(sweeps[0]), *sweeps):
-                vectors = self._feed.ones(torch.where(fed, torch.nan, 0.0))
+                vectors = self.feed.ones(torch.where(fed, torch.nan, 0.0))
                 with torch.autograd.set_detect_anomaly(False):
                     (along,) = pull_columns(
                         [products[p] for p in reached],
@@ -255,25 +241,19 @@ class _Part:
 
     def _has_samples_on_an_axis(self, made: ModelOutput) -> bool:
         """Tell whether the rows along some axis of a tensor inside depend on one sample each."""
-        sweeps = parts(self._samples, every=True)
+        sweeps = parts(self.graph.samples, every=True)
 
         def is_apart(own: Layout, fed: Tensor) -> bool:
             """Tell whether nothing comes back in the rows of samples that were fed zeros."""
             products = self._gradients_of(made.edge, *Feed([made], [own]).ones(fed))
             return not any(
                 bool((layout.to_front(product)[~fed.to(product.device)] != 0).any())
-                for product, layout in zip(products, self._layouts, strict=True)
+                for product, layout in zip(products, self.feed.layouts, strict=True)
                 if product is not None
             )
 
-        layouts = possible_layouts(made.shape, self._samples)
+        layouts = possible_layouts(made.shape, self.graph.samples)
         return any(all(is_apart(own, fed) for fed in sweeps) for own in layouts)
-
-    def _is_separate_numerically(self, curved_nodes: list[Node]) -> bool:
-        """Differentiate the gradients once more: along numbers; then along NaN, which kinks pass on as well."""
-        self._differentiate_twice(curved_nodes, 1.0)
-        with unmasked(self._roots, of_kinks=True):
-            return self._differentiate_twice(curved_nodes, torch.nan)
 
     def _differentiate_twice(self, curved_nodes: list[Node], value: float) -> bool:
         """Tell whether ``value`` at some samples makes no NaN at others; refuse other numbers made there."""
@@ -281,24 +261,24 @@ class _Part:
         try:
             with torch.enable_grad():
                 gradients = pull_columns(
-                    self._roots, self._edges, self._seeds, batched=False, create_graph=True
+                    self.roots, self.feed.edges, self.seeds, batched=False, create_graph=True
                 )
         except (RuntimeError, NotImplementedError) as error:
             self._require_no_joint_entries(curved_nodes, error)
             return True
         curved = {p: each for p, each in enumerate(gradients) if each is not None and each.requires_grad}
-        noise, separate = self._feed.noise(), True
-        for fed in parts(self._samples, every=True) if curved else ():
+        noise, separate = self.feed.noise(), True
+        for fed in parts(self.graph.samples, every=True) if curved else ():
             vectors = self._vectors(noise, torch.where(fed, value, 0.0).double())
             try:
                 with torch.autograd.set_detect_anomaly(False):
                     products = pull_columns(
-                        [*curved.values()], self._edges, [vectors[p] for p in curved], batched=False
+                        [*curved.values()], self.feed.edges, [vectors[p] for p in curved], batched=False
                     )
             except (RuntimeError, NotImplementedError) as error:
                 self._require_no_joint_entries(curved_nodes, error)
                 return separate
-            for product, layout in zip(products, self._layouts, strict=True):
+            for product, layout in zip(products, self.feed.layouts, strict=True):
                 if product is None:
                     continue
                 leak, bound = self._leak(product.detach(), layout, fed)
@@ -312,10 +292,10 @@ class _Part:
 
     def _vectors(self, noise: Sequence[Tensor], factors: Tensor) -> list[Tensor]:
         """Numbers for each end, those of each sample times a factor of its own."""
-        own = self._feed.by_sample(noise, factors)
+        own = self.feed.by_sample(noise, factors)
         return [
             (random * factors.abs().amax()).to(vector) if layout.axis is None else vector
-            for vector, random, layout in zip(own, noise, self._layouts, strict=True)
+            for vector, random, layout in zip(own, noise, self.feed.layouts, strict=True)
         ]
 
     def _leak(self, product: Tensor, layout: Layout, fed: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -336,17 +316,17 @@ class _Part:
     def _mixed(self, nodes: Sequence[Node]) -> PackpropError:
         if is_from_outside(nodes[0]):
             return PackpropError(
-                self._asked,
-                self._name or f"{nodes[0].name()}, in what was made of the loss or of the model's output",
+                self.graph.asked,
+                self.name or f"{nodes[0].name()}, in what was made of the loss or of the model's output",
                 "it mixes the samples, or nothing tells that it does not: it makes one number of several, and "
                 "is a function of your own, of which PyTorch has no second derivative here",
                 "let it return one value for each sample, and add these up. If it is a sum of one term for "
                 "each sample, register the loss module that calls it (packprop.register_loss), and extend it",
             )
-        if self._name:
+        if self.name:
             return PackpropError(
-                self._asked,
-                self._name,
+                self.graph.asked,
+                self.name,
                 "it mixes the samples: the gradient at the output of one sample depends on the outputs of "
                 "others, so no row belongs to one sample",
                 "use a loss that is a sum or mean of one term for each sample. Apply nonlinear functions to "
@@ -354,7 +334,7 @@ class _Part:
                 "[n, 2, d], or name the pair of each row with packprop.record(documents=pairs) around the call",
             )
         return PackpropError(
-            self._asked,
+            self.graph.asked,
             f"{nodes[0].name()}, in what was made of the loss or of the model's output",
             "it mixes the samples: this function is not linear in a number that several samples contribute "
             "to. The gradient of one sample would depend on the others, so no row belongs to one sample",

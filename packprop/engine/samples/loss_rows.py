@@ -9,6 +9,17 @@ several losses that take parts of one tensor (a head in chunks, a loop over rows
 
 The model's inputs say nothing here. Whether the rows stay apart on their way through the model is checked
 afterwards, see NOTE [Separation].
+
+# NOTE [Documents]
+Rows that several documents are packed into are one sample each, unless ``record(documents=...)`` says which
+document each position of a loss's input belongs to. The documents are the samples then, and the losses have
+layouts of rows (NOTE [Rows of samples]). What is declared is about the losses alone: which rows of a use's
+output belong to which document is found by the sweeps, along one axis or along two that have the shape of the
+declaration. Where a mask lets one document see another, or a layer runs over all positions of a row, rows come
+back that belong to several documents, and the pass is refused. What documents exchange before the first
+parameter is not seen: it is a constant of each.
+
+Data decide where documents are, so they are looked for in every pass.
 """
 
 from __future__ import annotations
@@ -19,12 +30,12 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from packprop.engine.functions.losses import LOSSES
 from packprop.engine.graph.graph import WHOLE, Graph
 from packprop.engine.graph.search import nodes_above
-from packprop.engine.samples.documents import layouts_of_documents
 from packprop.engine.samples.feeding import ModelOutput
 from packprop.engine.samples.tracing import Rows, followed
 from packprop.engine.tensors.dry import is_dry_run
@@ -65,17 +76,13 @@ def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
 
 
 def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list[list[Layout]]]:
-    """The number of samples, and where the outputs of the model hold them; see NOTE [Rows of a loss].
+    """The number of samples, and choices of one layout for each output; see NOTE [Rows of a loss].
 
-    Returns:
-        The number, and choices of one layout for each output. There are several where no loss is known to take
-        a tensor: the sweeps tell which is right, and the first is where a loss would take the samples.
-
-    Raises:
-        PackpropError: If losses disagree, or the declared axis is not there.
+    There are several where no loss is known to take a tensor: the sweeps tell which is right, and the first is
+    where a loss would take the samples.
     """
     if graph.documents is not None:
-        layouts = layouts_of_documents(graph, outputs)
+        layouts = _layouts_of_documents(graph, outputs)
         return layouts[0].samples, [layouts]
     axis = declared_axis(graph)
     found = _taken_in_turn([_rows_of(output) if output.decides else None for output in outputs], axis)
@@ -97,11 +104,7 @@ def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list
 
 
 def declared_axis(graph: Graph) -> int | None:
-    """The ``sample_axis`` that was declared for the models of a pass.
-
-    Raises:
-        PackpropError: If several were.
-    """
+    """The ``sample_axis`` that was declared for the models of a pass; refused if several were."""
     declared = [forward.declared for forward in graph.forwards] + [loss.call.declared for loss in graph.losses]
     said = sorted({each for each in declared if each is not None})
     if len(said) > 1:
@@ -166,7 +169,12 @@ def _layout(graph: Graph, output: ModelOutput, rows: Rows | None, declared: int 
             raise _absent(graph, output, declared)
         return _along(axis, shape[axis])
     if not shape:
-        raise _numbers(graph)
+        raise PackpropError(
+            graph.asked,
+            "several losses, each of a single number",
+            "numbers have no axis that holds the samples",
+            "give each loss a row: F.mse_loss(out[n : n + 1], y[n : n + 1]), or one loss all rows",
+        )
     axis = declared or 0
     axis = axis + len(rows.lead) + len(shape) - 1 if axis < 0 else axis
     if not 0 <= axis < len(rows.lead):
@@ -206,7 +214,10 @@ def _anywhere(
 
     Elsewhere only if uses are behind it that a loss also has: there the sweeps tell which place is right.
     """
-    layouts = possible_layouts(output.shape, samples) if _shares_uses(graph, outputs, output) else []
+    uses = {node for use in graph.uses for node in use.anchors}
+    uses &= {*nodes_above(each.edge.node for each in outputs if each.decides)}
+    shares_uses = any(node in uses for node in nodes_above([output.edge.node]))
+    layouts = possible_layouts(output.shape, samples) if shares_uses else []
     try:
         usual = _layout(graph, output, _rows_of(output), declared)
     except PackpropError:
@@ -222,13 +233,6 @@ def _anywhere(
             "`with packprop.record(documents=...):` around each of the two",
         )
     return layouts
-
-
-def _shares_uses(graph: Graph, outputs: Sequence[ModelOutput], output: ModelOutput) -> bool:
-    """Tell whether a use of a parameter is behind a tensor and behind one that decides on the samples."""
-    uses = {node for use in graph.uses for node in use.anchors}
-    uses &= {*nodes_above(each.edge.node for each in outputs if each.decides)}
-    return any(node in uses for node in nodes_above([output.edge.node]))
 
 
 def _beside(
@@ -278,25 +282,88 @@ def _absent(graph: Graph, output: ModelOutput, declared: int | None) -> Packprop
     )
 
 
-def _numbers(graph: Graph) -> PackpropError:
-    return PackpropError(
-        graph.asked,
-        "several losses, each of a single number",
-        "numbers have no axis that holds the samples",
-        "give each loss a row: F.mse_loss(out[n : n + 1], y[n : n + 1]), or one loss all rows",
-    )
-
-
 def _disagreement(
     graph: Graph, outputs: Sequence[ModelOutput], layouts: Sequence[Layout | None]
 ) -> PackpropError:
-    pairs = [(output, layout) for output, layout in zip(outputs, layouts, strict=True) if layout is not None]
-    said = ", ".join(f"{layout.samples} in {list(output.shape)}" for output, layout in pairs)
+    pairs = zip(outputs, layouts, strict=True)
+    said = [f"{layout.samples} in {list(output.shape)}" for output, layout in pairs if layout is not None]
     return PackpropError(
         graph.asked,
-        f"{len(pairs)} losses, or outputs of the model",
-        f"they take different numbers of samples: {said}. Sample n is row n of what each loss takes",
+        f"{len(said)} losses, or outputs of the model",
+        f"they take different numbers of samples: {', '.join(said)}. Sample n is row n of what each loss takes",
         "flatten positions in front of the loss, logits.flatten(0, 1), so that the graph shows whose they are; "
         "declare the axis of what the losses take (sample_axis=...), or the sample of each row, with a "
         "`with packprop.record(documents=...):` around each loss; or take each loss in a pass of its own",
     )
+
+
+def _layouts_of_documents(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Layout]:
+    """The places where the inputs of the losses hold the documents that were declared.
+
+    Refused if they were not declared for all losses, or not for each position.
+    """
+    if is_dry_run():
+        raise without_plan()
+    declared = [None if loss.call.documents is None else loss.call.documents.cpu() for loss in graph.losses]
+    declared += [None] * (len(outputs) - len(declared))
+    numbers: list[Tensor] = []
+    for output, each in zip(outputs, declared, strict=True):
+        if each is None:
+            raise PackpropError(
+                graph.asked,
+                f"an output of the model, of shape {list(output.shape)}",
+                "documents were declared for another loss of this pass, not for what is made of this output",
+                "call each loss inside a `with packprop.record(documents=...):` with the numbers of its rows, "
+                "as functions that are recorded as losses",
+            )
+        numbers.append(each)
+    if any(bool((each < 0).any()) for each in numbers):
+        raise PackpropError(
+            graph.asked,
+            "record(documents=...)",
+            "there is a negative number in it: each position belongs to a document",
+            "count documents from 0 on, and give padding the number of the document before it, or its own",
+        )
+    count = 1 + max(int(each.max()) for each in numbers)
+    return [
+        _layout_of_documents(graph, output, each, count) for output, each in zip(outputs, numbers, strict=True)
+    ]
+
+
+def without_plan(where: str = "record(documents=...)") -> PackpropError:
+    """The error for a budget where data say which rows belong to a sample, as with documents or graphs."""
+    return PackpropError(
+        "A plan was asked for.",
+        where,
+        "a plan is made without data, and only data tell how many rows each sample has there",
+        "leave the plan and memory=... out",
+    )
+
+
+def _layout_of_documents(graph: Graph, output: ModelOutput, documents: Tensor, count: int) -> Layout:
+    """The layout of the rows of a loss's input."""
+    shape, class_axis = output.shape, output.loss.class_axis
+    axes = [axis for axis, _ in enumerate(shape) if axis != class_axis]
+    if class_axis is None:  # the last axes are those of one position
+        sizes = [math.prod(shape[: axis + 1]) for axis in axes]
+        axes = axes[: sizes.index(documents.numel()) + 1] if documents.numel() in sizes else []
+    where = f"the input of a loss, of shape {list(shape)}"
+    if not axes or math.prod(shape[axis] for axis in axes) != documents.numel():
+        raise PackpropError(
+            graph.asked,
+            f"{where}, and documents of shape {list(documents.shape)}",
+            "there must be one number for each position that the loss is given",
+            "cut documents as the logits are cut, documents[:, :-1] where the last position predicts nothing",
+        )
+    long = [axis for axis in axes if shape[axis] != 1] or axes[:1]
+    if count == 1:
+        return Layout(None, 1)
+    if long != [*range(long[0], long[-1] + 1)]:
+        raise PackpropError(
+            graph.asked,
+            where,
+            f"documents run along its axes {' and '.join(map(str, long))}, which are not beside each other",
+            "flatten them: cross_entropy(logits.flatten(0, 1), targets.flatten())",
+        )
+    joined = tuple(torch.Size(shape[long[0] : long[-1] + 1])) if len(long) > 1 else ()
+    return layout_of_rows(long[0], documents.flatten().long(), count, joined)

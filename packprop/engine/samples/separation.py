@@ -10,13 +10,27 @@ powers fit the smallest range on the way: that of float16, wherever autocast has
 output's shape can hold N samples in several ways; the first one that passes is taken. If none passes, the
 samples are mixed between the use and the loss. The check costs two sweeps. It holds for the values of this
 pass; whether it holds for all, so that its result may be kept, is told by NOTE [Hidden mixing].
+
+# NOTE [Rows of samples]
+A mixture of experts takes rows of many samples out of their order, and gives some of them to each expert; the
+rows of packed sequences belong to samples by their lengths, and by the order that they were sorted in. No axis
+holds the samples in order any more, and there may be any number of rows of a sample, or none. They are not
+mixed for that. The sweeps of NOTE [Separation] tell whose row each is, too: fed ``2^k`` and then ``2^-k``, a
+row of one sample comes back with a quotient of ``2^2k``, and a row in which two samples meet with another one.
+There are fewer powers than there may be samples: a sample is known by several digits then, with two sweeps for
+each. Where only zeros come back, as behind a weight of zeros, NaN is fed in as in NOTE [Hidden mixing]: for
+each binary digit to the samples that have it, and to the others. Rows that no sample reaches may be anybody's.
+
+Layouts of rows are for functions behind one that reorders rows, where no other layout fits. All other
+functions must have the samples in order: else a batch that was reversed would pass for one in some order. They
+are found anew in each pass: the next batch has other lengths, and goes to other experts.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,31 +40,155 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.engine.functions.nodes import ENTRYWISE, made_by, name_of_node
 from packprop.engine.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.engine.graph.search import nodes_above
-from packprop.engine.samples.feeding import Feed, Fitting, ModelOutput, Sizes, first_of, model_outputs
-from packprop.engine.samples.rows import RowSearch, differ, levels
+from packprop.engine.samples.feeding import (
+    Candidate,
+    Feed,
+    Fitting,
+    Sizes,
+    first_of,
+    model_outputs,
+)
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.layout import Layout, layout_of_rows, possible_layouts
 from packprop.engine.tensors.traced import decided
+
+UNKNOWN, MIXED = -1, -2
+"""In place of a sample's number: nothing came back in a row, or it is no single sample's."""
+
+
+def levels(samples: int, largest: float) -> Tensor:
+    """Exponents of two, as different as the range of the precision allows, and no more than samples."""
+    reach = 24 if largest > 1e30 else 4
+    return torch.linspace(-reach, reach, min(samples, 2 * reach + 1), dtype=torch.float64, device="cpu").round()
+
+
+def differ(up: Tensor, down: Tensor, powers: Tensor, tolerance: float, smallest: float) -> bool:
+    """Tell whether some row has another size ``[n]`` in one of two sweeps than in the other.
+
+    Args:
+        up: Sizes of rows that were fed ``2^powers``, divided by that.
+        down: Sizes of rows that were fed ``2^-powers``, divided by that.
+        powers: One for each sample.
+        tolerance: Relative size of what may be rounding.
+        smallest: The smallest normal number; what may have been smaller in one of the sweeps says nothing.
+    """
+    larger = torch.maximum(up, down)
+    known = larger * torch.exp2(-powers.abs()) >= 16 * smallest
+    return bool((known & ((up - down).abs() > tolerance * larger)).any())
+
+
+@dataclass(frozen=True)
+class RowSearch:
+    """The search for the sample of each row; see NOTE [Rows of samples].
+
+    Args:
+        feed: Where samples are fed in.
+        noise: Random numbers for that.
+        samples: Number of samples.
+        exponents: Powers of two that tell them apart.
+        tolerance: Relative size of rounding.
+        documents: The sample of each position, where samples are documents that masks keep apart: NaN goes
+            through masks, so that rows in which zeros came back go by this, if all others do.
+    """
+
+    feed: Feed
+    noise: Sequence[Tensor]
+    samples: int
+    exponents: Tensor
+    tolerance: float
+    documents: Tensor | None
+
+    def layouts(self, fitting: Fitting) -> list[Candidate]:
+        """The layout of rows at each place; none where samples meet in a row.
+
+        ``fitting``: Layouts of which each says where rows are looked for: it takes each for a sample.
+        """
+        places = [
+            (use, index, layout)
+            for use, outputs in fitting.items()
+            for index, own in enumerate(outputs)
+            for layout in own
+        ]
+        if not places:
+            return []
+        numbers = self._by_powers(fitting)
+        unknown = {place: rows for place, rows in numbers.items() if bool((rows == UNKNOWN).any())}
+        if self.documents is not None:
+            for number in unknown.values():
+                is_there = number != UNKNOWN
+                if len(number) == len(self.documents) and bool((number == self.documents)[is_there].all()):
+                    number.copy_(self.documents)
+        elif unknown:
+            self._look_with_nan(unknown, fitting)
+        found = []
+        for use, index, by_row in places:
+            rows = numbers.get((use, index, by_row))
+            if rows is None:  # nothing came back, or there is nothing
+                rows = torch.zeros(by_row.samples, dtype=torch.int64, device="cpu")
+            if not bool((rows == MIXED).any()):
+                assert by_row.axis is not None
+                layout = layout_of_rows(by_row.axis, rows.clamp(min=0), self.samples, by_row.joined)
+                found.append((use, index, layout))
+        return found
+
+    def _by_powers(self, fitting: Fitting) -> dict[Candidate, Tensor]:
+        """The sample of each row ``[k]`` by the powers of two that it comes back with, digit by digit."""
+        every, base = torch.arange(self.samples, device="cpu"), len(self.exponents)
+        numbers: dict[Candidate, Tensor] = {}
+        for digit in range(max(1, math.ceil(math.log(self.samples, base) - 1e-9))):
+            power = self.exponents[every // base**digit % base]
+            up, down = (
+                self.feed.sizes(self.feed.by_sample(self.noise, torch.exp2(each)), fitting)
+                for each in (power, -power)
+            )
+            for place, rows in up.items():
+                distance, value = ((rows / down[place]).log2()[:, None] / 2 - self.exponents).abs().min(1)
+                value = torch.where(distance < self.tolerance, value * base**digit, MIXED)
+                value[(rows == 0) | (down[place] == 0)] = UNKNOWN
+                numbers[place] = _joined(numbers[place], value) if digit else value
+        return {place: torch.where(rows < self.samples, rows, MIXED) for place, rows in numbers.items()}
+
+    def _look_with_nan(self, unknown: Mapping[Candidate, Tensor], fitting: Fitting) -> None:
+        """Find the samples of rows in which zeros came back, by NaN for half of the samples at a time."""
+        every = torch.arange(self.samples, device="cpu")
+        found = {place: torch.zeros_like(rows) for place, rows in unknown.items()}
+        nobody = {place: torch.ones_like(rows, dtype=torch.bool) for place, rows in unknown.items()}
+        for digit in range(max(1, (self.samples - 1).bit_length())):
+            has_digit = every // 2**digit % 2 == 1
+            ones = self.feed.sizes_of_nan(has_digit, fitting)
+            zeros = None if ones is None else self.feed.sizes_of_nan(~has_digit, fitting)
+            if ones is None or zeros is None:
+                return
+            for place, number in found.items():
+                with_digit, without = ones[place].isnan(), zeros[place].isnan()
+                value = torch.where(with_digit & without, MIXED, with_digit * 2**digit)
+                found[place] = _joined(number, value)
+                nobody[place] &= ~(with_digit | without)
+        for place, rows in unknown.items():
+            number = torch.where(nobody[place], UNKNOWN, found[place])
+            rows.copy_(torch.where(rows == UNKNOWN, number, rows))
+
+
+def _joined(number: Tensor, digit: Tensor) -> Tensor:
+    """The number with one more digit, or what speaks against any."""
+    return torch.where((number >= 0) & (digit >= 0), number + digit, torch.minimum(number, digit))
 
 
 def separate(graph: Graph, feed: Feed, samples: int) -> tuple[Fitting, list[ReachedUse]]:
     """Find layouts of all uses that keep the samples apart; see NOTE [Separation].
 
-    Args:
-        graph: What the pass goes through.
-        feed: Where samples are fed in.
-        samples: Number of samples.
-
     Returns:
-        For the outputs of each use all layouts that keep the samples apart; and the uses that none fits, those
-        nearest to the loss first.
+        All layouts that do so at the outputs of each use; and the uses that none fits, those nearest to the
+        loss first.
     """
     if samples == 1:
         return {use: [[WHOLE]] * len(use.shapes) for use in graph.uses}, []
     fitting = {
         use: [admitted_layouts(use, index, samples) for index in range(len(use.shapes))] for use in graph.uses
     }
-    dtypes = _dtypes_on_the_way(feed.outputs)
+    behind = {made.dtype for node in nodes_above(edge.node for edge in feed.edges) for made in made_by(node)}
+    # of the types behind the outputs, float16 counts as well: its range is the smallest
+    dtypes = {output.dtype for output in feed.outputs} | (behind & {torch.float16})
     largest = min(torch.finfo(dtype).max for dtype in dtypes)
     powers = random_powers(samples, largest)
     noise = feed.noise()  # as large as what the losses were given: there is one of it at any time
@@ -75,14 +213,6 @@ def separate(graph: Graph, feed: Feed, samples: int) -> tuple[Fitting, list[Reac
         search = RowSearch(feed, noise, samples, levels(samples, largest), tolerance, graph.documents)
         _add_layouts_of_rows(fitting, unfit, search)
     return fitting, [use for use, layouts in fitting.items() if not all(layouts)]
-
-
-def _dtypes_on_the_way(outputs: Sequence[ModelOutput]) -> set[torch.dtype]:
-    """The types of the outputs; and float16, if anything behind them has it: its range is the smallest."""
-    behind = {
-        made.dtype for node in nodes_above([each.edge.node for each in outputs]) for made in made_by(node)
-    }
-    return {output.dtype for output in outputs} | (behind & {torch.float16})
 
 
 def _add_layouts_of_rows(fitting: Fitting, unfit: Sequence[ReachedUse], search: RowSearch) -> None:
@@ -143,25 +273,11 @@ def places_at(graph: Graph, edges: Sequence[GradientEdge]) -> list[Place] | int:
     Some are known already: inputs of losses, outputs of uses, and outputs of entrywise functions of these.
     The others are found by the same check as for uses.
 
-    Args:
-        graph: With its samples located.
-        edges: Where the tensors came from.
-
     Returns:
-        One for each; or the index of the first tensor for which no layout fits.
+        One for each edge; or the index of the first for which no layout fits.
     """
     made = [made_by(edge.node)[edge.output_nr] for edge in edges]
     shapes = [torch.Size(each.shape) for each in made]
-    layouts = _layouts_at(graph, list(zip(edges, shapes, strict=True)))
-    if isinstance(layouts, int):
-        return layouts
-    return [
-        Place(edge, shape, each.dtype, each.device, layout)
-        for edge, shape, each, layout in zip(edges, shapes, made, layouts, strict=True)
-    ]
-
-
-def _layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) -> list[Layout] | int:
     known: dict[tuple[Node | None, int], tuple[torch.Size, Layout]] = {
         key: (use.shapes[index], use.layouts[index]) for use in graph.uses for index, key in use.nodes.items()
     }
@@ -176,27 +292,30 @@ def _layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]])
         there = known.get(key)
         return there[1] if there is not None and there[0] == shape else None
 
-    layouts = [known_layout(edge, shape) for edge, shape in places]
-    stand_ins = {
-        place: ReachedUse("", [], [shape], {0: (edge.node, edge.output_nr)}, is_end=True)
-        for place, (edge, shape) in enumerate(places)
-        if layouts[place] is None
-    }
+    layouts = [known_layout(edge, shape) for edge, shape in zip(edges, shapes, strict=True)]
+    unknown = [place for place, layout in enumerate(layouts) if layout is None]
     if is_dry_run():  # nothing can be tried without data: samples are where they usually are
-        for place in stand_ins:
-            usual = possible_layouts(places[place][1], graph.samples)
+        for place in unknown:
+            usual = possible_layouts(shapes[place], graph.samples)
             if not usual:
                 return place
             layouts[place] = usual[0]
-    elif stand_ins:
-        unknown = replace(graph, uses=list(stand_ins.values()))
-        asked = f"where tensors of shapes {[tuple(places[place][1]) for place in stand_ins]} hold the samples"
-        found = decided(asked, lambda: _found_layouts(unknown, graph))
+    elif unknown:
+        uses = [
+            ReachedUse("", [], [shapes[place]], {0: (edges[place].node, edges[place].output_nr)}, is_end=True)
+            for place in unknown
+        ]
+        asked = f"where tensors of shapes {[tuple(shapes[place]) for place in unknown]} hold the samples"
+        found = decided(asked, lambda: _found_layouts(replace(graph, uses=uses), graph))
         if isinstance(found, int):
-            return [*stand_ins][found]
-        for place, (layout,) in zip(stand_ins, found, strict=True):
+            return unknown[found]
+        for place, (layout,) in zip(unknown, found, strict=True):
             layouts[place] = layout
-    return [layout for layout in layouts if layout is not None]
+    return [
+        Place(edge, shape, each.dtype, each.device, layout)
+        for edge, shape, each, layout in zip(edges, shapes, made, layouts, strict=True)
+        if layout is not None
+    ]
 
 
 def _found_layouts(unknown: Graph, graph: Graph) -> list[list[Layout]] | int:

@@ -68,10 +68,7 @@ ONE_ROW = Rows(())
 def followed(edge: GradientEdge, shape: torch.Size, is_row: bool) -> Rows:
     """The place that the rows along the leading axis of a tensor come from, as far as the graph shows it.
 
-    Args:
-        edge: Where the tensor came from.
-        shape: Its shape.
-        is_row: Whether it is a row itself, without an axis of rows.
+    ``is_row`` says that the tensor is a row itself, without an axis of rows.
     """
     rows, given = ONE_ROW if is_row else Rows((shape[0],)), shape
     while True:

@@ -8,11 +8,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-COMPOSITES: frozenset[Callable[..., Any]] = frozenset(
-    getattr(F, name)
-    for name in ("linear_cross_entropy",)  # new in PyTorch 2.13
-    if hasattr(F, name)
-)
+COMPOSITES = {getattr(F, "linear_cross_entropy", None)} - {None}  # new in PyTorch 2.13
 """Functions whose body calls a loss function, such as a head with its loss: a linear function and a loss."""
 
 

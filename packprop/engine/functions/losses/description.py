@@ -256,10 +256,8 @@ def divisors(
     found: list[Tensor | float] = [whole.divisor]
     owners = layout.sample_of(torch.device("cpu"))
     for group in groups:
-        chosen, places = (
-            dict(given),
-            torch.isin(owners, torch.tensor(list(group), device="cpu")).nonzero().flatten(),
-        )
+        chosen = dict(given)
+        places = torch.isin(owners, torch.tensor(list(group), device="cpu")).nonzero().flatten()
         for place, (name, value) in enumerate(given):
             if not isinstance(value, Tensor) or (name == "weight" and whole.class_axis is not None):
                 continue

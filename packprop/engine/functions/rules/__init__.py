@@ -10,11 +10,10 @@ from packprop.engine.functions.rules import (
     convolution,
     elementwise,
     grouped,
-    heads,
     lookup,
     normalisation,
     products,
     recurrent,
 )
 
-__all__ = ["convolution", "elementwise", "grouped", "heads", "lookup", "normalisation", "products", "recurrent"]
+__all__ = ["convolution", "elementwise", "grouped", "lookup", "normalisation", "products", "recurrent"]

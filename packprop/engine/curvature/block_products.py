@@ -126,8 +126,8 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
     if matrix == "positive":
         routes = choose_routes(graph, known_losses=True, per_sample=True)
         _require_swept(graph, routes)
-        tensors += [place.edge for _, place in routes.nonlinearities]
-        weights = residuals(graph, [nonlinearity.node for nonlinearity, _ in routes.nonlinearities])
+        tensors += [place.edge for place in routes.nonlinearities.values()]
+        weights = residuals(graph, list(routes.nonlinearities))
         weights = [at_least(each, 0.0) if modify == "clip" else each.abs() for each in weights]
         hessians += [functools.partial(torch.mul, weight) for weight in weights]
     for leaf, snapshots in zip(leaves, read, strict=True):

@@ -13,7 +13,7 @@ from packprop.engine.algebra.joining import join
 from packprop.engine.algebra.structures import rows
 from packprop.engine.curvature.columns import unit_columns
 from packprop.engine.curvature.dependence import upstream_first
-from packprop.engine.curvature.linear import vjps
+from packprop.engine.curvature.linear import vjps, with_zeros
 from packprop.engine.curvature.routes import require_third_derivatives
 from packprop.engine.curvature.second_order import (
     differentiating_twice,
@@ -122,9 +122,7 @@ def parameter_diagonals(
 def _whole_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
     """Return differentiable gradients ``[1, *p]`` of some leaves."""
     gradients = gradients_at(graph, leaves, create_graph=True)
-    dense = [each.to_dense() if each is not None and each.is_sparse else each for each in gradients]
-    pairs = zip(leaves, dense, strict=True)
-    return [torch.zeros_like(leaf)[None] if gradient is None else gradient[None] for leaf, gradient in pairs]
+    return [each[None] for each in with_zeros(gradients, leaves, None)]
 
 
 def _sample_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -201,7 +199,6 @@ def estimated_diagonals(
             products = vjps(gradients, leaves, along, batched=False, create_graph=create_graph)
             for place, (u, product) in enumerate(zip(signs, products, strict=True)):
                 if product is not None:
-                    product = product.to_dense() if product.is_sparse else product
                     totals[place] = totals[place] + (u * product).to(totals[place].dtype)
     for leaf, total in zip(leaves, totals, strict=True):
         yield leaf, total / draws
@@ -225,10 +222,8 @@ def term_gradients(graph: Graph, leaves: Sequence[Tensor], create_graph: bool = 
     with torch.set_grad_enabled(create_graph):
         factors = gradients_at(graph, graph.terms)
         pairs = [(edge, at) for edge, at in zip(graph.terms, factors, strict=True) if at is not None]
-        gradients = derivatives(
-            [edge for edge, _ in pairs], leaves, [at for _, at in pairs], create_graph=create_graph
-        )
-    return [each.to_dense() if each is not None and each.is_sparse else each for each in gradients]
+        edges, seeds = [edge for edge, _ in pairs], [at for _, at in pairs]
+        return pull_columns(edges, leaves, seeds, batched=False, create_graph=create_graph)
 
 
 def term_diagonals(
@@ -266,7 +261,7 @@ def _coupled_leaves(graph: Graph) -> set[int]:
     """Return leaves with several entries in one nonlinear function: their Hessian may not be diagonal."""
     arranged: dict[tuple[Node, int], Entries] = {}
     coupled: set[Node] = set()
-    for node in upstream_first([edge.node for edge in graph.terms]):
+    for node in upstream_first(graph, [edge.node for edge in graph.terms]):
         given = [
             (place, (above, output))
             for place, (above, output) in enumerate(node.next_functions)

@@ -27,7 +27,7 @@ from packprop.engine.functions.nodes import (
 )
 from packprop.engine.graph.graph import Graph, ReachedLoss
 from packprop.engine.graph.own_backward import require_linear_backward, starts_of
-from packprop.engine.graph.pull import derivatives
+from packprop.engine.graph.pull import derivatives, pull_columns
 from packprop.engine.graph.search import nodes_above
 from packprop.engine.recording.unrecorded import NOT_REENTRANT, REENTRANT
 from packprop.engine.tensors.dry import are_finite, is_dry_run
@@ -196,12 +196,17 @@ def named(graph: Graph) -> Callable[[Tensor], str]:
     return lambda leaf: f"parameter {graph.name(leaf)!r}"
 
 
+def in_order(losses: Sequence[ReachedLoss]) -> list[ReachedLoss]:
+    """Return losses in the order of their calls: each may take some of the positions."""
+    return sorted(losses, key=lambda loss: loss.call.number)
+
+
 def factors_on_losses(graph: Graph) -> list[tuple[ReachedLoss, Tensor]]:
     """Return the losses in the order of their calls, each with its factor, like the value of the loss function.
 
     The factor is the gradient of the roots with respect to this value.
     """
-    losses = sorted(graph.losses, key=lambda loss: loss.call.number)
+    losses = in_order(graph.losses)
     if all(any(root.grad_fn is loss.node for root in graph.roots) for loss in losses):
         seeds = {root.grad_fn: seed for root, seed in zip(graph.roots, graph.root_gradients(), strict=True)}
         return [(loss, seeds[loss.node]) for loss in losses]
@@ -214,8 +219,8 @@ def factors_on_losses(graph: Graph) -> list[tuple[ReachedLoss, Tensor]]:
 
 
 def gradients_at(graph: Graph, ends: Sequence[Any], create_graph: bool = False) -> list[Tensor | None]:
-    """Return gradients of the roots at tensors or edges."""
-    return derivatives(list(graph.roots), ends, graph.root_gradients(), create_graph=create_graph)
+    """Return gradients of the roots at tensors or edges, without sparse ones."""
+    return pull_columns(graph.roots, ends, graph.root_gradients(), batched=False, create_graph=create_graph)
 
 
 def faulty_node(

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from packprop.engine.curvature.dependence import upstream_first
-from packprop.engine.functions.nodes import CONVOLUTIONS, NORMALISATIONS, PRODUCTS, name_of_node
+from packprop.engine.functions.nodes import CONVOLUTIONS, PRODUCTS, SCALING, name_of_node
 from packprop.engine.functions.operands import WITH_SUMMAND, saved_tensors
 from packprop.engine.functions.saved import keeps_elsewhere
 from packprop.engine.graph.graph import Graph
@@ -66,10 +65,6 @@ def were_changed(snapshots: Sequence[Snapshot]) -> bool:
     return any(snapshot.is_outdated for snapshot in snapshots)
 
 
-AFFINE = NORMALISATIONS | {"NativeLayerNorm", "NativeGroupNorm"}
-"""Functions whose derivatives in scale and shift (all inputs but the first) do not read scale and shift."""
-
-
 def read_by_products(graph: Graph, leaves: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return for each leaf the leaves that the product with its block reads, whose change makes it wrong.
 
@@ -84,7 +79,7 @@ def read_by_products(graph: Graph, leaves: Sequence[Tensor]) -> list[list[Tensor
             in_storage.setdefault(leaf.untyped_storage().data_ptr(), []).append(leaf)
     masks: dict[Node, int] = {}
     readers = {id(leaf): 0 for leaf in leaves}
-    for node in upstream_first([root.grad_fn for root in graph.roots if root.grad_fn is not None]):
+    for node in graph.order:
         variable = getattr(node, "variable", None)
         slots = [0 if above is None else masks[above] for above, _ in node.next_functions]
         masks[node] = bits.get(id(variable), 0)
@@ -129,7 +124,7 @@ def _readers(name: str, slots: Sequence[int], own: int) -> int:
         own: The bit of the leaf that it has saved.
     """
     read = slots
-    if name in AFFINE:
+    if name in SCALING:  # the derivatives in scale and shift read neither
         read = slots[:1]
     elif name in PRODUCTS and sum(bool(slot & own) for slot in slots) == 1:
         first, last = name in WITH_SUMMAND or name == "Addcmul", name in CONVOLUTIONS or name == "Linear"

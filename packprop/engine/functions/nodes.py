@@ -127,6 +127,9 @@ RESHAPES = names_of_nodes("View UnsafeView ReshapeAlias Squeeze Unsqueeze Clone 
 NORMALISATIONS = frozenset({"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"})
 """Linear in the first input if they take their statistics from buffers, nonlinear otherwise."""
 
+SCALING = NORMALISATIONS | {"NativeLayerNorm", "NativeGroupNorm"}
+"""Normalisations with a scale and a shift as their second and third inputs."""
+
 
 IDENTITIES = {
     "BackwardHookFunctionBackward": "torch.nn.modules._functions.BackwardHookFunction",
@@ -275,7 +278,7 @@ def bias_without_weight(node: Node) -> Node | None:
     any error, or raises an error about an undefined tensor. A weight that is not trained has no edge either;
     the node's saved weight, which has no public name, tells the two cases apart.
     """
-    if name_of_node(node) not in (NORMALISATIONS | {"NativeLayerNorm", "NativeGroupNorm"}):
+    if name_of_node(node) not in SCALING:
         return None
     edges = node.next_functions
     if len(edges) < 3 or edges[1][0] is not None or edges[2][0] is None:

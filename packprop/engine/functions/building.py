@@ -136,10 +136,8 @@ def sum_over_broadcast(
 ) -> Tensor:
     """Sum ``[v, n, (k), *rest]`` over the axes that a parameter is broadcast over, except the samples.
 
-    The sums, and what takes their place, are in at least single precision.
-
     ``k`` are the positions that share the samples' axis; ``broadcast_shape`` is the parameter's shape among the
-    output's axes.
+    output's axes. The sums, and what takes their place, are in at least single precision.
     """
     rest, along_samples = broadcast_shape, 1  # the parameter's extent along the samples' axes
     if layout.axis is not None:

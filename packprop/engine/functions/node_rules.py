@@ -27,14 +27,10 @@ def entries_of_node(
     holds: bool,
     slots: list[NodeSlot] | None = None,
 ) -> list[Entry]:
-    """Return one entry for each place of a node where a parameter enters it.
+    """Return one entry for each place among the ``next_functions`` of a node where a parameter enters it.
 
-    Args:
-        node: The node.
-        places: The places of parameters among its ``next_functions``.
-        shapes: Shapes of its outputs.
-        holds: Whether to read its saved tensors now.
-        slots: Gets the slots of all nodes that the entries read.
+    ``shapes`` are those of its outputs. An entry that ``holds`` reads the node's saved tensors now. ``slots``
+    gets the slots of all nodes that the entries read.
     """
     rule = rule_for(node)
     if rule is not None and (has_complex_numbers(node) or takes_sparse(node)):  # rules hold for real numbers

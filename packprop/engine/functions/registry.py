@@ -21,13 +21,7 @@ NodeRule = Callable[[NodeCall], Entry | None]
 
 
 class Rule(NamedTuple):
-    """A rule, and its requirement on a leaf.
-
-    Args:
-        entry_of: The rule.
-        form: The requirement on a leaf that only changed its form on the way to the node.
-        is_own: Whether a user registered it.
-    """
+    """A rule, and its requirement on a leaf that only changed its form; ``is_own``: a user registered it."""
 
     entry_of: NodeRule
     form: Form = "entries"

@@ -1,9 +1,8 @@
 """The rules of the library: one short function for each node, or family of nodes, that takes parameters.
 
 A rule takes a ``NodeCall`` and returns the entry of the parameter at its place. It returns ``None`` to call the
-node on the part of each sample (``samplewise``), which is right for all nodes, but slower. Names of nodes are
-those of ``functions/nodes.py``. Saved tensors have the names of PyTorch's list of derivatives
-(``derivatives.yaml``).
+node on the part of each sample (``samplewise``), which is right for all nodes, but slower. Saved tensors have
+the names of PyTorch's list of derivatives (``derivatives.yaml``).
 """
 
 from packprop.engine.functions.rules import (

@@ -63,8 +63,7 @@ def _build(call: NodeCall) -> Callable[[Tensor | None, Tensor], Lookup]:
 def of_table(call: NodeCall, entry: Entry) -> Entry:
     """Return the entry of a table of which a node takes rows that all samples share; else ``entry``.
 
-    Positions are looked up so, once for all samples. Each sample then looks up the same rows. They may be
-    rearranged, and multiplied by constants.
+    Positions are looked up so, once for all samples. The rows may be rearranged, and multiplied by constants.
     """
     node, way = before_rearranging(call.node.next_functions[call.place][0])
     squared = [*way]
@@ -101,10 +100,7 @@ def of_table(call: NodeCall, entry: Entry) -> Entry:
 
 
 def _scale(node: Any, call: NodeCall) -> Callable[[Tensor], Tensor] | None:
-    """Return the map of gradients through a product with a constant; ``None`` for another node.
-
-    ``call``: the node that takes the product, further down.
-    """
+    """Return the map of gradients through a product with a constant, which ``call`` takes; else ``None``."""
     given = [place for place, (above, _) in enumerate(node.next_functions) if above is not None]
     name = name_of_node(node)
     if not (name == "Mul" and len(given) == 1) and not (name == "Div" and given == [0]):

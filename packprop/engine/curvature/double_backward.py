@@ -67,6 +67,11 @@ def hessian_columns(
         _zeros_at(use, index) if gradient is None else gradient
         for (use, index), gradient in zip(places, reached, strict=True)
     ]
+
+    def by_use(columns: Sequence[Tensor | None], count: int) -> list[list[Tensor | None]]:
+        known = dict(zip(places, with_zeros(columns, gradients, count), strict=True))
+        return [[known.get((use, index)) for index in range(len(use.shapes))] for use in uses]
+
     total = sum(gradient.numel() for gradient in gradients)
     step = max(1, BATCHED_ENTRIES // max(1, total))
     expect(BY_DOUBLE_BACKWARD, total // max(1, graph.samples))
@@ -78,14 +83,8 @@ def hessian_columns(
             unit = unit_columns(gradient.shape, layout, gradient, start, stop)
             with doing(BY_DOUBLE_BACKWARD, stop - start):
                 columns = _derivatives_along(graph.label(use), gradient, edges, unit, create_graph)
-            units: list[list[Tensor | None]] = [[None] * len(each.shapes) for each in uses]
-            products: list[list[Tensor | None]] = [[None] * len(each.shapes) for each in uses]
-            for place, (other, output) in enumerate(places):
-                column = columns[place]
-                zeros = unit.new_zeros(stop - start, *other.shapes[output])
-                units[uses.index(other)][output] = unit if place == active else zeros
-                products[uses.index(other)][output] = zeros if column is None else column
-            yield units, products
+            units = [unit if place == active else None for place in range(len(places))]
+            yield by_use(units, stop - start), by_use(columns, stop - start)
 
 
 def _zeros_at(use: ReachedUse, index: int) -> Tensor:

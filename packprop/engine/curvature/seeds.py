@@ -78,9 +78,7 @@ def jacobian_columns(graph: Graph, seed: Seed) -> list[Columns]:
         if not 0 <= entry < count:
             raise BadInput(asked, f"entry {entry}", f"an output has {count} entries", f"give 0 to {count - 1}")
     like = torch.empty(0, dtype=place.dtype, device=place.device)
-
-    def units(start: int, stop: int) -> Tensor:
-        return unit_columns(shape, place.layout, like, start, stop)
+    units = functools.partial(unit_columns, shape, place.layout, like)
 
     def chunk(start: int, stop: int) -> list[Tensor]:
         if seed.entries is None:

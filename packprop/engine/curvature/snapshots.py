@@ -95,15 +95,10 @@ def read_by_products(graph: Graph, leaves: Sequence[Tensor]) -> list[list[Tensor
             if saved.layout != leaves[0].layout:
                 continue
             for leaf in in_storage.get(saved.untyped_storage().data_ptr(), ()):
-                if _overlap(leaf, saved):
+                (start, stop), (begin, end) = _extent(leaf), _extent(saved)
+                if start < end and begin < stop:
                     readers[id(leaf)] |= _readers(name_of_node(node), slots, bits[id(leaf)])
     return [[each for each in leaves if readers[id(each)] & bits[id(leaf)]] for leaf in leaves]
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors in one storage lie in the same part of it."""
-    (start, stop), (begin, end) = map(_extent, (one, other))
-    return start < end and begin < stop
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

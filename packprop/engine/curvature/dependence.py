@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 from torch.autograd.graph import Node
@@ -33,10 +34,8 @@ def dependence(graph: Graph) -> dict[Node, int]:
                 "its gradient has been taken, and its graph is gone: the second derivative is not known",
                 "leave the branch outside eager_backward()",
             )
-        masks[node] = bits.get(node, 0)
-        for upstream, _ in node.next_functions:
-            if upstream is not None:
-                masks[node] |= masks[upstream]
+        above = [masks[upstream] for upstream, _ in node.next_functions if upstream is not None]
+        masks[node] = functools.reduce(int.__or__, above, bits.get(node, 0))
     return masks
 
 

@@ -110,18 +110,16 @@ def parameter_diagonals(
         return
     require_second_derivatives(graph.roots, leaves, named(graph))
     with differentiating_twice(f"parameter {graph.name(leaves[0])!r}"), torch.enable_grad():
-        gradients = _sample_gradients(graph, leaves) if per_sample else _whole_gradients(graph, leaves)
+        if per_sample:
+            gradients = _sample_gradients(graph, leaves)
+        else:
+            whole = with_zeros(gradients_at(graph, leaves, create_graph=True), leaves, None)
+            gradients = [gradient[None] for gradient in whole]
     expect(BY_DOUBLE_BACKWARD, sum(gradient.numel() for gradient in gradients))
     held = sum(shape.numel() for use in graph.uses for shape in use.shapes)
     at_once = max(1, LARGEST_COLUMNS // max(1, held))
     for leaf, gradient in zip(leaves, gradients, strict=True):
         yield leaf, diagonals(f"parameter {graph.name(leaf)!r}", leaf, gradient, create_graph, at_once)
-
-
-def _whole_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return differentiable gradients ``[1, *p]`` of some leaves."""
-    gradients = gradients_at(graph, leaves, create_graph=True)
-    return [each[None] for each in with_zeros(gradients, leaves, None)]
 
 
 def _sample_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -189,16 +187,16 @@ def estimated_diagonals(
     draws, where = seed.mc_samples or 1, f"parameter {graph.name(leaves[0])!r}"
     with differentiating_twice(where):
         with torch.enable_grad():
-            gradients = _whole_gradients(graph, leaves)
-        zeros = [torch.zeros_like(leaf, requires_grad=False) for leaf in leaves]
-        totals = [zero.to(accumulation_dtype(zero.dtype)) for zero in zeros]
+            gradients = gradients_at(graph, leaves, create_graph=True)
+        totals = [leaf.new_zeros(leaf.shape, dtype=accumulation_dtype(leaf.dtype)) for leaf in leaves]
         for _ in chunk_starts(draws, 1):  # a dry run draws a few: sums take no more memory
             signs = [_signs(leaf, seed.generator) for leaf in leaves]
-            along = [u[None] for u in signs]
-            products = vjps(gradients, leaves, along, batched=False, create_graph=create_graph)
-            for place, (u, product) in enumerate(zip(signs, products, strict=True)):
-                if product is not None:
-                    totals[place] = totals[place] + (u * product).to(totals[place].dtype)
+            found = vjps(gradients, leaves, signs, batched=False, create_graph=create_graph)
+            products = with_zeros(found, leaves, None)
+            totals = [
+                total + (u * product).to(total.dtype)
+                for total, u, product in zip(totals, signs, products, strict=True)
+            ]
     for leaf, total in zip(leaves, totals, strict=True):
         yield leaf, total / draws
 

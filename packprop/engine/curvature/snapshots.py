@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -82,9 +83,7 @@ def read_by_products(graph: Graph, leaves: Sequence[Tensor]) -> list[list[Tensor
     for node in graph.order:
         variable = getattr(node, "variable", None)
         slots = [0 if above is None else masks[above] for above, _ in node.next_functions]
-        masks[node] = bits.get(id(variable), 0)
-        for slot in slots:
-            masks[node] |= slot
+        masks[node] = functools.reduce(int.__or__, slots, bits.get(id(variable), 0))
         if not masks[node] or variable is not None:
             continue
         if isinstance(node, BackwardCFunction) or "Backward" not in node.name():  # it may hold anything
@@ -125,7 +124,4 @@ def _readers(name: str, slots: Sequence[int], own: int) -> int:
         first, last = name in WITH_SUMMAND or name == "Addcmul", name in CONVOLUTIONS or name == "Linear"
         summand = 0 if first else 2 if last else None  # it comes before the two operands, or after them
         read = [slot for place, slot in enumerate(slots) if place != summand and not slot & own]
-    found = 0
-    for slot in read:
-        found |= slot
-    return found
+    return functools.reduce(int.__or__, read, 0)

@@ -84,8 +84,7 @@ def rule_for(node: Node) -> Rule | None:
     if _current.ignored:
         return None
     if isinstance(node, BackwardCFunction):
-        by_class = RULES.get(function_of(node))
-        return by_class if by_class is not None else RULES.get(node.name())
+        return RULES.get(function_of(node)) or RULES.get(node.name())
     return RULES.get(short_name(node.name()))
 
 

@@ -5,14 +5,10 @@ node on the part of each sample (``samplewise``), which is right for all nodes, 
 the names of PyTorch's list of derivatives (``derivatives.yaml``).
 """
 
-from packprop.engine.functions.rules import (
-    convolution,
-    elementwise,
-    grouped,
-    lookup,
-    normalisation,
-    products,
-    recurrent,
-)
-
-__all__ = ["convolution", "elementwise", "grouped", "lookup", "normalisation", "products", "recurrent"]
+from packprop.engine.functions.rules import convolution as convolution
+from packprop.engine.functions.rules import elementwise as elementwise
+from packprop.engine.functions.rules import grouped as grouped
+from packprop.engine.functions.rules import lookup as lookup
+from packprop.engine.functions.rules import normalisation as normalisation
+from packprop.engine.functions.rules import products as products
+from packprop.engine.functions.rules import recurrent as recurrent

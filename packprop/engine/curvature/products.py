@@ -49,11 +49,11 @@ def vjp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> list[
     Returns:
         For each parameter ``[*p]`` or ``[v, *p]``; zeros if ``outputs`` do not depend on it.
     """
-    single = _is_single("vjp(outputs, parameters, vectors)", [outputs], [vectors])
+    columns, back = _as_columns("vjp(outputs, parameters, vectors)", [outputs], [vectors])
     require_passable([outputs], ASKED)
     with hooks_below([outputs], parameters).quiet():
-        products = vjps([outputs], parameters, _with_axis([vectors], single))
-    return _finished(products, parameters, [vectors], single)
+        products = vjps([outputs], parameters, columns)
+    return back(with_zeros(products, parameters, len(columns[0])))
 
 
 def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tensor:
@@ -67,14 +67,14 @@ def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tens
     Returns:
         ``[*y]`` or ``[v, *y]``.
     """
-    single = _is_single("jvp(outputs, parameters, vectors)", parameters, vectors)
+    columns, back = _as_columns("jvp(outputs, parameters, vectors)", parameters, vectors)
     require_second_derivatives([outputs], parameters, shown, ASKED, linear=True)
     quiet = hooks_below([outputs], parameters).quiet()
     with differentiating_twice("the outputs given to jvp", ASKED, INSTEAD), quiet:
-        (product,) = jvps([outputs], parameters, _with_axis(vectors, single))
+        products = jvps([outputs], parameters, columns)
         search = functools.partial(faulty_jacobian, [outputs], parameters)
-        warn_unless_finite("A product by jvp", [product], vectors, search)
-    return product[0] if single else product
+        warn_unless_finite("A product by jvp", products, vectors, search)
+    return back(products)[0]
 
 
 def hvp(loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor], vectors: Vectors) -> list[Tensor]:
@@ -98,9 +98,9 @@ def hvp(loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor], vecto
         >>> hvp(lambda: (w**3).sum(), [w], [torch.tensor([1.0, 0.0])])
         [tensor([6., 0.])]
     """
-    single = _is_single("hvp(loss, parameters, vectors)", parameters, vectors)
+    columns, back = _as_columns("hvp(loss, parameters, vectors)", parameters, vectors)
     product, _ = hessian_product("hvp", loss, parameters)
-    return _finished(product(_with_axis(vectors, single)), parameters, vectors, single)
+    return back(product(columns))
 
 
 def hessian_product(
@@ -142,9 +142,9 @@ def ggnvp(
         BadInput: If vectors do not fit.
         PackpropError: If a function in the graph is not twice differentiable.
     """
-    single = _is_single("ggnvp(graph, parameters, vectors)", parameters, vectors)
+    columns, back = _as_columns("ggnvp(graph, parameters, vectors)", parameters, vectors)
     product, _ = ggn_product("ggnvp", graph, parameters)
-    return _finished(product(_with_axis(vectors, single)), parameters, vectors, single)
+    return back(product(columns))
 
 
 def ggn_product(
@@ -213,21 +213,16 @@ def shown(tensor: Tensor) -> str:
     return f"the tensor of shape {list(tensor.shape)}"
 
 
-def _is_single(call: str, like: Sequence[Tensor], vectors: Vectors) -> bool:
-    """Tell whether vectors have the shapes of some tensors; raise if they do not have one more leading axis."""
-    single = [vector.shape for vector in vectors] == [tensor.shape for tensor in like]
-    if not single:
-        require_vectors(call, like, vectors, many=True)
-    return single
+def _as_columns(
+    call: str, like: Sequence[Tensor], vectors: Vectors
+) -> tuple[list[Tensor], Callable[[list[Tensor]], list[Tensor]]]:
+    """Return vectors with a leading axis, and the function that takes a new one away from products.
 
-
-def _with_axis(vectors: Vectors, single: bool) -> list[Tensor]:
-    return [vector.detach()[None] if single else vector.detach() for vector in vectors]
-
-
-def _finished(
-    products: Sequence[Tensor | None], parameters: Sequence[Tensor], vectors: Vectors, single: bool
-) -> list[Tensor]:
-    """Replace missing products by zeros, and remove the axis of vectors if there is a single one."""
-    found = with_zeros(products, parameters, 1 if single else len(vectors[0]))
-    return [product[0] if single else product for product in found]
+    Raises:
+        BadInput: If vectors have neither the shapes of some tensors nor one more leading axis.
+    """
+    columns = [vector.detach() for vector in vectors]
+    if [vector.shape for vector in vectors] == [tensor.shape for tensor in like]:
+        return [column[None] for column in columns], lambda products: [product[0] for product in products]
+    require_vectors(call, like, vectors, many=True)
+    return columns, lambda products: products

@@ -82,6 +82,29 @@ HIDING_LAYERS = (
 )
 
 
+ADVICE = {
+    "embedding_bag": (
+        "use nn.Embedding with .sum(1), .mean(1) or .amax(1) behind it in place of nn.EmbeddingBag "
+        "(padded, with padding_idx, where bags differ in size); or ask for diagonals or Kronecker "
+        "factors of the GGN, which take no second derivative"
+    ),
+    "out=": (
+        "write the backward pass of the torch.autograd.Function in operations without out=...; or let "
+        "functions of torch compute what it computes; or ask for GGN quantities"
+    ),
+    "_rnn": (
+        "run the forward pass inside `with torch.backends.cudnn.flags(enabled=False):`: the layer consists "
+        "of plain functions then; or ask for diagonals or Kronecker factors of the GGN"
+    ),
+    "flash|efficient|attention|cudnn": (
+        "run the forward pass (with torch.utils.checkpoint also the backward pass) inside "
+        "`with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):`: the fused kernels of "
+        "scaled_dot_product_attention have no second derivative"
+    ),
+}
+"""The advice where PyTorch's message for a missing second derivative names a fused kernel, or the like."""
+
+
 @contextlib.contextmanager
 def differentiating_twice(
     where: str,
@@ -109,34 +132,8 @@ def differentiating_twice(
         if not NOT_TWICE.search(said):
             raise
         why = f"PyTorch cannot differentiate twice what lies above: {said}"
-        raise PackpropError(asked, where, why, _advice_on(said) or instead) from error
-
-
-def _advice_on(said: str) -> str:
-    """Return what to do where PyTorch names a fused kernel, or a bag of embeddings."""
-    if "embedding_bag" in said:
-        return (
-            "use nn.Embedding with .sum(1), .mean(1) or .amax(1) behind it in place of nn.EmbeddingBag "
-            "(padded, with padding_idx, where bags differ in size); or ask for diagonals or Kronecker "
-            "factors of the GGN, which take no second derivative"
-        )
-    if "out=" in said:
-        return (
-            "write the backward pass of the torch.autograd.Function in operations without out=...; or let "
-            "functions of torch compute what it computes; or ask for GGN quantities"
-        )
-    if "_rnn" in said:
-        return (
-            "run the forward pass inside `with torch.backends.cudnn.flags(enabled=False):`: the layer consists "
-            "of plain functions then; or ask for diagonals or Kronecker factors of the GGN"
-        )
-    if any(word in said for word in ("flash", "efficient", "attention", "cudnn")):
-        return (
-            "run the forward pass (with torch.utils.checkpoint also the backward pass) inside "
-            "`with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):`: the fused kernels of "
-            "scaled_dot_product_attention have no second derivative"
-        )
-    return ""
+        advice = next((text for named, text in ADVICE.items() if re.search(named, said)), instead)
+        raise PackpropError(asked, where, why, advice) from error
 
 
 def require_second_derivatives(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from packprop.engine.curvature.matrices import CurvatureProduct, GaussNewton, Hessian
 from packprop.engine.curvature.nonlinearities import residuals
+from packprop.engine.curvature.products import CurvatureProduct, GaussNewton, Hessian
 from packprop.engine.curvature.routes import Routes, choose_routes
 from packprop.engine.curvature.second_order import named
 from packprop.engine.curvature.seeds import loss_hessians

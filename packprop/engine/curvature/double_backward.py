@@ -12,9 +12,8 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.engine.algebra.joining import join
 from packprop.engine.algebra.structures import rows
 from packprop.engine.curvature.columns import unit_columns
-from packprop.engine.curvature.dependence import upstream_first
 from packprop.engine.curvature.linear import vjps, with_zeros
-from packprop.engine.curvature.routes import require_third_derivatives
+from packprop.engine.curvature.routes import require_third_derivatives, upstream_first
 from packprop.engine.curvature.second_order import (
     differentiating_twice,
     gradients_at,

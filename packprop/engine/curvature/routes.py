@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.engine.curvature.dependence import bits_of, dependence, upstream_first
 from packprop.engine.curvature.second_order import (
+    ASKED,
     differentiating_twice,
     gradients_at,
     named,
@@ -50,13 +50,46 @@ from packprop.engine.functions.nodes import (
     made_by,
     name_of_node,
 )
-from packprop.engine.graph.graph import Graph, ReachedUse
+from packprop.engine.graph.graph import EAGER, Graph, ReachedUse
 from packprop.engine.graph.pull import pull_columns
+from packprop.engine.graph.search import nodes_above
 from packprop.engine.samples.feeding import sizes_of
 from packprop.engine.samples.rows import differ
 from packprop.engine.samples.separation import Place, places_at, random_powers
 from packprop.engine.tensors.traced import decided
 from packprop.errors import PackpropError
+
+
+def bits_of(graph: Graph) -> dict[Node, int]:
+    """Return a bit for each use, by its node: as bits of a number, sets of uses are fast."""
+    return {use.anchors[0]: 1 << place for place, use in enumerate(graph.uses)}
+
+
+def dependence(graph: Graph) -> dict[Node, int]:
+    """Return the bits of the uses that lie upstream of each node, or at the node itself.
+
+    Raises:
+        PackpropError: If a branch of the graph has been summed already.
+    """
+    bits = bits_of(graph)
+    masks: dict[Node, int] = {}
+    for node in graph.order:
+        if node.name() == EAGER:
+            raise PackpropError(
+                ASKED,
+                "a branch inside eager_backward()",
+                "its gradient has been taken, and its graph is gone: the second derivative is not known",
+                "leave the branch outside eager_backward()",
+            )
+        above = [masks[upstream] for upstream, _ in node.next_functions if upstream is not None]
+        masks[node] = functools.reduce(int.__or__, above, bits.get(node, 0))
+    return masks
+
+
+def upstream_first(graph: Graph, starts: Iterable[Node]) -> list[Node]:
+    """Return some nodes and all upstream of them, each node after all that lie upstream of it."""
+    above = set(nodes_above(starts))
+    return [node for node in graph.order if node in above]
 
 
 def couples_samples(graph: Graph) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.autograd.graph import Node
 
+from packprop.engine.functions.building import anywhere, samplewise
 from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.node_calls import Computed, NodeCall, NodeSlot, has_complex_numbers, operand_at
 from packprop.engine.functions.nodes import LINEAR, name_of_node
@@ -14,7 +15,6 @@ from packprop.engine.functions.operands import takes_sparse
 from packprop.engine.functions.rearranging import of_leaf
 from packprop.engine.functions.registry import checked, rule_for
 from packprop.engine.functions.rules.lookup import of_table  # and with its package, all rules
-from packprop.engine.functions.samplewise import anywhere, samplewise
 
 
 def entries_of_node(

@@ -1,4 +1,4 @@
-"""The rules of torch's loss functions; only this file names the functions."""
+"""The rules of torch's loss functions, and torch's functions that call one; only this file names them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -188,3 +189,28 @@ def _ctc_loss(log_probs: Tensor, *args: Any, **kwargs: Any) -> Loss:
     """Describe a loss with one term for each sample; the axis of samples comes after that of time."""
     batched = log_probs.dim() == 3
     return Loss(None, 1.0, None, None, sample_axis=1 if batched else None, one_sample=not batched)
+
+
+COMPOSITES = frozenset({getattr(F, "linear_cross_entropy", None)}) - {None}  # new in PyTorch 2.13
+"""Functions whose body calls a loss function, such as a head with its loss: a linear function and a loss."""
+
+
+def has_parts(kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call of a composite function calls others: a head with ``options`` is one kernel."""
+    return kwargs.get("options") is None
+
+
+def body_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same function without its first check, for a mode or a tensor's class that overrides it.
+
+    A mode that overrides the function sees one call, but not the calls in its body. The code is torch's own,
+    with the current names of its module, so the results are the same to the last bit.
+    """
+    assert isinstance(function, FunctionType)
+    nobody = dict.fromkeys(("has_torch_function", "has_torch_function_variadic"), lambda *_: False)
+    names = {**function.__globals__, **nobody}
+    body = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from packprop.engine.algebra.structures import Lookup, Structure
-from packprop.engine.functions.building import rowwise
+from packprop.engine.functions.building import rowwise, samplewise
 from packprop.engine.functions.entry import Cotangents, Entry, Samples, Scratch, StructureOf
 from packprop.engine.functions.node_calls import Computed, NodeCall, operand_at
 from packprop.engine.functions.nodes import made_by, name_of_node
 from packprop.engine.functions.rearranging import before_rearranging
 from packprop.engine.functions.registry import rule_of
-from packprop.engine.functions.samplewise import samplewise
 from packprop.engine.tensors.layout import Layout
 from packprop.engine.tensors.precision import accumulation_dtype
 

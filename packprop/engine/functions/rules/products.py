@@ -9,12 +9,11 @@ from torch import Tensor
 
 from packprop.engine.algebra.order import fold_to
 from packprop.engine.algebra.structures import Dense, Outer, Structure
-from packprop.engine.functions.building import affine, rowwise, scaled, select_samples
+from packprop.engine.functions.building import affine, rowwise, samplewise, scaled, select_samples
 from packprop.engine.functions.entry import Cotangents, Entry, Samples, Scratch
 from packprop.engine.functions.node_calls import NodeCall
 from packprop.engine.functions.nodes import WITHOUT_SECOND_DERIVATIVE
 from packprop.engine.functions.registry import rule_of
-from packprop.engine.functions.samplewise import samplewise
 from packprop.engine.tensors.layout import Layout
 
 

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from packprop.engine.curvature.linear import noise_like
 from packprop.engine.curvature.second_order import (
     ASKED,
     differentiating_twice,
@@ -108,27 +109,26 @@ def couples_samples(graph: Graph) -> bool:
     label = graph.label(graph.uses[0])
     with differentiating_twice(label), torch.enable_grad():
         gradients = gradients_at(graph, edges, create_graph=True)
-    fed = [
-        (place, gradient)
+    fed = {
+        place: gradient
         for place, gradient in enumerate(gradients)
         if gradient is not None and gradient.requires_grad
-    ]
+    }
     if not fed:
         return False
-    generator = torch.Generator().manual_seed(0)
-    noise = [torch.randn(gradient.shape, generator=generator, device="cpu") for _, gradient in fed]
-    info = [torch.finfo(gradient.dtype) for _, gradient in fed]
+    noise = noise_like([*fed.values()])
+    info = [torch.finfo(gradient.dtype) for gradient in fed.values()]
     powers = random_powers(graph.samples, min(each.max for each in info))
     layouts = [use.layouts[index] for use, index in places]
 
     def sizes_by(exponents: Tensor) -> dict[int, Tensor]:
         """Return the sizes of the rows of each sample ``[n]``, without the sample's power, by place."""
         seeds = [
-            (random * layouts[place].broadcast(torch.exp2(exponents), random.dim())).to(gradient)
-            for (place, gradient), random in zip(fed, noise, strict=True)
+            random * layouts[place].broadcast(torch.exp2(exponents).to(random), random.dim())
+            for place, random in zip(fed, noise, strict=True)
         ]
         with differentiating_twice(label):
-            columns = pull_columns([gradient for _, gradient in fed], edges, seeds, batched=False)
+            columns = pull_columns([*fed.values()], edges, seeds, batched=False)
         found = {}
         for place, column in enumerate(columns):
             if column is not None and column.numel():

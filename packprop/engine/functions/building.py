@@ -170,22 +170,19 @@ def sum_over_broadcast(
     return back.sum(shared, keepdim=True) if shared else back
 
 
-def broadcast(call: NodeCall, **known: Any) -> Entry:
+def broadcast(call: NodeCall) -> Entry:
     """Return the entry of an operand that any entrywise node broadcasts against its output."""
-    parameter = call.operand.tensor
+    of_product = scaled(call).structure_of
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
-        layout, cotangent = layouts[0], cotangents[0]
-        if cotangent is None:
+        if cotangents[0] is None:
             return Dense(None)
-        product = call.products([cotangent])
-        if product.shape != cotangent.shape:
+        product = call.products([cotangents[0]])
+        if product.shape != cotangents[0].shape:
             return samplewise(call).structure_of(cotangents, layouts, samples)
-        product = select_samples(layout.to_front(product, 1), samples, 1)
-        rows = sum_over_broadcast(product, layout, call.aligned, samples)
-        return Dense(rows.reshape(*rows.shape[:2], *parameter.shape))
+        return of_product([product], layouts, samples)
 
-    return Entry(parameter, "Scale", structure_of, calls_node=lambda layouts: call.edge, **known)
+    return Entry(call.operand.tensor, "Scale", structure_of, calls_node=lambda layouts: call.edge)
 
 
 def samplewise(call: NodeCall, **known: Any) -> Entry:

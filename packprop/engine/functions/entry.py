@@ -66,9 +66,6 @@ class Scratch:
     inputs_only: int = 0
 
 
-NO_SCRATCH = Scratch()
-
-
 @dataclass(frozen=True)
 class Entry:
     """The way in which one parameter enters one node.
@@ -102,7 +99,7 @@ class Entry:
     refusal: tuple[str, str] | None = None
     admits: Callable[[int], bool] = lambda axis: True
     sample_axes: Sequence[int] | None = None
-    scratch: Scratch = NO_SCRATCH
+    scratch: Scratch = Scratch()
     fans: Fans | None = None
     linear: bool = False
     constant: bool = False

@@ -17,7 +17,7 @@ from packprop.engine.curvature.routes import Routes, with_own_ends
 from packprop.engine.curvature.second_order import differentiating_twice, gradients_at
 from packprop.engine.functions.nodes import CONVOLUTIONS, made_by, name_of_node
 from packprop.engine.graph.graph import Graph, ReachedUse
-from packprop.engine.graph.pull import pull_columns
+from packprop.engine.graph.pull import derivatives, pull_columns
 from packprop.engine.graph.site import Site
 from packprop.engine.samples.separation import Place, places_at
 from packprop.engine.tensors.long_work import expect
@@ -256,9 +256,7 @@ def _residual(node: Any, gradient: Tensor | None, create_graph: bool) -> Tensor:
         first = first[0] if isinstance(first, tuple) else first
         second = None
         if first.requires_grad:
-            (second,) = torch.autograd.grad(
-                first.sum(), z, retain_graph=True, create_graph=create_graph, allow_unused=True
-            )
+            (second,) = derivatives([first.sum()], [z], create_graph=create_graph)
     with torch.set_grad_enabled(create_graph):
         return torch.zeros_like(gradient) if second is None else second * gradient
 

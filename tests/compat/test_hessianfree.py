@@ -126,6 +126,10 @@ def test_what_does_not_depend_is_zero() -> None:
     ones = [torch.ones(3), torch.ones(2)]
     for product in hessian_vector_product(x.sum() + other.sum(), [x, other], ones):
         assert not product.any()
+    alone = torch.tensor(1.0, requires_grad=True)
+    (product,) = hessian_vector_product(x.sum() + alone, [alone], [torch.ones(())])
+    assert product.shape == ()
+    assert not product
     constant, moving = R_op([torch.ones(2), 2 * x], [x], [torch.ones(3)])
     assert not constant.any()
     assert torch.equal(moving, torch.full((3,), 2.0))

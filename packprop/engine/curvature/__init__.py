@@ -10,7 +10,6 @@ from packprop.engine.curvature.linear import jvps as jvps
 from packprop.engine.curvature.linear import require_vectors as require_vectors
 from packprop.engine.curvature.linear import vjps as vjps
 from packprop.engine.curvature.linear import with_zeros as with_zeros
-from packprop.engine.curvature.matrices import Hessian as Hessian
 from packprop.engine.curvature.nonlinearities import residuals as residuals
 from packprop.engine.curvature.nonlinearities import shared_rows as shared_rows
 from packprop.engine.curvature.operators import Operator as Operator
@@ -18,6 +17,7 @@ from packprop.engine.curvature.operators import block_diagonal as block_diagonal
 from packprop.engine.curvature.operators import chosen_parameters as chosen_parameters
 from packprop.engine.curvature.operators import ggn as ggn
 from packprop.engine.curvature.operators import hessian as hessian
+from packprop.engine.curvature.products import Hessian as Hessian
 from packprop.engine.curvature.products import Matrix as Matrix
 from packprop.engine.curvature.products import ggnvp as ggnvp
 from packprop.engine.curvature.products import graph_product as graph_product

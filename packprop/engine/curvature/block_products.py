@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from packprop.engine.curvature.matrices import CurvatureProduct, GaussNewton, Hessian
 from packprop.engine.curvature.nonlinearities import residuals
+from packprop.engine.curvature.products import CurvatureProduct, GaussNewton, Hessian
 from packprop.engine.curvature.routes import Routes, choose_routes
 from packprop.engine.curvature.second_order import named
 from packprop.engine.curvature.seeds import loss_hessians
@@ -126,8 +126,8 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
     if matrix == "positive":
         routes = choose_routes(graph, known_losses=True, per_sample=True)
         _require_swept(graph, routes)
-        tensors += [place.edge for _, place in routes.nonlinearities]
-        weights = residuals(graph, [nonlinearity.node for nonlinearity, _ in routes.nonlinearities])
+        tensors += [place.edge for place in routes.nonlinearities.values()]
+        weights = residuals(graph, list(routes.nonlinearities))
         weights = [at_least(each, 0.0) if modify == "clip" else each.abs() for each in weights]
         hessians += [functools.partial(torch.mul, weight) for weight in weights]
     for leaf, snapshots in zip(leaves, read, strict=True):

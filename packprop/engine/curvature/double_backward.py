@@ -12,9 +12,8 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.engine.algebra.joining import join
 from packprop.engine.algebra.structures import rows
 from packprop.engine.curvature.columns import unit_columns
-from packprop.engine.curvature.dependence import upstream_first
-from packprop.engine.curvature.linear import vjps
-from packprop.engine.curvature.routes import require_third_derivatives
+from packprop.engine.curvature.linear import vjps, with_zeros
+from packprop.engine.curvature.routes import require_third_derivatives, upstream_first
 from packprop.engine.curvature.second_order import (
     differentiating_twice,
     gradients_at,
@@ -67,6 +66,11 @@ def hessian_columns(
         _zeros_at(use, index) if gradient is None else gradient
         for (use, index), gradient in zip(places, reached, strict=True)
     ]
+
+    def by_use(columns: Sequence[Tensor | None], count: int) -> list[list[Tensor | None]]:
+        known = dict(zip(places, with_zeros(columns, gradients, count), strict=True))
+        return [[known.get((use, index)) for index in range(len(use.shapes))] for use in uses]
+
     total = sum(gradient.numel() for gradient in gradients)
     step = max(1, BATCHED_ENTRIES // max(1, total))
     expect(BY_DOUBLE_BACKWARD, total // max(1, graph.samples))
@@ -78,14 +82,8 @@ def hessian_columns(
             unit = unit_columns(gradient.shape, layout, gradient, start, stop)
             with doing(BY_DOUBLE_BACKWARD, stop - start):
                 columns = _derivatives_along(graph.label(use), gradient, edges, unit, create_graph)
-            units: list[list[Tensor | None]] = [[None] * len(each.shapes) for each in uses]
-            products: list[list[Tensor | None]] = [[None] * len(each.shapes) for each in uses]
-            for place, (other, output) in enumerate(places):
-                column = columns[place]
-                zeros = unit.new_zeros(stop - start, *other.shapes[output])
-                units[uses.index(other)][output] = unit if place == active else zeros
-                products[uses.index(other)][output] = zeros if column is None else column
-            yield units, products
+            units = [unit if place == active else None for place in range(len(places))]
+            yield by_use(units, stop - start), by_use(columns, stop - start)
 
 
 def _zeros_at(use: ReachedUse, index: int) -> Tensor:
@@ -111,20 +109,16 @@ def parameter_diagonals(
         return
     require_second_derivatives(graph.roots, leaves, named(graph))
     with differentiating_twice(f"parameter {graph.name(leaves[0])!r}"), torch.enable_grad():
-        gradients = _sample_gradients(graph, leaves) if per_sample else _whole_gradients(graph, leaves)
+        if per_sample:
+            gradients = _sample_gradients(graph, leaves)
+        else:
+            whole = with_zeros(gradients_at(graph, leaves, create_graph=True), leaves, None)
+            gradients = [gradient[None] for gradient in whole]
     expect(BY_DOUBLE_BACKWARD, sum(gradient.numel() for gradient in gradients))
     held = sum(shape.numel() for use in graph.uses for shape in use.shapes)
     at_once = max(1, LARGEST_COLUMNS // max(1, held))
     for leaf, gradient in zip(leaves, gradients, strict=True):
         yield leaf, diagonals(f"parameter {graph.name(leaf)!r}", leaf, gradient, create_graph, at_once)
-
-
-def _whole_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return differentiable gradients ``[1, *p]`` of some leaves."""
-    gradients = gradients_at(graph, leaves, create_graph=True)
-    dense = [each.to_dense() if each is not None and each.is_sparse else each for each in gradients]
-    pairs = zip(leaves, dense, strict=True)
-    return [torch.zeros_like(leaf)[None] if gradient is None else gradient[None] for leaf, gradient in pairs]
 
 
 def _sample_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -192,17 +186,16 @@ def estimated_diagonals(
     draws, where = seed.mc_samples or 1, f"parameter {graph.name(leaves[0])!r}"
     with differentiating_twice(where):
         with torch.enable_grad():
-            gradients = _whole_gradients(graph, leaves)
-        zeros = [torch.zeros_like(leaf, requires_grad=False) for leaf in leaves]
-        totals = [zero.to(accumulation_dtype(zero.dtype)) for zero in zeros]
+            gradients = gradients_at(graph, leaves, create_graph=True)
+        totals = [leaf.new_zeros(leaf.shape, dtype=accumulation_dtype(leaf.dtype)) for leaf in leaves]
         for _ in chunk_starts(draws, 1):  # a dry run draws a few: sums take no more memory
             signs = [_signs(leaf, seed.generator) for leaf in leaves]
-            along = [u[None] for u in signs]
-            products = vjps(gradients, leaves, along, batched=False, create_graph=create_graph)
-            for place, (u, product) in enumerate(zip(signs, products, strict=True)):
-                if product is not None:
-                    product = product.to_dense() if product.is_sparse else product
-                    totals[place] = totals[place] + (u * product).to(totals[place].dtype)
+            found = vjps(gradients, leaves, signs, batched=False, create_graph=create_graph)
+            products = with_zeros(found, leaves, None)
+            totals = [
+                total + (u * product).to(total.dtype)
+                for total, u, product in zip(totals, signs, products, strict=True)
+            ]
     for leaf, total in zip(leaves, totals, strict=True):
         yield leaf, total / draws
 
@@ -225,10 +218,8 @@ def term_gradients(graph: Graph, leaves: Sequence[Tensor], create_graph: bool = 
     with torch.set_grad_enabled(create_graph):
         factors = gradients_at(graph, graph.terms)
         pairs = [(edge, at) for edge, at in zip(graph.terms, factors, strict=True) if at is not None]
-        gradients = derivatives(
-            [edge for edge, _ in pairs], leaves, [at for _, at in pairs], create_graph=create_graph
-        )
-    return [each.to_dense() if each is not None and each.is_sparse else each for each in gradients]
+        edges, seeds = [edge for edge, _ in pairs], [at for _, at in pairs]
+        return pull_columns(edges, leaves, seeds, batched=False, create_graph=create_graph)
 
 
 def term_diagonals(
@@ -266,7 +257,7 @@ def _coupled_leaves(graph: Graph) -> set[int]:
     """Return leaves with several entries in one nonlinear function: their Hessian may not be diagonal."""
     arranged: dict[tuple[Node, int], Entries] = {}
     coupled: set[Node] = set()
-    for node in upstream_first([edge.node for edge in graph.terms]):
+    for node in upstream_first(graph, [edge.node for edge in graph.terms]):
         given = [
             (place, (above, output))
             for place, (above, output) in enumerate(node.next_functions)

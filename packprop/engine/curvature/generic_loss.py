@@ -23,7 +23,7 @@ from packprop.engine.recording.switch import disable
 from packprop.engine.tensors.dry import has_fault
 from packprop.engine.tensors.layout import Layout
 from packprop.engine.tensors.nesting import map_tensors
-from packprop.engine.tensors.precision import accumulation_dtype
+from packprop.engine.tensors.precision import accumulation_dtype, widened
 from packprop.engine.tensors.repeated import one_by_one
 from packprop.engine.tensors.state import version
 from packprop.errors import PackpropError
@@ -81,9 +81,8 @@ def linear_factor(graph: Graph, loss: ReachedLoss, asked: str) -> Tensor:
         assert factor is not None
         curved: list[Tensor | None] = []
         if factor.requires_grad:  # random, because along ones a share of the total does not change
-            noise = torch.rand(factor.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(
-                factor
-            )
+            generator = torch.Generator().manual_seed(0)
+            noise = torch.rand(factor.shape, generator=generator, device="cpu").to(factor)
             ends = [each.value for each in graph.losses] + graph.open  # what it may depend on
             curved = derivatives([factor], ends, [noise])
     if any(each is not None and has_fault((each != 0).any()) for each in curved):
@@ -140,13 +139,9 @@ def _evaluated_in_wide(call: RecordedLoss, factor: Tensor) -> tuple[Tensor, Tens
     """Call ``evaluated_again`` in at least float32: in low precision a Hessian may not be positive."""
     if accumulation_dtype(call.input.dtype) != call.input.dtype:
         with torch.enable_grad(), contextlib.suppress(RuntimeError):  # there may be constants in low precision
-            args, kwargs = map_tensors(_widened, (call.args, call.kwargs))
+            args, kwargs = map_tensors(widened, (call.args, call.kwargs))
             return evaluated_again(replace(call, args=args, kwargs=kwargs), factor)
     return evaluated_again(call, factor)
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.to(accumulation_dtype(tensor.dtype))
 
 
 def _rounded(root: Root, dtype: torch.dtype) -> Root:

@@ -119,7 +119,7 @@ def with_zeros(products: Sequence[Tensor | None], like: Sequence[Tensor], count:
     """Replace ``None`` among products by zeros: ``[v, *x]`` for ``count`` vectors, or ``[*x]``."""
     front = () if count is None else (count,)
     return [
-        tensor.new_zeros(*front, *tensor.shape) if product is None else product
+        tensor.new_zeros((*front, *tensor.shape)) if product is None else product
         for product, tensor in zip(products, like, strict=True)
     ]
 

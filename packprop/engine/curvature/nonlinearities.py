@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.engine.curvature.columns import Columns, unit_columns
-from packprop.engine.curvature.routes import Nonlinearity, Routes, with_own_ends
+from packprop.engine.curvature.routes import Routes, with_own_ends
 from packprop.engine.curvature.second_order import differentiating_twice, gradients_at
 from packprop.engine.functions.nodes import CONVOLUTIONS, made_by, name_of_node
 from packprop.engine.graph.graph import Graph, ReachedUse
-from packprop.engine.graph.pull import pull_columns
+from packprop.engine.graph.pull import derivatives, pull_columns
 from packprop.engine.graph.site import Site
 from packprop.engine.samples.separation import Place, places_at
 from packprop.engine.tensors.long_work import expect
@@ -37,24 +37,23 @@ class OutputDiagonals:
     """
 
     def __init__(self, graph: Graph, routes: Routes, uses: Sequence[ReachedUse]) -> None:
-        self._bits = routes.bits
         times = Counter(id(site.leaf) for use in graph.uses for site in use.sites)
-        self._with_squares = {routes.bits[use] for use in uses if _has_squares(use)}
+        with_squares = [use for use in uses if _has_squares(use)]
+        self._with_squares = {use.anchors[0] for use in with_squares}
         self._sufficient = {
-            routes.bits[use]
-            for use in uses
-            if routes.bits[use] in self._with_squares
-            and all(times[id(site.leaf)] == 1 and _enters_once(use, site, graph.samples) for site in use.sites)
+            use.anchors[0]
+            for use in with_squares
+            if all(times[id(site.leaf)] == 1 and _enters_once(use, site, graph.samples) for site in use.sites)
         }
-        self._totals: dict[int, tuple[ReachedUse, Tensor]] = {}
+        self._totals: dict[Node, tuple[ReachedUse, Tensor]] = {}
 
     def needs_no_sweep(self, use: ReachedUse, node: Node, output: int) -> bool:
         """Tell whether this is the output of a use, and a diagonal there needs no sweep."""
-        return use.nodes == {0: (node, output)} and self._bits[use] in self._with_squares
+        return use.nodes == {0: (node, output)} and node in self._with_squares
 
     def are_sufficient(self, use: ReachedUse) -> bool:
         """Tell whether a use needs only the diagonal."""
-        return self._bits[use] in self._sufficient
+        return use.anchors[0] in self._sufficient
 
     def add(self, use: ReachedUse, diagonal: Tensor) -> None:
         """Add a diagonal at the output of a use, of the output's shape."""
@@ -77,9 +76,9 @@ class OutputDiagonals:
             yield use, [layout.from_front(total.view(layout.front_shape(shape)))[None]]
 
     def _add(self, use: ReachedUse, diagonal: Tensor) -> None:
-        bit = self._bits[use]
-        before = self._totals.get(bit)
-        self._totals[bit] = use, diagonal if before is None else before[1] + diagonal
+        node = use.anchors[0]
+        before = self._totals.get(node)
+        self._totals[node] = use, diagonal if before is None else before[1] + diagonal
 
 
 def flat(front: Tensor, kept: int) -> Tensor:
@@ -200,37 +199,28 @@ def shared_rows_below(
     return shared_rows(above, places[0], create_graph) if isinstance(places, list) else None
 
 
-@dataclass(frozen=True)
-class CurvatureTerm:
-    """The term of the Hessian from one input of elementwise nonlinearities.
-
-    Args:
-        columns: Weighted unit columns at the input, or their products below the function that made it.
-        uses: The uses to which these columns are swept.
-    """
-
-    columns: Columns
-    uses: list[ReachedUse]
-
-
 def nonlinearity_terms(
     graph: Graph, routes: Routes, uses: Sequence[ReachedUse], diagonals: OutputDiagonals, create_graph: bool
-) -> Iterator[CurvatureTerm]:
-    """Yield the terms of elementwise nonlinearities, input by input; add to ``diagonals`` without a sweep."""
+) -> Iterator[tuple[Columns, list[ReachedUse]]]:
+    """Yield the terms of elementwise nonlinearities, input by input; add to ``diagonals`` without a sweep.
+
+    A term is a group of weighted unit columns, at the input or below the function that made it, and the uses to
+    which they are swept.
+    """
     if not routes.nonlinearities:
         return
-    weights = residuals(graph, [nonlinearity.node for nonlinearity, _ in routes.nonlinearities], create_graph)
-    by_input: dict[tuple[Node, int], tuple[Tensor, Place, Nonlinearity]] = {}
-    for (nonlinearity, place), weight in zip(routes.nonlinearities, weights, strict=True):
+    weights = residuals(graph, list(routes.nonlinearities), create_graph)
+    by_input: dict[tuple[Node, int], tuple[Tensor, Place]] = {}
+    for place, weight in zip(routes.nonlinearities.values(), weights, strict=True):
         key = (place.edge.node, place.edge.output_nr)
         before = by_input.get(key)
-        by_input[key] = (weight if before is None else weight + before[0], place, nonlinearity)
+        by_input[key] = (weight if before is None else weight + before[0], place)
     swept = []
-    for (node, output), (weight, place, nonlinearity) in by_input.items():
+    for (node, output), (weight, place) in by_input.items():
         at_input = [use for use in uses if diagonals.needs_no_sweep(use, node, output)]
         for use in at_input:
             diagonals.add(use, weight.to(accumulation_dtype(weight.dtype)))
-        upstream = [use for use in uses if routes.bits[use] & nonlinearity.upstream and use not in at_input]
+        upstream = [use for use in uses if routes.bits_of([use]) & routes.masks[node] and use not in at_input]
         reached = with_own_ends(upstream, routes)
         if reached:
             swept.append((weight, place, reached))
@@ -240,7 +230,7 @@ def nonlinearity_terms(
     while swept:
         weight, place, reached = swept.pop(0)
         shared = shared_rows_below(graph, place, reached, routes.masks, create_graph)
-        yield CurvatureTerm(_weighted_columns(weight, place, shared), reached)
+        yield _weighted_columns(weight, place, shared), reached
 
 
 def residuals(graph: Graph, nodes: Sequence[Node], create_graph: bool = False) -> list[Tensor]:
@@ -266,9 +256,7 @@ def _residual(node: Any, gradient: Tensor | None, create_graph: bool) -> Tensor:
         first = first[0] if isinstance(first, tuple) else first
         second = None
         if first.requires_grad:
-            (second,) = torch.autograd.grad(
-                first.sum(), z, retain_graph=True, create_graph=create_graph, allow_unused=True
-            )
+            (second,) = derivatives([first.sum()], [z], create_graph=create_graph)
     with torch.set_grad_enabled(create_graph):
         return torch.zeros_like(gradient) if second is None else second * gradient
 

@@ -1,30 +1,34 @@
-"""Products with Jacobians, the Hessian and the GGN in all parameters together."""
+"""Curvature matrices of a graph, given by their products with vectors; products with Jacobians."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from packprop.engine.curvature.linear import (
     ASKED,
     INSTEAD,
+    LinearMap,
     Product,
     Vectors,
     jvps,
+    linearize,
     require_vectors,
     vjps,
     with_zeros,
 )
-from packprop.engine.curvature.matrices import CurvatureProduct, GaussNewton, Hessian
 from packprop.engine.curvature.second_order import (
     differentiating_twice,
     faulty_jacobian,
+    faulty_node,
     named,
     require_passable,
     require_second_derivatives,
@@ -33,9 +37,138 @@ from packprop.engine.curvature.second_order import (
 from packprop.engine.curvature.seeds import loss_hessians
 from packprop.engine.graph.graph import Graph
 from packprop.engine.graph.hooks import hooks_below
+from packprop.engine.graph.pull import derivatives
+from packprop.engine.tensors.hooks import Hooks
 from packprop.errors import BadInput
 
 Matrix = Literal["ggn", "hessian"]
+
+
+@dataclass(eq=False)
+class Hessian:
+    """The Hessian of the roots in some parameters; it keeps the gradient.
+
+    Args:
+        roots: The roots of the graph.
+        seeds: The gradient of each; ``None`` for 1.
+        parameters: The parameters.
+    """
+
+    roots: Sequence[Tensor]
+    seeds: Sequence[Tensor | None]
+    parameters: Sequence[Tensor]
+
+    @functools.cached_property
+    def gradients(self) -> list[Tensor | None]:
+        """The gradient in each parameter, with its graph; ``None`` if the roots do not depend on it."""
+        if not any(root.requires_grad for root in self.roots):
+            return [None] * len(self.parameters)
+        with torch.enable_grad():
+            found = derivatives(self.roots, self.parameters, self.seeds, create_graph=True)
+        return [each.to_dense() if each is not None and each.is_sparse else each for each in found]
+
+    def multiply(self, vectors: Vectors) -> list[Tensor | None]:
+        """Return ``H v``."""
+        return vjps(self.gradients, self.parameters, vectors)
+
+    def faulty_node(self) -> Node | None:
+        """Return the node whose second derivative is not finite."""
+        return faulty_node(self.roots, self.seeds, self.parameters, self.parameters)
+
+
+@dataclass(eq=False)
+class GaussNewton:
+    """The matrix ``sum_t J_t^T H_t J_t``, over tensors t between some parameters and the roots.
+
+    Args:
+        roots: The roots of the graph.
+        seeds: The gradient of each; ``None`` for 1.
+        parameters: The parameters.
+        tensors: The tensors t, or their edges.
+        hessians: For each t the product with ``H_t``.
+    """
+
+    roots: Sequence[Tensor]
+    seeds: Sequence[Tensor | None]
+    parameters: Sequence[Tensor]
+    tensors: Sequence[Any]
+    hessians: Sequence[Callable[[Tensor], Tensor]]
+
+    @functools.cached_property
+    def jacobian(self) -> LinearMap:
+        """The product with J, whose graph stays."""
+        return linearize(self.tensors, self.parameters)
+
+    def multiply(self, vectors: Vectors) -> list[Tensor | None]:
+        """Return ``J^T H J v``, by ``jacobian`` if that has been made."""
+        known = "jacobian" in vars(self)
+        at_tensors = self.jacobian(vectors) if known else jvps(self.tensors, self.parameters, vectors)
+        curved = [hessian(each) for hessian, each in zip(self.hessians, at_tensors, strict=True)]
+        return vjps(self.tensors, self.parameters, curved)
+
+    def faulty_node(self) -> Node | None:
+        """Return the node whose second derivative is not finite."""
+        own = faulty_node(self.roots, self.seeds, self.tensors, self.tensors)
+        return own or faulty_jacobian(self.tensors, self.parameters)
+
+
+@dataclass(eq=False)
+class CurvatureProduct:
+    """Maps vectors ``[v, *p]`` for each parameter to products with a curvature matrix.
+
+    Errors name the function that cannot be differentiated twice; a warning names one whose second derivative is
+    not finite. The user's hooks do not run.
+
+    Args:
+        matrix: The matrix.
+        called: Name of the product, for warnings.
+        where: What is differentiated, for errors.
+        name: Maps a parameter to its name, for errors.
+        hooks: The user's hooks on the graph.
+        kernels: A context in which checkpoints must run again.
+        graph: The graph, if warnings shall name a layer nearby.
+    """
+
+    matrix: Hessian | GaussNewton
+    called: str
+    where: str
+    name: Callable[[Tensor], str]
+    hooks: Hooks
+    kernels: Callable[[], AbstractContextManager[Any]] = nullcontext
+    graph: Graph | None = None
+    _is_checked: bool = False
+    _is_looked_at: bool = False
+
+    def prepare(self) -> CurvatureProduct:
+        """Check the graph and differentiate it once, for many products.
+
+        Raises:
+            PackpropError: If a function in the graph is not twice differentiable.
+        """
+        self._check()
+        with differentiating_twice(self.where, ASKED, INSTEAD), self.hooks.quiet(), self.kernels():
+            _ = self.matrix.gradients if isinstance(self.matrix, Hessian) else self.matrix.jacobian
+        return self
+
+    def __call__(self, vectors: Vectors) -> list[Tensor]:
+        """Return products of the shapes of the vectors.
+
+        Raises:
+            PackpropError: If a function in the graph is not twice differentiable.
+        """
+        self._check()
+        with differentiating_twice(self.where, ASKED, INSTEAD), self.hooks.quiet(), self.kernels():
+            products = with_zeros(self.matrix.multiply(vectors), self.matrix.parameters, len(vectors[0]))
+            if not self._is_looked_at:  # once is enough, because it waits for the device
+                self._is_looked_at = True
+                warn_unless_finite(self.called, products, vectors, self.matrix.faulty_node, self.graph)
+        return products
+
+    def _check(self) -> None:
+        if not self._is_checked:  # once is enough: the graph does not change
+            linear = isinstance(self.matrix, GaussNewton)
+            require_second_derivatives(self.matrix.roots, self.matrix.parameters, self.name, ASKED, linear)
+            self._is_checked = True
 
 
 def vjp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> list[Tensor]:
@@ -49,11 +182,11 @@ def vjp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> list[
     Returns:
         For each parameter ``[*p]`` or ``[v, *p]``; zeros if ``outputs`` do not depend on it.
     """
-    single = _is_single("vjp(outputs, parameters, vectors)", [outputs], [vectors])
+    columns, back = _as_columns("vjp(outputs, parameters, vectors)", [outputs], [vectors])
     require_passable([outputs], ASKED)
     with hooks_below([outputs], parameters).quiet():
-        products = vjps([outputs], parameters, _with_axis([vectors], single))
-    return _finished(products, parameters, [vectors], single)
+        products = vjps([outputs], parameters, columns)
+    return back(with_zeros(products, parameters, len(columns[0])))
 
 
 def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tensor:
@@ -67,14 +200,14 @@ def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tens
     Returns:
         ``[*y]`` or ``[v, *y]``.
     """
-    single = _is_single("jvp(outputs, parameters, vectors)", parameters, vectors)
+    columns, back = _as_columns("jvp(outputs, parameters, vectors)", parameters, vectors)
     require_second_derivatives([outputs], parameters, shown, ASKED, linear=True)
     quiet = hooks_below([outputs], parameters).quiet()
     with differentiating_twice("the outputs given to jvp", ASKED, INSTEAD), quiet:
-        (product,) = jvps([outputs], parameters, _with_axis(vectors, single))
+        products = jvps([outputs], parameters, columns)
         search = functools.partial(faulty_jacobian, [outputs], parameters)
-        warn_unless_finite("A product by jvp", [product], vectors, search)
-    return product[0] if single else product
+        warn_unless_finite("A product by jvp", products, vectors, search)
+    return back(products)[0]
 
 
 def hvp(loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor], vectors: Vectors) -> list[Tensor]:
@@ -98,9 +231,9 @@ def hvp(loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor], vecto
         >>> hvp(lambda: (w**3).sum(), [w], [torch.tensor([1.0, 0.0])])
         [tensor([6., 0.])]
     """
-    single = _is_single("hvp(loss, parameters, vectors)", parameters, vectors)
+    columns, back = _as_columns("hvp(loss, parameters, vectors)", parameters, vectors)
     product, _ = hessian_product("hvp", loss, parameters)
-    return _finished(product(_with_axis(vectors, single)), parameters, vectors, single)
+    return back(product(columns))
 
 
 def hessian_product(
@@ -142,9 +275,9 @@ def ggnvp(
         BadInput: If vectors do not fit.
         PackpropError: If a function in the graph is not twice differentiable.
     """
-    single = _is_single("ggnvp(graph, parameters, vectors)", parameters, vectors)
+    columns, back = _as_columns("ggnvp(graph, parameters, vectors)", parameters, vectors)
     product, _ = ggn_product("ggnvp", graph, parameters)
-    return _finished(product(_with_axis(vectors, single)), parameters, vectors, single)
+    return back(product(columns))
 
 
 def ggn_product(
@@ -213,21 +346,16 @@ def shown(tensor: Tensor) -> str:
     return f"the tensor of shape {list(tensor.shape)}"
 
 
-def _is_single(call: str, like: Sequence[Tensor], vectors: Vectors) -> bool:
-    """Tell whether vectors have the shapes of some tensors; raise if they do not have one more leading axis."""
-    single = [vector.shape for vector in vectors] == [tensor.shape for tensor in like]
-    if not single:
-        require_vectors(call, like, vectors, many=True)
-    return single
+def _as_columns(
+    call: str, like: Sequence[Tensor], vectors: Vectors
+) -> tuple[list[Tensor], Callable[[list[Tensor]], list[Tensor]]]:
+    """Return vectors with a leading axis, and the function that takes a new one away from products.
 
-
-def _with_axis(vectors: Vectors, single: bool) -> list[Tensor]:
-    return [vector.detach()[None] if single else vector.detach() for vector in vectors]
-
-
-def _finished(
-    products: Sequence[Tensor | None], parameters: Sequence[Tensor], vectors: Vectors, single: bool
-) -> list[Tensor]:
-    """Replace missing products by zeros, and remove the axis of vectors if there is a single one."""
-    found = with_zeros(products, parameters, 1 if single else len(vectors[0]))
-    return [product[0] if single else product for product in found]
+    Raises:
+        BadInput: If vectors have neither the shapes of some tensors nor one more leading axis.
+    """
+    columns = [vector.detach() for vector in vectors]
+    if [vector.shape for vector in vectors] == [tensor.shape for tensor in like]:
+        return [column[None] for column in columns], lambda products: [product[0] for product in products]
+    require_vectors(call, like, vectors, many=True)
+    return columns, lambda products: products

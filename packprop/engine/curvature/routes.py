@@ -25,7 +25,7 @@ upstream of another, parametrised weights, and parameters of functions that are 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.engine.curvature.dependence import bits_of, dependence, upstream_bits, upstream_first
+from packprop.engine.curvature.linear import noise_like
 from packprop.engine.curvature.second_order import (
+    ASKED,
     differentiating_twice,
     gradients_at,
     named,
@@ -50,12 +51,45 @@ from packprop.engine.functions.nodes import (
     made_by,
     name_of_node,
 )
-from packprop.engine.graph.graph import Graph, ReachedUse
+from packprop.engine.graph.graph import EAGER, Graph, ReachedUse
 from packprop.engine.graph.pull import pull_columns
+from packprop.engine.graph.search import nodes_above
 from packprop.engine.samples.feeding import sizes_of
 from packprop.engine.samples.separation import Place, differ, places_at, random_powers
 from packprop.engine.tensors.traced import decided
 from packprop.errors import PackpropError
+
+
+def bits_of(graph: Graph) -> dict[Node, int]:
+    """Return a bit for each use, by its node: as bits of a number, sets of uses are fast."""
+    return {use.anchors[0]: 1 << place for place, use in enumerate(graph.uses)}
+
+
+def dependence(graph: Graph) -> dict[Node, int]:
+    """Return the bits of the uses that lie upstream of each node, or at the node itself.
+
+    Raises:
+        PackpropError: If a branch of the graph has been summed already.
+    """
+    bits = bits_of(graph)
+    masks: dict[Node, int] = {}
+    for node in graph.order:
+        if node.name() == EAGER:
+            raise PackpropError(
+                ASKED,
+                "a branch inside eager_backward()",
+                "its gradient has been taken, and its graph is gone: the second derivative is not known",
+                "leave the branch outside eager_backward()",
+            )
+        above = [masks[upstream] for upstream, _ in node.next_functions if upstream is not None]
+        masks[node] = functools.reduce(int.__or__, above, bits.get(node, 0))
+    return masks
+
+
+def upstream_first(graph: Graph, starts: Iterable[Node]) -> list[Node]:
+    """Return some nodes and all upstream of them, each node after all that lie upstream of it."""
+    above = set(nodes_above(starts))
+    return [node for node in graph.order if node in above]
 
 
 def couples_samples(graph: Graph) -> bool:
@@ -74,27 +108,26 @@ def couples_samples(graph: Graph) -> bool:
     label = graph.label(graph.uses[0])
     with differentiating_twice(label), torch.enable_grad():
         gradients = gradients_at(graph, edges, create_graph=True)
-    fed = [
-        (place, gradient)
+    fed = {
+        place: gradient
         for place, gradient in enumerate(gradients)
         if gradient is not None and gradient.requires_grad
-    ]
+    }
     if not fed:
         return False
-    generator = torch.Generator().manual_seed(0)
-    noise = [torch.randn(gradient.shape, generator=generator, device="cpu") for _, gradient in fed]
-    info = [torch.finfo(gradient.dtype) for _, gradient in fed]
+    noise = noise_like([*fed.values()])
+    info = [torch.finfo(gradient.dtype) for gradient in fed.values()]
     powers = random_powers(graph.samples, min(each.max for each in info))
     layouts = [use.layouts[index] for use, index in places]
 
     def sizes_by(exponents: Tensor) -> dict[int, Tensor]:
         """Return the sizes of the rows of each sample ``[n]``, without the sample's power, by place."""
         seeds = [
-            (random * layouts[place].broadcast(torch.exp2(exponents), random.dim())).to(gradient)
-            for (place, gradient), random in zip(fed, noise, strict=True)
+            random * layouts[place].broadcast(torch.exp2(exponents).to(random), random.dim())
+            for place, random in zip(fed, noise, strict=True)
         ]
         with differentiating_twice(label):
-            columns = pull_columns([gradient for _, gradient in fed], edges, seeds, batched=False)
+            columns = pull_columns([*fed.values()], edges, seeds, batched=False)
         found = {}
         for place, column in enumerate(columns):
             if column is not None and column.numel():
@@ -111,35 +144,18 @@ def couples_samples(graph: Graph) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class Nonlinearity:
-    """An elementwise nonlinearity between a loss and some uses.
-
-    Args:
-        node: Its node.
-        input: The edge of its input.
-        upstream: Bits of the uses that its input depends on.
-    """
-
-    node: Node
-    input: GradientEdge
-    upstream: int
-
-
 @dataclass
 class NonlinearNodes:
     """The nodes between the losses and the uses that are not linear.
 
     Args:
-        elementwise: Elementwise nonlinearities.
-        places: Their inputs, with the places of samples in them.
+        elementwise: Elementwise nonlinearities, each with its input.
         products: Products, each by the bits of its factors. A product is linear for a leaf if only one of its
             factors depends on the leaf's uses.
         unknown: Bits of the uses upstream of nodes of any other kind.
     """
 
-    elementwise: list[Nonlinearity] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    elementwise: dict[Node, Place] = field(default_factory=dict)
     products: set[tuple[int, ...]] = field(default_factory=set)
     unknown: int = 0
 
@@ -157,15 +173,16 @@ def nonlinear_nodes(graph: Graph, masks: dict[Node, int]) -> NonlinearNodes:
         graph: The graph, with its samples located.
         masks: The uses upstream of each node, as bits.
     """
-    nodes = NonlinearNodes()
-    for node in upstream_first([loss.entrance.edge.node for loss in graph.losses]):
-        _classify(node, masks, nodes)
-    while nodes.elementwise:
-        places = places_at(graph, [each.input for each in nodes.elementwise])
+    nodes, inputs = NonlinearNodes(), dict[Node, GradientEdge]()
+    for node in upstream_first(graph, [loss.entrance.edge.node for loss in graph.losses]):
+        if (edge := _classify(node, masks, nodes)) is not None:
+            inputs[node] = edge
+    while inputs:
+        places = places_at(graph, list(inputs.values()))
         if isinstance(places, list):
-            nodes.places = places
+            nodes.elementwise = dict(zip(inputs, places, strict=True))
             break
-        nodes.unknown |= nodes.elementwise.pop(places).upstream  # its layout was not found
+        nodes.unknown |= masks[inputs.pop([*inputs][places]).node]  # its layout was not found
     return nodes
 
 
@@ -183,30 +200,29 @@ def kind_of_map(node: Node, place: int) -> Kind | Literal["complex", "reshape", 
     return "piecewise" if kind == "linear" and name in ENTRYWISE else kind
 
 
-def _classify(node: Node, masks: dict[Node, int], nodes: NonlinearNodes) -> None:
-    """Add a node to those of its kind, unless it is linear."""
+def _classify(node: Node, masks: dict[Node, int], nodes: NonlinearNodes) -> GradientEdge | None:
+    """Add a node to those of its kind, unless it is linear; return the input of an elementwise nonlinearity."""
     edges = node.next_functions
     factors = [
         (place, masks[above]) for place, (above, _) in enumerate(edges) if above is not None and masks[above]
     ]
     if not factors:
-        return
-    places = [place for place, _ in factors]
-    upstream = functools.reduce(int.__or__, (mask for _, mask in factors))
+        return None
+    places, bits = zip(*factors, strict=True)
     complex_numbers = has_complex_numbers(node)
     kind = kind_of(node, places, complex_numbers)
     if kind == "elementwise":
         source, output = edges[places[0]]
         assert source is not None
         if made_by(source)[output].shape == made_by(node)[0].shape:
-            nodes.elementwise.append(Nonlinearity(node, GradientEdge(source, output), upstream))
-            return
+            return GradientEdge(source, output)
     if kind == "linear":
-        return
+        return None
     if len(places) > 1 and all(kind_of(node, [place], complex_numbers) == "linear" for place in places):
-        nodes.products.add(tuple(mask for _, mask in factors))
+        nodes.products.add(bits)
     else:
-        nodes.unknown |= upstream
+        nodes.unknown |= functools.reduce(int.__or__, bits)
+    return None
 
 
 Route = Literal["swept", "output", "parameter"]
@@ -218,18 +234,18 @@ class Routes:
 
     Args:
         swept: Leaves of the route *swept*, from losses and elementwise nonlinearities.
-        nonlinearities: These nonlinearities, with their inputs.
+        nonlinearities: These nonlinearities, each with its input.
         output: Uses whose outputs get Hessian columns, with the leaves whose diagonals these columns give.
         parameter: Leaves of the route *parameter*.
-        bits: The bit of each use.
+        bits: The bit of each use, by its node.
         masks: The uses that each node depends on, as bits; see ``dependence``.
     """
 
     swept: list[Tensor] = field(default_factory=list)
-    nonlinearities: list[tuple[Nonlinearity, Place]] = field(default_factory=list)
+    nonlinearities: dict[Node, Place] = field(default_factory=dict)
     output: list[tuple[list[ReachedUse], list[Tensor]]] = field(default_factory=list)
     parameter: list[Tensor] = field(default_factory=list)
-    bits: dict[ReachedUse, int] = field(default_factory=dict)
+    bits: dict[Node, int] = field(default_factory=dict)
     masks: dict[Node, int] = field(default_factory=dict)
 
     @property
@@ -242,6 +258,10 @@ class Routes:
         if any(leaf is other for other in self.swept):
             return "swept"
         return "parameter" if any(leaf is other for other in self.parameter) else "output"
+
+    def bits_of(self, uses: Iterable[ReachedUse]) -> int:
+        """Return the bits of some uses, or of copies of them."""
+        return sum(self.bits[use.anchors[0]] for use in uses)
 
 
 def choose_routes(graph: Graph, known_losses: bool, per_sample: bool, create_graph: bool = False) -> Routes:
@@ -273,8 +293,8 @@ def choose_routes(graph: Graph, known_losses: bool, per_sample: bool, create_gra
     scattered = any(layout.rows is not None for use in graph.uses for layout in use.layouts)
     outputs: dict[tuple[ReachedUse, ...], list[Tensor]] = {}
     for leaf in graph.leaves():
-        uses = [use for use in graph.uses if any(site.leaf is leaf for site in use.sites)]
-        bits = functools.reduce(int.__or__, (routes.bits[use] for use in uses))
+        uses = _uses_of(graph, [leaf])
+        bits = routes.bits_of(uses)
         if coupled or scattered or not _is_affine(leaf, uses, bits, routes.masks):
             routes.parameter.append(leaf)
         elif nonlinear.allow_sweep(bits):
@@ -290,11 +310,10 @@ def choose_routes(graph: Graph, known_losses: bool, per_sample: bool, create_gra
     if create_graph:
         twice = [*routes.parameter, *(leaf for _, leaves in routes.output for leaf in leaves)]
         require_third_derivatives(graph, twice)
-    swept_bits = _bits_of_leaves(routes.swept, routes.bits)
-    pairs = zip(nonlinear.elementwise, nonlinear.places, strict=True)
-    routes.nonlinearities = [
-        (nonlinearity, place) for nonlinearity, place in pairs if nonlinearity.upstream & swept_bits
-    ]
+    swept = routes.bits_of(_uses_of(graph, routes.swept))
+    routes.nonlinearities = {
+        node: place for node, place in nonlinear.elementwise.items() if routes.masks[place.edge.node] & swept
+    }
     return routes
 
 
@@ -304,7 +323,8 @@ def require_third_derivatives(graph: Graph, leaves: Sequence[Tensor]) -> None:
     Raises:
         PackpropError: If such a node lies between the roots and one of the leaves.
     """
-    bits = _bits_of_leaves(leaves, bits_of(graph))
+    own = bits_of(graph)
+    bits = sum(own[use.anchors[0]] for use in _uses_of(graph, leaves))
     for node, mask in dependence(graph).items():
         if mask & bits and is_wrong_in_third_order(node):
             raise PackpropError(
@@ -316,10 +336,10 @@ def require_third_derivatives(graph: Graph, leaves: Sequence[Tensor]) -> None:
             )
 
 
-def _bits_of_leaves(leaves: Sequence[Tensor], bits: dict[ReachedUse, int]) -> int:
-    """Return the bits of the uses that some leaves enter."""
+def _uses_of(graph: Graph, leaves: Sequence[Tensor]) -> list[ReachedUse]:
+    """Return the uses that some leaves enter."""
     wanted = {id(leaf) for leaf in leaves}
-    return sum(bit for use, bit in bits.items() if any(id(site.leaf) in wanted for site in use.sites))
+    return [use for use in graph.uses if any(id(site.leaf) in wanted for site in use.sites)]
 
 
 def _is_affine(leaf: Tensor, uses: Sequence[ReachedUse], bits: int, masks: dict[Node, int]) -> bool:
@@ -333,27 +353,20 @@ def _is_affine(leaf: Tensor, uses: Sequence[ReachedUse], bits: int, masks: dict[
 def swept_uses(graph: Graph, routes: Routes) -> list[ReachedUse]:
     """Copy the uses of swept leaves, with these leaves alone."""
     swept = {id(leaf) for leaf in routes.swept}
-    copies = []
-    for use in graph.uses:
-        sites = [site for site in use.sites if id(site.leaf) in swept]
-        if sites:
-            copy = replace(use, sites=sites)
-            routes.bits[copy] = routes.bits[use]
-            copies.append(copy)
+    copies = [
+        replace(use, sites=[site for site in use.sites if id(site.leaf) in swept])
+        for use in _uses_of(graph, routes.swept)
+    ]
     return with_own_ends(copies, routes)
 
 
 def with_own_ends(uses: Sequence[ReachedUse], routes: Routes) -> list[ReachedUse]:
     """Copy uses for a sweep that ends at those without another one of them upstream."""
-    copies = []
-    for use in uses:
-        copy = replace(use, is_end=False)
-        routes.bits[copy] = routes.bits[use]
-        copies.append(copy)
-    masks = upstream_bits(
-        [node for use in copies for node, _ in use.nodes.values()], {use: routes.bits[use] for use in copies}
-    )
-    for use in copies:
-        above = [above for node, _ in use.nodes.values() for above, _ in node.next_functions]
-        use.is_end = not any(masks[node] for node in above if node is not None)
-    return copies
+    bits = routes.bits_of(uses)
+    return [replace(use, is_end=not bits & _upstream(use, routes.masks)) for use in uses]
+
+
+def _upstream(use: ReachedUse, masks: dict[Node, int]) -> int:
+    """Return the bits of the uses upstream of a use."""
+    above = [masks[node] for node, _ in use.anchors[0].next_functions if node is not None]
+    return functools.reduce(int.__or__, above, 0)

@@ -27,7 +27,7 @@ from packprop.engine.functions.nodes import (
 )
 from packprop.engine.graph.graph import Graph, ReachedLoss
 from packprop.engine.graph.own_backward import require_linear_backward, starts_of
-from packprop.engine.graph.pull import derivatives
+from packprop.engine.graph.pull import derivatives, pull_columns
 from packprop.engine.graph.search import nodes_above
 from packprop.engine.recording.unrecorded import NOT_REENTRANT, REENTRANT
 from packprop.engine.tensors.dry import are_finite, is_dry_run
@@ -82,6 +82,29 @@ HIDING_LAYERS = (
 )
 
 
+ADVICE = {
+    "embedding_bag": (
+        "use nn.Embedding with .sum(1), .mean(1) or .amax(1) behind it in place of nn.EmbeddingBag "
+        "(padded, with padding_idx, where bags differ in size); or ask for diagonals or Kronecker "
+        "factors of the GGN, which take no second derivative"
+    ),
+    "out=": (
+        "write the backward pass of the torch.autograd.Function in operations without out=...; or let "
+        "functions of torch compute what it computes; or ask for GGN quantities"
+    ),
+    "_rnn": (
+        "run the forward pass inside `with torch.backends.cudnn.flags(enabled=False):`: the layer consists "
+        "of plain functions then; or ask for diagonals or Kronecker factors of the GGN"
+    ),
+    "flash|efficient|attention|cudnn": (
+        "run the forward pass (with torch.utils.checkpoint also the backward pass) inside "
+        "`with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):`: the fused kernels of "
+        "scaled_dot_product_attention have no second derivative"
+    ),
+}
+"""The advice where PyTorch's message for a missing second derivative names a fused kernel, or the like."""
+
+
 @contextlib.contextmanager
 def differentiating_twice(
     where: str,
@@ -109,34 +132,8 @@ def differentiating_twice(
         if not NOT_TWICE.search(said):
             raise
         why = f"PyTorch cannot differentiate twice what lies above: {said}"
-        raise PackpropError(asked, where, why, _advice_on(said) or instead) from error
-
-
-def _advice_on(said: str) -> str:
-    """Return what to do where PyTorch names a fused kernel, or a bag of embeddings."""
-    if "embedding_bag" in said:
-        return (
-            "use nn.Embedding with .sum(1), .mean(1) or .amax(1) behind it in place of nn.EmbeddingBag "
-            "(padded, with padding_idx, where bags differ in size); or ask for diagonals or Kronecker "
-            "factors of the GGN, which take no second derivative"
-        )
-    if "out=" in said:
-        return (
-            "write the backward pass of the torch.autograd.Function in operations without out=...; or let "
-            "functions of torch compute what it computes; or ask for GGN quantities"
-        )
-    if "_rnn" in said:
-        return (
-            "run the forward pass inside `with torch.backends.cudnn.flags(enabled=False):`: the layer consists "
-            "of plain functions then; or ask for diagonals or Kronecker factors of the GGN"
-        )
-    if any(word in said for word in ("flash", "efficient", "attention", "cudnn")):
-        return (
-            "run the forward pass (with torch.utils.checkpoint also the backward pass) inside "
-            "`with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):`: the fused kernels of "
-            "scaled_dot_product_attention have no second derivative"
-        )
-    return ""
+        advice = next((text for named, text in ADVICE.items() if re.search(named, said)), instead)
+        raise PackpropError(asked, where, why, advice) from error
 
 
 def require_second_derivatives(
@@ -196,12 +193,17 @@ def named(graph: Graph) -> Callable[[Tensor], str]:
     return lambda leaf: f"parameter {graph.name(leaf)!r}"
 
 
+def in_order(losses: Sequence[ReachedLoss]) -> list[ReachedLoss]:
+    """Return losses in the order of their calls: each may take some of the positions."""
+    return sorted(losses, key=lambda loss: loss.call.number)
+
+
 def factors_on_losses(graph: Graph) -> list[tuple[ReachedLoss, Tensor]]:
     """Return the losses in the order of their calls, each with its factor, like the value of the loss function.
 
     The factor is the gradient of the roots with respect to this value.
     """
-    losses = sorted(graph.losses, key=lambda loss: loss.call.number)
+    losses = in_order(graph.losses)
     if all(any(root.grad_fn is loss.node for root in graph.roots) for loss in losses):
         seeds = {root.grad_fn: seed for root, seed in zip(graph.roots, graph.root_gradients(), strict=True)}
         return [(loss, seeds[loss.node]) for loss in losses]
@@ -214,8 +216,8 @@ def factors_on_losses(graph: Graph) -> list[tuple[ReachedLoss, Tensor]]:
 
 
 def gradients_at(graph: Graph, ends: Sequence[Any], create_graph: bool = False) -> list[Tensor | None]:
-    """Return gradients of the roots at tensors or edges."""
-    return derivatives(list(graph.roots), ends, graph.root_gradients(), create_graph=create_graph)
+    """Return gradients of the roots at tensors or edges, without sparse ones."""
+    return pull_columns(graph.roots, ends, graph.root_gradients(), batched=False, create_graph=create_graph)
 
 
 def faulty_node(

@@ -19,18 +19,17 @@ from packprop.engine.curvature.generic_loss import (
     loss_name,
     require_unchanged_input,
 )
+from packprop.engine.curvature.second_order import in_order
 from packprop.engine.curvature.tokens import (
     TOKENS_ASKED,
     columns_by_token,
     counted_tokens,
     gradient_by_token,
-    in_order,
     require_constant_arguments,
     require_losses,
     token_count,
 )
 from packprop.engine.functions.losses.description import (
-    Loss,
     Root,
     canonical,
     from_canonical,
@@ -79,9 +78,7 @@ def jacobian_columns(graph: Graph, seed: Seed) -> list[Columns]:
         if not 0 <= entry < count:
             raise BadInput(asked, f"entry {entry}", f"an output has {count} entries", f"give 0 to {count - 1}")
     like = torch.empty(0, dtype=place.dtype, device=place.device)
-
-    def units(start: int, stop: int) -> Tensor:
-        return unit_columns(shape, place.layout, like, start, stop)
+    units = functools.partial(unit_columns, shape, place.layout, like)
 
     def chunk(start: int, stop: int) -> list[Tensor]:
         if seed.entries is None:
@@ -144,11 +141,7 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     entrance = loss.entrance
     rule = entrance.rule
     if rule.refusal is not None:
-        raise PackpropError(
-            GGN_ASKED,
-            f"the loss {loss_name(call)}",
-            *rule.refusal,
-        )
+        raise PackpropError(GGN_ASKED, f"the loss {loss_name(call)}", *rule.refusal)
     require_unchanged_input(call, GGN_ASKED)
     require_constant_arguments(
         loss,
@@ -158,16 +151,16 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
         "where one shall (a predicted variance), ask for the Hessian: DiagHessian, BatchDiagHessian, HMP",
     )
     factor = loss_factor(graph, loss)
-    tokens = token_count(loss, rule) if seed.by_token else 0
+    tokens = token_count(loss) if seed.by_token else 0
     if seed == EMPIRICAL:
-        return _empirical_column(loss, rule, factor)
+        return _empirical_column(loss, factor)
     if rule.root is None:
         root = generic_root(call, factor, layout)
         axis, positions = None, 1
     else:
         axis = rule.class_axis
         value = canonical(entrance.values(call.input), layout, axis)
-        root = rule.root(value, _scale(rule, loss, factor, value))
+        root = rule.root(value, _scale(loss, factor, value))
         positions = value.shape[1]
     place = functools.partial(entrance.put, call, layout, axis)
     if seed.mc_samples is not None:
@@ -180,13 +173,13 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
         root = root.entrywise
     chunk = functools.partial(_exact_columns, root, positions, seed.entrywise)
     count = positions * root.columns
-    counted = counted_tokens(graph, loss, rule) if tokens else None
+    counted = counted_tokens(graph, loss) if tokens else None
     return Columns([entrance.edge], count, lambda start, stop: [place(chunk(start, stop))], counted=counted)
 
 
-def _empirical_column(loss: ReachedLoss, rule: Loss, factor: Tensor) -> Columns:
+def _empirical_column(loss: ReachedLoss, factor: Tensor) -> Columns:
     """Return gradients of terms divided by the roots of their scales: the column of a draw of the target."""
-    call, layout, axis = loss.call, loss.layout, rule.class_axis
+    call, layout, rule = loss.call, loss.layout, loss.entrance.rule
     if rule.divisor is None:
         raise PackpropError(
             "The empirical Fisher information was asked for.",
@@ -198,11 +191,11 @@ def _empirical_column(loss: ReachedLoss, rule: Loss, factor: Tensor) -> Columns:
         )
     outputs, value = evaluated_again(call, factor)
     (gradient,) = torch.autograd.grad(value, outputs, create_graph=torch.is_grad_enabled())
-    front = canonical(gradient, layout, axis)
-    scale = _scale(rule, loss, factor, front)
+    front = canonical(gradient, layout, rule.class_axis)
+    scale = _scale(loss, factor, front)
     counted = scale > 0
     inverse_root = torch.where(counted, scale, 1.0).rsqrt() * counted
-    column = from_canonical((front * inverse_root[..., None])[None], call.shape, layout, axis)
+    column = from_canonical((front * inverse_root[..., None])[None], call.shape, layout, rule.class_axis)
     return Columns([call.edge], 1, lambda start, stop: [column])
 
 
@@ -238,9 +231,9 @@ def _exact_columns(root: Root, positions: int, by_entry: bool, start: int, stop:
     return wide.index_put_((column, torch.arange(samples, device=joined.device), at), joined)
 
 
-def _scale(rule: Loss, loss: ReachedLoss, factor: Tensor, value: Tensor) -> Tensor:
+def _scale(loss: ReachedLoss, factor: Tensor, value: Tensor) -> Tensor:
     """Return the factor on each term ``[n, t]``: weight over divisor, times the factor on the loss."""
-    terms = value.shape[:2]
+    rule, terms = loss.entrance.rule, value.shape[:2]
     layout, shape = without_classes(loss.layout, loss.call.shape, rule.class_axis)
     divisor = 1.0 if rule.divisor is None else rule.divisor
     weight = (weight_of_terms(rule, factor, loss.call.shape) / divisor).to(value.dtype)

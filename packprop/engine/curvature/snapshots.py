@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -9,8 +10,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from packprop.engine.curvature.dependence import upstream_first
-from packprop.engine.functions.nodes import CONVOLUTIONS, NORMALISATIONS, PRODUCTS, name_of_node
+from packprop.engine.functions.nodes import CONVOLUTIONS, PRODUCTS, SCALING, name_of_node
 from packprop.engine.functions.operands import WITH_SUMMAND, saved_tensors
 from packprop.engine.functions.saved import keeps_elsewhere
 from packprop.engine.graph.graph import Graph
@@ -66,10 +66,6 @@ def were_changed(snapshots: Sequence[Snapshot]) -> bool:
     return any(snapshot.is_outdated for snapshot in snapshots)
 
 
-AFFINE = NORMALISATIONS | {"NativeLayerNorm", "NativeGroupNorm"}
-"""Functions whose derivatives in scale and shift (all inputs but the first) do not read scale and shift."""
-
-
 def read_by_products(graph: Graph, leaves: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return for each leaf the leaves that the product with its block reads, whose change makes it wrong.
 
@@ -84,12 +80,10 @@ def read_by_products(graph: Graph, leaves: Sequence[Tensor]) -> list[list[Tensor
             in_storage.setdefault(leaf.untyped_storage().data_ptr(), []).append(leaf)
     masks: dict[Node, int] = {}
     readers = {id(leaf): 0 for leaf in leaves}
-    for node in upstream_first([root.grad_fn for root in graph.roots if root.grad_fn is not None]):
+    for node in graph.order:
         variable = getattr(node, "variable", None)
         slots = [0 if above is None else masks[above] for above, _ in node.next_functions]
-        masks[node] = bits.get(id(variable), 0)
-        for slot in slots:
-            masks[node] |= slot
+        masks[node] = functools.reduce(int.__or__, slots, bits.get(id(variable), 0))
         if not masks[node] or variable is not None:
             continue
         if isinstance(node, BackwardCFunction) or "Backward" not in node.name():  # it may hold anything
@@ -100,15 +94,10 @@ def read_by_products(graph: Graph, leaves: Sequence[Tensor]) -> list[list[Tensor
             if saved.layout != leaves[0].layout:
                 continue
             for leaf in in_storage.get(saved.untyped_storage().data_ptr(), ()):
-                if _overlap(leaf, saved):
+                (start, stop), (begin, end) = _extent(leaf), _extent(saved)
+                if start < end and begin < stop:
                     readers[id(leaf)] |= _readers(name_of_node(node), slots, bits[id(leaf)])
     return [[each for each in leaves if readers[id(each)] & bits[id(leaf)]] for leaf in leaves]
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors in one storage lie in the same part of it."""
-    (start, stop), (begin, end) = map(_extent, (one, other))
-    return start < end and begin < stop
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
@@ -129,13 +118,10 @@ def _readers(name: str, slots: Sequence[int], own: int) -> int:
         own: The bit of the leaf that it has saved.
     """
     read = slots
-    if name in AFFINE:
+    if name in SCALING:  # the derivatives in scale and shift read neither
         read = slots[:1]
     elif name in PRODUCTS and sum(bool(slot & own) for slot in slots) == 1:
         first, last = name in WITH_SUMMAND or name == "Addcmul", name in CONVOLUTIONS or name == "Linear"
         summand = 0 if first else 2 if last else None  # it comes before the two operands, or after them
         read = [slot for place, slot in enumerate(slots) if place != summand and not slot & own]
-    found = 0
-    for slot in read:
-        found |= slot
-    return found
+    return functools.reduce(int.__or__, read, 0)

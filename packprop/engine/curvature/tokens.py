@@ -18,7 +18,6 @@ loss. A token that does not count has rows of zeros.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +25,8 @@ from torch import Tensor
 
 from packprop.engine.curvature.columns import Columns
 from packprop.engine.curvature.generic_loss import linear_factor, loss_name
-from packprop.engine.functions.losses.description import Loss, canonical, weight_of_terms, without_classes
+from packprop.engine.curvature.second_order import in_order
+from packprop.engine.functions.losses.description import canonical, weight_of_terms, without_classes
 from packprop.engine.graph.graph import Graph, ReachedLoss
 from packprop.engine.graph.links import Entrance
 from packprop.engine.graph.pull import derivatives
@@ -83,12 +83,7 @@ def require_constant_arguments(loss: ReachedLoss, asked: str, why: str, instead:
         )
 
 
-def in_order(losses: Sequence[ReachedLoss]) -> list[ReachedLoss]:
-    """Return the losses in the order of their calls: each loss may take some of the positions."""
-    return sorted(losses, key=lambda loss: loss.call.number)
-
-
-def token_count(loss: ReachedLoss, rule: Loss) -> int:
+def token_count(loss: ReachedLoss) -> int:
     """Return the number of tokens of a sample with terms in a loss.
 
     Tokens lie on all axes except those of samples and classes. If each entry has a term of its own, the last
@@ -97,7 +92,7 @@ def token_count(loss: ReachedLoss, rule: Loss) -> int:
     Raises:
         PackpropError: If the loss has no positions, or they are not known.
     """
-    shape, layout = loss.call.shape, loss.layout
+    shape, layout, rule = loss.call.shape, loss.layout, loss.entrance.rule
     name = f"the loss {loss_name(loss.call)}"
     where = f"{name}, whose input has shape {list(shape)}"
     of_rows = rule.link is not None and rule.link.of_rows
@@ -138,9 +133,8 @@ def token_count(loss: ReachedLoss, rule: Loss) -> int:
 def gradient_by_token(graph: Graph) -> list[Columns]:
     """Return the gradient at the input of each loss, one column for each position."""
     losses = in_order(graph.losses)
-    rules = [loss.entrance.rule for loss in losses]
-    for loss, rule in zip(losses, rules, strict=True):
-        token_count(loss, rule)  # raises before any work
+    for loss in losses:
+        token_count(loss)  # raises before any work
         why = "which tokens its entries belong to is not known"
         require_constant_arguments(loss, TOKENS_ASKED, why, 'else ask for per="sample"')
     create_graph = torch.is_grad_enabled()
@@ -148,21 +142,21 @@ def gradient_by_token(graph: Graph) -> list[Columns]:
     found = []
     with torch.enable_grad():
         factors = derivatives(graph.roots, values, graph.root_gradients(), create_graph=create_graph)
-    for loss, rule, value, factor in zip(losses, rules, values, factors, strict=True):
+    for loss, value, factor in zip(losses, values, factors, strict=True):
         if factor is None:
             continue
         with torch.enable_grad():  # through this loss alone: its input may lead to those of others, too
             (gradient,) = derivatives([value], [loss.call.edge], [factor], create_graph=create_graph)
         if gradient is not None:
-            columns = canonical(gradient, loss.layout, rule.class_axis)[None]
-            found.append(columns_by_token(graph, loss, Entrance(rule, loss.call.edge), columns))
+            entrance = Entrance(loss.entrance.rule, loss.call.edge)
+            columns = canonical(gradient, loss.layout, entrance.rule.class_axis)[None]
+            found.append(columns_by_token(graph, loss, entrance, columns))
     return found
 
 
 def columns_by_token(graph: Graph, loss: ReachedLoss, entrance: Entrance, values: Tensor) -> Columns:
     """Split columns ``[m, n, p, c]`` in canonical form by token: ``m`` consecutive ones for each."""
-    rule = entrance.rule
-    tokens, (each, samples, positions, classes) = token_count(loss, rule), values.shape
+    tokens, (each, samples, positions, classes) = token_count(loss), values.shape
     apart = values.reshape(each, samples, tokens, -1)
 
     def chunk(start: int, stop: int) -> list[Tensor]:
@@ -171,15 +165,14 @@ def columns_by_token(graph: Graph, loss: ReachedLoss, entrance: Entrance, values
         wide = apart.new_zeros(stop - start, samples, *apart.shape[2:])
         wide[number - start, :, token] = apart[number % each, :, token]
         column = wide.reshape(-1, samples, positions, classes)
-        return [entrance.put(loss.call, loss.layout, rule.class_axis, column)]
+        return [entrance.put(loss.call, loss.layout, entrance.rule.class_axis, column)]
 
-    counted = counted_tokens(graph, loss, rule)
-    return Columns([entrance.edge], tokens * each, chunk, counted=counted)
+    return Columns([entrance.edge], tokens * each, chunk, counted=counted_tokens(graph, loss))
 
 
-def counted_tokens(graph: Graph, loss: ReachedLoss, rule: Loss) -> Tensor:
+def counted_tokens(graph: Graph, loss: ReachedLoss) -> Tensor:
     """Tell which tokens have a term with a factor other than zero ``[t, n]``."""
-    tokens = token_count(loss, rule)
+    tokens, rule = token_count(loss), loss.entrance.rule
     factor = linear_factor(graph, loss, TOKENS_ASKED)
     layout, shape = without_classes(loss.layout, loss.call.shape, rule.class_axis)
     counts = (weight_of_terms(rule, factor, loss.call.shape) != 0).expand(shape)

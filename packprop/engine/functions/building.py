@@ -1,13 +1,15 @@
-"""Parts of rules: the selection of samples, and the two common kinds of entries."""
+"""Parts of rules: the selection of samples, the common kinds of entries, and calls of nodes for each sample."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from packprop.engine.algebra.changes import filled_up
 from packprop.engine.algebra.order import fold_swapped, fold_to
@@ -15,8 +17,12 @@ from packprop.engine.algebra.structures import Dense, Outer, Structure
 from packprop.engine.functions.entry import Cotangents, Entry, Fans, Samples, Scratch, StructureOf
 from packprop.engine.functions.node_calls import NodeCall
 from packprop.engine.tensors.device import multiplies_wide
+from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.layout import Layout
 from packprop.engine.tensors.precision import accumulation_dtype, widened
+
+AT_ONCE = 2**22
+"""Largest number of entries of cotangents in one chunk, with a masked copy for each sample."""
 
 
 def select_samples(tensor: Tensor, samples: Samples, skip: int = 0, as_they_are: bool = False) -> Tensor:
@@ -136,10 +142,8 @@ def sum_over_broadcast(
 ) -> Tensor:
     """Sum ``[v, n, (k), *rest]`` over the axes that a parameter is broadcast over, except the samples.
 
-    The sums, and what takes their place, are in at least single precision.
-
     ``k`` are the positions that share the samples' axis; ``broadcast_shape`` is the parameter's shape among the
-    output's axes.
+    output's axes. The sums, and what takes their place, are in at least single precision.
     """
     rest, along_samples = broadcast_shape, 1  # the parameter's extent along the samples' axes
     if layout.axis is not None:
@@ -164,3 +168,93 @@ def sum_over_broadcast(
     back = layout.from_front(full, 2)
     shared = [2 + axis for axis in layout.axes if layout.joined and broadcast_shape[axis] == 1]
     return back.sum(shared, keepdim=True) if shared else back
+
+
+def broadcast(call: NodeCall) -> Entry:
+    """Return the entry of an operand that any entrywise node broadcasts against its output."""
+    of_product = scaled(call).structure_of
+
+    def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
+        if cotangents[0] is None:
+            return Dense(None)
+        product = call.products([cotangents[0]])
+        if product.shape != cotangents[0].shape:
+            return samplewise(call).structure_of(cotangents, layouts, samples)
+        return of_product([product], layouts, samples)
+
+    return Entry(call.operand.tensor, "Scale", structure_of, calls_node=lambda layouts: call.edge)
+
+
+def samplewise(call: NodeCall, **known: Any) -> Entry:
+    """Return the entry of a node without a rule, called on each sample's part of the cotangent."""
+    parameter = call.operand.tensor
+
+    def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
+        arrived = [each for each in cotangents if each is not None]
+        if not arrived:
+            return Dense(None)
+        numbers = _numbers(samples, layouts[0].samples)
+        columns = len(arrived[0])
+        entries = sum(each[:1].numel() for each in arrived) * columns
+        step = max(1, AT_ONCE // max(1, entries))
+        rows = []
+        for start in range(0, len(numbers), step):
+            own = numbers[start : start + step]
+            masked = [
+                None if each is None else _of_samples(own, each, layout).flatten(0, 1)
+                for each, layout in zip(cotangents, layouts, strict=False)
+            ]
+            products = call.products(masked)
+            if call.operand.shape != products.shape[1:]:
+                ones = [1] * (products.dim() - 1 - len(call.operand.shape))
+                products = products.sum_to_size(len(products), *ones, *call.operand.shape)
+            rows.append(products.reshape(columns, len(own), *call.operand.shape))
+        whole = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+        whole = whole.mT if call.operand.is_transposed else whole
+        whole = whole.reshape(*whole.shape[:2], *parameter.shape)
+        return Dense(whole.to(accumulation_dtype(whole.dtype)))
+
+    return Entry(
+        parameter,
+        "Dense",
+        structure_of,
+        scratch=Scratch(parameter.numel()),
+        calls_node=lambda layouts: call.edge,
+        by_rule=False,
+        **known,
+    )
+
+
+def anywhere(call: NodeCall, entry: Entry) -> Entry:
+    """Return an entry that uses the rule if it admits the samples, and else calls the node for each sample."""
+
+    def is_admitted(layouts: Sequence[Layout]) -> bool:
+        first = layouts[0]
+        return first.axis is None or (not first.joined[1:] and entry.admits(first.axis))
+
+    def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
+        if is_admitted(layouts):
+            return entry.structure_of(cotangents, layouts, samples)
+        return samplewise(call).structure_of(cotangents, layouts, samples)
+
+    def calls_node(layouts: Sequence[Layout]) -> GradientEdge | None:
+        return entry.calls_node(layouts) if is_admitted(layouts) else call.edge
+
+    return entry.but(structure_of=structure_of, admits=lambda axis: True, calls_node=calls_node)
+
+
+def _numbers(samples: Samples, count: int) -> list[int]:
+    if isinstance(samples, slice):
+        return list(range(count)[samples])
+    return list(range(len(samples))) if is_dry_run() else samples.tolist()
+
+
+def _of_samples(numbers: Sequence[int], cotangent: Tensor, layout: Layout) -> Tensor:
+    """Return a cotangent ``[v, *y]`` for each of some samples, zero in all other rows: ``[v, m, *y]``."""
+    if layout.axis is None:
+        return cotangent.unsqueeze(1)
+    owner = layout.sample_of(cotangent.device)
+    own = owner == torch.tensor(list(numbers), device=cotangent.device).unsqueeze(1)  # [m, k]
+    behind = cotangent.dim() - 1 - layout.behind
+    form = [len(numbers), *[1] * layout.axis, *(layout.joined or (-1,)), *[1] * behind]
+    return torch.where(own.reshape(form), cotangent.unsqueeze(1), cotangent.new_zeros(()))

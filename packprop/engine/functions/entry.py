@@ -15,16 +15,17 @@ from packprop.engine.tensors.layout import Layout
 Samples = slice | Tensor
 """A choice of samples: a slice, or a tensor of indices."""
 
-
 Cotangents = Sequence[Tensor | None]
 """One cotangent for each output of a node, ``[v, *y]``; ``None`` if none has arrived."""
 
 
 class ArrivedCotangents(list[Tensor | None]):
-    """Cotangents of one sweep at one use."""
+    """Cotangents of one sweep at one use.
+
+    ``derived``: a result of a rule, from these cotangents, for all parameters of the use.
+    """
 
     derived: Any = None
-    """A result of a rule, from these cotangents, for all parameters of the use."""
 
 
 StructureOf = Callable[[Cotangents, Sequence[Layout], Samples], Structure]
@@ -65,9 +66,6 @@ class Scratch:
     inputs_only: int = 0
 
 
-NO_SCRATCH = Scratch()
-
-
 @dataclass(frozen=True)
 class Entry:
     """The way in which one parameter enters one node.
@@ -101,7 +99,7 @@ class Entry:
     refusal: tuple[str, str] | None = None
     admits: Callable[[int], bool] = lambda axis: True
     sample_axes: Sequence[int] | None = None
-    scratch: Scratch = NO_SCRATCH
+    scratch: Scratch = Scratch()
     fans: Fans | None = None
     linear: bool = False
     constant: bool = False

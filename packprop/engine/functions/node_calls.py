@@ -33,25 +33,20 @@ from packprop.errors import PackpropError
 MANY = 1024
 """The largest number of nodes to remember."""
 
-
 _VECTORISED: dict[Any, bool] = {}
 """Says, by name of a node and shapes of cotangents, whether a vectorised call of the node is right.
 
-PyTorch's batching rules of some functions are wrong, so packprop compares the first vectorised call of each
-node with a single call.
+PyTorch's batching rules of some functions are wrong, so packprop compares the first call with a single one.
 """
-
 
 Form = Literal["entries", "shape", "shape or transpose"]
 """The requirement of a rule on a leaf: the entries of the node's input, its shape, or its shape transposed."""
 
 
 class NodeSlot:
-    """Holds a node. A kept walk (``graph/kept_walk.py``) puts the node of each pass in its place.
+    """Holds a node, or ``None`` between passes: a kept walk (``graph/kept_walk.py``) puts in that of each pass.
 
-    Args:
-        node: The node; ``None`` between passes.
-        slots: Gets the slots of all nodes that the entries of a use read.
+    ``slots`` gets the slots of all nodes that the entries of a use read.
     """
 
     __slots__ = ("_slots", "node")
@@ -97,13 +92,9 @@ class Computed:
 
 @dataclass(frozen=True)
 class Operand:
-    """A parameter as an input of a node.
+    """A parameter as an input of a node, where it has ``shape``; the node may take the transpose of the leaf.
 
-    Args:
-        tensor: The leaf, if only its shape or its type changed on the way to the node; else the tensor that was
-            computed from leaves.
-        shape: Its shape as an input of the node.
-        is_transposed: Whether the node takes the transpose of the leaf.
+    ``tensor`` is the leaf if only its shape or its type changed on the way, else a ``Computed``.
     """
 
     tensor: Any
@@ -314,10 +305,7 @@ def in_a_pass_of_its_own(run: Callable[[], Any]) -> Any:
 
 
 def _place_of_gradient(node: Any, place: int) -> int:
-    """Return the position of a tensor's gradient among the values that a user's own function returns.
-
-    The function returns one value for each argument, but only tensors have places on the graph.
-    """
+    """Return the position of a gradient among those of all arguments; only tensors have places on the graph."""
     needs: tuple[bool, ...] = node.needs_input_grad
     before = sum(above is not None for above, _ in node.next_functions[:place])
     wanted = [number for number, need in enumerate(needs) if need]

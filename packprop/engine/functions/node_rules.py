@@ -7,17 +7,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.autograd.graph import Node
 
-from packprop.engine.functions import rules
+from packprop.engine.functions.building import anywhere, samplewise
 from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.node_calls import Computed, NodeCall, NodeSlot, has_complex_numbers, operand_at
 from packprop.engine.functions.nodes import LINEAR, name_of_node
 from packprop.engine.functions.operands import takes_sparse
 from packprop.engine.functions.rearranging import of_leaf
 from packprop.engine.functions.registry import checked, rule_for
-from packprop.engine.functions.rules.lookup import of_table
-from packprop.engine.functions.samplewise import anywhere, samplewise
-
-__all__ = ["entries_of_node", "rules"]
+from packprop.engine.functions.rules.lookup import of_table  # and with its package, all rules
 
 
 def entries_of_node(
@@ -27,14 +24,10 @@ def entries_of_node(
     holds: bool,
     slots: list[NodeSlot] | None = None,
 ) -> list[Entry]:
-    """Return one entry for each place of a node where a parameter enters it.
+    """Return one entry for each place among the ``next_functions`` of a node where a parameter enters it.
 
-    Args:
-        node: The node.
-        places: The places of parameters among its ``next_functions``.
-        shapes: Shapes of its outputs.
-        holds: Whether to read its saved tensors now.
-        slots: Gets the slots of all nodes that the entries read.
+    ``shapes`` are those of its outputs. An entry that ``holds`` reads the node's saved tensors now. ``slots``
+    gets the slots of all nodes that the entries read.
     """
     rule = rule_for(node)
     if rule is not None and (has_complex_numbers(node) or takes_sparse(node)):  # rules hold for real numbers

@@ -24,8 +24,7 @@ def names_of_nodes(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-LINEAR = names_of_nodes(
-    """
+LINEAR = names_of_nodes("""
     Add Sub Rsub Neg Sum Mean View UnsafeView ReshapeAlias Permute Transpose T Expand Slice Select Cat Stack
     Unbind Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Squeeze Unsqueeze Index IndexSelect Gather
     Take MaskedSelect ConstantPadNd ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D
@@ -35,77 +34,57 @@ LINEAR = names_of_nodes(
     UpsampleTrilinear3D Cumsum MaskedFill Where Repeat Roll Flip Diagonal PixelShuffle PixelUnshuffle
     ChannelShuffle Unfold Im2Col Col2Im Trace Tril Triu NativeDropout IndexAdd Scatter ScatterAdd
     SelectScatter SliceScatter NanToNum HandedOn
-    """
-)
+""")
 """Linear in all inputs together."""
-
 
 REDUCING = names_of_nodes("ScatterReduce IndexReduce SegmentReduce")
 """Functions that reduce entries in the way that they have saved."""
 
-
-PIECEWISE = names_of_nodes(
-    """
+PIECEWISE = names_of_nodes("""
     Relu LeakyRelu Threshold Hardtanh Hardshrink Softshrink Hardsigmoid Abs Clamp ClampMin ClampMax Maximum
     Minimum Fmax Fmin Max Min Amax Amin MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveMaxPool2D
     AdaptiveMaxPool3D FractionalMaxPool2D FractionalMaxPool3D RreluWithNoise Sort Topk Kthvalue Median Cummax
     Cummin Aminmax Sign Floor Ceil Round Trunc
-    """
-)
+""")
 """Linear in all inputs together at every point where they are differentiable."""
-
 
 CONVOLUTIONS = names_of_nodes(
     "Convolution ConvolutionOverrideable CudnnConvolution MkldnnConvolution MiopenConvolution"
 )
-
 
 PRODUCTS = CONVOLUTIONS | names_of_nodes(
     "Mul Mm Bmm Addmm Addbmm Baddbmm Addmv Addr Mv Dot Addcmul Trilinear Linear Lerp PreluKernel"
 )
 """Linear in each input, with the others fixed."""
 
-
-ELEMENTWISE = names_of_nodes(
-    """
+ELEMENTWISE = names_of_nodes("""
     Sigmoid Tanh Gelu Silu Softplus Elu Celu Mish LogSigmoid Exp Exp2 Expm1 Log Log2 Log10 Log1P Sqrt Rsqrt
     Sin Cos Tan Sinh Cosh Asin Acos Atan Asinh Acosh Atanh Erf Erfc Erfinv Pow Reciprocal Hardswish Logit
     Lgamma Sinc
-    """
-)
+""")
 """Smooth functions of one input, entry by entry."""
-
 
 ENTRYWISE = ELEMENTWISE | names_of_nodes(
     "Relu LeakyRelu Threshold Hardtanh Hardshrink Softshrink Hardsigmoid Abs Clamp ClampMin ClampMax"
 )
 """Functions of one input, entry by entry, smooth or not."""
 
-
 MASKS = ENTRYWISE | names_of_nodes("Where MaskedFill Maximum Minimum Fmax Fmin RreluWithNoise")
 """Entrywise functions whose values may make an entry independent of its inputs."""
 
-
 SELECTING = names_of_nodes("Max Min Median Nanmedian Mode Kthvalue Cummax Cummin Sort Topk Logcumsumexp")
 """Functions that may take some entries alone along an axis, which they saved as ``dim``, by their values."""
-
 
 POOLS = {
     f"{kind}MaxPool{n}D{end}": n for n in (2, 3) for kind, end in (("", "WithIndices"), ("Adaptive", ""))
 } | {f"FractionalMaxPool{n}D": n for n in (2, 3)}
 """Pools that take some entries by their values -> the number of their axes, which are the last ones."""
 
-
 WRONG_IN_COLUMNS = names_of_nodes("NativeGroupNorm")
 """Functions whose second derivatives are wrong for many columns at once if three extents are equal."""
 
-
 WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"
-"""The node of a function without a derivative in PyTorch, such as a dynamically quantised layer.
-
-PyTorch warns, and continues as if the derivative were zero.
-"""
-
+"""The node of a function without a derivative, such as a dynamically quantised layer: PyTorch takes zero."""
 
 WITHOUT_DATA = names_of_nodes("Sgn")
 """Nodes whose derivative is a tensor of zeros without data, which few other nodes expect.
@@ -115,18 +94,17 @@ derivatives of other normalisations and of some losses raise. Of all functions t
 node makes such zeros, as the second derivative of an absolute value, an L1 loss, or a norm.
 """
 
-
 DIFFERENTIABLE_ONCE = names_of_nodes("Hardsigmoid")
 """Piecewise linear functions of ``ENTRYWISE`` whose backward pass PyTorch cannot differentiate."""
-
 
 RESHAPES = names_of_nodes("View UnsafeView ReshapeAlias Squeeze Unsqueeze Clone Alias HandedOn")
 """Functions that keep all entries in the same order."""
 
-
 NORMALISATIONS = frozenset({"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"})
 """Linear in the first input if they take their statistics from buffers, nonlinear otherwise."""
 
+SCALING = NORMALISATIONS | {"NativeLayerNorm", "NativeGroupNorm"}
+"""Normalisations with a scale and a shift as their second and third inputs."""
 
 IDENTITIES = {
     "BackwardHookFunctionBackward": "torch.nn.modules._functions.BackwardHookFunction",
@@ -139,11 +117,9 @@ IDENTITIES = {
 
 The first is at the inputs and outputs of modules with full backward hooks, which run after it. The second is at
 the outputs of ``DistributedDataParallel(static_graph=True)``: the first gradient through it starts the exchange
-between processes. The third is at the inputs of modules with ``fully_shard``: it exchanges their gradients. All
-three are private, and only this table names them: they are neither nonlinear nor a user's own, but no public
-interface tells them apart from such nodes.
+between processes. The third is at the inputs of modules with ``fully_shard``: it exchanges their gradients. No
+public interface tells these private nodes from a user's own; only this table names them.
 """
-
 
 DOERS: dict[str, Callable[..., Any]] = dict.fromkeys(
     ("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward"), lambda *cotangents: (None, *cotangents)
@@ -166,10 +142,7 @@ def is_identity(node: Node) -> bool:
 
 
 def is_from_outside(node: Node) -> bool:
-    """Tell whether a node is of a function that PyTorch does not define: in Python, or in C++ without a class.
-
-    Scripted regions are of the second kind.
-    """
+    """Tell whether a function is not PyTorch's own: in Python, or in C++ without a class (scripted regions)."""
     return isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction"
 
 
@@ -194,13 +167,10 @@ def short_name(name: str) -> str:
 
 
 def kind_of(node: Node, dependent: Sequence[int], complex_numbers: bool = False) -> Kind:
-    """Return the kind of curvature of a node in some of its inputs.
+    """Return the kind of curvature of a node in some of its inputs, given by place.
 
-    Args:
-        node: The node.
-        dependent: Places of these inputs among its ``next_functions``.
-        complex_numbers: Whether it has complex inputs or outputs. Functions that are elementwise or piecewise
-            linear for real numbers may couple real and imaginary parts, as an absolute value does.
+    Functions that are elementwise or piecewise linear for real numbers may couple the real and imaginary parts
+    of ``complex_numbers``, as an absolute value does.
     """
     name = name_of_node(node)
     if name in LINEAR or (name in PIECEWISE and not complex_numbers):
@@ -221,18 +191,12 @@ def kind_of(node: Node, dependent: Sequence[int], complex_numbers: bool = False)
 
 
 def _uses_running_statistics(node: Node) -> bool:
-    """Tell whether a batch normalisation took its statistics from buffers.
-
-    Its saved flag has no public name. A node without the flag counts as nonlinear.
-    """
+    """Tell whether a batch normalisation took its statistics from buffers; its flag has no public name."""
     return hasattr(node, "_saved_training") and node._saved_training is False
 
 
 def made_by(node: Any) -> list[Any]:
-    """Return shape, dtype and device of each output of a node; for the node of a leaf, the leaf.
-
-    This reads a private attribute of autograd nodes: no public one has the number of outputs.
-    """
+    """Return shape, dtype and device of each output of a node, which nothing public tells; or a leaf."""
     leaf = getattr(node, "variable", None)
     return list(node._input_metadata) if leaf is None else [leaf]
 
@@ -249,9 +213,9 @@ def saved_option(node: Node, name: str) -> Any:
 
 
 def is_wrong_in_third_order(node: Node) -> bool:
-    """Tell whether torch's third derivative of a node is silently wrong.
+    """Tell whether torch's third derivative of a node is silently wrong, as seen on torch 2.13.
 
-    Seen on torch 2.13 for layer norm, and for batch norm with statistics of the batch, including instance norm.
+    It is for layer norm, and for batch norm with statistics of the batch, including instance norm.
     """
     name = name_of_node(node)
     return name == "NativeLayerNorm" or (name in NORMALISATIONS and not _uses_running_statistics(node))
@@ -271,11 +235,10 @@ def is_wrong_in_second_order(node: Node) -> bool:
 def bias_without_weight(node: Node) -> Node | None:
     """Return the node of the bias of a normalisation without a weight; ``None`` for any other node.
 
-    Seen on torch 2.13: the second derivative of such a node loses the part through the bias. It is zero without
-    any error, or raises an error about an undefined tensor. A weight that is not trained has no edge either;
-    the node's saved weight, which has no public name, tells the two cases apart.
+    Seen on torch 2.13: the second derivative of such a node through the bias is zero without any error, or
+    raises. A weight that is not trained has no edge either; the node's saved weight tells the two cases apart.
     """
-    if name_of_node(node) not in (NORMALISATIONS | {"NativeLayerNorm", "NativeGroupNorm"}):
+    if name_of_node(node) not in SCALING:
         return None
     edges = node.next_functions
     if len(edges) < 3 or edges[1][0] is not None or edges[2][0] is None:
@@ -287,8 +250,7 @@ WITHOUT_SECOND_DERIVATIVE = ("GeneratedBackwardFor_torch_nn__linear_cross_entrop
 """Prefixes of the names of PyTorch's own nodes whose second derivative is zero, without any error.
 
 Seen on torch 2.13: ``linear_cross_entropy`` with ``options`` computes the gradient in its forward pass, or from
-detached inputs in its backward pass. No public interface tells these nodes from those that a library
-registered.
+detached inputs in its backward pass. No public interface tells these nodes from those of a library.
 """
 
 
@@ -300,10 +262,9 @@ def is_without_second_derivative(node: Node) -> bool:
 def is_once_differentiable(node: Node) -> bool:
     """Tell whether a node is a user's function with the mark ``once_differentiable``, or a similar kernel.
 
-    The graph of such a derivative does not lead to the inputs. If you differentiate it in the inputs, PyTorch
-    raises no error, but returns ``None``, which means zero for any other function. The class behind a node has
-    no public name. packprop recognises the wrapper that the mark puts around its backward pass by its source
-    file.
+    The graph of such a derivative does not lead to the inputs. If you differentiate it in them, PyTorch raises
+    no error, but returns ``None``, which means zero for any other function. The wrapper that the mark puts
+    around a backward pass is known by its source file.
     """
     if not isinstance(node, BackwardCFunction):
         return False

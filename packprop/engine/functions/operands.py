@@ -1,7 +1,6 @@
 """Tables of nodes with operands in which they are not differentiated.
 
-Such operands leave no edge on the graph, but may hold samples. Names are those of ``functions/nodes.py``. A
-node in no table may have any operands.
+Such operands leave no edge on the graph, but may hold samples. A node in no table may have any operands.
 """
 
 from __future__ import annotations
@@ -32,96 +31,64 @@ from packprop.engine.functions.saved import keeps_elsewhere, raw_names
 SUMS = names_of_nodes("Add Sub Rsub Stack Cat")
 """Sums of the inputs, or their concatenation."""
 
-
 ALIKE = names_of_nodes(
     "Stack MseLoss SmoothL1Loss HuberLoss KlDiv BinaryCrossEntropy BinaryCrossEntropyWithLogits"
 )
 """Functions whose operands have the same shape, to which an earlier node expands them."""
 
-
 HIDING = names_of_nodes("Where MaskedFill Lerp NativeDropout")
 """Functions with an operand that the graph does not show: a condition, a mask, a weight."""
 
-
-ENTRY_BY_ENTRY = (
-    ALIKE
-    | HIDING
-    | names_of_nodes(
-        """
+ENTRY_BY_ENTRY = names_of_nodes("""
     Add Sub Rsub Mul Div Pow Maximum Minimum Fmax Fmin Addcmul Addcdiv Clamp ClampMin ClampMax Fmod Remainder
     Atan2 Hypot Copysign Xlogy SpecialXlog1Py Logaddexp Logaddexp2
-    """
-    )
-)
+""").union(ALIKE, HIDING)
 """Functions that broadcast their operands against each other, and combine them entry by entry."""
-
 
 EXPANDING = names_of_nodes("Expand Repeat")
 """Functions that repeat entries along an axis, such as that of the samples."""
 
-
 WITH_SUMMAND = names_of_nodes("Addmm Addbmm Baddbmm Addmv Addr")
 """Products with a summand that they do not save."""
-
 
 BY_DATA = names_of_nodes(
     "Index IndexSelect Gather Take TakeAlongDim MaskedSelect Embedding EmbeddingBag IndexAdd Scatter ScatterAdd"
 )
 """Functions that select rows by indices or masks."""
 
-
 INDEXED = BY_DATA | names_of_nodes("SelectScatter SliceScatter")
 """Functions with indices as operands, or numbers in place of them."""
-
 
 VECTORS = names_of_nodes("Mv Dot")
 """Products that sum over the axis of a vector, so that it is not in the shape of the result."""
 
-
 WHOLE = (
-    ELEMENTWISE
-    | LINEAR
-    | PIECEWISE
-    | PRODUCTS
-    | ENTRY_BY_ENTRY
-    | names_of_nodes(
-        """
+    names_of_nodes("""
     Softmax LogSoftmax Logsumexp LinalgVectorNorm Norm LinalgSvd LinalgEigh LinalgDet LinalgSlogdet LinalgQr
     LinalgCholeskyEx LinalgInvEx LinalgSolveEx Std Var StdMean VarMean Prod Cumprod Logcumsumexp SpecialEntr
     SpecialNdtri Digamma Cdist Pdist Sgn Renorm WeightNormInterface ViewAsReal ViewAsComplex Real Imag Conj
     Angle
-    """
-    )
-) - INDEXED
+""")
+    .union(ELEMENTWISE, LINEAR, PIECEWISE, PRODUCTS, ENTRY_BY_ENTRY)
+    .difference(INDEXED)
+)
 """Functions with an edge for each operand, except operands of ``HIDING`` functions."""
 
-
-REARRANGING = names_of_nodes(
-    """
+REARRANGING = names_of_nodes("""
     View UnsafeView ReshapeAlias Permute Transpose T Expand Repeat Slice Select Cat Stack Unbind Split
     SplitWithSizes Squeeze Unsqueeze Clone ToCopy Alias Flip Roll Diagonal Tril Triu Neg
-    """
-)
+""")
 """Functions whose result has entries of operands, with either sign, or constants."""
-
 
 EXPONENTS = frozenset({"_saved_exponent", "_saved_ord", "_saved_p"})
 """Numbers that decide whether a function is linear."""
 
-
-CURVED = (
-    ELEMENTWISE - names_of_nodes("Softplus Elu Celu Hardswish")
-    | PRODUCTS - {"PreluKernel"}
-    | names_of_nodes(
-        """
-        Nansum IndexPut IndexPutImpl ViewAsReal ViewAsComplex Real Imag Conj Complex FftC2C FftR2C FftC2R
-        Vdot SparseAddmm Div Addcdiv MseLoss SoftMarginLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits
-        NllLoss NllLoss2D KlDiv
-        """
-    )
-)
+CURVED = names_of_nodes("""
+    Nansum IndexPut IndexPutImpl ViewAsReal ViewAsComplex Real Imag Conj Complex FftC2C FftR2C FftC2R
+    Vdot SparseAddmm Div Addcdiv MseLoss SoftMarginLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits
+    NllLoss NllLoss2D KlDiv
+""").union(ELEMENTWISE - names_of_nodes("Softplus Elu Celu Hardswish"), PRODUCTS - {"PreluKernel"})
 """Functions whose second derivatives tell which entries meet in them; unknown ones may be linear by parts."""
-
 
 NORMS = names_of_nodes("LinalgVectorNorm Norm Dist")
 """Functions that save their exponent."""
@@ -174,7 +141,7 @@ def numbers_of_type(kind: type) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _options_of_type(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return private names of a type's saved options and extents; tensors are neither, and have a raw form."""
+    """Return the names of a type's saved options and extents; tensors are neither, and have a raw form."""
     saved = {name for name in dir(kind) if name.startswith("_saved_")}
     names = sorted(name for name in saved if f"_raw{name}" not in dir(kind))
     options = tuple(name for name in names if "_sym_" not in name)
@@ -187,10 +154,7 @@ def saved_constants(node: Node) -> Iterator[Tensor]:
 
 
 def saved_tensors(node: Node) -> Iterator[Tensor]:
-    """Yield the saved tensors of a node.
-
-    Autograd shows them under names of its own, one for each operand; see PyTorch's notes on autograd.
-    """
+    """Yield the saved tensors of a node, which autograd shows under a name for each operand."""
     for name in raw_names(type(node)):
         value = getattr(node, name.removeprefix("_raw"), None)
         for tensor in value if isinstance(value, (tuple, list)) else (value,):

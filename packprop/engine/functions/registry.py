@@ -21,13 +21,7 @@ NodeRule = Callable[[NodeCall], Entry | None]
 
 
 class Rule(NamedTuple):
-    """A rule, and its requirement on a leaf.
-
-    Args:
-        entry_of: The rule.
-        form: The requirement on a leaf that only changed its form on the way to the node.
-        is_own: Whether a user registered it.
-    """
+    """A rule, and its requirement on a leaf that only changed its form; ``is_own``: a user registered it."""
 
     entry_of: NodeRule
     form: Form = "entries"
@@ -90,8 +84,7 @@ def rule_for(node: Node) -> Rule | None:
     if _current.ignored:
         return None
     if isinstance(node, BackwardCFunction):
-        by_class = RULES.get(function_of(node))
-        return by_class if by_class is not None else RULES.get(node.name())
+        return RULES.get(function_of(node)) or RULES.get(node.name())
     return RULES.get(short_name(node.name()))
 
 

@@ -5,10 +5,9 @@ A non-reentrant checkpoint recomputes the saved tensors of its nodes in each pas
 once. packprop visits a use just before its node runs, and both need the same tensors. So packprop puts each
 tensor that it reads back to where the checkpoint keeps it. Outside of a pass, a checkpoint runs its region
 again for each tensor that is read, and would keep the recomputed tensors as long as the graph exists. packprop
-frees them. Both steps read a checkpoint's frame and holders, which its hooks refer to. These are private, and
-only this module uses them: no public interface says where a checkpoint keeps a tensor. A checkpoint stores
-recomputed tensors under the number of the pass, or outside of all passes under a random number of 128 bits. It
-records in the holder that a tensor was returned.
+frees them. Both steps read a checkpoint's frame and holders, which its hooks refer to: no public interface
+says where it keeps a tensor. It stores recomputed tensors under the number of the pass, or outside of all
+passes under a random number of 128 bits, and records in the holder that a tensor was returned.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from packprop.errors import PackpropError
 OUTSIDE = 2**64
 """Numbers of passes are smaller than this."""
 
-
 SHOWS_HOOKS = hasattr(torch._C._autograd.SavedTensor, "data")
 """True where PyTorch shows the hooks on a saved tensor; 2.6 does not."""
 
@@ -39,11 +37,7 @@ class _Handle:
 class _Kept(NamedTuple):
     """A tensor that a checkpoint returns only once, and the place where it keeps the tensor.
 
-    Args:
-        holder: The object that the node saved in place of the tensor.
-        frame: The state of the checkpoint.
-        number: The number under which the checkpoint stores the tensor.
-        value: The tensor.
+    The node saved a ``holder`` in place of the tensor; the checkpoint's ``frame`` stores it under a ``number``.
     """
 
     holder: Any
@@ -141,10 +135,7 @@ def _is_kept_elsewhere(raw: Any) -> bool:
 
 
 def _read(raws: Sequence[Any], read: Callable[[], Sequence[Any]]) -> tuple[Sequence[Any], list[_Kept]]:
-    """Read saved tensors; return them, and those that a checkpoint keeps.
-
-    The checkpoint runs its region again if this pass has already read one of them.
-    """
+    """Return saved tensors, and those that a checkpoint keeps, which runs again if this pass has read one."""
     pairs = [(raw.data, _frame_of(raw.unpack_hook)) if _is_kept_elsewhere(raw) else None for raw in raws]
     there = [pair for pair in pairs if pair is not None]
     if not there:

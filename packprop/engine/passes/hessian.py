@@ -89,9 +89,9 @@ def _add_nonlinearities(
     graph, create_graph = sweeps.request.graph, sweeps.request.create_graph
     diagonals = OutputDiagonals(graph, routes, swept)
     noted = sweeps.results.finite_check
-    for term in nonlinearity_terms(graph, routes, swept, diagonals, create_graph):
-        noted.note([term.uses[0].sites[0].leaf], [term.columns.weights])
-        sweeps.run([term.columns], tasks, term.uses, diagonals=diagonals)
+    for group, uses in nonlinearity_terms(graph, routes, swept, diagonals, create_graph):
+        noted.note([uses[0].sites[0].leaf], [group.weights])
+        sweeps.run([group], tasks, uses, diagonals=diagonals)
     for use, cotangents in diagonals.take():
         noted.note([use.sites[0].leaf], cotangents)
         for site in use.take():

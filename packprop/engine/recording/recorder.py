@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_compiling
 
-from packprop.engine.functions.composites import COMPOSITES, body_of, has_parts
 from packprop.engine.functions.losses.description import LOSSES, input_of, output_first
+from packprop.engine.functions.losses.rules import COMPOSITES, body_of, has_parts
 from packprop.engine.recording.aside import OwnMode, end_stale_absence, unseen
 from packprop.engine.recording.marks import LOSS, OUTPUT, ForwardCall, RecordedLoss, marks_of
 from packprop.engine.tensors.nesting import tensors_in

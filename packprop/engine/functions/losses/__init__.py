@@ -1,28 +1,12 @@
 """Descriptions of loss functions: square roots of their Hessians, Monte Carlo draws, numbers of terms."""
 
-from packprop.engine.functions.losses import rules
-from packprop.engine.functions.losses.description import (
-    LOSSES,
-    SYMMETRIC,
-    Loss,
-    Root,
-    describe,
-    input_of,
-    register_loss,
-)
-from packprop.engine.functions.losses.roots import bernoulli_root, gaussian_root, matrix_root, softmax_root
-
-__all__ = [
-    "LOSSES",
-    "SYMMETRIC",
-    "Loss",
-    "Root",
-    "bernoulli_root",
-    "describe",
-    "gaussian_root",
-    "input_of",
-    "matrix_root",
-    "register_loss",
-    "rules",
-    "softmax_root",
-]
+from packprop.engine.functions.losses import rules as rules
+from packprop.engine.functions.losses.description import LOSSES as LOSSES
+from packprop.engine.functions.losses.description import SYMMETRIC as SYMMETRIC
+from packprop.engine.functions.losses.description import Loss as Loss
+from packprop.engine.functions.losses.description import Root as Root
+from packprop.engine.functions.losses.description import describe as describe
+from packprop.engine.functions.losses.description import register_loss as register_loss
+from packprop.engine.functions.losses.roots import bernoulli_root as bernoulli_root
+from packprop.engine.functions.losses.roots import gaussian_root as gaussian_root
+from packprop.engine.functions.losses.roots import softmax_root as softmax_root

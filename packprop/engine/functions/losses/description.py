@@ -73,10 +73,8 @@ class Loss:
 Rule = Callable[..., Loss]
 """Maps the arguments of a loss function to the description of this call."""
 
-
 LOSSES: dict[Callable[..., Any], Rule] = {}
 """Rules by loss function."""
-
 
 INPUT_NAMES: dict[Callable[..., Any], str] = {}
 """Names of the first arguments of loss functions, if they are not ``input``."""
@@ -158,10 +156,7 @@ def from_canonical(tensor: Tensor, shape: torch.Size, layout: Layout, class_axis
 
 
 def without_classes(layout: Layout, shape: torch.Size, class_axis: int | None) -> tuple[Layout, torch.Size]:
-    """Return layout and shape of a tensor without its axis of classes.
-
-    The single row of classes of a loss that takes one row becomes a row of one entry.
-    """
+    """Return layout and shape without the axis of classes; a single row of classes becomes one of one entry."""
     if class_axis is None:
         return layout, shape
     if layout.axis == class_axis and layout.rows is not None:
@@ -231,16 +226,9 @@ def divisors(
     layout: Layout,
     groups: Sequence[Sequence[int]],
 ) -> list[Tensor | float] | None:
-    """Return the divisor of one call of a loss, and those of calls for each group of samples.
+    """Return the divisor of one call of a loss, and those of calls for each group of samples, by index.
 
-    Return ``None`` if they are not known.
-
-    Args:
-        function: The loss function.
-        args: Its arguments, by place; for the input, the shape is enough.
-        kwargs: Its arguments, by name.
-        layout: The place of samples in its input.
-        groups: Indices of samples.
+    Return ``None`` if they are not known. The shape of the loss's input is enough.
     """
     whole = describe(function, args, kwargs)
     if whole.divisor is None:
@@ -256,10 +244,8 @@ def divisors(
     found: list[Tensor | float] = [whole.divisor]
     owners = layout.sample_of(torch.device("cpu"))
     for group in groups:
-        chosen, places = (
-            dict(given),
-            torch.isin(owners, torch.tensor(list(group), device="cpu")).nonzero().flatten(),
-        )
+        chosen = dict(given)
+        places = torch.isin(owners, torch.tensor(list(group), device="cpu")).nonzero().flatten()
         for place, (name, value) in enumerate(given):
             if not isinstance(value, Tensor) or (name == "weight" and whole.class_axis is not None):
                 continue

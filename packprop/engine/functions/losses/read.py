@@ -18,10 +18,8 @@ from packprop.engine.functions.nodes import name_of_node, saved_option
 REDUCTIONS = ("none", "mean", "sum")
 """Names of reductions, by the number that nodes save."""
 
-
 OF_TWO = ("self", "target")
 """Names of the saved arguments of most losses."""
-
 
 LOSS_NODES: dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]]] = {
     "NllLoss": (F.nll_loss, OF_TWO, ("weight", "ignore_index")),
@@ -42,12 +40,10 @@ LOSS_NODES: dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]
 }
 """Loss functions by the names of their nodes, with saved arguments, and options but for the reduction."""
 
-
 OPTIONS = {function: (*options, "reduction") for function, _, options in LOSS_NODES.values()} | {
     F.cross_entropy: ("weight", "ignore_index", "reduction", "label_smoothing")
 }
 """Loss functions -> their options, which modules keep under the same names."""
-
 
 MODULES: dict[type[nn.Module], Callable[..., Any]] = {
     nn.CrossEntropyLoss: F.cross_entropy,

@@ -1,4 +1,4 @@
-"""The rules of torch's loss functions; only this file names the functions."""
+"""The rules of torch's loss functions, and torch's functions that call one; only this file names them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -111,14 +112,8 @@ def _one_term_per_entry(
 
 
 @_rule_of(F.nll_loss)
-def _nll_loss(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-) -> Loss:
-    terms = _cross_entropy(input, target, weight, ignore_index, reduction)
+def _nll_loss(**given: Any) -> Loss:
+    terms = _cross_entropy(**given)
     refusal = (
         "nll_loss is linear in its log-probabilities, so its own Hessian is zero; and no log_softmax over the "
         "classes has made them",
@@ -142,10 +137,8 @@ def _kl_div(input: Tensor, target: Tensor, reduction: str = "mean", log_target: 
 
 
 @_rule_of(F.binary_cross_entropy)
-def _binary_cross_entropy(
-    input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: str = "mean"
-) -> Loss:
-    terms = _binary_cross_entropy_with_logits(input, target, weight, reduction)
+def _binary_cross_entropy(**given: Any) -> Loss:
+    terms = _binary_cross_entropy_with_logits(**given)
     refusal = (
         "its curvature in probabilities is not that in logits, so the matrix would depend on what you call the "
         "model's output; and no sigmoid has made them",
@@ -170,12 +163,12 @@ def _poisson_nll_loss(
 
 
 @_rule_of(F.l1_loss)
-def _l1_loss(input: Tensor, target: Tensor, reduction: str = "mean", weight: Tensor | None = None) -> Loss:
+def _l1_loss(**given: Any) -> Loss:
     refusal = (
         "the Hessian of l1_loss is zero wherever it exists",
         "use smooth_l1_loss, huber_loss or mse_loss",
     )
-    return replace(_mse_loss(input, target, reduction, weight), root=None, refusal=refusal)
+    return replace(_mse_loss(**given), root=None, refusal=refusal)
 
 
 @_rule_of(F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss)
@@ -196,3 +189,28 @@ def _ctc_loss(log_probs: Tensor, *args: Any, **kwargs: Any) -> Loss:
     """Describe a loss with one term for each sample; the axis of samples comes after that of time."""
     batched = log_probs.dim() == 3
     return Loss(None, 1.0, None, None, sample_axis=1 if batched else None, one_sample=not batched)
+
+
+COMPOSITES = frozenset({getattr(F, "linear_cross_entropy", None)}) - {None}  # new in PyTorch 2.13
+"""Functions whose body calls a loss function, such as a head with its loss: a linear function and a loss."""
+
+
+def has_parts(kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call of a composite function calls others: a head with ``options`` is one kernel."""
+    return kwargs.get("options") is None
+
+
+def body_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same function without its first check, for a mode or a tensor's class that overrides it.
+
+    A mode that overrides the function sees one call, but not the calls in its body. The code is torch's own,
+    with the current names of its module, so the results are the same to the last bit.
+    """
+    assert isinstance(function, FunctionType)
+    nobody = dict.fromkeys(("has_torch_function", "has_torch_function_variadic"), lambda *_: False)
+    names = {**function.__globals__, **nobody}
+    body = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,19 +29,25 @@ With fewer channels the calls take more time than the products.
 
 
 @dataclass(frozen=True)
-class Geometry(ABC):
+class Geometry:
     """The inputs in the window of each output position of a convolution, and products of these inputs.
 
     Args:
-        weight_shape: Shape of the weight.
+        weight_shape: Shape of the weight, ``[g*o, c, *kernel]``; transposed ``[g*c, o, *kernel]``.
         stride: One number for each spatial axis.
+        padding: Zeros on both sides of each spatial axis; transposed, output positions cut off there.
         dilation: Step of the kernel, for each spatial axis.
+        transposed: Whether it is one of ``conv_transpose1d``, ``conv_transpose2d`` and ``conv_transpose3d``.
+        output_padding: Output positions of a transposed one added at the end of each spatial axis.
         groups: Groups of channels.
     """
 
     weight_shape: torch.Size
     stride: tuple[int, ...]
+    padding: tuple[int, ...]
     dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
     groups: int
 
     @property
@@ -51,120 +55,62 @@ class Geometry(ABC):
         """Extent of the kernel along each spatial axis."""
         return tuple(self.weight_shape[2:])
 
-    @abstractmethod
     def fold(self) -> Fold:
         """Return the map from ``[..., g, o, i]`` to the shape of the weight."""
+        return (fold_swapped if self.transposed else fold_to)(self.weight_shape)
 
-    @abstractmethod
     def unfold(self, images: Tensor) -> Tensor:
         """Return the window of each output position, ``[b, g*c, *space] -> [b, s, g, i]``."""
-
-    @abstractmethod
-    def gradients(self, images: Tensor, cotangent: Tensor) -> Tensor:
-        """Return per-sample gradients ``[1, n, *p]`` from one image for each sample, without unfolding."""
-
-    @abstractmethod
-    def outputs(self, images: Tensor, weight: Tensor) -> Tensor:
-        """Convolve images with a weight, ``[b, g*c, *space] -> [b, g*o, *space]``."""
-
-    def inner_products(self, images: Tensor, cotangent: Tensor, direction: Tensor) -> Tensor:
-        """Return inner products ``[n]`` of per-sample gradients with a direction ``[*p]``; do not unfold."""
-        return (self.outputs(images, direction) * cotangent).flatten(1).sum(1)
-
-    @property
-    def has_shifts(self) -> bool:
-        """Tell whether products of inputs can be computed from shifts of the images, and faster."""
-        return False
-
-    def moment(self, images: Tensor, by_shifts: bool) -> Tensor:
-        """Return products of windows, summed over images, positions and groups ``[i, i]``."""
-        return second_moment(self.unfold(images).flatten(0, 2))
-
-
-@dataclass(frozen=True)
-class PlainGeometry(Geometry):
-    """The geometry of ``conv1d``, ``conv2d`` and ``conv3d``.
-
-    ``padding``: zeros on both sides of each spatial axis.
-    """
-
-    padding: tuple[int, ...]
-
-    def fold(self) -> Fold:
-        """Return the map to a weight ``[g*o, c, *kernel]``."""
-        return fold_to(self.weight_shape)
-
-    def unfold(self, images: Tensor) -> Tensor:
-        """Return windows of the padded images."""
-        return patches(self._pad(images), self.kernel, self.stride, self.dilation, self.groups)
-
-    def gradients(self, images: Tensor, cotangent: Tensor) -> Tensor:
-        """Compute the gradients by one grouped convolution."""
-        return grouped_gradients(
-            images, cotangent, self.weight_shape, self.stride, self.padding, self.dilation, self.groups
-        )
-
-    def outputs(self, images: Tensor, weight: Tensor) -> Tensor:
-        """Call PyTorch's function."""
-        convolution: Any = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
-        options = self.stride, self.padding, self.dilation, self.groups
-        outputs: Tensor = convolution(images, weight, None, *options)
-        return outputs
-
-    @property
-    def has_shifts(self) -> bool:
-        """True for kernels of more than one entry with unit stride."""
-        return math.prod(self.kernel) > 1 and set(self.stride) == {1}
-
-    def moment(self, images: Tensor, by_shifts: bool) -> Tensor:
-        """Compute the moment from shifts of the images, or from patches of the padded images."""
-        if by_shifts:
-            sides = [(width, width) for width in self.padding]
-            return shift_moment(images, self.kernel, self.dilation, sides, self.groups)
-        return patch_moment(self._pad(images), self.kernel, self.stride, self.dilation, self.groups)
-
-    def _pad(self, images: Tensor) -> Tensor:
-        widths = [width for extent in reversed(self.padding) for width in (extent, extent)]
-        return F.pad(images, widths) if any(widths) else images
-
-
-@dataclass(frozen=True)
-class TransposedGeometry(Geometry):
-    """The geometry of ``conv_transpose1d``, ``conv_transpose2d`` and ``conv_transpose3d``.
-
-    Args:
-        padding: Output positions cut off on both sides of each spatial axis.
-        output_padding: Output positions added at the end of each spatial axis.
-    """
-
-    padding: tuple[int, ...]
-    output_padding: tuple[int, ...]
-
-    def fold(self) -> Fold:
-        """Return the map to a weight ``[g*c, o, *kernel]``."""
-        return fold_swapped(self.weight_shape)
-
-    def unfold(self, images: Tensor) -> Tensor:
-        """Return windows of the images with zeros between their entries."""
+        if not self.transposed:
+            return patches(self._pad(images), self.kernel, self.stride, self.dilation, self.groups)
         return transposed_patches(
             images, self.kernel, self.stride, self.padding, self.output_padding, self.dilation, self.groups
         )
 
     def gradients(self, images: Tensor, cotangent: Tensor) -> Tensor:
-        """Compute the gradients by the convolution from cotangents to inputs, which swaps the two."""
-        beyond = [extra // step for extra, step in zip(self.output_padding, self.stride, strict=True)]
-        if any(beyond):  # that convolution has more outputs than there are inputs: pad the inputs
-            images = F.pad(images, [width for extra in reversed(beyond) for width in (0, extra)])
+        """Return per-sample gradients ``[1, n, *p]`` from one image for each sample, without unfolding."""
+        if self.transposed:  # the convolution from cotangents to inputs swaps the two
+            beyond = [extra // step for extra, step in zip(self.output_padding, self.stride, strict=True)]
+            if any(beyond):  # that convolution has more outputs than there are inputs: pad the inputs
+                images = F.pad(images, [width for extra in reversed(beyond) for width in (0, extra)])
+            images, cotangent = cotangent, images
         return grouped_gradients(
-            cotangent, images, self.weight_shape, self.stride, self.padding, self.dilation, self.groups
+            images, cotangent, self.weight_shape, self.stride, self.padding, self.dilation, self.groups
         )
 
-    def outputs(self, images: Tensor, weight: Tensor) -> Tensor:
-        """Call PyTorch's function."""
-        transposed: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(self.kernel) - 1]
-        options = self.stride, self.padding, self.output_padding, self.groups, self.dilation
-        outputs: Tensor = transposed(images, weight, None, *options)
-        return outputs
+    def inner_products(self, images: Tensor, cotangent: Tensor, direction: Tensor) -> Tensor:
+        """Return inner products ``[n]`` of per-sample gradients with a direction ``[*p]``; do not unfold."""
+        options = self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
+        return (torch.convolution(images, direction, None, *options) * cotangent).flatten(1).sum(1)
+
+    @property
+    def has_shifts(self) -> bool:
+        """Tell whether products of inputs can be computed from shifts of the images, and faster."""
+        return not self.transposed and math.prod(self.kernel) > 1 and set(self.stride) == {1}
+
+    def moment(self, images: Tensor, by_shifts: bool) -> Tensor:
+        """Return products of windows, summed over images, positions and groups ``[i, i]``."""
+        if self.transposed:
+            return second_moment(self.unfold(images).flatten(0, 2))
+        if by_shifts:
+            sides = [(width, width) for width in self.padding]
+            return shift_moment(images, self.kernel, self.dilation, sides, self.groups)
+        return patch_moment(self._pad(images), self.kernel, self.stride, self.dilation, self.groups)
+
+    def smallest_image(self, outputs: torch.Size) -> torch.Size:
+        """Return the smallest shape of an image with these outputs, for one without an edge on the graph."""
+        space, channels = [], self.weight_shape[0] if self.transposed else self.weight_shape[1] * self.groups
+        for axis, extent in enumerate(outputs):
+            window = (self.kernel[axis] - 1) * self.dilation[axis] + 1 - 2 * self.padding[axis]
+            if self.transposed:
+                space.append((extent - window - self.output_padding[axis]) // self.stride[axis] + 1)
+            else:
+                space.append((extent - 1) * self.stride[axis] + window)
+        return torch.Size([channels, *space])
+
+    def _pad(self, images: Tensor) -> Tensor:
+        widths = [width for extent in reversed(self.padding) for width in (extent, extent)]
+        return F.pad(images, widths) if any(widths) else images
 
 
 @rule_of(*CONVOLUTIONS, form="shape")
@@ -174,39 +120,19 @@ def _convolution(call: NodeCall) -> Entry | None:
         return scaled(call, aligned=(1, call.shape[1], *(1,) * space))
     if call.place != 1:
         return None
-    geometry = _geometry(call, space)
-    known = call.shape_at(0)
-    return _weight(call, _image(call, geometry) if known is None else known[1:], geometry)
-
-
-def _geometry(call: NodeCall, space: int) -> PlainGeometry | TransposedGeometry:
     stride, padding, dilation = (_one_each(call, each, space) for each in ("stride", "padding", "dilation"))
-    groups, shape = call.option("groups"), call.operand.shape
-    if not (call.has_option("transposed") and call.option("transposed")):
-        return PlainGeometry(shape, stride, dilation, groups, padding)
-    extra = _one_each(call, "output_padding", space)
-    return TransposedGeometry(shape, stride, dilation, groups, padding, extra)
+    transposed = call.has_option("transposed") and call.option("transposed")
+    extra = _one_each(call, "output_padding", space) if transposed else (0,) * space
+    geometry = Geometry(call.operand.shape, stride, padding, dilation, transposed, extra, call.option("groups"))
+    known = call.shape_at(0)
+    image = geometry.smallest_image(call.shape[2:]) if known is None else known[1:]
+    return _weight(call, image, geometry)
 
 
 def _one_each(call: NodeCall, name: str, count: int) -> tuple[int, ...]:
     """Return an option with one number for each spatial axis."""
     value = call.option(name)
     return tuple(value) if len(value) == count else tuple(value) * count
-
-
-def _image(call: NodeCall, geometry: PlainGeometry | TransposedGeometry) -> torch.Size:
-    """Return the smallest shape of an image with these outputs, for an image without an edge on the graph."""
-    numbers = zip(
-        call.shape[2:], geometry.kernel, geometry.stride, geometry.dilation, geometry.padding, strict=True
-    )
-    if isinstance(geometry, PlainGeometry):
-        space = [(extent - 1) * s + (k - 1) * d + 1 - 2 * p for extent, k, s, d, p in numbers]
-        return torch.Size([geometry.weight_shape[1] * geometry.groups, *space])
-    space = [
-        (extent - 1 - (k - 1) * d + 2 * p - extra) // s + 1
-        for (extent, k, s, d, p), extra in zip(numbers, geometry.output_padding, strict=True)
-    ]
-    return torch.Size([geometry.weight_shape[0], *space])
 
 
 def _weight(call: NodeCall, image: torch.Size, geometry: Geometry) -> Entry:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from packprop.engine.functions.building import scaled
+from packprop.engine.functions.building import broadcast, scaled
 from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.node_calls import NodeCall
 from packprop.engine.functions.nodes import names_of_nodes
 from packprop.engine.functions.operands import ENTRY_BY_ENTRY
 from packprop.engine.functions.registry import rule_of
-from packprop.engine.functions.samplewise import broadcast
 
 
 @rule_of("Expand", "Alias")

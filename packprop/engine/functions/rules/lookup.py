@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from packprop.engine.algebra.structures import Lookup, Structure
-from packprop.engine.functions.building import rowwise
+from packprop.engine.functions.building import rowwise, samplewise
 from packprop.engine.functions.entry import Cotangents, Entry, Samples, Scratch, StructureOf
 from packprop.engine.functions.node_calls import Computed, NodeCall, operand_at
 from packprop.engine.functions.nodes import made_by, name_of_node
 from packprop.engine.functions.rearranging import before_rearranging
 from packprop.engine.functions.registry import rule_of
-from packprop.engine.functions.samplewise import samplewise
 from packprop.engine.tensors.layout import Layout
 from packprop.engine.tensors.precision import accumulation_dtype
 
@@ -63,8 +62,7 @@ def _build(call: NodeCall) -> Callable[[Tensor | None, Tensor], Lookup]:
 def of_table(call: NodeCall, entry: Entry) -> Entry:
     """Return the entry of a table of which a node takes rows that all samples share; else ``entry``.
 
-    Positions are looked up so, once for all samples. Each sample then looks up the same rows. They may be
-    rearranged, and multiplied by constants.
+    Positions are looked up so, once for all samples. The rows may be rearranged, and multiplied by constants.
     """
     node, way = before_rearranging(call.node.next_functions[call.place][0])
     squared = [*way]
@@ -101,10 +99,7 @@ def of_table(call: NodeCall, entry: Entry) -> Entry:
 
 
 def _scale(node: Any, call: NodeCall) -> Callable[[Tensor], Tensor] | None:
-    """Return the map of gradients through a product with a constant; ``None`` for another node.
-
-    ``call``: the node that takes the product, further down.
-    """
+    """Return the map of gradients through a product with a constant, which ``call`` takes; else ``None``."""
     given = [place for place, (above, _) in enumerate(node.next_functions) if above is not None]
     name = name_of_node(node)
     if not (name == "Mul" and len(given) == 1) and not (name == "Div" and given == [0]):

@@ -1,4 +1,4 @@
-"""Products of matrices and vectors, and bilinear maps."""
+"""Products of matrices and vectors, bilinear maps, and a head with its loss in one function."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor
 
 from packprop.engine.algebra.order import fold_to
 from packprop.engine.algebra.structures import Dense, Outer, Structure
-from packprop.engine.functions.building import affine, rowwise, scaled, select_samples
+from packprop.engine.functions.building import affine, rowwise, samplewise, scaled, select_samples
 from packprop.engine.functions.entry import Cotangents, Entry, Samples, Scratch
 from packprop.engine.functions.node_calls import NodeCall
+from packprop.engine.functions.nodes import WITHOUT_SECOND_DERIVATIVE
 from packprop.engine.functions.registry import rule_of
 from packprop.engine.tensors.layout import Layout
 
@@ -107,3 +108,16 @@ def _bilinear(call: NodeCall) -> Entry | None:
         scratch=Scratch(2 * call.operand.shape.numel()),
         linear=True,
     )
+
+
+SUMMED = (
+    "linear_cross_entropy with options sums over all samples inside one kernel, which takes its gradient in "
+    "the forward pass: nothing is left of single samples, and second derivatives would count as zero",
+    "call it with options=None; or, to hold the logits of some tokens only, F.linear and F.cross_entropy(..., "
+    'reduction="sum") on chunks of tokens, each chunk in torch.utils.checkpoint(..., use_reentrant=False)',
+)
+
+
+@rule_of(*(f"{name}_defaultBackward" for name in WITHOUT_SECOND_DERIVATIVE))
+def _summed_in_chunks(call: NodeCall) -> Entry:
+    return samplewise(call, refusal=SUMMED)

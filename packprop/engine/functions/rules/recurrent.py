@@ -33,10 +33,8 @@ from packprop.engine.tensors.precision import accumulation_dtype
 SAVED = "input", "weight0", "weight1", "weight2", "weight3", "hx_", "cx_", "result0"
 """The saved tensors of the node: its operands, in order, and the states after all steps."""
 
-
 INPUT, OF_INPUT, OF_STATE, *BIASES, STATE, MEMORY = range(7)
 """Places of operands."""
-
 
 LSTM = 2
 """The mode of an LSTM's node."""
@@ -50,12 +48,9 @@ class _Opened(NamedTuple):
 
 
 class _Layer:
-    """A layer of an LSTM in one direction.
+    """A layer of an LSTM in one direction; ``call`` is its node, at any place.
 
     The cotangents of a sweep hold the results computed from them, which serve all parameters of the layer.
-
-    Args:
-        call: Its node, at any place.
     """
 
     def __init__(self, call: NodeCall) -> None:

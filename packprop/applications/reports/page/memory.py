@@ -6,7 +6,7 @@ from typing import Any
 
 import altair as alt
 
-from packprop.applications.reports.page.figure import FIRST, INK, MUTED, SECOND, Figure, data_of, specification
+from packprop.applications.reports.page.figure import FIRST, INK, MUTED, SECOND, Figure, chart_of, specification
 from packprop.applications.reports.profile.costs import Phase
 from packprop.applications.reports.profile.memory_use import MemoryUse
 from packprop.engine.memory import byte_text
@@ -29,13 +29,8 @@ def timeline(use: MemoryUse | None) -> Figure | None:
     drawn_budget = use.budget is not None and use.budget <= ROOM * tall
     if drawn_budget:
         lines.append(("budget", use.budget, INK))
-    levels = [
-        {"bytes": level / size, "name": f"{name}, {byte_text(level)}", "colour": colour}
-        for name, level, colour in lines
-        if level is not None
-    ]
     area = (
-        alt.Chart(data_of(rows))
+        chart_of(rows)
         .mark_area(
             color=FIRST, opacity=0.25, line={"color": FIRST, "strokeWidth": 1.5}, interpolate="step-after"
         )
@@ -51,15 +46,13 @@ def timeline(use: MemoryUse | None) -> Figure | None:
         )
     )
     drawings = [*_phases(use), area]
-    for level in levels:
-        at = alt.Chart(data_of([level])).encode(y="bytes:Q")
-        drawings.append(at.mark_rule(color=str(level["colour"]), strokeDash=[6, 4], strokeWidth=1.5))
-        drawings.append(
+    for name, level, colour in lines:
+        if level is not None:
+            at = chart_of([{"bytes": level / size, "name": f"{name}, {byte_text(level)}"}]).encode(y="bytes:Q")
+            drawings.append(at.mark_rule(color=colour, strokeDash=[6, 4], strokeWidth=1.5))
             # at the left, where the pass begins and little is alive
-            at.mark_text(align="left", baseline="bottom", dy=-4, dx=2, color=str(level["colour"])).encode(
-                text="name:N", x=alt.value(0)
-            )
-        )
+            named = at.mark_text(align="left", baseline="bottom", dy=-4, dx=2, color=colour)
+            drawings.append(named.encode(text="name:N", x=alt.value(0)))
     return Figure(
         "memory",
         "Memory of the pass over one batch",
@@ -69,7 +62,7 @@ def timeline(use: MemoryUse | None) -> Figure | None:
         + ("" if use.budget is None or drawn_budget else f"The budget, {byte_text(use.budget)}, is far above. ")
         + (f"There is no plan: {use.why_not}." if use.planned is None else ""),
         f"{memory_words(use)} {phase_words(use)}".strip(),
-        specification(alt.layer(*drawings).properties(height=260)),
+        specification(alt.layer(*drawings), 260),
         ["operation", "alive", "part of the pass"],
         [
             [
@@ -92,7 +85,7 @@ def _phases(use: MemoryUse) -> list[alt.Chart]:
     ]
     if not rows:
         return []
-    base = alt.Chart(data_of(rows[::2])).encode(x="first:Q", x2="after:Q", tooltip=alt.Tooltip("name:N"))
+    base = chart_of(rows[::2]).encode(x="first:Q", x2="after:Q", tooltip=alt.Tooltip("name:N"))
     drawings = [base.mark_rect(color=MUTED, opacity=0.09)]
     taken = [0.0] * len(rows)
     for row in rows:
@@ -100,7 +93,7 @@ def _phases(use: MemoryUse) -> list[alt.Chart]:
         at_right = at + wide > 1
         line = next((line for line, end in enumerate(taken) if end <= at), 0)
         taken[line] = at + wide
-        start = alt.Chart(data_of([row])).encode(x="first:Q")
+        start = chart_of([row]).encode(x="first:Q")
         drawings.append(start.mark_rule(color=MUTED, strokeWidth=0.75, opacity=0.6))
         named = start.mark_text(
             align="right" if at_right else "left", baseline="bottom", color=INK, fontSize=11, dx=1

@@ -40,7 +40,6 @@ def comparison_page(compared: ComparisonValues) -> str:
         quantities=QUANTITIES,
         cells={name: _cells(found) for name, found in compared.layers.items()},
         total=_cells(compared.total),
-        number_text=number_text,
         script=drawing_script(),
     )
 

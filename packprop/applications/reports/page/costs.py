@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from packprop.applications.reports.page.naming import folded_names
 from packprop.applications.reports.profile.costs import Cost
 from packprop.applications.reports.profile.layers import TOTAL
 from packprop.applications.reports.profile.memory_use import MemoryUse
-from packprop.engine.memory import byte_text
-
-
-@dataclass(frozen=True)
-class CostCell:
-    """The cost of a quantity in a layer.
-
-    Args:
-        time: The time, in words.
-        memory: The bytes, in words.
-        shade: The time as a percentage of the longest of all layers and quantities.
-    """
-
-    time: str
-    memory: str
-    shade: int
 
 
 def seconds_text(seconds: float) -> str:
@@ -40,22 +23,23 @@ def seconds_text(seconds: float) -> str:
 
 
 def costs_table(use: MemoryUse | None) -> dict[str, Any] | None:
-    """Return titles of quantities, rows of layers, the total; ``None`` if nothing was measured."""
+    """Return titles of quantities, rows of layers, the total, the longest time; ``None`` without any costs."""
     if use is None or not use.costs:
         return None
     quantities = [*dict.fromkeys(cost.quantity for cost in use.costs)]
     cells = {(cost.layer, cost.quantity): cost for cost in use.costs}
-    layers = [layer for layer in _in_order(use.costs) if layer != TOTAL]
-    most = max((cost.seconds for cost in use.costs if cost.layer != TOTAL), default=0.0)
+    # in the order of the forward pass; the backward pass meets them in reverse
+    layers = [*dict.fromkeys(cost.layer for cost in use.costs if cost.layer != TOTAL)][::-1]
     folded = folded_names(layers)
 
-    def cells_of(layer: str) -> list[CostCell | None]:
-        return [_cell(cells.get((layer, quantity)), most) for quantity in quantities]
+    def cells_of(layer: str) -> list[Cost | None]:
+        return [cells.get((layer, quantity)) for quantity in quantities]
 
     return {
         "quantities": quantities,
         "rows": [(folded[layer], layer, cells_of(layer)) for layer in layers],
         "total": cells_of(TOTAL),
+        "longest": max((cost.seconds for cost in use.costs if cost.layer != TOTAL), default=0.0),
     }
 
 
@@ -67,15 +51,3 @@ def longest_of(costs: Sequence[Cost]) -> tuple[Cost, float] | None:
         return None
     longest = max(single, key=lambda cost: cost.seconds)
     return longest, longest.seconds / total
-
-
-def _in_order(costs: Sequence[Cost]) -> list[str]:
-    """Return the layers in the order of the forward pass; the backward pass meets them in reverse."""
-    return [*dict.fromkeys(cost.layer for cost in costs)][::-1]
-
-
-def _cell(cost: Cost | None, most: float) -> CostCell | None:
-    if cost is None:
-        return None
-    shade = 0 if cost.layer == TOTAL or not most else round(100 * cost.seconds / most)
-    return CostCell(seconds_text(cost.seconds), byte_text(cost.bytes), shade)

@@ -20,7 +20,7 @@ from packprop.applications.reports.page.figure import (
     specification,
 )
 from packprop.applications.reports.page.findings import trace_of
-from packprop.applications.reports.profile.layers import ROOT, Layer, Spectrum
+from packprop.applications.reports.profile.layers import Layer, Spectrum, factor_key
 from packprop.applications.reports.profile.table import number_text
 from packprop.applications.reports.profile.values import ProfileValues
 
@@ -155,9 +155,8 @@ def _factors_of(values: ProfileValues, layer: Layer) -> list[tuple[str, str, lis
     """Return side, name and relative eigenvalues of the layer's first factor of each side."""
     found: dict[str, tuple[str, str, list[float]]] = {}
     for name, spectrum in layer.factors.items():
-        parameter, _, side = name.rpartition(".")
-        full = parameter if layer.name == ROOT else f"{layer.name}.{parameter}"
-        eigenvalues = values.tensors.get(f"kfac_eigenvalues/{full}/{side}")
+        side = name.rpartition(".")[2]
+        eigenvalues = values.tensors.get(f"kfac_eigenvalues/{factor_key(layer, name)}")
         if side in found or eigenvalues is None or not spectrum.rank or not spectrum.largest:
             continue
         kept = (eigenvalues[-spectrum.rank :] / spectrum.largest).clamp(max=1)

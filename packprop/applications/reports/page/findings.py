@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import torch
+from operator import itemgetter
 
 from packprop.applications.reports.page.costs import longest_of, seconds_text
 from packprop.applications.reports.profile.layers import Layer
-from packprop.applications.reports.profile.memory_use import MemoryUse
 from packprop.applications.reports.profile.ranks import narrow_factors
 from packprop.applications.reports.profile.table import counted, headline, number_text
 from packprop.applications.reports.profile.uncertainty import (
@@ -240,19 +238,6 @@ def _memory(values: ProfileValues) -> Finding | None:
     else:
         says = f"The pass over {what} took {byte_text(use.peak)}, as planned."
     budget = "there is no budget" if use.budget is None else f"the budget is {byte_text(use.budget)}"
-    where = highest_phase(use)
+    where = use.phase_at(max(use.timeline, key=itemgetter(1))[0]) if use.timeline else ""
     peak = f"The peak is in the {where}. " if where else ""
     return Finding(says, f"{peak}The plan said {byte_text(use.planned)}; {budget}.", "memory")
-
-
-def highest_phase(use: MemoryUse) -> str | None:
-    """Return the part of the pass with the most memory alive; ``None`` if the parts are unknown."""
-    peak = max((size for _, size in use.timeline), default=0)
-    at = next((at for at, size in use.timeline if size == peak), 0)
-    return next((name for name, first, after in use.phases if first <= at < after), None)
-
-
-def sample_share(norms: torch.Tensor, norm: float) -> str:
-    """Format a norm as a multiple of the median."""
-    median = float(norms.median())
-    return f"{number_text(norm / median)} times median" if median else ""

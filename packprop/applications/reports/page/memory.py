@@ -65,11 +65,7 @@ def timeline(use: MemoryUse | None) -> Figure | None:
         specification(alt.layer(*drawings), 260),
         ["operation", "alive", "part of the pass"],
         [
-            [
-                f"{at:,}",
-                byte_text(alive),
-                next((name for name, first, end in use.phases if first <= at < end), ""),
-            ]
+            [f"{at:,}", byte_text(alive), use.phase_at(at)]
             for at, alive in use.timeline[:: max(1, len(use.timeline) // 40)]
         ],
     )

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from packprop.applications.reports.page.findings import (
     findings_of,
-    sample_share,
     scale_interval,
     scale_text,
     trace_of,
@@ -85,10 +84,7 @@ def page_of(values: ProfileValues) -> str:
         samples=samples_of(values),
         columns=COLUMNS,
         **table_of(values),
-        choices=[] if values.memory is None else values.memory.choices,
-        planned_parts={} if values.memory is None else values.memory.parts,
         reasons=memory.reasons_of(values.memory),
-        byte_text=byte_text,
         script=drawing_script(),
     )
 
@@ -134,7 +130,6 @@ def shared_parts(values: ProfileValues) -> dict[str, Any]:
         "made": [(name, settings[name]) for name in MADE if settings.get(name)],
         "findings": findings_of(values),
         "key_numbers": key_numbers,
-        "number_text": number_text,
     }
 
 
@@ -147,29 +142,19 @@ def table_of(values: ProfileValues) -> dict[str, Any]:
 
 
 def samples_of(values: ProfileValues) -> list[dict[str, Any]]:
-    """Return the outlying samples, with their pictures as data."""
+    """Return the outlying samples, with their pictures as data, and their norms as multiples of the median."""
     norms = values.norms_of(values.total)
+    median = 0.0 if norms is None else float(norms.median())
     most = max((loss or 0.0 for each in values.outlying for loss in each.token_losses or []), default=0.0)
-    found = []
-    for each in values.outlying:
-        picture = None if each.picture is None else picture_url(values.tensors[each.picture])
-        share = "" if norms is None else sample_share(norms, each.norm)
-        what = "picture" if picture else "text"
-        alternative = f"{what.capitalize()} of sample {each.place}" + (
-            f", a {each.target}" if each.target else ""
-        )
-        pieces = _shaded(each, most)
-        found.append(
-            {
-                "sample": each,
-                "picture": picture,
-                "share": share,
-                "alternative": alternative,
-                "pieces": pieces,
-                "hardest": max(pieces, key=lambda piece: piece.shade) if pieces else None,
-            }
-        )
-    return found
+    return [
+        {
+            "sample": each,
+            "picture": None if each.picture is None else picture_url(values.tensors[each.picture]),
+            "times": each.norm / median if median else None,
+            "pieces": _shaded(each, most),
+        }
+        for each in values.outlying
+    ]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,10 @@ import functools
 import re
 from typing import TYPE_CHECKING
 
+from packprop.applications.reports.page.costs import seconds_text
+from packprop.applications.reports.profile.table import number_text
+from packprop.engine.memory import byte_text
+
 if TYPE_CHECKING:
     from jinja2 import Template
     from markupsafe import Markup
@@ -24,6 +28,7 @@ def template(name: str) -> Template:
         lstrip_blocks=True,
     )
     environment.filters["breakable"] = breakable
+    environment.globals |= {"byte_text": byte_text, "number_text": number_text, "seconds_text": seconds_text}
     return environment.get_template(name)
 
 

@@ -63,6 +63,10 @@ class MemoryUse:
     costs: list[Cost] = field(default_factory=list)
     why_no_costs: str | None = None
 
+    def phase_at(self, operation: int) -> str:
+        """Return the part of the pass that an operation belongs to; empty if the parts are unknown."""
+        return next((name for name, first, after in self.phases if first <= operation < after), "")
+
     @classmethod
     def read(cls, saved: dict[str, Any]) -> MemoryUse:
         """Restore the value from JSON."""

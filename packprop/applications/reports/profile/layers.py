@@ -74,7 +74,7 @@ class Layer:
 
 
 def factor_key(layer: Layer, name: str) -> str:
-    """Return the key of a layer's factor among ``Profile.tensors``, behind ``kfac/`` or ``kfac_eigenvalues/``."""
+    """Return the key of a layer's factor in ``Profile.tensors``, without ``kfac/`` or ``kfac_eigenvalues/``."""
     parameter, _, side = name.rpartition(".")
     return f"{parameter}/{side}" if layer.name == ROOT else f"{layer.name}.{parameter}/{side}"
 

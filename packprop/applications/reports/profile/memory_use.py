@@ -18,7 +18,7 @@ from packprop.applications.reports.profile.costs import (
     costs_of,
     phases_of,
 )
-from packprop.engine.memory import Plan, plan_over_data
+from packprop.engine.memory import plan_over_data
 from packprop.engine.passes import ChunkSizes
 from packprop.engine.tensors import LossFunction, moved
 from packprop.errors import PackpropError
@@ -54,7 +54,7 @@ class MemoryUse:
     operations: int
     forward: int | None
     peak: int
-    budget: int | None
+    budget: int | None = None
     planned: int | None = None
     why_not: str | None = None
     parts: dict[str, int] = field(default_factory=dict)
@@ -101,7 +101,13 @@ def memory_use(
         device: The device of the pass.
     """
     batch = moved(batch, device)
-    planned, why_not = _planned(model, loss, batch, extensions(), chunk_sizes, memory, device)
+    planned: dict[str, Any]
+    try:
+        plan = plan_over_data(model, loss, batch, extensions(), chunk_sizes, memory, device)
+        choices = [{**asdict(line), "chunks": line.chunks} for line in plan.lines]
+        planned = {"budget": plan.memory, "planned": plan.peak, "parts": plan.parts, "choices": choices}
+    except PackpropError as error:
+        planned = {"why_not": f"{error.where}: {error.why}"}
     one = OneBatch(model, loss, batch, chunk_sizes, device)
     chosen = [*extensions()]
     noted = one.run(chosen, counted=True)
@@ -119,14 +125,10 @@ def memory_use(
         operations=len(noted.history),
         forward=None if noted.forward is None else noted.forward[1],
         peak=noted.peak,
-        budget=None if planned is None else planned.memory,
-        planned=None if planned is None else planned.peak,
-        why_not=why_not,
-        parts={} if planned is None else planned.parts,
-        choices=[] if planned is None else [{**asdict(line), "chunks": line.chunks} for line in planned.lines],
         phases=phases_of(noted, chosen, alone) if alone else [],
         costs=costs,
         why_no_costs=why_no_costs,
+        **planned,
     )
 
 
@@ -140,19 +142,3 @@ def thinned(history: Sequence[int], points: int = POINTS) -> list[tuple[int, int
     starts = range(0, len(history), step)
     highest = (max(range(at, min(at + step, len(history))), key=history.__getitem__) for at in starts)
     return [(at, history[at]) for at in highest]
-
-
-def _planned(
-    model: nn.Module,
-    loss: LossFunction | None,
-    batch: tuple[Any, Any],
-    extensions: Sequence[Extension],
-    chunk_sizes: ChunkSizes,
-    memory: int | str | None,
-    device: torch.device,
-) -> tuple[Plan | None, str | None]:
-    """Return the plan of the pass; or the reason why there is none."""
-    try:
-        return plan_over_data(model, loss, batch, extensions, chunk_sizes, memory, device), None
-    except PackpropError as error:
-        return None, f"{error.where}: {error.why}"

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +133,7 @@ def profile(
             outputs = _outputs_of_a_sample(model, loss, first, device)
         if exact is None:
             exact = outputs is not None and outputs <= EXACT_OUTPUTS
-
-        def extensions() -> dict[str, Extension]:
-            generator = torch.Generator(device=device).manual_seed(seed)
-            return _extensions(curvature, bool(exact), mc_samples, largest_factor, generator)
-
+        extensions = partial(_extensions, curvature, exact, mc_samples, largest_factor, seed, device)
         asked_for = extensions()
         with _naming_the_option():
             result = compute(
@@ -154,7 +151,7 @@ def profile(
             "model": class_before_sharding(model).__name__,
             "loss": _name_of(loss),
             "device": str(device),
-            "precision": ", ".join(sorted({_precision(p.dtype) for p in model.parameters()})),
+            "precision": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
             "mode": _mode_of(model) if not evaluation else "evaluation",
             "monte_carlo_samples": mc_samples if curvature else None,
             "outputs_of_a_sample": outputs,
@@ -183,11 +180,12 @@ def profile(
 
 
 def _extensions(
-    curvature: bool, exact: bool, draws: int, largest_factor: int, generator: torch.Generator
+    curvature: bool, exact: bool, draws: int, largest_factor: int, seed: int, device: torch.device
 ) -> dict[str, Extension]:
     """Return the extensions of the profile, by short names."""
     extensions: dict[str, Extension] = {"gradient": GradientMoments(), "norms": BatchL2Grad()}
     if curvature:
+        generator = torch.Generator(device=device).manual_seed(seed)
         kfac = BoundedKFAC(draws, generator=generator, largest=largest_factor)
         extensions |= {"monte_carlo": SampleGGNTrace(kfac.rows[0].seed), "kfac": kfac}
     if curvature and exact:
@@ -318,7 +316,3 @@ def _evaluating(model: nn.Module, evaluation: bool) -> Iterator[None]:
     finally:
         for module, training in before.items():
             module.training = training
-
-
-def _precision(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,8 @@ from packprop.errors import BadInput, PackpropError
 from packprop.types import EXACT
 
 ASKED = "coverage(model, batch) was called."
+
+Fact = TypeVar("Fact")
 
 
 def coverage(model: nn.Module, batch: Any) -> Coverage:
@@ -98,15 +101,12 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
         if other is None:
             note = f"for a loss on the first output alone; with all of them: {refusal.why}"
             accepted, refusal = first_alone, None
-    uses = _uses_by_leaf(values, graph)
-    missing: dict[int, list[str]] = {}
-    for leaf, node in graph.missing if graph is not None else ():
-        missing.setdefault(id(leaf), []).append(node.name())
+    sites = [(use.name, site) for use in graph.uses for site in use.sites] if graph is not None else []
+    uses = _by_tensor((site.leaf, _consumption(name, site.entry, site.leaf)) for name, site in sites)
+    missing = _by_tensor((leaf, node.name()) for leaf, node in (graph.missing if graph is not None else ()))
     factors = {} if accepted is None else _factors(accepted)
     routes = {} if accepted is None else _hessian_routes(accepted)
-    names: dict[int, list[str]] = {}
-    for name, parameter in named_parameters(model, remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    names = _by_tensor((each, name) for name, each in named_parameters(model, remove_duplicate=False))
     parameters = {
         name: ParameterCoverage(
             name,
@@ -114,8 +114,8 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
             parameter.shape,
             _layer(model, name),
             parameter.requires_grad,
-            tuple(uses.get(id(parameter), ())),
-            tuple(missing.get(id(parameter), ())),
+            tuple(uses[id(parameter)]),
+            tuple(missing[id(parameter)]),
             factors.get(id(parameter), ""),
             routes.get(id(parameter), ""),
         )
@@ -153,13 +153,12 @@ def _refused(values: Sequence[Tensor]) -> Graph | None:
     return graph
 
 
-def _uses_by_leaf(values: Sequence[Tensor], graph: Graph | None) -> dict[int, list[Consumption]]:
-    """Return the uses of each leaf; none if the walk failed."""
-    walked = [] if graph is None else graph.uses
-    uses: dict[int, list[Consumption]] = {}
-    for name, entry, leaf in [(use.name, site.entry, site.leaf) for use in walked for site in use.sites]:
-        uses.setdefault(id(leaf), []).append(_consumption(name, entry, leaf))
-    return uses
+def _by_tensor(pairs: Iterable[tuple[Tensor, Fact]]) -> defaultdict[int, list[Fact]]:
+    """Group facts by the identity of the tensor that each is about."""
+    found: defaultdict[int, list[Fact]] = defaultdict(list)
+    for tensor, fact in pairs:
+        found[id(tensor)].append(fact)
+    return found
 
 
 def _consumption(name: str, entry: Entry, leaf: Tensor) -> Consumption:
@@ -170,12 +169,11 @@ def _consumption(name: str, entry: Entry, leaf: Tensor) -> Consumption:
 
 def _factors(graph: Graph) -> dict[int, str]:
     """Return the Kronecker factors of each leaf, from its structure for one sample without cotangents."""
-    structures: dict[int, list[Any]] = {}
-    for use in graph.uses:
-        no_cotangents: list[Tensor | None] = [None] * len(use.shapes)
-        for site in use.sites:
-            structure = site.structure_of(no_cotangents, use.layouts, slice(0, 1))
-            structures.setdefault(id(site.leaf), []).append(structure)
+    structures = _by_tensor(
+        (site.leaf, site.structure_of([None] * len(use.shapes), use.layouts, slice(0, 1)))
+        for use in graph.uses
+        for site in use.sites
+    )
     return {leaf: "B" if isinstance(join(own), Dense) else "B, A" for leaf, own in structures.items()}
 
 

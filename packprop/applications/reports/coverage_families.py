@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from packprop import extensions as catalogue
 from packprop.applications.reports.coverage_values import Family
@@ -43,29 +42,24 @@ def families_of(
         if kind is not Extension and issubclass(kind, Extension):
             seeds = {row.seed for row in kind().rows}
             members[next(name for name, fits in FAMILIES.items() if fits(seeds))].append(kind.__name__)
-    families = []
-    for name, extensions in members.items():
-        if not extensions:
-            continue
-        family = Family(name, tuple(extensions), refusal is None and graph is not None, note)
-        if refusal is not None:
-            family = replace(family, why=f"{refusal.where}: {refusal.why}")
-        elif name not in ANY_LOSS and graph is not None:
-            family = _with_loss(family, graph, own_loss)
-        families.append(family)
-    return tuple(families)
+    return tuple(
+        Family(name, tuple(extensions), *_verdict(name, graph, refusal, own_loss, note))
+        for name, extensions in members.items()
+        if extensions
+    )
 
 
-def _with_loss(family: Family, graph: Graph, own_loss: bool) -> Family:
-    """Describe a family that needs a loss: the model's own, or one that is not known here."""
+def _verdict(
+    family: str, graph: Graph | None, refusal: PackpropError | None, own_loss: bool, note: str
+) -> tuple[bool, str]:
+    """Tell whether a family applies, and why not or under which condition; see ``families_of``."""
+    if refusal is not None:
+        return False, f"{refusal.where}: {refusal.why}"
+    if graph is None or family in ANY_LOSS:
+        return graph is not None, note
     if not own_loss:
-        condition = "for a recorded loss that is convex in the outputs"
-        return replace(family, why="; ".join(filter(None, [condition, family.why])))
+        return True, "; ".join(filter(None, ["for a recorded loss that is convex in the outputs", note]))
     if not graph.losses or graph.without_loss:
-        why = "the model returns a number that no recorded loss function alone has made"
-        return replace(family, applies=False, why=why)
-    for loss in graph.losses:
-        rule = loss.entrance.rule
-        if rule.refusal is not None:
-            return replace(family, applies=False, why=rule.refusal[0])
-    return family
+        return False, "the model returns a number that no recorded loss function alone has made"
+    refused = [loss.entrance.rule.refusal[0] for loss in graph.losses if loss.entrance.rule.refusal is not None]
+    return (False, refused[0]) if refused else (True, note)

@@ -11,14 +11,13 @@ from packprop.applications.reports.compare.page import comparison_page
 from packprop.applications.reports.compare.table import comparison_table, notes
 from packprop.applications.reports.compare.values import ComparisonValues
 from packprop.applications.reports.profile.result import Profile
-from packprop.applications.reports.profile.shown import Shown
 from packprop.errors import BadInput
 
 ASKED = "Two profiles were to be compared."
 
 
 @dataclass(frozen=True)
-class Comparison(Shown, ComparisonValues):
+class Comparison(ComparisonValues):
     """Two profiles of one model side by side; prints as a table, converts to JSON, draws a page."""
 
     def _page(self) -> str:

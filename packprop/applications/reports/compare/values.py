@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from packprop.applications.reports.compare.differences import Difference
-from packprop.applications.reports.profile.files import json_ready
+from packprop.applications.reports.profile.shown import Shown
 
 FORMAT = "comparison of profiles, format 1"
 """The description in a file."""
 
 
 @dataclass(frozen=True)
-class ComparisonValues:
+class ComparisonValues(Shown):
     """Two profiles of one model side by side.
 
     NOTE [Uncertainty of differences] explains the errors.
@@ -41,7 +40,3 @@ class ComparisonValues:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain numbers, strings, lists and dictionaries."""
         return {"format": FORMAT, **dataclasses.asdict(self)}
-
-    def to_json(self) -> str:
-        """Return ``to_dict`` as text; ``null`` stands for values that are missing, infinite or NaN."""
-        return json.dumps(json_ready(self.to_dict()), indent=2, allow_nan=False) + "\n"

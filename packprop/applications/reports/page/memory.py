@@ -7,7 +7,6 @@ from typing import Any
 import altair as alt
 
 from packprop.applications.reports.page.figure import FIRST, INK, MUTED, SECOND, Figure, chart_of, specification
-from packprop.applications.reports.profile.costs import Phase
 from packprop.applications.reports.profile.memory_use import MemoryUse
 from packprop.engine.memory import byte_text
 
@@ -73,7 +72,9 @@ def timeline(use: MemoryUse | None) -> Figure | None:
 
 def _phases(use: MemoryUse) -> list[alt.Chart]:
     """Draw a band behind every second part of the pass, and the names above, in lines with room for them."""
-    known = use.phases or ([] if use.forward is None else _halves(use, use.forward))
+    known = use.phases
+    if not known and use.forward is not None:
+        known = [("forward pass", 0, use.forward), ("backward pass", use.forward, use.operations)]
     rows: list[dict[str, Any]] = [
         {"first": first, "after": min(after, use.operations), "name": name}
         for name, first, after in known
@@ -99,10 +100,6 @@ def _phases(use: MemoryUse) -> list[alt.Chart]:
     return drawings
 
 
-def _halves(use: MemoryUse, forward: int) -> list[Phase]:
-    return [("forward pass", 0, forward), ("backward pass", forward, use.operations)]
-
-
 def phase_words(use: MemoryUse) -> str:
     """Return the peak of each part of the pass, in a sentence."""
     highest = [
@@ -122,12 +119,6 @@ REASONS = {
     "cotangents and inputs alone": "not formed: inner products give the quantity directly.",
 }
 """The treatment of per-sample gradients by each algorithm of a plan, and its reason."""
-
-
-def reasons_of(use: MemoryUse | None) -> dict[str, str]:
-    """Return the algorithms that the plan chose, and why."""
-    chosen = {} if use is None else dict.fromkeys(choice["algorithm"] for choice in use.choices)
-    return {algorithm: REASONS[algorithm] for algorithm in chosen}
 
 
 def memory_words(use: MemoryUse) -> str:

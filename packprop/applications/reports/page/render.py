@@ -84,7 +84,7 @@ def page_of(values: ProfileValues) -> str:
         samples=samples_of(values),
         columns=COLUMNS,
         **table_of(values),
-        reasons=memory.reasons_of(values.memory),
+        reasons=memory.REASONS,
         script=drawing_script(),
     )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,7 +141,18 @@ class OneBatch:
         chosen = tuple(extensions)
         called = None if loss is None else marked
         step = BatchPass(ASKED, self.model, called, MergedResults(chosen), chosen, None, log=visited)
-        with self._around(live, lambda *_: setattr(noted, "forward", now()) if loss is None else None):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore", PackpropWarning)  # the pass over all data has said it
+            if loss is None:
+                hook = self.model.register_forward_hook(lambda *_: setattr(noted, "forward", now()))
+                stack.callback(hook.remove)
+            stack.enter_context(extended(self.model, loss))
+            stack.enter_context(random_numbers_from(random_states([self.device])))
+            if live is not None:
+                stack.enter_context(live)
+                live.own([*self.model.parameters(), *self.model.buffers(), *tensors_in(self.batch)], "before")
+                live.restart()
             noted.start = now()
             parts = readings_of(chosen)[0]
             BatchStream(step, self.device).add(self.batch, self.chunk_sizes, parts, False, 0)
@@ -149,22 +160,6 @@ class OneBatch:
         if live is not None:
             noted.history, noted.peak = live.history, live.peak
         return noted
-
-    @contextlib.contextmanager
-    def _around(self, live: LiveBytes | None, called: Callable[..., None]) -> Iterator[None]:
-        """Watch passes inside the context; run ``called`` after the model returns."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore", PackpropWarning)  # the pass over all data has said it
-            stack.callback(self.model.register_forward_hook(called).remove)
-            stack.enter_context(extended(self.model, self.loss))
-            stack.enter_context(random_numbers_from(random_states([self.device])))
-            if live is not None:
-                stack.enter_context(live)
-                owned = [*self.model.parameters(), *self.model.buffers(), *tensors_in(self.batch)]
-                live.own(owned, "before")
-                live.restart()
-            yield
 
 
 def costs_of(batch: OneBatch, extensions: Extensions) -> tuple[list[Cost], list[Noted]]:

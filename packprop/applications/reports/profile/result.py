@@ -21,13 +21,12 @@ from packprop.applications.reports.profile.files import (
 )
 from packprop.applications.reports.profile.memory_use import MemoryUse
 from packprop.applications.reports.profile.outlying import OutlyingSample
-from packprop.applications.reports.profile.shown import Shown
 from packprop.applications.reports.profile.table import footer, headline, profile_table
 from packprop.applications.reports.profile.values import ProfileValues
 
 
 @dataclass(frozen=True)
-class Profile(Shown, ProfileValues):
+class Profile(ProfileValues):
     """The result of ``profile``: prints as a table, shows itself in a notebook, draws a page, saves and loads.
 
     Its values are those of ``ProfileValues``; NOTE [Profile quantities] explains them.

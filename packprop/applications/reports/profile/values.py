@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from packprop.applications.reports.profile.files import FORMAT, json_ready
+from packprop.applications.reports.profile.files import FORMAT
 from packprop.applications.reports.profile.layers import Layer
 from packprop.applications.reports.profile.memory_use import MemoryUse
 from packprop.applications.reports.profile.outlying import OutlyingSample
+from packprop.applications.reports.profile.shown import Shown
 from packprop.errors import BadInput
 
 
 @dataclass(frozen=True)
-class ProfileValues:
+class ProfileValues(Shown):
     """The values of a profile.
 
     Args:
@@ -75,7 +75,3 @@ class ProfileValues:
         plain = dataclasses.asdict(dataclasses.replace(self, tensors={}))
         del plain["tensors"]
         return {"format": FORMAT, **plain}
-
-    def to_json(self) -> str:
-        """Return ``to_dict`` as text; ``null`` stands for values that are missing, infinite or NaN."""
-        return json.dumps(json_ready(self.to_dict()), indent=2, allow_nan=False) + "\n"

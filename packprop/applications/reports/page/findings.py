@@ -152,7 +152,7 @@ def _curvature(values: ProfileValues) -> Finding | None:
         f"{top} has {traces[top] / total:.0%} of the curvature.",
         f"Its share of the trace of the GGN, with {its_share} of the parameters. With one learning rate for "
         "all layers, this layer becomes unstable first.",
-        "traces",
+        "curvature",
     )
 
 

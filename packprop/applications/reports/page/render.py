@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import base64
-import functools
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -26,9 +25,6 @@ from packprop.applications.reports.profile.table import counted, number_text
 from packprop.applications.reports.profile.uncertainty import range_text, rounded_text, signal_to_noise_interval
 from packprop.applications.reports.profile.values import ProfileValues
 from packprop.engine.memory import byte_text
-
-if TYPE_CHECKING:
-    from packprop.applications.reports.page.figure import Figure
 
 MADE = ("date", "command", "factory", "commit")
 """The facts on a page about its origin, as far as they are known."""
@@ -69,7 +65,7 @@ def page_of(values: ProfileValues) -> str:
         "signal": gradients.signal_to_noise(values),
         "norms": gradients.norm_histogram(values),
         "by_layer": gradients.norms_by_layer(values),
-        "traces": curvature.traces(values),
+        "curvature": curvature.traces(values),
         "spectra": curvature.spectra(values),
         "memory": memory.timeline(values.memory),
     }
@@ -77,15 +73,12 @@ def page_of(values: ProfileValues) -> str:
     return template("page.html").render(
         **shared_parts(values),
         figures=figures,
-        shown_figures={key: figure.key for key, figure in figures.items() if figure}
-        | ({"costs": "costs"} if costs else {}),
-        contents=contents_of(figures, costs is not None),
+        shown=["costs", *(figure.key for figure in figures.values() if figure is not None)],
         costs=costs,
         samples=samples_of(values),
         columns=COLUMNS,
         **table_of(values),
         reasons=memory.REASONS,
-        script=drawing_script(),
     )
 
 
@@ -97,16 +90,6 @@ def fragment_of(values: ProfileValues) -> str:
     """
     require_libraries(ENGINE)
     return template("fragment.html").render(**shared_parts(values), columns=COLUMNS, **table_of(values))
-
-
-def contents_of(figures: Mapping[str, Figure | None], costs: bool) -> list[tuple[str, str]]:
-    """Return the navigation: the parts of the page, by their places, in their order."""
-    names = {"signal": "Signal and noise", "norms": "Samples", "traces": "Curvature", "spectra": "Factors"}
-    parts = [(f"title-{figure.key}", title) for key, title in names.items() if (figure := figures[key])]
-    parts.append(("memory-of-the-pass", "Memory"))
-    if costs:
-        parts.append(("title-costs", "Costs"))
-    return [*parts, ("title-layers", "All layers")]
 
 
 def shared_parts(values: ProfileValues) -> dict[str, Any]:
@@ -189,19 +172,6 @@ def picture_url(picture: Tensor) -> str:
     out = io.BytesIO()
     Image.fromarray(picture.numpy()).save(out, "PNG", optimize=True)
     return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
-
-
-@functools.cache
-def drawing_script() -> str:
-    """Return the library that draws figures in a browser, as one script: about 0.9 MB."""
-    import altair
-    import vl_convert
-
-    version = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
-    known = [text.removeprefix("v") for text in vl_convert.get_vegalite_versions()]
-    bundle: Any = vl_convert.javascript_bundle  # its types ask for a snippet, without which it gives everything
-    script: str = bundle(vl_version=version if version in known else None)
-    return script.replace("</script", "<\\/script")
 
 
 def _cells(layer: Layer, folded: Mapping[str, str], norms: Tensor | None) -> list[Cell]:

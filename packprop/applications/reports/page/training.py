@@ -80,23 +80,19 @@ def training_page(lines: Sequence[Line], name: str) -> str:
         PackpropError: If the libraries behind it are not installed.
     """
     require_libraries()
-    from packprop.applications.reports.page.render import drawing_script
     from packprop.applications.reports.page.steps import over_steps
 
     drawn = [over_steps(lines, key, *said) for key, said in QUANTITIES.items()]
     figures = [figure for figure in drawn if figure is not None]
     outlying = outlying_samples(lines)
-    contents = [(f"title-{figure.key}", figure.title) for figure in figures]
     return template("training.html").render(
         title=name,
         facts=f"{counted(len(lines), 'monitored step')}, from {lines[0]['step']:,} to {lines[-1]['step']:,}",
         findings=findings_of(lines, outlying),
-        shown_figures={name: name for name in [*(figure.key for figure in figures), "outliers"]},
-        contents=[*contents, *([("title-outliers", "Outliers")] if outlying else [])],
+        shown=[*(figure.key for figure in figures), "outliers"],
         key_numbers=_key_numbers(lines[-1]),
         figures=figures,
         outlying=outlying,
-        script=drawing_script(),
     )
 
 

@@ -27,8 +27,7 @@ from packprop.applications.dataset.messages import explanation
 from packprop.applications.reports.arguments import parser
 from packprop.applications.reports.commands import print_result
 from packprop.applications.reports.compare import compare
-from packprop.applications.reports.devices import device_named, moved
-from packprop.applications.reports.factory import ASKED, call_factory, load_factory
+from packprop.applications.reports.factory import ASKED, call_factory, device_named, load_factory, moved
 from packprop.applications.reports.page.libraries import INSTALL, missing
 from packprop.applications.reports.page.training import read_lines, training_page
 from packprop.applications.reports.profile.files import PAGE, check_folder, replace_file

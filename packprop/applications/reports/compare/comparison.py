@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
-from packprop.applications.reports.compare.differences import differences_of
+from packprop.applications.reports.compare.differences import ComparisonValues, differences_of
 from packprop.applications.reports.compare.page import comparison_page
 from packprop.applications.reports.compare.table import comparison_table, notes
-from packprop.applications.reports.compare.values import ComparisonValues
 from packprop.applications.reports.profile.result import Profile
 from packprop.errors import BadInput
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import altair as alt
 
-from packprop.applications.reports.compare.differences import CLEAR
+from packprop.applications.reports.compare.differences import CLEAR, ComparisonValues
 from packprop.applications.reports.compare.table import change_text, value_texts
-from packprop.applications.reports.compare.values import ComparisonValues
 from packprop.applications.reports.page.figure import (
     FIRST,
     MUTED,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from packprop.applications.reports.compare.differences import QUANTITIES, Difference
+from packprop.applications.reports.compare.differences import QUANTITIES, ComparisonValues, Difference
 from packprop.applications.reports.compare.table import change_text, value_texts
-from packprop.applications.reports.compare.values import ComparisonValues
 from packprop.applications.reports.page.findings import Finding
 from packprop.applications.reports.page.libraries import require_libraries
 from packprop.applications.reports.page.templating import template

@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 from operator import itemgetter
 
-from packprop.applications.reports.page.costs import longest_of, seconds_text
-from packprop.applications.reports.profile.layers import Layer
+from packprop.applications.reports.profile.layers import TOTAL, Layer
 from packprop.applications.reports.profile.ranks import narrow_factors
-from packprop.applications.reports.profile.table import counted, headline, number_text
+from packprop.applications.reports.profile.table import counted, headline, number_text, seconds_text
 from packprop.applications.reports.profile.uncertainty import (
     interval_text,
     rounded_text,
@@ -210,16 +209,16 @@ def _others(layers: int, what: str) -> str:
 
 
 def _time(values: ProfileValues) -> Finding | None:
-    longest = None if values.memory is None else longest_of(values.memory.costs)
-    if longest is None:
-        return None
-    cost, share = longest
-    if share < LONG:
+    costs = [] if values.memory is None else values.memory.costs
+    single = [cost for cost in costs if cost.layer != TOTAL]
+    whole = sum(cost.seconds for cost in costs if cost.layer == TOTAL)
+    longest = max(single, key=lambda cost: cost.seconds, default=None)
+    if longest is None or longest.seconds < LONG * whole or not whole:
         return None
     return Finding(
-        f"{cost.layer} takes longest: {cost.quantity}, {seconds_text(cost.seconds)}.",
-        f"That is {share:.0%} of what all quantities take in all layers for the first batch, each asked for "
-        "alone.",
+        f"{longest.layer} takes longest: {longest.quantity}, {seconds_text(longest.seconds)}.",
+        f"That is {longest.seconds / whole:.0%} of what all quantities take in all layers for the first batch, "
+        "each asked for alone.",
         "costs",
     )
 

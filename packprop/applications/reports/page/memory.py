@@ -7,7 +7,7 @@ from typing import Any
 import altair as alt
 
 from packprop.applications.reports.page.figure import FIRST, INK, MUTED, SECOND, Figure, chart_of, specification
-from packprop.applications.reports.profile.memory_use import MemoryUse
+from packprop.applications.reports.profile.costs import MemoryUse
 from packprop.engine.memory import byte_text
 
 ROOM = 1.6

@@ -19,7 +19,8 @@ from packprop.applications.reports.page.findings import (
 from packprop.applications.reports.page.libraries import ENGINE, require_libraries
 from packprop.applications.reports.page.naming import folded_names
 from packprop.applications.reports.page.templating import template
-from packprop.applications.reports.profile.layers import Layer
+from packprop.applications.reports.profile.costs import Cost, MemoryUse
+from packprop.applications.reports.profile.layers import TOTAL, Layer
 from packprop.applications.reports.profile.outlying import OutlyingSample
 from packprop.applications.reports.profile.table import counted, number_text
 from packprop.applications.reports.profile.uncertainty import range_text, rounded_text, signal_to_noise_interval
@@ -59,7 +60,6 @@ def page_of(values: ProfileValues) -> str:
     """
     require_libraries()
     from packprop.applications.reports.page import curvature, gradients, memory
-    from packprop.applications.reports.page.costs import costs_table
 
     figures = {
         "signal": gradients.signal_to_noise(values),
@@ -122,6 +122,27 @@ def table_of(values: ProfileValues) -> dict[str, Any]:
     rows = [_cells(layer, folded, values.norms_of(layer)) for layer in values.layers]
     total = _cells(values.total, {values.total.name: values.total.name}, values.norms_of(values.total))
     return {"rows": rows, "total": total}
+
+
+def costs_table(use: MemoryUse | None) -> dict[str, Any] | None:
+    """Return titles of quantities, rows of layers, the total, the longest time; ``None`` without any costs."""
+    if use is None or not use.costs:
+        return None
+    quantities = [*dict.fromkeys(cost.quantity for cost in use.costs)]
+    cells = {(cost.layer, cost.quantity): cost for cost in use.costs}
+    # in the order of the forward pass; the backward pass meets them in reverse
+    layers = [*dict.fromkeys(cost.layer for cost in use.costs if cost.layer != TOTAL)][::-1]
+    folded = folded_names(layers)
+
+    def cells_of(layer: str) -> list[Cost | None]:
+        return [cells.get((layer, quantity)) for quantity in quantities]
+
+    return {
+        "quantities": quantities,
+        "rows": [(folded[layer], layer, cells_of(layer)) for layer in layers],
+        "total": cells_of(TOTAL),
+        "longest": max((cost.seconds for cost in use.costs if cost.layer != TOTAL), default=0.0),
+    }
 
 
 def samples_of(values: ProfileValues) -> list[dict[str, Any]]:

@@ -6,8 +6,7 @@ import functools
 import re
 from typing import TYPE_CHECKING, Any
 
-from packprop.applications.reports.page.costs import seconds_text
-from packprop.applications.reports.profile.table import number_text
+from packprop.applications.reports.profile.table import number_text, seconds_text
 from packprop.engine.memory import byte_text
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from rich.text import Text
 
 from packprop.applications.reports.page.libraries import can_fill_templates
 from packprop.applications.reports.page.render import fragment_of, page_of
+from packprop.applications.reports.profile.costs import MemoryUse
 from packprop.applications.reports.profile.files import (
     check_folder,
     layer_from,
     read_files,
     replace_file,
 )
-from packprop.applications.reports.profile.memory_use import MemoryUse
 from packprop.applications.reports.profile.outlying import OutlyingSample
 from packprop.applications.reports.profile.table import footer, headline, profile_table
 from packprop.applications.reports.profile.values import ProfileValues

@@ -19,7 +19,7 @@ from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.given import require_model_and_loss
 from packprop.applications.dataset.messages import described, explanation
 from packprop.applications.reports.profile.assembly import assemble
-from packprop.applications.reports.profile.memory_use import memory_use
+from packprop.applications.reports.profile.costs import memory_use
 from packprop.applications.reports.profile.outlying import (
     SHOWN,
     Decode,

@@ -148,6 +148,17 @@ def number_text(value: float | None) -> str:
     return f"{digits}e{int(exponent)}"
 
 
+def seconds_text(seconds: float) -> str:
+    """Return a time to two digits.
+
+    >>> [seconds_text(s) for s in (0.0, 4.2e-5, 0.00123, 0.0468, 0.812, 3.21, 75.0)]
+    ['0.0 ms', '0.042 ms', '1.2 ms', '47 ms', '810 ms', '3.2 s', '75 s']
+    """
+    rounded = float(f"{seconds:.2g}")
+    size, unit = (rounded, "s") if rounded >= 1 else (1000 * rounded, "ms")
+    return f"{size:.0f} {unit}" if size >= 10 else f"{size:#.2g} {unit}"
+
+
 def counted(number: int, noun: str) -> str:
     """Format a number of things, with the plural of their noun."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from packprop.applications.reports.profile.costs import MemoryUse
 from packprop.applications.reports.profile.files import FORMAT
 from packprop.applications.reports.profile.layers import Layer
-from packprop.applications.reports.profile.memory_use import MemoryUse
 from packprop.applications.reports.profile.outlying import OutlyingSample
 from packprop.applications.reports.profile.shown import Shown
 from packprop.errors import BadInput

@@ -1,4 +1,4 @@
-"""The user's factory, which returns a model, a loss and data, and the device: both named on the command line."""
+"""The user's factory, which returns a model, a loss and data, and the device that a command line names."""
 
 from __future__ import annotations
 

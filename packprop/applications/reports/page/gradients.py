@@ -48,7 +48,8 @@ def signal_to_noise(values: ProfileValues) -> Figure | None:
     if not layers:
         return None
     floor = 1 / values.samples
-    lowest, rows = min([*sizes.values(), floor]) / 1.5, []
+    lowest = min([*sizes.values(), floor]) / 1.5
+    rows: list[dict[str, Any]] = []
     for layer in layers:
         ratio = sizes[layer.name]
         low, high = signal_to_noise_interval(layer, values.norms_of(layer)) or (ratio, ratio)

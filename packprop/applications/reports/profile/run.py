@@ -29,13 +29,7 @@ from packprop.applications.reports.profile.outlying import (
     outlying_samples,
     size_of,
 )
-from packprop.applications.reports.profile.quantities import (
-    EXACT_OUTPUTS,
-    LARGEST_FACTOR,
-    BoundedKFAC,
-    GradientMoments,
-    SampleGGNTrace,
-)
+from packprop.applications.reports.profile.quantities import EXACT_OUTPUTS, LARGEST_FACTOR, extensions_of
 from packprop.applications.reports.profile.result import Profile
 from packprop.engine.graph import walk
 from packprop.engine.passes import default_chunk_sizes
@@ -49,9 +43,7 @@ from packprop.engine.tensors import (
     outputs_and_loss,
 )
 from packprop.errors import BadInput, PackpropError
-from packprop.extensions import BatchL2Grad
 from packprop.store.describing import packprop_version
-from packprop.types import EXACT, Extension
 
 ASKED = "packprop.profile(...) was called."
 
@@ -133,7 +125,7 @@ def profile(
             outputs = _outputs_of_a_sample(model, loss, first, device)
         if exact is None:
             exact = outputs is not None and outputs <= EXACT_OUTPUTS
-        extensions = partial(_extensions, curvature, exact, mc_samples, largest_factor, seed, device)
+        extensions = partial(extensions_of, curvature, exact, mc_samples, largest_factor, seed, device)
         asked_for = extensions()
         with _naming_the_option():
             result = compute(
@@ -177,20 +169,6 @@ def profile(
         else:
             found.missing["memory"] = "packprop.profile(..., timeline=True) measures it"
         return _with_outliers(found, model, loss, batches, outliers, decode, device)
-
-
-def _extensions(
-    curvature: bool, exact: bool, draws: int, largest_factor: int, seed: int, device: torch.device
-) -> dict[str, Extension]:
-    """Return the extensions of the profile, by short names."""
-    extensions: dict[str, Extension] = {"gradient": GradientMoments(), "norms": BatchL2Grad()}
-    if curvature:
-        generator = torch.Generator(device=device).manual_seed(seed)
-        kfac = BoundedKFAC(draws, generator=generator, largest=largest_factor)
-        extensions |= {"monte_carlo": SampleGGNTrace(kfac.rows[0].seed), "kfac": kfac}
-    if curvature and exact:
-        extensions["exact"] = SampleGGNTrace(EXACT)
-    return extensions
 
 
 def _with_outliers(

@@ -30,7 +30,7 @@ from packprop.applications.reports.compare import compare
 from packprop.applications.reports.factory import ASKED, call_factory, device_named, load_factory, moved
 from packprop.applications.reports.page.libraries import INSTALL, missing
 from packprop.applications.reports.page.training import read_lines, training_page
-from packprop.applications.reports.profile.files import PAGE, check_folder, replace_file
+from packprop.applications.reports.profile.files import PAGE, check_folder, write_page
 from packprop.applications.reports.profile.result import Profile
 from packprop.applications.reports.profile.run import profile
 from packprop.applications.reports.profile.table import WIDTH
@@ -87,15 +87,14 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _page(options: argparse.Namespace) -> None:
-    if options.folder.endswith(".jsonl"):
-        source = Path(options.folder)
-        target = Path(options.output or source.with_suffix(".html"))
-        replace_file(target, training_page(read_lines(source), source.stem).encode())
-        print(f"open {target} in a browser", file=sys.stderr)
-        return
-    found = Profile.load(options.folder)
-    path = found.save_page(options.output or Path(options.folder) / PAGE)
-    print(f"wrote {path}", file=sys.stderr)
+    source = Path(options.folder)
+    if source.suffix == ".jsonl":
+        page = training_page(read_lines(source), source.stem)
+        path = write_page(options.output or source.with_suffix(".html"), page)
+        print(f"open {path} in a browser", file=sys.stderr)
+    else:
+        path = Profile.load(options.folder).save_page(options.output or source / PAGE)
+        print(f"wrote {path}", file=sys.stderr)
 
 
 def _joined() -> int:

@@ -8,7 +8,7 @@ from operator import itemgetter
 
 from packprop.applications.reports.profile.layers import TOTAL, Layer
 from packprop.applications.reports.profile.ranks import narrow_factors
-from packprop.applications.reports.profile.table import counted, headline, number_text, seconds_text
+from packprop.applications.reports.profile.table import counted, number_text, seconds_text
 from packprop.applications.reports.profile.uncertainty import (
     interval_text,
     rounded_text,
@@ -87,12 +87,10 @@ def trace_of(layer: Layer) -> float | None:
 
 
 def _not_finite(values: ProfileValues) -> Finding | None:
-    says = headline(values.loss, values.total.gradient_norm)
-    if says is None:
+    if values.headline is None:
         return None
-    return Finding(
-        says, "Look for samples, parameters or settings that are not finite themselves, or overflow."
-    )
+    why = "Look for samples, parameters or settings that are not finite themselves, or overflow."
+    return Finding(values.headline, why)
 
 
 def _noise(values: ProfileValues) -> Finding | None:

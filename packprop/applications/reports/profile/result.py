@@ -21,7 +21,7 @@ from packprop.applications.reports.profile.files import (
     replace_file,
 )
 from packprop.applications.reports.profile.outlying import OutlyingSample
-from packprop.applications.reports.profile.table import footer, headline, profile_table
+from packprop.applications.reports.profile.table import footer, profile_table
 from packprop.applications.reports.profile.values import ProfileValues
 
 
@@ -60,11 +60,6 @@ class Profile(ProfileValues):
         outlying = [OutlyingSample(**each) for each in saved["outlying"]]
         loss = math.nan if saved["loss"] is None else saved["loss"]
         return cls(**{**saved, **rows, "loss": loss, "memory": memory, "outlying": outlying}, tensors=tensors)
-
-    @property
-    def headline(self) -> str | None:
-        """Return the warning before any number; ``None`` if the loss and its gradient are finite."""
-        return headline(self.loss, self.total.gradient_norm)
 
     def _page(self) -> str:
         return page_of(self)

@@ -74,16 +74,6 @@ def _lines_of(name: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def headline(loss: float, gradient_norm: float | None) -> str | None:
-    """Return the warning before any number: that the loss, or its gradient, is not finite."""
-    for name, value in (("loss", loss), ("gradient", gradient_norm)):
-        if value is not None and not math.isfinite(value):
-            return (
-                f"The {name} is not finite ({number_text(value)}): the values below say little about the model."
-            )
-    return None
-
-
 def footer(settings: dict[str, Any], loss: float, samples: int, batches: int) -> list[Text]:
     """Describe the computation behind the numbers, and the titles."""
     draws = settings["monte_carlo_samples"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from packprop.applications.reports.profile.files import FORMAT
 from packprop.applications.reports.profile.layers import Layer
 from packprop.applications.reports.profile.outlying import OutlyingSample
 from packprop.applications.reports.profile.shown import Shown
+from packprop.applications.reports.profile.table import number_text
 from packprop.errors import BadInput
 
 
@@ -49,6 +51,15 @@ class ProfileValues(Shown):
     outlying: list[OutlyingSample] = field(default_factory=list)
     memory: MemoryUse | None = None
     missing: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def headline(self) -> str | None:
+        """Return the warning before any number; ``None`` if the loss and its gradient are finite."""
+        for name, value in (("loss", self.loss), ("gradient", self.total.gradient_norm)):
+            if value is not None and not math.isfinite(value):
+                says = "the values below say little about the model"
+                return f"The {name} is not finite ({number_text(value)}): {says}."
+        return None
 
     def norms_of(self, layer: Layer) -> Tensor | None:
         """Return the norm of each sample's gradient in a layer, or the total ``[n]``, if it is known."""

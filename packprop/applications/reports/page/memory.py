@@ -21,13 +21,10 @@ def timeline(use: MemoryUse | None) -> Figure | None:
     """Draw memory during the pass over the first batch; return ``None`` if it was not measured."""
     if use is None or not use.timeline:
         return None
-    unit, size = _unit(max(use.peak, use.planned or 0))
-    rows = [{"operation": at, "bytes": alive / size, "what": byte_text(alive)} for at, alive in use.timeline]
     tall = max(use.peak, use.planned or 0)
-    lines = [("peak by the plan", use.planned, SECOND)]
-    drawn_budget = use.budget is not None and use.budget <= ROOM * tall
-    if drawn_budget:
-        lines.append(("budget", use.budget, INK))
+    unit, size = _unit(tall)
+    rows = [{"operation": at, "bytes": alive / size, "what": byte_text(alive)} for at, alive in use.timeline]
+    budget = use.budget if use.budget is not None and use.budget <= ROOM * tall else None
     area = (
         chart_of(rows)
         .mark_area(
@@ -45,7 +42,7 @@ def timeline(use: MemoryUse | None) -> Figure | None:
         )
     )
     drawings = [*_phases(use), area]
-    for name, level, colour in lines:
+    for name, level, colour in (("peak by the plan", use.planned, SECOND), ("budget", budget, INK)):
         if level is not None:
             at = chart_of([{"bytes": level / size, "name": f"{name}, {byte_text(level)}"}]).encode(y="bytes:Q")
             drawings.append(at.mark_rule(color=colour, strokeDash=[6, 4], strokeWidth=1.5))
@@ -58,7 +55,11 @@ def timeline(use: MemoryUse | None) -> Figure | None:
         "Bytes of tensors that are alive after each operation: parameters, the batch, activations, cotangents, "
         "results. The figure does not see memory inside a kernel. "
         f"{phase_words(use)} "
-        + ("" if use.budget is None or drawn_budget else f"The budget, {byte_text(use.budget)}, is far above. ")
+        + (
+            ""
+            if use.budget is None or budget is not None
+            else f"The budget, {byte_text(use.budget)}, is far above. "
+        )
         + (f"There is no plan: {use.why_not}." if use.planned is None else ""),
         f"{memory_words(use)} {phase_words(use)}".strip(),
         specification(alt.layer(*drawings), 260),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +20,6 @@ from packprop.applications.reports.page.naming import folded_names
 from packprop.applications.reports.page.templating import template
 from packprop.applications.reports.profile.costs import Cost, MemoryUse
 from packprop.applications.reports.profile.layers import TOTAL, Layer
-from packprop.applications.reports.profile.outlying import OutlyingSample
 from packprop.applications.reports.profile.table import counted, number_text
 from packprop.applications.reports.profile.uncertainty import range_text, rounded_text, signal_to_noise_interval
 from packprop.applications.reports.profile.values import ProfileValues
@@ -75,9 +73,7 @@ def page_of(values: ProfileValues) -> str:
         figures=figures,
         shown=["costs", *(figure.key for figure in figures.values() if figure is not None)],
         costs=costs,
-        samples=samples_of(values),
-        columns=COLUMNS,
-        **table_of(values),
+        **samples_of(values),
         reasons=memory.REASONS,
     )
 
@@ -89,7 +85,7 @@ def fragment_of(values: ProfileValues) -> str:
         PackpropError: If the template engine is not installed.
     """
     require_libraries(ENGINE)
-    return template("fragment.html").render(**shared_parts(values), columns=COLUMNS, **table_of(values))
+    return template("fragment.html").render(**shared_parts(values))
 
 
 def shared_parts(values: ProfileValues) -> dict[str, Any]:
@@ -106,6 +102,7 @@ def shared_parts(values: ProfileValues) -> dict[str, Any]:
     if values.memory is not None:
         key_numbers.append(("peak memory", byte_text(values.memory.peak)))
     settings = values.settings
+    folded = folded_names([layer.name for layer in values.layers]) | {values.total.name: values.total.name}
     return {
         "values": values,
         "title": f"{settings['model']} on {counted(values.samples, 'sample')}",
@@ -113,15 +110,10 @@ def shared_parts(values: ProfileValues) -> dict[str, Any]:
         "made": [(name, settings[name]) for name in MADE if settings.get(name)],
         "findings": findings_of(values),
         "key_numbers": key_numbers,
+        "columns": COLUMNS,
+        "rows": [_cells(layer, folded, values.norms_of(layer)) for layer in values.layers],
+        "total": _cells(values.total, folded, values.norms_of(values.total)),
     }
-
-
-def table_of(values: ProfileValues) -> dict[str, Any]:
-    """Return the table of layers."""
-    folded = folded_names([layer.name for layer in values.layers])
-    rows = [_cells(layer, folded, values.norms_of(layer)) for layer in values.layers]
-    total = _cells(values.total, {values.total.name: values.total.name}, values.norms_of(values.total))
-    return {"rows": rows, "total": total}
 
 
 def costs_table(use: MemoryUse | None) -> dict[str, Any] | None:
@@ -145,45 +137,21 @@ def costs_table(use: MemoryUse | None) -> dict[str, Any] | None:
     }
 
 
-def samples_of(values: ProfileValues) -> list[dict[str, Any]]:
-    """Return the outlying samples, with their pictures as data, and their norms as multiples of the median."""
+def samples_of(values: ProfileValues) -> dict[str, Any]:
+    """Return the outlying samples, with pictures as data and the loss of each token; and the largest loss."""
     norms = values.norms_of(values.total)
     median = 0.0 if norms is None else float(norms.median())
     most = max((loss or 0.0 for each in values.outlying for loss in each.token_losses or []), default=0.0)
-    return [
+    samples = [
         {
             "sample": each,
             "picture": None if each.picture is None else picture_url(values.tensors[each.picture]),
             "times": each.norm / median if median else None,
-            "pieces": _shaded(each, most),
+            "tokens": [*zip(each.pieces or [], each.token_losses or [], strict=False)] if most > 0 else [],
         }
         for each in values.outlying
     ]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The text of one token, and its shade.
-
-    Args:
-        text: The text; ends of lines are visible.
-        shade: Percentage of the largest loss of a token on the page.
-        loss: The loss of this token; ``None`` if it has none.
-    """
-
-    text: str
-    shade: int
-    loss: float | None
-
-
-def _shaded(sample: OutlyingSample, most: float) -> list[Piece]:
-    """Return the tokens of a text with the loss of each; none if one or the other is not known."""
-    if sample.pieces is None or sample.token_losses is None or not most > 0:
-        return []
-    return [
-        Piece(text.replace("\n", "↵\n"), 0 if loss is None else round(100 * loss / most), loss)
-        for text, loss in zip(sample.pieces, sample.token_losses, strict=True)
-    ]
+    return {"samples": samples, "largest_loss": most}
 
 
 def picture_url(picture: Tensor) -> str:

@@ -20,7 +20,7 @@ from packprop.applications.reports.page.figure import (
     specification,
 )
 from packprop.applications.reports.page.findings import trace_of
-from packprop.applications.reports.profile.layers import Layer, Spectrum, factor_key
+from packprop.applications.reports.profile.layers import Layer, factor_key
 from packprop.applications.reports.profile.table import number_text
 from packprop.applications.reports.profile.values import ProfileValues
 
@@ -102,11 +102,11 @@ def spectra(values: ProfileValues) -> Figure | None:
         return None
     rows: list[dict[str, Any]] = []
     cells: list[list[str]] = []
-    drawn: list[Spectrum] = []
+    full = 0
     for layer in layers:
         for side, name, eigenvalues in _factors_of(values, layer):
             spectrum = layer.factors[name]
-            drawn.append(spectrum)
+            full += spectrum.rank == spectrum.size
             cells.append(
                 [
                     layer.name,
@@ -136,7 +136,6 @@ def spectra(values: ProfileValues) -> Figure | None:
             ],
         )
     )
-    full = sum(spectrum.rank == spectrum.size for spectrum in drawn)
     return Figure(
         "spectra",
         "Spectra of the Kronecker factors",

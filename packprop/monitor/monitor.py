@@ -199,16 +199,14 @@ class Monitor:
             )
         require_whole("monitor.step() was called.", self._model)
 
-        def watch() -> MonitoredPass:
-            return MonitoredPass(
-                self._model,
-                self._trace,
-                products="noise_scale" in self._quantities and self._ranks is None,
-                sharpness="sharpness" in self._quantities,
-                ranks="own" if self._ranks is None else self._ranks,
-                loss_scale=loss_scale,
-            )
-
+        watch = MonitoredPass(
+            self._model,
+            self._trace,
+            products="noise_scale" in self._quantities and self._ranks is None,
+            sharpness="sharpness" in self._quantities,
+            ranks="own" if self._ranks is None else self._ranks,
+            loss_scale=loss_scale,
+        )
         self._begun = time.monotonic()
         step = MonitoredStep(
             self._model,
@@ -359,7 +357,7 @@ def _named(name: str, interval: Interval) -> Values:
 
 def _finite(number: float | None) -> float | None:
     """Return the number, or ``None`` if it is none."""
-    return number if number is not None and abs(number) < float("inf") else None
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _check(model: Any, quantities: Any, confidence: Any, per: Any) -> None:

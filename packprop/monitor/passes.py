@@ -44,7 +44,8 @@ class GradientAndNorms(Extension):
         both = (Row(GRADIENT, total_grad), Row(GRADIENT, sq_norm, over_n=CAT[0], degree=2))
         if not self.products:
             return both
-        return (*both, Row(GRADIENT, along, over_n=CAT[0], degree=2, after=_as_they_are))
+        # the second pass goes along the gradient as it is
+        return (*both, Row(GRADIENT, along, over_n=CAT[0], degree=2, after=list))
 
     @property
     def name(self) -> str:
@@ -54,10 +55,6 @@ class GradientAndNorms(Extension):
     def finish(self, values: list[Any], samples: int) -> list[Tensor]:
         """The gradient, norms and products."""
         return values
-
-
-def _as_they_are(values: list[Any]) -> list[Any]:
-    return values
 
 
 @dataclass
@@ -118,7 +115,6 @@ class MonitoredPass(Backpack):
         self._reached: list[Any] = []
         self.brought: list[PassValues] = []
         self.gradients: dict[str, Tensor] = {}
-        self.seen = False
         self.gives_up = self._has_failed = False
         """Leave passes after a failed one unwatched; and a flag that one has failed."""
         self.owner: FrameType | None = None
@@ -132,7 +128,6 @@ class MonitoredPass(Backpack):
         return self._has_failed
 
     def __exit__(self, *error: Any) -> None:
-        self.seen = self.seen or self._seen
         self._seen = True  # the monitor says it in other words
         super().__exit__(*error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -42,10 +42,8 @@ class Step:
     def __enter__(self) -> Step:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
+    def __exit__(self, *error: Any) -> None:
+        """Nothing to end."""
 
     def identify(self, identifiers: Iterable[Any]) -> None:
         """Name the next samples: one identifier for each, in the order of the batch."""
@@ -64,7 +62,7 @@ class MonitoredStep(Step):
     Args:
         model: The model to measure.
         number: The number of the step.
-        watch: Makes the watch over its passes.
+        watch: The watch over its passes.
         updates: Measure the optimizer's update.
         done: A function to call at the end with the step and its values.
         told: Notices that an earlier step has given, and that this one does not repeat.
@@ -77,7 +75,7 @@ class MonitoredStep(Step):
         self,
         model: nn.Module,
         number: int,
-        watch: Callable[[], MonitoredPass],
+        watch: MonitoredPass,
         *,
         updates: bool,
         done: Callable[[MonitoredStep, StepValues], None],
@@ -87,7 +85,7 @@ class MonitoredStep(Step):
         self.number, self.identifiers = number, list[Any]()
         self.is_open = False
         self._model, self._done, self._updates, self._told = model, done, updates, told
-        self._pass, self._contexts, self._walks = watch(), contextlib.ExitStack(), walks
+        self._pass, self._contexts, self._walks = watch, contextlib.ExitStack(), walks
         self._before: dict[str, Tensor] | None = None
 
     def identify(self, identifiers: Iterable[Any]) -> None:
@@ -156,10 +154,8 @@ class MonitoredStep(Step):
         self.open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.close()
-        if error is None:
+        if error[0] is None:
             with torch.no_grad():
                 self.finish()

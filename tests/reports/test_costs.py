@@ -101,7 +101,7 @@ def test_without_a_timeline_nothing_is_measured() -> None:
 
 @thorough
 def test_a_batch_that_takes_long_is_not_run_for_each_quantity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packprop.applications.reports.profile.memory_use.PATIENCE", 0.0)
+    monkeypatch.setattr("packprop.applications.reports.profile.costs.PATIENCE", 0.0)
     data = (torch.randn(9, 3), torch.randint(2, (9,)))
     found = quiet(nn.Linear(3, 2), nn.CrossEntropyLoss(), data, timeline=True)
     assert found.memory is not None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from packprop.applications.reports.profile.memory_use import POINTS, MemoryUse, memory_use, thinned
+from packprop.applications.reports.profile.costs import POINTS, MemoryUse, memory_use, thinned
 from packprop.engine.passes.chunks import ChunkSizes
 from packprop.extensions import BatchGrad
 from tests.reports.profiled import SIZE, network, quiet

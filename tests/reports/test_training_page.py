@@ -62,6 +62,13 @@ def test_every_quantity_is_a_figure_over_the_steps(tmp_path: Path, capfd: pytest
     assert links <= {f"#{each.attributes.get('id')}" for each in page.below()}
 
 
+def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"step": 1, "gradient_norm": 1}\n')
+    assert cli.main(["page", str(path), "--output", str(tmp_path / "no" / "page.html")]) == 2
+    assert "name a file in a folder that exists and can be written to" in capfd.readouterr().err
+
+
 def test_outliers_are_counted_over_steps(tmp_path: Path) -> None:
     lines = [
         {

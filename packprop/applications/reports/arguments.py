@@ -9,6 +9,7 @@ from packprop.applications.reports.commands import (
     add_debug,
     add_output_options,
     add_run_options,
+    add_switch,
     new_command,
     positive,
 )
@@ -148,13 +149,8 @@ def _add_profile(commands: Commands) -> None:
         help="compute the exact GGN trace, a backward pass for each output of a sample (default: "
         f"if these are at most {EXACT_OUTPUTS})",
     )
-    add(
-        "--curvature",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="compute GGN trace and Kronecker factors; losses without curvature need "
-        "--no-curvature (default: yes)",
-    )
+    curvature = "compute GGN trace and Kronecker factors; losses without curvature need --no-curvature"
+    add_switch(command, "--curvature", curvature)
     add(
         "--largest-factor",
         type=positive,
@@ -162,12 +158,7 @@ def _add_profile(commands: Commands) -> None:
         default=LARGEST_FACTOR,
         help="leave out Kronecker factors with more rows than this (default: %(default)s)",
     )
-    add(
-        "--compiled",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="replace passes by graphs if that saves time (default: yes)",
-    )
+    add_switch(command, "--compiled", "replace passes by graphs if that saves time")
     add(
         "--threads",
         type=positive,
@@ -216,12 +207,7 @@ def _add_profile(commands: Commands) -> None:
         "each token of the targets, or an image",
     )
     add("--no-page", action="store_true", help="write no page, and do not measure the use of memory")
-    add(
-        "--progress",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="show a progress bar, if standard error is a terminal (default: yes)",
-    )
+    add_switch(command, "--progress", "show a progress bar, if standard error is a terminal")
     add_run_options(command)
     add_output_options(command, "the profile")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import inspect
 import os
 import shlex
 import subprocess
@@ -26,11 +27,10 @@ from packprop.applications.dataset.messages import explanation
 from packprop.applications.reports.arguments import parser
 from packprop.applications.reports.commands import print_result
 from packprop.applications.reports.compare import compare
-from packprop.applications.reports.devices import device_named, moved
-from packprop.applications.reports.factory import ASKED, call_factory, load_factory
+from packprop.applications.reports.factory import ASKED, call_factory, device_named, load_factory, moved
 from packprop.applications.reports.page.libraries import INSTALL, missing
 from packprop.applications.reports.page.training import read_lines, training_page
-from packprop.applications.reports.profile.files import PAGE, check_folder, replace_file
+from packprop.applications.reports.profile.files import PAGE, check_folder, write_page
 from packprop.applications.reports.profile.result import Profile
 from packprop.applications.reports.profile.run import profile
 from packprop.applications.reports.profile.table import WIDTH
@@ -87,15 +87,14 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _page(options: argparse.Namespace) -> None:
-    if options.folder.endswith(".jsonl"):
-        source = Path(options.folder)
-        target = Path(options.output or source.with_suffix(".html"))
-        replace_file(target, training_page(read_lines(source), source.stem).encode())
-        print(f"open {target} in a browser", file=sys.stderr)
-        return
-    found = Profile.load(options.folder)
-    path = found.save_page(options.output or Path(options.folder) / PAGE)
-    print(f"wrote {path}", file=sys.stderr)
+    source = Path(options.folder)
+    if source.suffix == ".jsonl":
+        page = training_page(read_lines(source), source.stem)
+        path = write_page(options.output or source.with_suffix(".html"), page)
+        print(f"open {path} in a browser", file=sys.stderr)
+    else:
+        path = Profile.load(options.folder).save_page(options.output or source / PAGE)
+        print(f"wrote {path}", file=sys.stderr)
 
 
 def _joined() -> int:
@@ -115,33 +114,31 @@ def _profile(options: argparse.Namespace) -> int:
         require_checkpoint(ASKED, f"--resume {options.resume}", options.resume)
     device = None if options.device is None else device_named(ASKED, options.device)
     lacking = [] if options.no_page else missing()
+    with_page = not options.no_page and not lacking
     # standard output is for the result: the output of a factory goes to standard error
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
-        result = _profiled(options, device, with_page=not options.no_page and not lacking)
+        result = _profiled(options, device, with_page)
     if result is None:
         return 0
     paths: list[Path] = [*result.save(options.output)]
-    page = None
-    if not options.no_page and not lacking:
-        page = result.save_page(Path(options.output) / PAGE)
-        paths.append(page)
+    if with_page:
+        paths.append(result.save_page(Path(options.output) / PAGE))
     print_result(result, options.json, WIDTH)
-    seconds = time.perf_counter() - started
     *before, last = map(str, paths)
-    print(f"\nwrote {', '.join(before)} and {last} after {seconds:.0f} s", file=sys.stderr)
+    told = [f"\nwrote {', '.join(before)} and {last} after {time.perf_counter() - started:.0f} s"]
     if "graphs" in result.settings:
-        print(f"in place of passes: {result.settings['graphs']}", file=sys.stderr)
+        told.append(f"in place of passes: {result.settings['graphs']}")
     resident = resident_peak()
     if options.memory is not None and resident is not None:  # the budget is for tensors alone
-        line = f"resident in memory at most: {byte_text(resident)}, with Python and libraries"
-        print(line, file=sys.stderr)
+        told.append(f"resident in memory at most: {byte_text(resident)}, with Python and libraries")
     if result.headline is not None:
-        print(f"not finite: {result.headline}", file=sys.stderr)
+        told.append(f"not finite: {result.headline}")
     if lacking:
         then = f"{INSTALL}, then: packprop page {options.output}"
-        print(f"no page with figures: {', '.join(lacking)} cannot be imported; {then}", file=sys.stderr)
-    if page is not None:
-        print(f"open {page} in a browser", file=sys.stderr)
+        told.append(f"no page with figures: {', '.join(lacking)} cannot be imported; {then}")
+    if with_page:
+        told.append(f"open {last} in a browser")
+    print("\n".join(told), file=sys.stderr)
     return 0 if result.headline is None else NOT_FINITE
 
 
@@ -160,26 +157,11 @@ def _profiled(options: argparse.Namespace, device: torch.device | None, with_pag
     else:
         model, loss, data = call_factory(factory, options.factory)
     model, loss = moved(device, model, loss)
-    result = profile(
-        model,
-        loss,
-        data,
-        batch_size=options.batch_size,
-        mc_samples=options.mc_samples,
-        exact=options.exact,
-        curvature=options.curvature,
-        largest_factor=options.largest_factor,
-        evaluation=options.evaluation,
-        seed=options.seed,
-        progress=options.progress,
-        memory=options.memory,
-        checkpoint=options.checkpoint or options.resume,
-        every=options.every,
-        compiled=options.compiled,
-        outliers=options.outliers,
-        decode=decode,
-        timeline=with_page,
-    )
+    # options have the names of the arguments that they stand for
+    names = inspect.signature(profile).parameters
+    given = {name: value for name, value in vars(options).items() if name in names}
+    given |= {"checkpoint": options.checkpoint or options.resume, "decode": decode, "timeline": with_page}
+    result = profile(model, loss, data, **given)
     return None if rank else dataclasses.replace(result, settings={**result.settings, **_made(options)})
 
 

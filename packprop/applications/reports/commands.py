@@ -45,12 +45,11 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
         help="samples in a batch, for data that do not come in batches; more memory, less time "
         f"(default: {BATCH_SIZE})",
     )
-    add(
+    add_switch(
+        command,
         "--evaluation",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="put the model into evaluation mode, so that dropout is off and batch normalisation does not mix "
-        "samples; --no-evaluation keeps its own mode (default: yes)",
+        "put the model into evaluation mode, so that dropout is off and batch normalisation does not mix "
+        "samples; --no-evaluation keeps its own mode",
     )
     add(
         "--device",
@@ -79,6 +78,13 @@ def add_output_options(command: argparse.ArgumentParser, what: str) -> None:
 def add_debug(command: argparse.ArgumentParser) -> None:
     """Add the option that every command has."""
     command.add_argument("--debug", action="store_true", help="show errors with their tracebacks")
+
+
+def add_switch(command: argparse.ArgumentParser, name: str, what: str) -> None:
+    """Add an option that is on unless its ``--no-`` form is given."""
+    command.add_argument(
+        name, action=argparse.BooleanOptionalAction, default=True, help=f"{what} (default: yes)"
+    )
 
 
 def positive(text: str) -> int:

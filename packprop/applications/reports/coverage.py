@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from packprop.applications.reports.coverage_families import families_of
-from packprop.applications.reports.coverage_values import Consumption, Coverage, ParameterCoverage
+from packprop import extensions as catalogue
+from packprop.applications.reports.coverage_values import Consumption, Coverage, Family, ParameterCoverage
 from packprop.engine.algebra import Dense, join
 from packprop.engine.curvature import Routes, choose_routes, columns, require_second_derivatives
 from packprop.engine.functions import Entry, without_rules
@@ -27,9 +28,26 @@ from packprop.engine.tensors import (
     tensors_in,
 )
 from packprop.errors import BadInput, PackpropError
-from packprop.types import EXACT
+from packprop.types import ENTRYWISE, EXACT, GRADIENT, GRAPH, INPUTS, Extension, Seed
 
 ASKED = "coverage(model, batch) was called."
+
+FAMILIES: dict[str, Callable[[set[Seed]], bool]] = {
+    "gradients of samples": lambda seeds: seeds == {GRADIENT},
+    "Hessian diagonals": lambda seeds: all(seed.kind in ("hessian", "hessian_mc") for seed in seeds),
+    "Jacobians": lambda seeds: all(seed.kind == "jacobian" for seed in seeds),
+    "GGN, exact": lambda seeds: seeds in ({EXACT}, {ENTRYWISE}),
+    "GGN, sampled": lambda seeds: all(seed.mc_samples is not None for seed in seeds),
+    "Kronecker factors": lambda seeds: INPUTS in seeds,
+    "products": lambda seeds: seeds == {GRAPH},
+    "others": lambda seeds: True,
+}
+"""The seeds of each family's extensions; an extension belongs to the first family that fits."""
+
+ANY_LOSS = ("gradients of samples", "Hessian diagonals", "Jacobians")
+"""Families that need nothing from the loss."""
+
+Fact = TypeVar("Fact")
 
 
 def coverage(model: nn.Module, batch: Any) -> Coverage:
@@ -98,15 +116,12 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
         if other is None:
             note = f"for a loss on the first output alone; with all of them: {refusal.why}"
             accepted, refusal = first_alone, None
-    uses = _uses_by_leaf(values, graph)
-    missing: dict[int, list[str]] = {}
-    for leaf, node in graph.missing if graph is not None else ():
-        missing.setdefault(id(leaf), []).append(node.name())
+    sites = [(use.name, site) for use in graph.uses for site in use.sites] if graph is not None else []
+    uses = _by_tensor((site.leaf, _consumption(name, site.entry, site.leaf)) for name, site in sites)
+    missing = _by_tensor((leaf, node.name()) for leaf, node in (graph.missing if graph is not None else ()))
     factors = {} if accepted is None else _factors(accepted)
     routes = {} if accepted is None else _hessian_routes(accepted)
-    names: dict[int, list[str]] = {}
-    for name, parameter in named_parameters(model, remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    names = _by_tensor((each, name) for name, each in named_parameters(model, remove_duplicate=False))
     parameters = {
         name: ParameterCoverage(
             name,
@@ -114,8 +129,8 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
             parameter.shape,
             _layer(model, name),
             parameter.requires_grad,
-            tuple(uses.get(id(parameter), ())),
-            tuple(missing.get(id(parameter), ())),
+            tuple(uses[id(parameter)]),
+            tuple(missing[id(parameter)]),
             factors.get(id(parameter), ""),
             routes.get(id(parameter), ""),
         )
@@ -123,7 +138,7 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
     }
     mixers = () if graph is None else tuple(dict.fromkeys(graph.mixers))
     samples = 0 if accepted is None else accepted.samples
-    families = families_of(accepted, refusal, own_loss, note)
+    families = _families_of(accepted, refusal, own_loss, note)
     return Coverage(parameters, families, samples, mixers, refusal)
 
 
@@ -153,13 +168,12 @@ def _refused(values: Sequence[Tensor]) -> Graph | None:
     return graph
 
 
-def _uses_by_leaf(values: Sequence[Tensor], graph: Graph | None) -> dict[int, list[Consumption]]:
-    """Return the uses of each leaf; none if the walk failed."""
-    walked = [] if graph is None else graph.uses
-    uses: dict[int, list[Consumption]] = {}
-    for name, entry, leaf in [(use.name, site.entry, site.leaf) for use in walked for site in use.sites]:
-        uses.setdefault(id(leaf), []).append(_consumption(name, entry, leaf))
-    return uses
+def _by_tensor(pairs: Iterable[tuple[Tensor, Fact]]) -> defaultdict[int, list[Fact]]:
+    """Group facts by the identity of the tensor that each is about."""
+    found: defaultdict[int, list[Fact]] = defaultdict(list)
+    for tensor, fact in pairs:
+        found[id(tensor)].append(fact)
+    return found
 
 
 def _consumption(name: str, entry: Entry, leaf: Tensor) -> Consumption:
@@ -170,12 +184,11 @@ def _consumption(name: str, entry: Entry, leaf: Tensor) -> Consumption:
 
 def _factors(graph: Graph) -> dict[int, str]:
     """Return the Kronecker factors of each leaf, from its structure for one sample without cotangents."""
-    structures: dict[int, list[Any]] = {}
-    for use in graph.uses:
-        no_cotangents: list[Tensor | None] = [None] * len(use.shapes)
-        for site in use.sites:
-            structure = site.structure_of(no_cotangents, use.layouts, slice(0, 1))
-            structures.setdefault(id(site.leaf), []).append(structure)
+    structures = _by_tensor(
+        (site.leaf, site.structure_of([None] * len(use.shapes), use.layouts, slice(0, 1)))
+        for use in graph.uses
+        for site in use.sites
+    )
     return {leaf: "B" if isinstance(join(own), Dense) else "B, A" for leaf, own in structures.items()}
 
 
@@ -208,3 +221,42 @@ def _layer(model: nn.Module, name: str) -> str:
     path = name.rpartition(".")[0].partition("parametrizations")[0].rstrip(".")
     kind = class_before_sharding(dict(named_modules(model))[path])
     return (kind.__mro__[1] if kind.__name__.startswith("Parametrized") else kind).__name__
+
+
+def _families_of(
+    graph: Graph | None, refusal: PackpropError | None, own_loss: bool, note: str
+) -> tuple[Family, ...]:
+    """Return the families of the catalogue, and whether they apply.
+
+    Args:
+        graph: The graph of a backward pass; none if the walk failed.
+        refusal: The reason to refuse a backward pass with any extension, if there is one.
+        own_loss: Says that the model returned a loss.
+        note: A condition that holds for all families.
+    """
+    members: dict[str, list[str]] = {name: [] for name in FAMILIES}
+    for kind in (getattr(catalogue, name) for name in catalogue.__all__):
+        if kind is not Extension and issubclass(kind, Extension):
+            seeds = {row.seed for row in kind().rows}
+            members[next(name for name, fits in FAMILIES.items() if fits(seeds))].append(kind.__name__)
+    return tuple(
+        Family(name, tuple(extensions), *_verdict(name, graph, refusal, own_loss, note))
+        for name, extensions in members.items()
+        if extensions
+    )
+
+
+def _verdict(
+    family: str, graph: Graph | None, refusal: PackpropError | None, own_loss: bool, note: str
+) -> tuple[bool, str]:
+    """Tell whether a family applies, and why not or under which condition."""
+    if refusal is not None:
+        return False, f"{refusal.where}: {refusal.why}"
+    if graph is None or family in ANY_LOSS:
+        return graph is not None, note
+    if not own_loss:
+        return True, "; ".join(filter(None, ["for a recorded loss that is convex in the outputs", note]))
+    if not graph.losses or graph.without_loss:
+        return False, "the model returns a number that no recorded loss function alone has made"
+    refused = [loss.entrance.rule.refusal[0] for loss in graph.losses if loss.entrance.rule.refusal is not None]
+    return (False, refused[0]) if refused else (True, note)

@@ -1,4 +1,4 @@
-"""The factory that the command line names: the user's function that returns a model, a loss and data."""
+"""The user's factory, which returns a model, a loss and data, and the device that a command line names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import os
 import sys
 from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import nn
 
 from packprop.applications.dataset.messages import described, explanation
 from packprop.errors import BadInput
@@ -86,3 +89,25 @@ def call_factory(factory: Callable[[], Any], name: str, asked: str = ASKED) -> t
         raise BadInput(asked, where, f"it returned {what}, not three things", instead)
     model, loss, data = returned
     return model, loss, data
+
+
+def device_named(asked: str, name: str) -> torch.device:
+    """Return the device of this name.
+
+    Raises:
+        BadInput: If there is none that this torch can use.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise BadInput(
+            asked, f"--device {name}", reason, "name a device that this torch can use, such as cpu"
+        ) from error
+    return device
+
+
+def moved(device: torch.device | None, *parts: Any) -> list[Any]:
+    """Return modules on a device, if one was named, and everything else as it is."""
+    return [part.to(device) if device is not None and isinstance(part, nn.Module) else part for part in parts]

@@ -21,8 +21,7 @@ from packprop.applications.reports.commands import (
     positive,
     print_result,
 )
-from packprop.applications.reports.devices import device_named, moved
-from packprop.applications.reports.factory import call_factory, load_factory
+from packprop.applications.reports.factory import call_factory, device_named, load_factory, moved
 from packprop.errors import BadInput
 from packprop.store.reading import Store
 

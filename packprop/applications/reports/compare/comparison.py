@@ -6,19 +6,17 @@ from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
-from packprop.applications.reports.compare.differences import differences_of
+from packprop.applications.reports.compare.differences import ComparisonValues, differences_of
 from packprop.applications.reports.compare.page import comparison_page
 from packprop.applications.reports.compare.table import comparison_table, notes
-from packprop.applications.reports.compare.values import ComparisonValues
 from packprop.applications.reports.profile.result import Profile
-from packprop.applications.reports.profile.shown import Shown
 from packprop.errors import BadInput
 
 ASKED = "Two profiles were to be compared."
 
 
 @dataclass(frozen=True)
-class Comparison(Shown, ComparisonValues):
+class Comparison(ComparisonValues):
     """Two profiles of one model side by side; prints as a table, converts to JSON, draws a page."""
 
     def _page(self) -> str:
@@ -49,18 +47,17 @@ def compare(first: Profile, second: Profile, first_name: str = "A", second_name:
     _require_same_model(first, second)
     known = first.settings.get("data")
     paired = known is not None and known == second.settings.get("data") and first.samples == second.samples
-    names = dict.fromkeys([*first.settings, *second.settings])
-    settings = {
+    both = {
         name: (first.settings.get(name), second.settings.get(name))
-        for name in names
-        if first.settings.get(name) != second.settings.get(name) and name not in ("data", "graphs")
+        for name in first.settings | second.settings
+        if name not in ("data", "graphs")
     }
     return Comparison(
         names=(first_name, second_name),
         paired=paired,
         samples=(first.samples, second.samples),
         losses=(first.loss, second.loss),
-        settings=settings,
+        settings={name: (one, other) for name, (one, other) in both.items() if one != other},
         layers={
             one.name: differences_of(first, second, (one, other), paired)
             for one, other in zip(first.layers, second.layers, strict=True)

@@ -13,17 +13,23 @@ others may differ.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from packprop.applications.reports.profile.layers import Layer
+from packprop.applications.reports.profile.shown import Shown
 from packprop.applications.reports.profile.uncertainty import error_bounds, standard_error
 from packprop.applications.reports.profile.values import ProfileValues
 
 QUANTITIES = ("gradient norm", "mean sample norm", "signal to noise", "GGN trace")
 """The compared quantities, in the order of the columns."""
+
+FORMAT = "comparison of profiles, format 1"
+"""The description in a file."""
 
 CLEAR = 2.0
 """The number of standard errors from zero at which a difference is marked."""
@@ -56,6 +62,35 @@ class Difference:
     def is_clear(self) -> bool:
         """Tell whether it is more than two standard errors from zero."""
         return self.change is not None and self.error is not None and abs(self.change) > CLEAR * self.error
+
+
+@dataclass(frozen=True)
+class ComparisonValues(Shown):
+    """Two profiles of one model side by side.
+
+    NOTE [Uncertainty of differences] explains the errors.
+
+    Args:
+        names: The names of the profiles.
+        paired: Says that both have the same samples, which are compared one by one.
+        samples: Samples of each.
+        losses: Mean loss of each.
+        settings: Their settings, as far as they differ: name -> (first, second).
+        layers: Layer name -> quantity -> difference, in the model's order.
+        total: Quantity -> difference, in all parameters together.
+    """
+
+    names: tuple[str, str]
+    paired: bool
+    samples: tuple[int, int]
+    losses: tuple[float, float]
+    settings: dict[str, tuple[Any, Any]]
+    layers: dict[str, dict[str, Difference]]
+    total: dict[str, Difference]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain numbers, strings, lists and dictionaries."""
+        return {"format": FORMAT, **dataclasses.asdict(self)}
 
 
 def differences_of(

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-from packprop.applications.reports.compare.differences import QUANTITIES, Difference
+from packprop.applications.reports.compare.differences import QUANTITIES, ComparisonValues, Difference
 from packprop.applications.reports.compare.table import change_text, value_texts
-from packprop.applications.reports.compare.values import ComparisonValues
 from packprop.applications.reports.page.findings import Finding
 from packprop.applications.reports.page.libraries import require_libraries
-from packprop.applications.reports.page.render import drawing_script
 from packprop.applications.reports.page.templating import template
 from packprop.applications.reports.profile.table import counted, number_text
-
-if TYPE_CHECKING:
-    from packprop.applications.reports.page.figure import Figure
 
 
 def comparison_page(compared: ComparisonValues) -> str:
@@ -27,26 +19,16 @@ def comparison_page(compared: ComparisonValues) -> str:
     require_libraries()
     from packprop.applications.reports.compare.figures import dumbbells
 
-    figures: list[Figure | None] = [dumbbells(compared, quantity) for quantity in QUANTITIES]
+    drawn = (dumbbells(compared, quantity) for quantity in QUANTITIES)
     return template("compare.html").render(
         compared=compared,
         findings=findings_of(compared),
-        shown_figures={},
-        contents=[
-            *((f"title-{each.key}", each.title) for each in figures if each is not None),
-            ("title-layers", "All layers"),
-        ],
-        figures=[figure for figure in figures if figure is not None],
+        shown=[],
+        figures=[figure for figure in drawn if figure is not None],
         quantities=QUANTITIES,
-        cells={name: _cells(found) for name, found in compared.layers.items()},
-        total=_cells(compared.total),
-        number_text=number_text,
-        script=drawing_script(),
+        both=both,
+        change_text=change_text,
     )
-
-
-def _cells(found: Mapping[str, Difference]) -> list[tuple[str, str]]:
-    return [(both(found[quantity]), change_text(found[quantity])) for quantity in QUANTITIES]
 
 
 def both(difference: Difference) -> str:

@@ -6,8 +6,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from packprop.applications.reports.compare.differences import QUANTITIES, Difference
-from packprop.applications.reports.compare.values import ComparisonValues
+from packprop.applications.reports.compare.differences import QUANTITIES, ComparisonValues, Difference
 from packprop.applications.reports.profile.table import NAME_WIDTH, number_text
 from packprop.applications.reports.profile.uncertainty import rounded_text
 

@@ -13,16 +13,14 @@ from packprop.applications.reports.page.figure import (
     SECOND,
     STEP,
     Figure,
-    data_of,
+    chart_of_layers,
     largest_layers,
-    layer_axis,
     log_axis,
     of_how_many,
     specification,
 )
 from packprop.applications.reports.page.findings import trace_of
-from packprop.applications.reports.page.naming import short_labels
-from packprop.applications.reports.profile.layers import ROOT, Layer
+from packprop.applications.reports.profile.layers import Layer, factor_key
 from packprop.applications.reports.profile.table import number_text
 from packprop.applications.reports.profile.values import ProfileValues
 
@@ -41,11 +39,8 @@ def traces(values: ProfileValues) -> Figure | None:
     total = sum(sizes.values())
     if not layers or total <= 0:
         return None
-    labels = short_labels([layer.name for layer in layers])
-    kinds = ["trace", "trace for each parameter"]
     rows = [
         {
-            "label": labels[layer.name],
             "layer": layer.name,
             "trace": sizes[layer.name],
             "drawn": layer.ggn_trace_monte_carlo,
@@ -53,8 +48,7 @@ def traces(values: ProfileValues) -> Figure | None:
         }
         for layer in layers
     ]
-    base = alt.Chart(data_of(rows)).encode(
-        y=layer_axis([*labels.values()]),
+    base = chart_of_layers(rows).encode(
         tooltip=[
             alt.Tooltip("layer:N"),
             alt.Tooltip("trace:Q", format=".3g"),
@@ -79,8 +73,8 @@ def traces(values: ProfileValues) -> Figure | None:
         f"{how}.{of_how_many(len(layers), len(sizes))}",
         f"Traces of {len(layers)} layers; the largest, {number_text(sizes[top.name])}, is that of {top.name}, "
         f"{sizes[top.name] / total:.0%} of all.",
-        specification(alt.layer(*drawings).properties(height=STEP * len(layers))),
-        ["layer", kinds[0], "Monte Carlo", "share of all", kinds[1]],
+        specification(alt.layer(*drawings), STEP * len(layers)),
+        ["layer", "trace", "Monte Carlo", "share of all", "trace for each parameter"],
         [
             [
                 layer.name,
@@ -106,12 +100,13 @@ def spectra(values: ProfileValues) -> Figure | None:
     )
     if not layers:
         return None
-    labels = short_labels([layer.name for layer in layers])
     rows: list[dict[str, Any]] = []
     cells: list[list[str]] = []
+    full = 0
     for layer in layers:
         for side, name, eigenvalues in _factors_of(values, layer):
             spectrum = layer.factors[name]
+            full += spectrum.rank == spectrum.size
             cells.append(
                 [
                     layer.name,
@@ -122,39 +117,25 @@ def spectra(values: ProfileValues) -> Figure | None:
                     number_text(spectrum.condition),
                 ]
             )
-            rows += [
-                {"label": labels[layer.name], "layer": layer.name, "side": SIDES[side], "value": value}
-                for value in eigenvalues
-            ]
+            rows += [{"layer": layer.name, "side": SIDES[side], "value": value} for value in eigenvalues]
     if not rows:
         return None
     scale, axis = log_axis(min(row["value"] for row in rows), 1.0)
+    sides = [*SIDES.values()]
     chart = (
-        alt.Chart(data_of(rows))
+        chart_of_layers(rows)
         .mark_tick(thickness=1.2, size=9, opacity=0.75)
         .encode(
-            y=layer_axis([*labels.values()]),
-            yOffset=alt.YOffset("side:N", sort=[*SIDES.values()]),
-            x=alt.X(
-                "value:Q",
-                scale=scale,
-                title="eigenvalue / largest (logarithmic)",
-                axis=axis,
-            ),
-            color=alt.Color(
-                "side:N",
-                scale=alt.Scale(domain=[*SIDES.values()], range=[SECOND, FIRST]),
-                sort=[*SIDES.values()],
-            ),
+            yOffset=alt.YOffset("side:N", sort=sides),
+            x=alt.X("value:Q", scale=scale, title="eigenvalue / largest (logarithmic)", axis=axis),
+            color=alt.Color("side:N", scale=alt.Scale(domain=sides, range=[SECOND, FIRST]), sort=sides),
             tooltip=[
                 alt.Tooltip("layer:N"),
                 alt.Tooltip("side:N", title="factor"),
                 alt.Tooltip("value:Q", title="eigenvalue / largest", format=".2g"),
             ],
         )
-        .properties(height=STEP * len(layers))
     )
-    full = sum(cell[2].split(" of ")[0] == cell[2].split(" of ")[1] for cell in cells)
     return Figure(
         "spectra",
         "Spectra of the Kronecker factors",
@@ -163,7 +144,7 @@ def spectra(values: ProfileValues) -> Figure | None:
         "all its directions.",
         f"Eigenvalues of {len(cells)} Kronecker factors in {len(layers)} layers; {full} of the factors have "
         "full rank.",
-        specification(chart),
+        specification(chart, STEP * len(layers)),
         ["layer", "factor", "rank", "largest", "smallest above rounding", "condition"],
         cells,
     )
@@ -173,9 +154,8 @@ def _factors_of(values: ProfileValues, layer: Layer) -> list[tuple[str, str, lis
     """Return side, name and relative eigenvalues of the layer's first factor of each side."""
     found: dict[str, tuple[str, str, list[float]]] = {}
     for name, spectrum in layer.factors.items():
-        parameter, _, side = name.rpartition(".")
-        full = parameter if layer.name == ROOT else f"{layer.name}.{parameter}"
-        eigenvalues = values.tensors.get(f"kfac_eigenvalues/{full}/{side}")
+        side = name.rpartition(".")[2]
+        eigenvalues = values.tensors.get(f"kfac_eigenvalues/{factor_key(layer, name)}")
         if side in found or eigenvalues is None or not spectrum.rank or not spectrum.largest:
             continue
         kept = (eigenvalues[-spectrum.rank :] / spectrum.largest).clamp(max=1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import altair as alt
 
+from packprop.applications.reports.page.naming import short_labels
 from packprop.applications.reports.profile.layers import Layer
 
 INK, MUTED, LINE, FIRST, SECOND = (f"var(--{name})" for name in ("ink", "muted", "line", "first", "second"))
@@ -44,12 +45,21 @@ class Figure:
     rows: Sequence[Sequence[str]]
 
 
-def data_of(rows: Sequence[Mapping[str, Any]]) -> alt.InlineData:
-    """Return rows as the data of a chart."""
-    return alt.InlineData(values=[dict(row) for row in rows])
+def chart_of(rows: Sequence[Mapping[str, Any]]) -> alt.Chart:
+    """Return a chart of rows, without marks."""
+    return alt.Chart(alt.InlineData(values=[dict(row) for row in rows]))
 
 
-def specification(chart: Any) -> dict[str, Any]:
+def chart_of_layers(rows: Sequence[Mapping[str, Any]]) -> alt.Chart:
+    """Return a chart of rows, without marks, each at the height of its ``"layer"``; layers keep their order."""
+    labels = short_labels([*dict.fromkeys(row["layer"] for row in rows)])
+    axis = alt.Axis(grid=False, labelColor=INK, minExtent=60)
+    return chart_of([{"label": labels[row["layer"]], **row} for row in rows]).encode(
+        y=alt.Y("label:N", sort=[*labels.values()], title=None, axis=axis)
+    )
+
+
+def specification(chart: Any, height: int) -> dict[str, Any]:
     """Make a chart of Altair that takes the given width, in the colours of the page."""
     plain = chart.configure(
         background="transparent",
@@ -82,16 +92,11 @@ def specification(chart: Any) -> dict[str, Any]:
         ),
         bar=alt.BarConfig(color=FIRST),
         text=alt.MarkConfig(color=MUTED, fontSize=12),
-    ).properties(width="container", autosize=alt.AutoSizeParams(type="fit-x", contains="padding"))
+    ).properties(
+        width="container", height=height, autosize=alt.AutoSizeParams(type="fit-x", contains="padding")
+    )
     drawn: dict[str, Any] = plain.to_dict()
     return drawn
-
-
-def layer_axis(names: Sequence[str]) -> alt.Y:
-    """Return the vertical axis of layers, in the order in which the data pass them."""
-    return alt.Y(
-        "label:N", sort=list(names), title=None, axis=alt.Axis(grid=False, labelColor=INK, minExtent=60)
-    )
 
 
 def log_axis(low: float, high: float) -> tuple[alt.Scale, alt.Axis]:

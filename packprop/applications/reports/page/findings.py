@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import itemgetter
 
-import torch
-
-from packprop.applications.reports.page.costs import longest_of, seconds_text
-from packprop.applications.reports.profile.layers import Layer
-from packprop.applications.reports.profile.memory_use import MemoryUse
+from packprop.applications.reports.profile.layers import TOTAL, Layer
 from packprop.applications.reports.profile.ranks import narrow_factors
-from packprop.applications.reports.profile.table import counted, headline, number_text
+from packprop.applications.reports.profile.table import counted, number_text, seconds_text
 from packprop.applications.reports.profile.uncertainty import (
     interval_text,
     rounded_text,
@@ -90,12 +87,10 @@ def trace_of(layer: Layer) -> float | None:
 
 
 def _not_finite(values: ProfileValues) -> Finding | None:
-    says = headline(values.loss, values.total.gradient_norm)
-    if says is None:
+    if values.headline is None:
         return None
-    return Finding(
-        says, "Look for samples, parameters or settings that are not finite themselves, or overflow."
-    )
+    why = "Look for samples, parameters or settings that are not finite themselves, or overflow."
+    return Finding(values.headline, why)
 
 
 def _noise(values: ProfileValues) -> Finding | None:
@@ -154,7 +149,7 @@ def _curvature(values: ProfileValues) -> Finding | None:
         f"{top} has {traces[top] / total:.0%} of the curvature.",
         f"Its share of the trace of the GGN, with {its_share} of the parameters. With one learning rate for "
         "all layers, this layer becomes unstable first.",
-        "traces",
+        "curvature",
     )
 
 
@@ -212,16 +207,16 @@ def _others(layers: int, what: str) -> str:
 
 
 def _time(values: ProfileValues) -> Finding | None:
-    longest = None if values.memory is None else longest_of(values.memory.costs)
-    if longest is None:
-        return None
-    cost, share = longest
-    if share < LONG:
+    costs = [] if values.memory is None else values.memory.costs
+    single = [cost for cost in costs if cost.layer != TOTAL]
+    whole = sum(cost.seconds for cost in costs if cost.layer == TOTAL)
+    longest = max(single, key=lambda cost: cost.seconds, default=None)
+    if longest is None or longest.seconds < LONG * whole or not whole:
         return None
     return Finding(
-        f"{cost.layer} takes longest: {cost.quantity}, {seconds_text(cost.seconds)}.",
-        f"That is {share:.0%} of what all quantities take in all layers for the first batch, each asked for "
-        "alone.",
+        f"{longest.layer} takes longest: {longest.quantity}, {seconds_text(longest.seconds)}.",
+        f"That is {longest.seconds / whole:.0%} of what all quantities take in all layers for the first batch, "
+        "each asked for alone.",
         "costs",
     )
 
@@ -240,19 +235,6 @@ def _memory(values: ProfileValues) -> Finding | None:
     else:
         says = f"The pass over {what} took {byte_text(use.peak)}, as planned."
     budget = "there is no budget" if use.budget is None else f"the budget is {byte_text(use.budget)}"
-    where = highest_phase(use)
+    where = use.phase_at(max(use.timeline, key=itemgetter(1))[0]) if use.timeline else ""
     peak = f"The peak is in the {where}. " if where else ""
     return Finding(says, f"{peak}The plan said {byte_text(use.planned)}; {budget}.", "memory")
-
-
-def highest_phase(use: MemoryUse) -> str | None:
-    """Return the part of the pass with the most memory alive; ``None`` if the parts are unknown."""
-    peak = max((size for _, size in use.timeline), default=0)
-    at = next((at for at, size in use.timeline if size == peak), 0)
-    return next((name for name, first, after in use.phases if first <= at < after), None)
-
-
-def sample_share(norms: torch.Tensor, norm: float) -> str:
-    """Format a norm as a multiple of the median."""
-    median = float(norms.median())
-    return f"{number_text(norm / median)} times median" if median else ""

@@ -15,14 +15,13 @@ from packprop.applications.reports.page.figure import (
     SECOND,
     STEP,
     Figure,
-    data_of,
+    chart_of,
+    chart_of_layers,
     largest_layers,
-    layer_axis,
     log_axis,
     of_how_many,
     specification,
 )
-from packprop.applications.reports.page.naming import short_labels
 from packprop.applications.reports.profile.table import number_text
 from packprop.applications.reports.profile.uncertainty import (
     interval_text,
@@ -48,35 +47,25 @@ def signal_to_noise(values: ProfileValues) -> Figure | None:
     layers = largest_layers(values.layers, sizes)
     if not layers:
         return None
-    labels, floor = short_labels([layer.name for layer in layers]), 1 / values.samples
-    bounds = {
-        layer.name: signal_to_noise_interval(layer, values.norms_of(layer))
-        or (sizes[layer.name], sizes[layer.name])
-        for layer in layers
-    }
-
-    def said(name: str, inverse: bool = False) -> str:
-        ratio, error = sizes[name], bounds[name][1] - sizes[name]
-        return rounded_text(1 / ratio, error / ratio**2) if inverse else rounded_text(ratio, error)
-
+    floor = 1 / values.samples
     lowest = min([*sizes.values(), floor]) / 1.5
-    rows = [
-        {
-            "label": labels[layer.name],
-            "layer": layer.name,
-            "ratio": sizes[layer.name],
-            "floor": floor,
-            "low": max(lowest, bounds[layer.name][0]),
-            "high": bounds[layer.name][1],
-            "between": interval_text(*bounds[layer.name]),
-            "said": said(layer.name),
-            "batch": said(layer.name, inverse=True),
-        }
-        for layer in layers
-    ]
-    scale, axis = log_axis(lowest, max([*(high for _, high in bounds.values()), floor]) * 1.2)
-    base = alt.Chart(data_of(rows)).encode(y=layer_axis([*labels.values()]))
-    across = alt.X("ratio:Q", scale=scale, title="signal to noise (logarithmic)", axis=axis)
+    rows: list[dict[str, Any]] = []
+    for layer in layers:
+        ratio = sizes[layer.name]
+        low, high = signal_to_noise_interval(layer, values.norms_of(layer)) or (ratio, ratio)
+        rows.append(
+            {
+                "layer": layer.name,
+                "ratio": ratio,
+                "low": max(lowest, low),
+                "high": high,
+                "between": interval_text(low, high),
+                "said": rounded_text(ratio, high - ratio),
+                "batch": rounded_text(1 / ratio, (high - ratio) / ratio**2),
+            }
+        )
+    scale, axis = log_axis(lowest, max([floor, *(row["high"] for row in rows)]) * 1.2)
+    base = chart_of_layers(rows)
     tooltip = [
         alt.Tooltip("layer:N"),
         alt.Tooltip("said:N", title="signal to noise"),
@@ -84,11 +73,13 @@ def signal_to_noise(values: ProfileValues) -> Figure | None:
         alt.Tooltip("batch:N", title="noise equals signal at a batch of"),
     ]
     chart = alt.layer(
-        alt.Chart(data_of([{"floor": floor}])).mark_rule(color=MUTED, strokeDash=[4, 4]).encode(x="floor:Q"),
+        chart_of([{"floor": floor}]).mark_rule(color=MUTED, strokeDash=[4, 4]).encode(x="floor:Q"),
         base.mark_rule(color=FIRST, strokeWidth=3, opacity=0.35).encode(x="low:Q", x2="high:Q"),
-        base.mark_circle(color=FIRST, size=90, opacity=1).encode(x=across, tooltip=tooltip),
-    ).properties(height=STEP * len(layers))
-    weakest, strongest = (pick(layers, key=lambda layer: sizes[layer.name]) for pick in (min, max))
+        base.mark_circle(color=FIRST, size=90, opacity=1).encode(
+            x=alt.X("ratio:Q", scale=scale, title="signal to noise (logarithmic)", axis=axis), tooltip=tooltip
+        ),
+    )
+    weakest, strongest = (pick(rows, key=lambda row: row["ratio"]) for pick in (min, max))
     return Figure(
         "signal",
         "Signal and noise, layer by layer",
@@ -96,15 +87,12 @@ def signal_to_noise(values: ProfileValues) -> Figure | None:
         "the samples agree more. A bar shows the uncertainty, at most two standard errors to either side. Left "
         f"of the dashed line, 1/{values.samples:,}, a value may be zero."
         f"{of_how_many(len(layers), len(sizes))}",
-        f"Signal to noise of {len(layers)} layers: {said(weakest.name)} in {weakest.name} to "
-        f"{said(strongest.name)} in {strongest.name}; one over the number of samples is "
+        f"Signal to noise of {len(layers)} layers: {weakest['said']} in {weakest['layer']} to "
+        f"{strongest['said']} in {strongest['layer']}; one over the number of samples is "
         f"{number_text(floor)}.",
-        specification(chart),
+        specification(chart, STEP * len(layers)),
         ["layer", "signal to noise", "range", "noise equals signal at a batch of"],
-        [
-            [name, said(name), interval_text(*bounds[name]), said(name, inverse=True)]
-            for name in (layer.name for layer in layers)
-        ],
+        [[row["layer"], row["said"], row["between"], row["batch"]] for row in rows],
     )
 
 
@@ -122,7 +110,7 @@ def norm_histogram(values: ProfileValues) -> Figure | None:
     ]
     scale, axis = log_axis(float(positive[0]), float(positive[-1]))
     bars = (
-        alt.Chart(data_of(rows))
+        chart_of(rows)
         .mark_rect(color=FIRST, opacity=0.85)
         .encode(
             x=alt.X("from:Q", scale=scale, title="norm of a sample's gradient (logarithmic)", axis=axis),
@@ -139,9 +127,7 @@ def norm_histogram(values: ProfileValues) -> Figure | None:
     layers = [bars]
     if values.outlying:
         marks = [{"from": each.norm, "place": each.place} for each in values.outlying if each.norm > 0]
-        rug = alt.Chart(data_of(marks)).mark_tick(
-            color=SECOND, thickness=2, size=14, orient="vertical", yOffset=-8
-        )
+        rug = chart_of(marks).mark_tick(color=SECOND, thickness=2, size=14, orient="vertical", yOffset=-8)
         tooltip = [alt.Tooltip("place:Q", title="sample"), alt.Tooltip("from:Q", title="norm", format=".4g")]
         layers.append(rug.encode(x="from:Q", y=alt.YDatum(0), tooltip=tooltip))
     median, high = np.quantile(norms, [0.5, 0.95])
@@ -155,7 +141,7 @@ def norm_histogram(values: ProfileValues) -> Figure | None:
         f"Histogram of {len(positive):,} norms from {number_text(float(positive[0]))} to "
         f"{number_text(float(positive[-1]))}, with a median of {number_text(float(median))} and a 95th "
         f"percentile of {number_text(float(high))}.",
-        specification(alt.layer(*layers).properties(height=200)),
+        specification(alt.layer(*layers), 200),
         ["norm from", "to", "samples"],
         [[number_text(row["from"]), number_text(row["to"]), f"{row['samples']:,}"] for row in rows],
     )
@@ -171,55 +157,33 @@ def norms_by_layer(values: ProfileValues) -> Figure | None:
     layers = largest_layers(values.layers, {name: float(found[-1]) for name, found in norms.items()})
     if not layers:
         return None
-    labels, cells = short_labels([layer.name for layer in layers]), []
     rows: list[dict[str, Any]] = []
+    cells: list[list[str]] = []
     for layer in layers:
         quantiles = [float(level) for level in np.quantile(norms[layer.name], LEVELS)]
         cells.append([layer.name, *map(number_text, quantiles), number_text(layer.gradient_norm)])
         names = ("low", "left", "median", "right", "high", "most")
         # a logarithmic axis has no place for zero
         drawn = {name: value if value > 0 else None for name, value in zip(names, quantiles, strict=True)}
-        mean = layer.gradient_norm if layer.gradient_norm else None
-        rows.append({"label": labels[layer.name], "layer": layer.name, "mean": mean, **drawn})
+        rows.append({"layer": layer.name, "mean": layer.gradient_norm or None, **drawn})
     seen = [row[name] for row in rows for name in ("low", "left", "most", "mean") if row[name] is not None]
     scale, axis = log_axis(min(seen) / 1.2, max(seen) * 1.2)
-    base = alt.Chart(data_of(rows)).encode(
-        y=layer_axis([*labels.values()]),
+    titles = {"low": "5%", "median": "median", "high": "95%", "most": "largest", "mean": "mean gradient"}
+    base = chart_of_layers(rows).encode(
         tooltip=[
             alt.Tooltip("layer:N"),
-            *(
-                alt.Tooltip(f"{name}:Q", title=title, format=".3g")
-                for name, title in [
-                    ("low", "5%"),
-                    ("median", "median"),
-                    ("high", "95%"),
-                    ("most", "largest"),
-                    ("mean", "mean gradient"),
-                ]
-            ),
-        ],
+            *(alt.Tooltip(f"{name}:Q", title=title, format=".3g") for name, title in titles.items()),
+        ]
     )
-    kinds = ["samples: 5 to 95%", "samples: middle half", "largest sample", "mean gradient"]
-    colour = alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=[FIRST, FIRST, INK, SECOND]), legend=None)
     chart = alt.layer(
-        base.mark_rule(strokeWidth=1.5)
-        .transform_calculate(kind=f"'{kinds[0]}'")
-        .encode(
-            x=alt.X("low:Q", scale=scale, title="norm (logarithmic)", axis=axis),
-            x2="high:Q",
-            color=colour,
+        base.mark_rule(color=FIRST, strokeWidth=1.5).encode(
+            x=alt.X("low:Q", scale=scale, title="norm (logarithmic)", axis=axis), x2="high:Q"
         ),
-        base.mark_rule(strokeWidth=8, opacity=0.5)
-        .transform_calculate(kind=f"'{kinds[1]}'")
-        .encode(x="left:Q", x2="right:Q", color=colour),
+        base.mark_rule(color=FIRST, strokeWidth=8, opacity=0.5).encode(x="left:Q", x2="right:Q"),
         base.mark_tick(color=FIRST, thickness=2, size=12).encode(x="median:Q"),
-        base.mark_point(shape="diamond", filled=False, size=40, opacity=0.8)
-        .transform_calculate(kind=f"'{kinds[2]}'")
-        .encode(x="most:Q", color=colour),
-        base.mark_circle(size=60, opacity=1)
-        .transform_calculate(kind=f"'{kinds[3]}'")
-        .encode(x="mean:Q", color=colour),
-    ).properties(height=STEP * len(layers))
+        base.mark_point(color=INK, shape="diamond", filled=False, size=40, opacity=0.8).encode(x="most:Q"),
+        base.mark_circle(color=SECOND, size=60, opacity=1).encode(x="mean:Q"),
+    )
     widest = max(layers, key=lambda layer: float(norms[layer.name][-1]))
     return Figure(
         "norms-by-layer",
@@ -228,7 +192,7 @@ def norms_by_layer(values: ProfileValues) -> Figure | None:
         f"dot: norm of the mean gradient, in which samples cancel.{of_how_many(len(layers), len(norms))}",
         f"Quantiles of gradient norms in {len(layers)} layers; the largest single norm, "
         f"{number_text(float(norms[widest.name][-1]))}, is in {widest.name}.",
-        specification(chart),
+        specification(chart, STEP * len(layers)),
         ["layer", "5%", "25%", "median", "75%", "95%", "largest", "mean gradient"],
         cells,
     )

@@ -6,9 +6,8 @@ from typing import Any
 
 import altair as alt
 
-from packprop.applications.reports.page.figure import FIRST, INK, MUTED, SECOND, Figure, data_of, specification
-from packprop.applications.reports.profile.costs import Phase
-from packprop.applications.reports.profile.memory_use import MemoryUse
+from packprop.applications.reports.page.figure import FIRST, INK, MUTED, SECOND, Figure, chart_of, specification
+from packprop.applications.reports.profile.costs import MemoryUse
 from packprop.engine.memory import byte_text
 
 ROOM = 1.6
@@ -22,20 +21,12 @@ def timeline(use: MemoryUse | None) -> Figure | None:
     """Draw memory during the pass over the first batch; return ``None`` if it was not measured."""
     if use is None or not use.timeline:
         return None
-    unit, size = _unit(max(use.peak, use.planned or 0))
-    rows = [{"operation": at, "bytes": alive / size, "what": byte_text(alive)} for at, alive in use.timeline]
     tall = max(use.peak, use.planned or 0)
-    lines = [("peak by the plan", use.planned, SECOND)]
-    drawn_budget = use.budget is not None and use.budget <= ROOM * tall
-    if drawn_budget:
-        lines.append(("budget", use.budget, INK))
-    levels = [
-        {"bytes": level / size, "name": f"{name}, {byte_text(level)}", "colour": colour}
-        for name, level, colour in lines
-        if level is not None
-    ]
+    unit, size = _unit(tall)
+    rows = [{"operation": at, "bytes": alive / size, "what": byte_text(alive)} for at, alive in use.timeline]
+    budget = use.budget if use.budget is not None and use.budget <= ROOM * tall else None
     area = (
-        alt.Chart(data_of(rows))
+        chart_of(rows)
         .mark_area(
             color=FIRST, opacity=0.25, line={"color": FIRST, "strokeWidth": 1.5}, interpolate="step-after"
         )
@@ -51,32 +42,30 @@ def timeline(use: MemoryUse | None) -> Figure | None:
         )
     )
     drawings = [*_phases(use), area]
-    for level in levels:
-        at = alt.Chart(data_of([level])).encode(y="bytes:Q")
-        drawings.append(at.mark_rule(color=str(level["colour"]), strokeDash=[6, 4], strokeWidth=1.5))
-        drawings.append(
+    for name, level, colour in (("peak by the plan", use.planned, SECOND), ("budget", budget, INK)):
+        if level is not None:
+            at = chart_of([{"bytes": level / size, "name": f"{name}, {byte_text(level)}"}]).encode(y="bytes:Q")
+            drawings.append(at.mark_rule(color=colour, strokeDash=[6, 4], strokeWidth=1.5))
             # at the left, where the pass begins and little is alive
-            at.mark_text(align="left", baseline="bottom", dy=-4, dx=2, color=str(level["colour"])).encode(
-                text="name:N", x=alt.value(0)
-            )
-        )
+            named = at.mark_text(align="left", baseline="bottom", dy=-4, dx=2, color=colour)
+            drawings.append(named.encode(text="name:N", x=alt.value(0)))
     return Figure(
         "memory",
         "Memory of the pass over one batch",
         "Bytes of tensors that are alive after each operation: parameters, the batch, activations, cotangents, "
         "results. The figure does not see memory inside a kernel. "
         f"{phase_words(use)} "
-        + ("" if use.budget is None or drawn_budget else f"The budget, {byte_text(use.budget)}, is far above. ")
+        + (
+            ""
+            if use.budget is None or budget is not None
+            else f"The budget, {byte_text(use.budget)}, is far above. "
+        )
         + (f"There is no plan: {use.why_not}." if use.planned is None else ""),
         f"{memory_words(use)} {phase_words(use)}".strip(),
-        specification(alt.layer(*drawings).properties(height=260)),
+        specification(alt.layer(*drawings), 260),
         ["operation", "alive", "part of the pass"],
         [
-            [
-                f"{at:,}",
-                byte_text(alive),
-                next((name for name, first, end in use.phases if first <= at < end), ""),
-            ]
+            [f"{at:,}", byte_text(alive), use.phase_at(at)]
             for at, alive in use.timeline[:: max(1, len(use.timeline) // 40)]
         ],
     )
@@ -84,7 +73,9 @@ def timeline(use: MemoryUse | None) -> Figure | None:
 
 def _phases(use: MemoryUse) -> list[alt.Chart]:
     """Draw a band behind every second part of the pass, and the names above, in lines with room for them."""
-    known = use.phases or ([] if use.forward is None else _halves(use, use.forward))
+    known = use.phases
+    if not known and use.forward is not None:
+        known = [("forward pass", 0, use.forward), ("backward pass", use.forward, use.operations)]
     rows: list[dict[str, Any]] = [
         {"first": first, "after": min(after, use.operations), "name": name}
         for name, first, after in known
@@ -92,7 +83,7 @@ def _phases(use: MemoryUse) -> list[alt.Chart]:
     ]
     if not rows:
         return []
-    base = alt.Chart(data_of(rows[::2])).encode(x="first:Q", x2="after:Q", tooltip=alt.Tooltip("name:N"))
+    base = chart_of(rows[::2]).encode(x="first:Q", x2="after:Q", tooltip=alt.Tooltip("name:N"))
     drawings = [base.mark_rect(color=MUTED, opacity=0.09)]
     taken = [0.0] * len(rows)
     for row in rows:
@@ -100,7 +91,7 @@ def _phases(use: MemoryUse) -> list[alt.Chart]:
         at_right = at + wide > 1
         line = next((line for line, end in enumerate(taken) if end <= at), 0)
         taken[line] = at + wide
-        start = alt.Chart(data_of([row])).encode(x="first:Q")
+        start = chart_of([row]).encode(x="first:Q")
         drawings.append(start.mark_rule(color=MUTED, strokeWidth=0.75, opacity=0.6))
         named = start.mark_text(
             align="right" if at_right else "left", baseline="bottom", color=INK, fontSize=11, dx=1
@@ -108,10 +99,6 @@ def _phases(use: MemoryUse) -> list[alt.Chart]:
         where = alt.value("width") if at_right else alt.X("first:Q")
         drawings.append(named.encode(text="name:N", y=alt.value(-20 - 15 * line), x=where))
     return drawings
-
-
-def _halves(use: MemoryUse, forward: int) -> list[Phase]:
-    return [("forward pass", 0, forward), ("backward pass", forward, use.operations)]
 
 
 def phase_words(use: MemoryUse) -> str:
@@ -133,12 +120,6 @@ REASONS = {
     "cotangents and inputs alone": "not formed: inner products give the quantity directly.",
 }
 """The treatment of per-sample gradients by each algorithm of a plan, and its reason."""
-
-
-def reasons_of(use: MemoryUse | None) -> dict[str, str]:
-    """Return the algorithms that the plan chose, and why."""
-    chosen = {} if use is None else dict.fromkeys(choice["algorithm"] for choice in use.choices)
-    return {algorithm: REASONS[algorithm] for algorithm in chosen}
 
 
 def memory_words(use: MemoryUse) -> str:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import base64
-import functools
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from packprop.applications.reports.page.findings import (
     findings_of,
-    sample_share,
     scale_interval,
     scale_text,
     trace_of,
@@ -21,15 +18,12 @@ from packprop.applications.reports.page.findings import (
 from packprop.applications.reports.page.libraries import ENGINE, require_libraries
 from packprop.applications.reports.page.naming import folded_names
 from packprop.applications.reports.page.templating import template
-from packprop.applications.reports.profile.layers import Layer
-from packprop.applications.reports.profile.outlying import OutlyingSample
+from packprop.applications.reports.profile.costs import Cost, MemoryUse
+from packprop.applications.reports.profile.layers import TOTAL, Layer
 from packprop.applications.reports.profile.table import counted, number_text
 from packprop.applications.reports.profile.uncertainty import range_text, rounded_text, signal_to_noise_interval
 from packprop.applications.reports.profile.values import ProfileValues
 from packprop.engine.memory import byte_text
-
-if TYPE_CHECKING:
-    from packprop.applications.reports.page.figure import Figure
 
 MADE = ("date", "command", "factory", "commit")
 """The facts on a page about its origin, as far as they are known."""
@@ -64,13 +58,12 @@ def page_of(values: ProfileValues) -> str:
     """
     require_libraries()
     from packprop.applications.reports.page import curvature, gradients, memory
-    from packprop.applications.reports.page.costs import costs_table
 
     figures = {
         "signal": gradients.signal_to_noise(values),
         "norms": gradients.norm_histogram(values),
         "by_layer": gradients.norms_by_layer(values),
-        "traces": curvature.traces(values),
+        "curvature": curvature.traces(values),
         "spectra": curvature.spectra(values),
         "memory": memory.timeline(values.memory),
     }
@@ -78,18 +71,10 @@ def page_of(values: ProfileValues) -> str:
     return template("page.html").render(
         **shared_parts(values),
         figures=figures,
-        shown_figures={key: figure.key for key, figure in figures.items() if figure}
-        | ({"costs": "costs"} if costs else {}),
-        contents=contents_of(figures, costs is not None),
+        shown=["costs", *(figure.key for figure in figures.values() if figure is not None)],
         costs=costs,
-        samples=samples_of(values),
-        columns=COLUMNS,
-        **table_of(values),
-        choices=[] if values.memory is None else values.memory.choices,
-        planned_parts={} if values.memory is None else values.memory.parts,
-        reasons=memory.reasons_of(values.memory),
-        byte_text=byte_text,
-        script=drawing_script(),
+        **samples_of(values),
+        reasons=memory.REASONS,
     )
 
 
@@ -100,17 +85,7 @@ def fragment_of(values: ProfileValues) -> str:
         PackpropError: If the template engine is not installed.
     """
     require_libraries(ENGINE)
-    return template("fragment.html").render(**shared_parts(values), columns=COLUMNS, **table_of(values))
-
-
-def contents_of(figures: Mapping[str, Figure | None], costs: bool) -> list[tuple[str, str]]:
-    """Return the navigation: the parts of the page, by their places, in their order."""
-    names = {"signal": "Signal and noise", "norms": "Samples", "traces": "Curvature", "spectra": "Factors"}
-    parts = [(f"title-{figure.key}", title) for key, title in names.items() if (figure := figures[key])]
-    parts.append(("memory-of-the-pass", "Memory"))
-    if costs:
-        parts.append(("title-costs", "Costs"))
-    return [*parts, ("title-layers", "All layers")]
+    return template("fragment.html").render(**shared_parts(values))
 
 
 def shared_parts(values: ProfileValues) -> dict[str, Any]:
@@ -127,6 +102,7 @@ def shared_parts(values: ProfileValues) -> dict[str, Any]:
     if values.memory is not None:
         key_numbers.append(("peak memory", byte_text(values.memory.peak)))
     settings = values.settings
+    folded = folded_names([layer.name for layer in values.layers]) | {values.total.name: values.total.name}
     return {
         "values": values,
         "title": f"{settings['model']} on {counted(values.samples, 'sample')}",
@@ -134,67 +110,48 @@ def shared_parts(values: ProfileValues) -> dict[str, Any]:
         "made": [(name, settings[name]) for name in MADE if settings.get(name)],
         "findings": findings_of(values),
         "key_numbers": key_numbers,
-        "number_text": number_text,
+        "columns": COLUMNS,
+        "rows": [_cells(layer, folded, values.norms_of(layer)) for layer in values.layers],
+        "total": _cells(values.total, folded, values.norms_of(values.total)),
     }
 
 
-def table_of(values: ProfileValues) -> dict[str, Any]:
-    """Return the table of layers."""
-    folded = folded_names([layer.name for layer in values.layers])
-    rows = [_cells(layer, folded, values.norms_of(layer)) for layer in values.layers]
-    total = _cells(values.total, {values.total.name: values.total.name}, values.norms_of(values.total))
-    return {"rows": rows, "total": total}
+def costs_table(use: MemoryUse | None) -> dict[str, Any] | None:
+    """Return titles of quantities, rows of layers, the total, the longest time; ``None`` without any costs."""
+    if use is None or not use.costs:
+        return None
+    quantities = [*dict.fromkeys(cost.quantity for cost in use.costs)]
+    cells = {(cost.layer, cost.quantity): cost for cost in use.costs}
+    # in the order of the forward pass; the backward pass meets them in reverse
+    layers = [*dict.fromkeys(cost.layer for cost in use.costs if cost.layer != TOTAL)][::-1]
+    folded = folded_names(layers)
+
+    def cells_of(layer: str) -> list[Cost | None]:
+        return [cells.get((layer, quantity)) for quantity in quantities]
+
+    return {
+        "quantities": quantities,
+        "rows": [(folded[layer], layer, cells_of(layer)) for layer in layers],
+        "total": cells_of(TOTAL),
+        "longest": max((cost.seconds for cost in use.costs if cost.layer != TOTAL), default=0.0),
+    }
 
 
-def samples_of(values: ProfileValues) -> list[dict[str, Any]]:
-    """Return the outlying samples, with their pictures as data."""
+def samples_of(values: ProfileValues) -> dict[str, Any]:
+    """Return the outlying samples, with pictures as data and the loss of each token; and the largest loss."""
     norms = values.norms_of(values.total)
+    median = 0.0 if norms is None else float(norms.median())
     most = max((loss or 0.0 for each in values.outlying for loss in each.token_losses or []), default=0.0)
-    found = []
-    for each in values.outlying:
-        picture = None if each.picture is None else picture_url(values.tensors[each.picture])
-        share = "" if norms is None else sample_share(norms, each.norm)
-        what = "picture" if picture else "text"
-        alternative = f"{what.capitalize()} of sample {each.place}" + (
-            f", a {each.target}" if each.target else ""
-        )
-        pieces = _shaded(each, most)
-        found.append(
-            {
-                "sample": each,
-                "picture": picture,
-                "share": share,
-                "alternative": alternative,
-                "pieces": pieces,
-                "hardest": max(pieces, key=lambda piece: piece.shade) if pieces else None,
-            }
-        )
-    return found
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The text of one token, and its shade.
-
-    Args:
-        text: The text; ends of lines are visible.
-        shade: Percentage of the largest loss of a token on the page.
-        loss: The loss of this token; ``None`` if it has none.
-    """
-
-    text: str
-    shade: int
-    loss: float | None
-
-
-def _shaded(sample: OutlyingSample, most: float) -> list[Piece]:
-    """Return the tokens of a text with the loss of each; none if one or the other is not known."""
-    if sample.pieces is None or sample.token_losses is None or not most > 0:
-        return []
-    return [
-        Piece(text.replace("\n", "↵\n"), 0 if loss is None else round(100 * loss / most), loss)
-        for text, loss in zip(sample.pieces, sample.token_losses, strict=True)
+    samples = [
+        {
+            "sample": each,
+            "picture": None if each.picture is None else picture_url(values.tensors[each.picture]),
+            "times": each.norm / median if median else None,
+            "tokens": [*zip(each.pieces or [], each.token_losses or [], strict=False)] if most > 0 else [],
+        }
+        for each in values.outlying
     ]
+    return {"samples": samples, "largest_loss": most}
 
 
 def picture_url(picture: Tensor) -> str:
@@ -204,19 +161,6 @@ def picture_url(picture: Tensor) -> str:
     out = io.BytesIO()
     Image.fromarray(picture.numpy()).save(out, "PNG", optimize=True)
     return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
-
-
-@functools.cache
-def drawing_script() -> str:
-    """Return the library that draws figures in a browser, as one script: about 0.9 MB."""
-    import altair
-    import vl_convert
-
-    version = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
-    known = [text.removeprefix("v") for text in vl_convert.get_vegalite_versions()]
-    bundle: Any = vl_convert.javascript_bundle  # its types ask for a snippet, without which it gives everything
-    script: str = bundle(vl_version=version if version in known else None)
-    return script.replace("</script", "<\\/script")
 
 
 def _cells(layer: Layer, folded: Mapping[str, str], norms: Tensor | None) -> list[Cell]:

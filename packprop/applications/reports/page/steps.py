@@ -7,7 +7,7 @@ from typing import Any
 
 import altair as alt
 
-from packprop.applications.reports.page.figure import FIRST, Figure, data_of, log_axis, specification
+from packprop.applications.reports.page.figure import FIRST, Figure, chart_of, log_axis, specification
 from packprop.applications.reports.profile.table import number_text
 
 LOGARITHMIC = 20
@@ -38,7 +38,7 @@ def over_steps(lines: Sequence[Mapping[str, Any]], key: str, title: str, unit: s
         room = 0.05 * (high - low) or abs(high) or 1.0
         bottom, top = low - room, high + room
         scale, axis = alt.Scale(domain=[bottom, top], nice=True), alt.Axis(tickCount=5)
-    base = alt.Chart(data_of(rows)).encode(
+    base = chart_of(rows).encode(
         x=alt.X("step:Q", title="step", axis=alt.Axis(tickCount=6, grid=False), scale=alt.Scale(zero=False))
     )
     up = alt.Y("value:Q", scale=scale, axis=axis, title=unit or None)
@@ -51,7 +51,7 @@ def over_steps(lines: Sequence[Mapping[str, Any]], key: str, title: str, unit: s
         if row["low"] is not None
     ]
     if bounded:
-        band = alt.Chart(data_of(bounded)).mark_area(color=FIRST, opacity=0.15, clip=True)
+        band = chart_of(bounded).mark_area(color=FIRST, opacity=0.15, clip=True)
         layers.insert(0, band.encode(x="step:Q", y=alt.Y("low:Q", scale=scale), y2="high:Q"))
     return Figure(
         key,
@@ -59,7 +59,7 @@ def over_steps(lines: Sequence[Mapping[str, Any]], key: str, title: str, unit: s
         text,
         f"{title} in {len(numbers)} steps, from {number_text(min(numbers))} to {number_text(high)}: at first "
         f"{number_text(numbers[0])}, at last {number_text(numbers[-1])}.",
-        specification(alt.layer(*layers).properties(height=220)),
+        specification(alt.layer(*layers), 220),
         ["step", title.lower(), "at least", "at most"],
         [[f"{row['step']:,}", *(number_text(row[name]) for name in ("value", "low", "high"))] for row in rows],
     )

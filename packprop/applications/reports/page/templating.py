@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from packprop.applications.reports.profile.table import number_text, seconds_text
+from packprop.engine.memory import byte_text
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -24,7 +27,22 @@ def template(name: str) -> Template:
         lstrip_blocks=True,
     )
     environment.filters["breakable"] = breakable
+    known = (byte_text, drawing_script, number_text, seconds_text)
+    environment.globals |= {function.__name__: function for function in known}
     return environment.get_template(name)
+
+
+@functools.cache
+def drawing_script() -> str:
+    """Return the library that draws figures in a browser, as one script: about 0.9 MB."""
+    import altair
+    import vl_convert
+
+    version = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+    known = [text.removeprefix("v") for text in vl_convert.get_vegalite_versions()]
+    bundle: Any = vl_convert.javascript_bundle  # its types ask for a snippet, without which it gives everything
+    script: str = bundle(vl_version=version if version in known else None)
+    return script.replace("</script", "<\\/script")
 
 
 def breakable(text: str) -> Markup:

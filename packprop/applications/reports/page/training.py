@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,11 @@ from packprop.errors import BadInput
 ASKED = "The page of a training run was asked for."
 INSTEAD = "give a file that packprop.Monitor(model, log='run.jsonl') has written"
 
+SCALE = "critical_batch_size"
+"""The noise scale over some steps, in the lines of a monitor."""
+
 QUANTITIES = {
-    "critical_batch_size": (
+    SCALE: (
         "Noise scale",
         "samples",
         "The batch size at which noise is as large as signal, over the last monitored steps. The band is its "
@@ -77,44 +80,36 @@ def training_page(lines: Sequence[Line], name: str) -> str:
         PackpropError: If the libraries behind it are not installed.
     """
     require_libraries()
-    from packprop.applications.reports.page.render import drawing_script
     from packprop.applications.reports.page.steps import over_steps
 
     drawn = [over_steps(lines, key, *said) for key, said in QUANTITIES.items()]
     figures = [figure for figure in drawn if figure is not None]
     outlying = outlying_samples(lines)
-    contents = [(f"title-{figure.key}", figure.title) for figure in figures]
     return template("training.html").render(
         title=name,
         facts=f"{counted(len(lines), 'monitored step')}, from {lines[0]['step']:,} to {lines[-1]['step']:,}",
         findings=findings_of(lines, outlying),
-        shown_figures={name: name for name in [*(figure.key for figure in figures), "outliers"]},
-        contents=[*contents, *([("title-outliers", "Outliers")] if outlying else [])],
+        shown=[*(figure.key for figure in figures), "outliers"],
         key_numbers=_key_numbers(lines[-1]),
         figures=figures,
         outlying=outlying,
-        number_text=number_text,
-        script=drawing_script(),
     )
 
 
 def outlying_samples(lines: Sequence[Line]) -> list[Outlying]:
     """Return samples that stood out, the most often first."""
-    times, last, largest = Counter[str](), dict[str, int](), dict[str, float]()
+    seen: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
     for line in lines:
         for each in line.get("outliers") or []:
-            sample = str(each["sample"])
-            times[sample] += 1
-            last[sample] = line["step"]
-            largest[sample] = max(largest.get(sample, 0.0), float(each["norm"]))
-    ordered = sorted(times, key=lambda sample: (-times[sample], -largest[sample]))
-    return [(sample, times[sample], last[sample], largest[sample]) for sample in ordered[:SHOWN]]
+            seen[str(each["sample"])].append((line["step"], float(each["norm"])))
+    found = [(sample, len(at), at[-1][0], max(norm for _, norm in at)) for sample, at in seen.items()]
+    return sorted(found, key=lambda each: (-each[1], -each[3]))[:SHOWN]
 
 
 def findings_of(lines: Sequence[Line], outlying: Sequence[Outlying]) -> list[Finding]:
     """Return the findings to read before any figure."""
     found = []
-    scales = [line for line in lines if _is_number(line.get("critical_batch_size"))]
+    scales = [line for line in lines if _is_number(line.get(SCALE))]
     if len(scales) > 1:
         found.append(_of_scale(scales[0], scales[-1]))
     known = [(line["gradient_norm"], line["step"]) for line in lines if _is_number(line.get("gradient_norm"))]
@@ -142,9 +137,8 @@ def findings_of(lines: Sequence[Line], outlying: Sequence[Outlying]) -> list[Fin
 
 def _of_scale(first: Line, last: Line) -> Finding:
     """Return the change of the noise scale, as far as its intervals show it."""
-    key = "critical_batch_size"
     (below, least), (above, most) = (_interval(line) for line in (first, last))
-    grew = last[key] > first[key]
+    grew = last[SCALE] > first[SCALE]
     between = f"from {_scale_text(first)} to {_scale_text(last)} samples"
     placed = (
         f"Samples place it {interval_text(below, least)} at first, and {interval_text(above, most)} at last."
@@ -152,39 +146,32 @@ def _of_scale(first: Line, last: Line) -> Finding:
         else ""
     )
     if max(below, above) < min(least, most):
-        return Finding(f"The noise scale went {between}, which may be chance.", placed, key)
+        return Finding(f"The noise scale went {between}, which may be chance.", placed, SCALE)
     meaning = "The signal fades, and larger batches pay." if grew else "Samples agree more than they did."
     moved = "grew" if grew else "fell"
-    return Finding(f"The noise scale {moved} {between}.", f"{meaning} {placed}".strip(), key)
+    return Finding(f"The noise scale {moved} {between}.", f"{meaning} {placed}".strip(), SCALE)
 
 
 def _interval(line: Line) -> tuple[float, float]:
     """Return the confidence interval of the noise scale; the number itself if there is none."""
-    key = "critical_batch_size"
-    low, high = line.get(f"{key}_low"), line.get(f"{key}_high")
+    low, high = line.get(f"{SCALE}_low"), line.get(f"{SCALE}_high")
     if low is None or not math.isfinite(low):
-        return float(line[key]), float(line[key])
+        return float(line[SCALE]), float(line[SCALE])
     return float(low), float(high) if high is not None and math.isfinite(high) else math.inf
 
 
 def _scale_text(line: Line) -> str:
-    scale = float(line["critical_batch_size"])
+    scale = float(line[SCALE])
     return rounded_text(scale, scale - _interval(line)[0])
 
 
-def _value_text(line: Line, key: str) -> str:
-    if key == "samples":
-        return f"{line[key]:,}"
-    return _scale_text(line) if key == "critical_batch_size" else number_text(line[key])
-
-
 def _key_numbers(line: Line) -> list[tuple[str, str]]:
-    names = {"samples": "samples a step", **{key: said[0].lower() for key, said in QUANTITIES.items()}}
-    found = []
-    for key, name in names.items():
+    found = [("samples a step", f"{line['samples']:,}")] if _is_number(line.get("samples")) else []
+    for key, (title, _, _) in QUANTITIES.items():
+        name = title.lower()
         if _is_number(line.get(key)):
-            found.append((name, _value_text(line, key)))
-        if key == "critical_batch_size" and _is_number(line.get(f"{key}_low")):
+            found.append((name, _scale_text(line) if key == SCALE else number_text(line[key])))
+        if key == SCALE and _is_number(line.get(f"{key}_low")):
             found.append((f"{name}, range", range_text(*_interval(line))))
     return found[:7]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,134 +30,103 @@ def assemble(
     started: float,
 ) -> Profile:
     """Make the profile: each row takes the values of its parameters together."""
-    mean = result.reduction == "mean"
-    measurements = Measurements(
-        tables,
-        result.samples,
-        sample_scale=result.samples if mean else 1,
-        mean_scale=1.0 if mean else 1 / result.samples,
-    )
-    parameters = {
-        name: measurements.of_parameter(name, settings["monte_carlo_samples"]) for name in tables["gradient"]
-    }
-    tensors = {key: tensor for values in parameters.values() for key, tensor in values.tensors.items()}
-
-    def row(name: str, kind: str, owned: dict[str, nn.Parameter]) -> Layer:
-        reached = {full: parameters[full] for full in owned if full in parameters}
-        layer = Layer(name, kind, sum(parameter.numel() for parameter in owned.values()))
-        if not reached:
-            return layer
-        norms, traces = measurements.of_samples(list(reached))
-        tensors[f"sample_gradient_norm/{name}"] = norms
-        for trace in traces.values():  # the exact one comes last and replaces the estimate
-            tensors[f"sample_ggn_trace/{name}"] = trace
-        return _measured(layer, reached, norms, traces)
-
+    scales = (result.samples, 1.0) if result.reduction == "mean" else (1, 1 / result.samples)
+    rows = Rows(tables, result.samples, settings["monte_carlo_samples"] or 1, *scales)
+    for name in tables["gradient"]:
+        rows.read(name)
     trainable = {name: p for name, p in named_parameters(model) if p.requires_grad}
     layers, modules = [], dict(named_modules(model))
     for owner in dict.fromkeys(owner_of(name) for name in trainable):
         owned = {name: p for name, p in trainable.items() if owner_of(name) == owner}
-        layers.append(row(owner or ROOT, class_before_sharding(modules[owner]).__name__, owned))
+        layers.append(rows.row(owner or ROOT, modules[owner], owned))
     # the factors of single layers say nothing about the whole model
-    total = dataclasses.replace(row(TOTAL, class_before_sharding(modules[""]).__name__, trainable), factors={})
+    total = dataclasses.replace(rows.row(TOTAL, modules[""], trainable), factors={})
     return Profile(
         layers,
         total,
-        loss=result.loss * measurements.mean_scale,
+        loss=result.loss * rows.mean_scale,
         samples=result.samples,
         batches=batches,
         settings=settings,
         seconds=time.perf_counter() - started,
-        tensors={name: tensor.cpu() for name, tensor in tensors.items()},
+        tensors={name: tensor.cpu() for name, tensor in rows.tensors.items()},
     )
 
 
-@dataclass(frozen=True)
-class ParameterValues:
-    """The contribution of one parameter to the row of its layer.
-
-    Args:
-        signal: Squared norm of the mean loss's gradient.
-        noise: Trace of the covariance of the samples' gradients.
-        factors: Spectra of its Kronecker factors by side, ``"A"`` and ``"B"``.
-        tensors: Its saved tensors, by the names of ``Profile.tensors``.
-    """
-
-    signal: float
-    noise: float
-    factors: dict[str, Spectrum]
-    tensors: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Measurements:
-    """Values over a data set, and the scales to the losses of a profile.
+@dataclass
+class Rows:
+    """Values over a data set, from which rows are made.
 
     Args:
         tables: The values, of the loss as it reduces.
         samples: The number of samples.
+        draws: The number of Monte Carlo draws for each.
         sample_scale: The factor from a sample's share of the reduced loss to its own loss.
         mean_scale: The factor from the reduced loss to the mean loss.
+        tensors: The tensors of the profile so far.
+        signal: By parameter, squared norm of the mean loss's gradient.
+        noise: By parameter, trace of the covariance of the samples' gradients.
+        factors: By parameter, spectra of its Kronecker factors by side, ``"A"`` and ``"B"``.
     """
 
     tables: Tables
     samples: int
+    draws: int
     sample_scale: int
     mean_scale: float
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    signal: dict[str, float] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)
+    factors: dict[str, dict[str, Spectrum]] = field(default_factory=dict)
 
-    def of_parameter(self, name: str, draws: int | None) -> ParameterValues:
-        """Return gradient, variance and Kronecker factors of one parameter."""
+    def read(self, name: str) -> None:
+        """Take in gradient, variance and Kronecker factors of one parameter."""
         gradient, deviation = self.tables["gradient"][name]
         variance_scale = self.sample_scale**2 / self.samples
-        tensors = {
-            f"gradient/{name}": gradient * self.mean_scale,
-            f"gradient_variance/{name}": deviation * variance_scale,
-        }
-        factors = {}
+        self.tensors[f"gradient/{name}"] = gradient * self.mean_scale
+        self.tensors[f"gradient_variance/{name}"] = deviation * variance_scale
+        self.signal[name] = float((gradient.double() * self.mean_scale).square().sum())
+        self.noise[name] = float(deviation.double().sum() * variance_scale)
+        self.factors[name] = {}
         for side, factor in zip("BA", self.tables.get("kfac", {}).get(name, []), strict=False):
             scaled = factor * self.mean_scale if side == "B" else factor
-            terms = self.samples * ((draws or 1) if side == "B" else 1)
-            factors[side], eigenvalues = spectrum_of(scaled, terms)
+            terms = self.samples * (self.draws if side == "B" else 1)
+            self.factors[name][side], eigenvalues = spectrum_of(scaled, terms)
             if eigenvalues is not None:
-                tensors[f"kfac/{name}/{side}"] = scaled
-                tensors[f"kfac_eigenvalues/{name}/{side}"] = eigenvalues
-        return ParameterValues(
-            signal=float((gradient.double() * self.mean_scale).square().sum()),
-            noise=float(deviation.double().sum() * variance_scale),
-            factors=factors,
-            tensors=tensors,
-        )
+                self.tensors[f"kfac/{name}/{side}"] = scaled
+                self.tensors[f"kfac_eigenvalues/{name}/{side}"] = eigenvalues
 
-    def of_samples(self, names: list[str]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return gradient norm and GGN traces of each sample, in some parameters together ``[n]``."""
+    def row(self, name: str, module: nn.Module, owned: dict[str, nn.Parameter]) -> Layer:
+        """Return the row of some parameters, and keep the norm and the trace of each sample in them ``[n]``."""
+        layer = Layer(name, class_before_sharding(module).__name__, sum(p.numel() for p in owned.values()))
+        reached = [full for full in owned if full in self.signal]
+        if not reached:
+            return layer
 
         def summed(key: str) -> Tensor:
-            return sum((self.tables[key][name].double().cpu() for name in names), torch.zeros((), device="cpu"))
+            values = (self.tables[key][full].double().cpu() for full in reached)
+            return sum(values, torch.zeros((), device="cpu"))
 
         norms = summed("norms").sqrt() * self.sample_scale
-        computed = [key for key in ("monte_carlo", "exact") if key in self.tables]
-        return norms, {key: summed(key) * self.sample_scale for key in computed}
-
-
-def _measured(
-    layer: Layer, parameters: dict[str, ParameterValues], norms: Tensor, traces: dict[str, Tensor]
-) -> Layer:
-    """Make a row with the values of the parameters that the loss depends on."""
-    noise = sum(values.noise for values in parameters.values())
-    signal = sum(values.signal for values in parameters.values())
-    means = {key: float(trace.mean()) for key, trace in traces.items()}
-    median, percentile = np.quantile(norms.numpy(), [0.5, 0.95])
-    return dataclasses.replace(
-        layer,
-        gradient_norm=math.sqrt(signal),
-        sample_gradient_norm_median=float(median),
-        sample_gradient_norm_95=float(percentile),
-        signal_to_noise=None if noise == 0 else signal / noise,
-        ggn_trace_exact=means.get("exact"),
-        ggn_trace_monte_carlo=means.get("monte_carlo"),
-        factors={
-            f"{name.rpartition('.')[2]}.{side}": spectrum
-            for name, values in parameters.items()
-            for side, spectrum in values.factors.items()
-        },
-    )
+        self.tensors[f"sample_gradient_norm/{name}"] = norms
+        traces: dict[str, float] = {}
+        for key in ("monte_carlo", "exact"):  # the exact one comes last and replaces the estimate
+            if key in self.tables:
+                trace = self.tensors[f"sample_ggn_trace/{name}"] = summed(key) * self.sample_scale
+                traces[key] = float(trace.mean())
+        noise, signal = (sum(values[full] for full in reached) for values in (self.noise, self.signal))
+        median, percentile = np.quantile(norms.numpy(), [0.5, 0.95])
+        return dataclasses.replace(
+            layer,
+            gradient_norm=math.sqrt(signal),
+            sample_gradient_norm_median=float(median),
+            sample_gradient_norm_95=float(percentile),
+            signal_to_noise=None if noise == 0 else signal / noise,
+            ggn_trace_exact=traces.get("exact"),
+            ggn_trace_monte_carlo=traces.get("monte_carlo"),
+            factors={
+                f"{full.rpartition('.')[2]}.{side}": spectrum
+                for full in reached
+                for side, spectrum in self.factors[full].items()
+            },
+        )

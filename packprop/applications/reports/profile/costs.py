@@ -1,4 +1,4 @@
-"""The time and the memory of each quantity in each layer, in the pass over one batch.
+"""The pass over one batch: its memory, operation by operation, and the costs of each quantity in each layer.
 
 # NOTE [Costs of layers]
 Each quantity is asked for alone, once to count bytes and once more to take the time, which is wall time. What
@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -24,17 +24,18 @@ from packprop.applications.dataset.parts import readings_of
 from packprop.applications.dataset.state import MergedResults
 from packprop.applications.dataset.stream import BatchStream
 from packprop.applications.reports.profile.layers import ROOT, TOTAL, owner_of
-from packprop.engine.memory import LiveBytes
+from packprop.engine.memory import LiveBytes, plan_over_data
 from packprop.engine.passes import ChunkSizes, tasks_by_seed
 from packprop.engine.recording import extended
 from packprop.engine.tensors import (
     LossFunction,
+    moved,
     named_parameters,
     random_numbers_from,
     random_states,
     tensors_in,
 )
-from packprop.errors import PackpropWarning
+from packprop.errors import PackpropError, PackpropWarning
 from packprop.types import INPUTS, Extension, Seed
 
 ASKED = "The memory of a pass was to be noted."
@@ -53,6 +54,10 @@ PHASES = {"none": "inputs", "gradient": "gradients", "drawn": "drawn columns", "
 
 PATIENCE = 60.0
 """The report does not run a batch again for each quantity if a pass takes this many seconds."""
+
+POINTS = 400
+"""The number of points of the timeline; each is the maximum of its operations."""
+
 
 Extensions = Callable[[], Sequence[Extension]]
 Phase = tuple[str, int, int]
@@ -74,6 +79,56 @@ class Cost:
     quantity: str
     seconds: float
     bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes of tensor storage in the pass over the first batch, and the plan for it.
+
+    Args:
+        samples: Samples in the batch.
+        timeline: Bytes alive after each operation, at most ``POINTS`` of them: (operation, bytes).
+        operations: The number of operations of the pass.
+        forward: The last operation of the forward pass; ``None`` if it is not known.
+        peak: The most bytes that were alive at once.
+        budget: The budget; ``None`` without one.
+        planned: The peak by the plan, with the results of the batches before; ``None`` if there is no plan.
+        why_not: The reason why there is no plan.
+        parts: The bytes of each kind of tensor at the planned peak.
+        choices: The plan's choices for each parameter; the fields of ``Line``, and ``chunks``.
+        phases: The parts of the pass, in their order: name, first operation, the one after the last; empty if
+            the report cannot tell them apart.
+        costs: The cost of each quantity in each layer; see NOTE [Costs of layers].
+        why_no_costs: The reason why there are no costs.
+    """
+
+    samples: int
+    timeline: list[tuple[int, int]]
+    operations: int
+    forward: int | None
+    peak: int
+    budget: int | None = None
+    planned: int | None = None
+    why_not: str | None = None
+    parts: dict[str, int] = field(default_factory=dict)
+    choices: list[dict[str, Any]] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
+    why_no_costs: str | None = None
+
+    def phase_at(self, operation: int) -> str:
+        """Return the part of the pass that an operation belongs to; empty if the parts are unknown."""
+        return next((name for name, first, after in self.phases if first <= operation < after), "")
+
+    @classmethod
+    def read(cls, saved: dict[str, Any]) -> MemoryUse:
+        """Restore the value from JSON."""
+        read: dict[str, Any] = {
+            "timeline": [(at, size) for at, size in saved["timeline"]],
+            "phases": [(name, first, after) for name, first, after in saved.get("phases", [])],
+            "costs": [Cost(**cost) for cost in saved.get("costs", [])],
+        }
+        return cls(**{**saved, **read})
 
 
 @dataclass
@@ -141,7 +196,18 @@ class OneBatch:
         chosen = tuple(extensions)
         called = None if loss is None else marked
         step = BatchPass(ASKED, self.model, called, MergedResults(chosen), chosen, None, log=visited)
-        with self._around(live, lambda *_: setattr(noted, "forward", now()) if loss is None else None):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore", PackpropWarning)  # the pass over all data has said it
+            if loss is None:
+                hook = self.model.register_forward_hook(lambda *_: setattr(noted, "forward", now()))
+                stack.callback(hook.remove)
+            stack.enter_context(extended(self.model, loss))
+            stack.enter_context(random_numbers_from(random_states([self.device])))
+            if live is not None:
+                stack.enter_context(live)
+                live.own([*self.model.parameters(), *self.model.buffers(), *tensors_in(self.batch)], "before")
+                live.restart()
             noted.start = now()
             parts = readings_of(chosen)[0]
             BatchStream(step, self.device).add(self.batch, self.chunk_sizes, parts, False, 0)
@@ -150,21 +216,71 @@ class OneBatch:
             noted.history, noted.peak = live.history, live.peak
         return noted
 
-    @contextlib.contextmanager
-    def _around(self, live: LiveBytes | None, called: Callable[..., None]) -> Iterator[None]:
-        """Watch passes inside the context; run ``called`` after the model returns."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore", PackpropWarning)  # the pass over all data has said it
-            stack.callback(self.model.register_forward_hook(called).remove)
-            stack.enter_context(extended(self.model, self.loss))
-            stack.enter_context(random_numbers_from(random_states([self.device])))
-            if live is not None:
-                stack.enter_context(live)
-                owned = [*self.model.parameters(), *self.model.buffers(), *tensors_in(self.batch)]
-                live.own(owned, "before")
-                live.restart()
-            yield
+
+def memory_use(
+    model: nn.Module,
+    loss: LossFunction | None,
+    batch: tuple[Any, Any],
+    extensions: Extensions,
+    chunk_sizes: ChunkSizes,
+    memory: int | str | None,
+    device: torch.device,
+) -> MemoryUse:
+    """Run the pass over one batch again, of all quantities and of each alone, and count.
+
+    Random states are restored afterwards.
+
+    Args:
+        model: The model, in the mode of the pass.
+        loss: As for ``compute``.
+        batch: Inputs and targets.
+        extensions: Makes the extensions of the pass, with draws of their own.
+        chunk_sizes: The chunk sizes of the batch.
+        memory: The budget.
+        device: The device of the pass.
+    """
+    batch = moved(batch, device)
+    planned: dict[str, Any]
+    try:
+        plan = plan_over_data(model, loss, batch, extensions(), chunk_sizes, memory, device)
+        choices = [{**asdict(line), "chunks": line.chunks} for line in plan.lines]
+        planned = {"budget": plan.memory, "planned": plan.peak, "parts": plan.parts, "choices": choices}
+    except PackpropError as error:
+        planned = {"why_not": f"{error.where}: {error.why}"}
+    one = OneBatch(model, loss, batch, chunk_sizes, device)
+    chosen = [*extensions()]
+    noted = one.run(chosen, counted=True)
+    seconds = noted.end[0] - noted.start[0]
+    costs: list[Cost] = []
+    alone: list[Noted] = []
+    why_no_costs = None
+    if seconds < PATIENCE:
+        costs, alone = costs_of(one, extensions)
+    else:
+        why_no_costs = f"the pass over the first batch took {seconds:.0f} s, and was not run for each quantity"
+    return MemoryUse(
+        samples=noted.samples,
+        timeline=thinned(noted.history),
+        operations=len(noted.history),
+        forward=None if noted.forward is None else noted.forward[1],
+        peak=noted.peak,
+        phases=phases_of(noted, chosen, alone) if alone else [],
+        costs=costs,
+        why_no_costs=why_no_costs,
+        **planned,
+    )
+
+
+def thinned(history: Sequence[int], points: int = POINTS) -> list[tuple[int, int]]:
+    """Return at most so many points of a timeline, each the highest of its stretch, at its own place.
+
+    >>> thinned([1, 5, 2, 3, 9, 4], points=2)
+    [(1, 5), (4, 9)]
+    """
+    step = -(-len(history) // points) if history else 1
+    starts = range(0, len(history), step)
+    highest = (max(range(at, min(at + step, len(history))), key=history.__getitem__) for at in starts)
+    return [(at, history[at]) for at in highest]
 
 
 def costs_of(batch: OneBatch, extensions: Extensions) -> tuple[list[Cost], list[Noted]]:

@@ -73,6 +73,12 @@ class Layer:
         return next((found for name, found in self.factors.items() if name.endswith(f".{side}")), None)
 
 
+def factor_key(layer: Layer, name: str) -> str:
+    """Return the key of a layer's factor in ``Profile.tensors``, without ``kfac/`` or ``kfac_eigenvalues/``."""
+    parameter, _, side = name.rpartition(".")
+    return f"{parameter}/{side}" if layer.name == ROOT else f"{layer.name}.{parameter}/{side}"
+
+
 def spectrum_of(factor: Tensor, terms: int) -> tuple[Spectrum, Tensor | None]:
     """Return rank and condition of a sum of outer products, and its eigenvalues in ascending order."""
     size = factor.shape[1]

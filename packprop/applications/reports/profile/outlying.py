@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -181,13 +182,11 @@ def outlying_samples(
             OutlyingSample(
                 place,
                 float(norms[place]),
-                said.loss,
-                _words(targets),
-                said.output,
-                text,
-                name,
-                pieces,
-                said.token_losses,
+                target=_words(targets),
+                text=text,
+                picture=name,
+                pieces=pieces,
+                **dataclasses.asdict(said),
             )
         )
     return rows, pictures

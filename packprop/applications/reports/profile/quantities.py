@@ -46,7 +46,7 @@ from packprop.engine.algebra import (
     rows,
     sq_norm,
 )
-from packprop.extensions import KFAC
+from packprop.extensions import KFAC, BatchL2Grad
 from packprop.types import EXACT, GRADIENT, INPUTS, Extension, Row, Seed
 
 EXACT_OUTPUTS = 32
@@ -129,3 +129,17 @@ class BoundedKFAC(KFAC):
         """Return ``[B, A]`` or ``[B]``, with empty tensors for missing factors."""
         cotangents, inputs = values
         return [cotangents] if inputs is None else [cotangents, inputs / samples]
+
+
+def extensions_of(
+    curvature: bool, exact: bool, draws: int, largest_factor: int, seed: int, device: torch.device
+) -> dict[str, Extension]:
+    """Return the extensions of the profile, by short names."""
+    extensions: dict[str, Extension] = {"gradient": GradientMoments(), "norms": BatchL2Grad()}
+    if curvature:
+        generator = torch.Generator(device=device).manual_seed(seed)
+        kfac = BoundedKFAC(draws, generator=generator, largest=largest_factor)
+        extensions |= {"monte_carlo": SampleGGNTrace(kfac.rows[0].seed), "kfac": kfac}
+    if curvature and exact:
+        extensions["exact"] = SampleGGNTrace(EXACT)
+    return extensions

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from packprop.applications.reports.profile.layers import ROOT, Layer, Spectrum
+from packprop.applications.reports.profile.layers import factor_key
 from packprop.applications.reports.profile.values import ProfileValues
 
 NARROW = 0.5
@@ -47,21 +47,13 @@ def narrow_factors(values: ProfileValues) -> list[Narrow]:
             continue
         for name, spectrum in layer.factors.items():
             side = name.rpartition(".")[2]
-            if (layer.name, side) not in found and spectrum.rank is not None:
-                narrow = _narrow(values, layer, name, spectrum)
-                if narrow is not None:
-                    found[layer.name, side] = narrow
+            if (layer.name, side) in found or spectrum.rank is None:
+                continue
+            factor = values.tensors.get(f"kfac/{factor_key(layer, name)}")
+            idle = 0 if factor is None else int((factor.diagonal() == 0).sum())
+            draws = values.settings["monte_carlo_samples"] or 1
+            # at least so many: positions of a sample add to them
+            terms = values.samples * (draws if side == "B" else 1)
+            if idle or spectrum.rank < NARROW * min(spectrum.size, terms):
+                found[layer.name, side] = Narrow(layer.name, side, spectrum.rank, spectrum.size, idle)
     return [*found.values()]
-
-
-def _narrow(values: ProfileValues, layer: Layer, name: str, spectrum: Spectrum) -> Narrow | None:
-    assert spectrum.rank is not None
-    parameter, _, side = name.rpartition(".")
-    full = parameter if layer.name == ROOT else f"{layer.name}.{parameter}"
-    factor = values.tensors.get(f"kfac/{full}/{side}")
-    idle = 0 if factor is None else int((factor.diagonal() == 0).sum())
-    draws = values.settings["monte_carlo_samples"] or 1
-    terms = values.samples * (draws if side == "B" else 1)  # at least: positions of a sample add to them
-    if idle or spectrum.rank < NARROW * min(spectrum.size, terms):
-        return Narrow(layer.name, side, spectrum.rank, spectrum.size, idle)
-    return None

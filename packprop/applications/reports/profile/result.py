@@ -13,21 +13,20 @@ from rich.text import Text
 
 from packprop.applications.reports.page.libraries import can_fill_templates
 from packprop.applications.reports.page.render import fragment_of, page_of
+from packprop.applications.reports.profile.costs import MemoryUse
 from packprop.applications.reports.profile.files import (
     check_folder,
     layer_from,
     read_files,
     replace_file,
 )
-from packprop.applications.reports.profile.memory_use import MemoryUse
 from packprop.applications.reports.profile.outlying import OutlyingSample
-from packprop.applications.reports.profile.shown import Shown
-from packprop.applications.reports.profile.table import footer, headline, profile_table
+from packprop.applications.reports.profile.table import footer, profile_table
 from packprop.applications.reports.profile.values import ProfileValues
 
 
 @dataclass(frozen=True)
-class Profile(Shown, ProfileValues):
+class Profile(ProfileValues):
     """The result of ``profile``: prints as a table, shows itself in a notebook, draws a page, saves and loads.
 
     Its values are those of ``ProfileValues``; NOTE [Profile quantities] explains them.
@@ -61,11 +60,6 @@ class Profile(Shown, ProfileValues):
         outlying = [OutlyingSample(**each) for each in saved["outlying"]]
         loss = math.nan if saved["loss"] is None else saved["loss"]
         return cls(**{**saved, **rows, "loss": loss, "memory": memory, "outlying": outlying}, tensors=tensors)
-
-    @property
-    def headline(self) -> str | None:
-        """Return the warning before any number; ``None`` if the loss and its gradient are finite."""
-        return headline(self.loss, self.total.gradient_norm)
 
     def _page(self) -> str:
         return page_of(self)

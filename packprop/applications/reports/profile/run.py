@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.given import require_model_and_loss
 from packprop.applications.dataset.messages import described, explanation
 from packprop.applications.reports.profile.assembly import assemble
-from packprop.applications.reports.profile.memory_use import memory_use
+from packprop.applications.reports.profile.costs import memory_use
 from packprop.applications.reports.profile.outlying import (
     SHOWN,
     Decode,
@@ -28,13 +29,7 @@ from packprop.applications.reports.profile.outlying import (
     outlying_samples,
     size_of,
 )
-from packprop.applications.reports.profile.quantities import (
-    EXACT_OUTPUTS,
-    LARGEST_FACTOR,
-    BoundedKFAC,
-    GradientMoments,
-    SampleGGNTrace,
-)
+from packprop.applications.reports.profile.quantities import EXACT_OUTPUTS, LARGEST_FACTOR, extensions_of
 from packprop.applications.reports.profile.result import Profile
 from packprop.engine.graph import walk
 from packprop.engine.passes import default_chunk_sizes
@@ -48,9 +43,7 @@ from packprop.engine.tensors import (
     outputs_and_loss,
 )
 from packprop.errors import BadInput, PackpropError
-from packprop.extensions import BatchL2Grad
 from packprop.store.describing import packprop_version
-from packprop.types import EXACT, Extension
 
 ASKED = "packprop.profile(...) was called."
 
@@ -132,11 +125,7 @@ def profile(
             outputs = _outputs_of_a_sample(model, loss, first, device)
         if exact is None:
             exact = outputs is not None and outputs <= EXACT_OUTPUTS
-
-        def extensions() -> dict[str, Extension]:
-            generator = torch.Generator(device=device).manual_seed(seed)
-            return _extensions(curvature, bool(exact), mc_samples, largest_factor, generator)
-
+        extensions = partial(extensions_of, curvature, exact, mc_samples, largest_factor, seed, device)
         asked_for = extensions()
         with _naming_the_option():
             result = compute(
@@ -154,7 +143,7 @@ def profile(
             "model": class_before_sharding(model).__name__,
             "loss": _name_of(loss),
             "device": str(device),
-            "precision": ", ".join(sorted({_precision(p.dtype) for p in model.parameters()})),
+            "precision": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
             "mode": _mode_of(model) if not evaluation else "evaluation",
             "monte_carlo_samples": mc_samples if curvature else None,
             "outputs_of_a_sample": outputs,
@@ -180,19 +169,6 @@ def profile(
         else:
             found.missing["memory"] = "packprop.profile(..., timeline=True) measures it"
         return _with_outliers(found, model, loss, batches, outliers, decode, device)
-
-
-def _extensions(
-    curvature: bool, exact: bool, draws: int, largest_factor: int, generator: torch.Generator
-) -> dict[str, Extension]:
-    """Return the extensions of the profile, by short names."""
-    extensions: dict[str, Extension] = {"gradient": GradientMoments(), "norms": BatchL2Grad()}
-    if curvature:
-        kfac = BoundedKFAC(draws, generator=generator, largest=largest_factor)
-        extensions |= {"monte_carlo": SampleGGNTrace(kfac.rows[0].seed), "kfac": kfac}
-    if curvature and exact:
-        extensions["exact"] = SampleGGNTrace(EXACT)
-    return extensions
 
 
 def _with_outliers(
@@ -318,7 +294,3 @@ def _evaluating(model: nn.Module, evaluation: bool) -> Iterator[None]:
     finally:
         for module, training in before.items():
             module.training = training
-
-
-def _precision(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

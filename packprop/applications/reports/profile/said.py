@@ -84,11 +84,11 @@ def _labels_of(inputs: Any, targets: Any) -> Tensor | None:
 
 def _of_tokens(logits: Tensor, labels: Tensor, value: float) -> Said:
     """Return loss and success token by token, by the reading of outputs that gives the sample's loss."""
-    readings = [
-        (abs(total - value), losses, right)
-        for losses, right in _readings(logits.float(), labels)
-        for total in (_mean(losses), math.fsum(each for each in losses if each is not None))
-    ]
+    readings = []
+    for losses, right in _readings(logits.float(), labels):
+        known = [each for each in losses if each is not None]
+        total = math.fsum(known)
+        readings += [(abs(each - value), losses, right) for each in (total / len(known), total)]
     near, losses, right = min(readings, key=lambda reading: reading[0], default=(math.inf, [], 0))
     precision = max(1e-4, torch.finfo(logits.dtype).eps)
     if not near <= precision * max(abs(value), 1.0):
@@ -119,8 +119,3 @@ def _token_losses(logits: Tensor, labels: Tensor) -> Iterator[tuple[list[float |
     losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED).tolist()
     found = [each if use else None for each, use in zip(losses, counted.tolist(), strict=True)]
     yield found, int((logits.argmax(1) == labels).sum())
-
-
-def _mean(losses: list[float | None]) -> float:
-    known = [each for each in losses if each is not None]
-    return math.fsum(known) / len(known)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
-from packprop.applications.reports.profile.files import write_page
+from packprop.applications.reports.profile.files import json_ready, write_page
 from packprop.applications.reports.profile.table import WIDTH
 from packprop.engine.tensors import plain_text
 
@@ -22,6 +24,14 @@ class Shown(ABC):
     @abstractmethod
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table, piece by piece."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but tensors, as plain numbers, strings, lists and dictionaries."""
+
+    def to_json(self) -> str:
+        """Return ``to_dict`` as text; ``null`` stands for values that are missing, infinite or NaN."""
+        return json.dumps(json_ready(self.to_dict()), indent=2, allow_nan=False) + "\n"
 
     def to_html(self) -> str:
         """Return the page: one HTML file with figures, which needs no network.

@@ -74,16 +74,6 @@ def _lines_of(name: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def headline(loss: float, gradient_norm: float | None) -> str | None:
-    """Return the warning before any number: that the loss, or its gradient, is not finite."""
-    for name, value in (("loss", loss), ("gradient", gradient_norm)):
-        if value is not None and not math.isfinite(value):
-            return (
-                f"The {name} is not finite ({number_text(value)}): the values below say little about the model."
-            )
-    return None
-
-
 def footer(settings: dict[str, Any], loss: float, samples: int, batches: int) -> list[Text]:
     """Describe the computation behind the numbers, and the titles."""
     draws = settings["monte_carlo_samples"]
@@ -146,6 +136,17 @@ def number_text(value: float | None) -> str:
         return f"{value:#.3g}".rstrip(".") if abs(value) < 999.5 else f"{value:.0f}"
     digits, exponent = f"{value:.1e}".split("e")
     return f"{digits}e{int(exponent)}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time to two digits.
+
+    >>> [seconds_text(s) for s in (0.0, 4.2e-5, 0.00123, 0.0468, 0.812, 3.21, 75.0)]
+    ['0.0 ms', '0.042 ms', '1.2 ms', '47 ms', '810 ms', '3.2 s', '75 s']
+    """
+    rounded = float(f"{seconds:.2g}")
+    size, unit = (rounded, "s") if rounded >= 1 else (1000 * rounded, "ms")
+    return f"{size:.0f} {unit}" if size >= 10 else f"{size:#.2g} {unit}"
 
 
 def counted(number: int, noun: str) -> str:

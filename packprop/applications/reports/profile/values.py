@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from packprop.applications.reports.profile.files import FORMAT, json_ready
+from packprop.applications.reports.profile.costs import MemoryUse
+from packprop.applications.reports.profile.files import FORMAT
 from packprop.applications.reports.profile.layers import Layer
-from packprop.applications.reports.profile.memory_use import MemoryUse
 from packprop.applications.reports.profile.outlying import OutlyingSample
+from packprop.applications.reports.profile.shown import Shown
+from packprop.applications.reports.profile.table import number_text
 from packprop.errors import BadInput
 
 
 @dataclass(frozen=True)
-class ProfileValues:
+class ProfileValues(Shown):
     """The values of a profile.
 
     Args:
@@ -50,6 +52,15 @@ class ProfileValues:
     memory: MemoryUse | None = None
     missing: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def headline(self) -> str | None:
+        """Return the warning before any number; ``None`` if the loss and its gradient are finite."""
+        for name, value in (("loss", self.loss), ("gradient", self.total.gradient_norm)):
+            if value is not None and not math.isfinite(value):
+                says = "the values below say little about the model"
+                return f"The {name} is not finite ({number_text(value)}): {says}."
+        return None
+
     def norms_of(self, layer: Layer) -> Tensor | None:
         """Return the norm of each sample's gradient in a layer, or the total ``[n]``, if it is known."""
         return self.tensors.get(f"sample_gradient_norm/{layer.name}")
@@ -75,7 +86,3 @@ class ProfileValues:
         plain = dataclasses.asdict(dataclasses.replace(self, tensors={}))
         del plain["tensors"]
         return {"format": FORMAT, **plain}
-
-    def to_json(self) -> str:
-        """Return ``to_dict`` as text; ``null`` stands for values that are missing, infinite or NaN."""
-        return json.dumps(json_ready(self.to_dict()), indent=2, allow_nan=False) + "\n"

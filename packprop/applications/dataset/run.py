@@ -251,7 +251,7 @@ class Run:
             self._ranks.in_step = True  # until the end of the forward pass
         if not has_any:
             batch = self._stand_in
-            self._batches.take_instead(batch)
+            self._batches.current = batch
         self._add(batch, parts, second, number, counts=has_any)
         self._results.end_pass(self._ranks)
         self._ranks.in_step = True
@@ -275,7 +275,7 @@ class Run:
         assert self._checkpoint is not None
         assert self._moment is not None
         taken = self._batches.count != self._moment.place["batches"]
-        if self._checkpoint.lacks(self._moment.steps) and not (taken and self._batches.has_state):
+        if self._checkpoint.lacks(self._moment.steps) and not (taken and self._batches.source.has_state):
             self._keep()  # a loader's own position would be behind that moment
 
     def _keep(self) -> None:

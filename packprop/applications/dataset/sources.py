@@ -8,7 +8,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,36 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from packprop.applications.dataset.data_facts import data_set_facts, loader_facts
 from packprop.applications.dataset.describing import Describer
-from packprop.applications.dataset.digests import bytes_digest, seed_from, spot_check
-
-
-@dataclass(frozen=True)
-class Ranges:
-    """A sampler of batches: indices of the samples of some batches, in the data's order.
-
-    Args:
-        samples: Samples in all batches.
-        size: Samples in a batch; the last one may have fewer.
-        begin: The first batch.
-        step: From one batch to the next.
-    """
-
-    samples: int
-    size: int
-    begin: int = 0
-    step: int = 1
-
-    @property
-    def numbers(self) -> range:
-        """Numbers of the batches."""
-        return range(self.begin, -(-self.samples // self.size), self.step)
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for number in self.numbers:
-            yield list(range(number * self.size, min(self.samples, (number + 1) * self.size)))
+from packprop.applications.dataset.digests import seed_from, spot_check
 
 
 @dataclass(frozen=True)
@@ -55,11 +26,13 @@ class Samples:
 
     Args:
         data: The data set; its samples have indices.
-        size: Samples in a batch.
+        size: Samples in a batch; the last one may have fewer.
     """
 
     data: Any
     size: int
+    is_read_once: ClassVar = False
+    has_state: ClassVar = False
 
     @property
     def tensors(self) -> Sequence[Tensor] | None:
@@ -68,12 +41,17 @@ class Samples:
         plain = all(getattr(type(self.data), m, None) is getattr(TensorDataset, m, None) for m in methods)
         return self.data.tensors if plain else None
 
-    def open(self, begin: int, rank: int = 0, world: int = 1) -> Iterator[Any]:
+    def generators(self) -> list[torch.Generator]:
+        """Return none: samples come in their order."""
+        return []
+
+    def open(self, begin: int, rank: int, world: int) -> Iterator[Any]:
         """Yield batches from number ``begin`` on: of ``world`` in a row the one of number ``rank``."""
-        ranges = Ranges(len(self.data), self.size, begin + rank, world)
+        starts = range((begin + rank) * self.size, len(self.data), world * self.size)
         if self.tensors is not None:
-            return (tuple(t[at[0] : at[-1] + 1] for t in self.tensors) for at in ranges)
-        return iter(DataLoader(self.data, batch_sampler=ranges))
+            return (tuple(t[at : at + self.size] for t in self.tensors) for at in starts)
+        indices = range(len(self.data))
+        return iter(DataLoader(self.data, batch_sampler=([*indices[at : at + self.size]] for at in starts)))
 
     def facts(self) -> dict[str, Any]:
         """Return facts that tell these data from others, without reading them all."""
@@ -124,8 +102,8 @@ class Given:
         """Describe the code that yields the batches, and some of them if that needs no reading."""
         return loader_facts(self.data, describer)
 
-    def open(self) -> Iterator[Any]:
-        """Yield batches, from the first one on; processes that outlive a reading do not take part.
+    def open(self, begin: int, rank: int, world: int) -> Iterator[Any]:
+        """Yield the loader's batches from its own position on; processes that outlive a reading take no part.
 
         Such processes (``persistent_workers``) go on drawing from their last state, which nobody can restore.
         """
@@ -146,13 +124,10 @@ class Given:
 Source = Samples | Given
 
 
-def source_of(data: Any, size: int) -> Source:
-    """Make a source of samples, if the data have indices; else of a loader."""
-    if isinstance(data, Dataset):
-        if isinstance(data, Sized) and not isinstance(data, IterableDataset):
-            return Samples(data, size)
-        return Given(DataLoader(data, size))
-    return Given(data)
+def source_of(data: Dataset[Any], size: int) -> Source:
+    """Make a source of samples, if the data set has indices; else of a loader."""
+    has_indices = isinstance(data, Sized) and not isinstance(data, IterableDataset)
+    return Samples(data, size) if has_indices else Given(DataLoader(data, size))
 
 
 class Draws:
@@ -184,11 +159,6 @@ class Draws:
         finally:
             self.state = torch.get_rng_state()
             torch.set_rng_state(outside)
-
-
-def chained(before: str, batch: Any) -> str:
-    """Return a text that stands for the batches so far and this one, in their order."""
-    return bytes_digest((before + spot_check(batch)).encode())
 
 
 class Numbers:
@@ -238,17 +208,6 @@ Drawing = torch.Generator | Numbers | Draws
 
 GLOBAL = (Numbers(random), Numbers(np.random))
 """The generators behind Python's ``random`` and ``numpy.random``."""
-
-
-def states_of(generators: Sequence[Drawing]) -> list[Tensor]:
-    """Return the states of generators."""
-    return [generator.get_state() for generator in generators]
-
-
-def set_states(generators: Sequence[Drawing], states: Sequence[Tensor]) -> None:
-    """Restore states that ``states_of`` returned."""
-    for generator, state in zip(generators, states, strict=False):
-        generator.set_state(state)
 
 
 def unless_drawn(was: Tensor, begun: Tensor, now: Tensor) -> Tensor:

@@ -150,8 +150,13 @@ def compute(
         def loaded() -> tuple[Checkpoint | None, Told | None, dict[str, Any] | None]:
             if checkpoint is None or identity is None:
                 return None, None, None
-            kept = Checkpoint(checkpoint, Every(every), identity)
-            return kept, *(_opened(stack, kept, identity, batches) if group.rank == 0 else (None, None))
+            kept, told, own = Checkpoint(checkpoint, Every(every), identity), None, None
+            if group.rank == 0:
+                stack.enter_context(kept.open())
+                told, own = kept.loaded() or (None, None)
+            if told is not None:
+                warn_of_untold(identity, data=told.facts["complete"] or batches.is_placed)
+            return kept, told, own
 
         def stream_of() -> BatchStream:
             stored = stored_results(ASKED, store, model, chosen, resume=told is not None, losses=losses)
@@ -266,17 +271,6 @@ def _when_given(losses: bool, batches: Batches, group: Ranks) -> dict[str, Any]:
     """Return the options that count for the identity of a run only where they are in use."""
     options: dict[str, Any] = {"losses": True} if losses else {}
     return options if isinstance(batches.source, Samples) else {**options, RANKS: group.world}
-
-
-def _opened(
-    stack: contextlib.ExitStack, kept: Checkpoint, identity: Identity, batches: Batches
-) -> tuple[Told | None, dict[str, Any] | None]:
-    """Lock a checkpoint until the stack is closed; return what it holds, and warn of what it cannot tell."""
-    stack.enter_context(kept.open())
-    told, own = kept.loaded() or (None, None)
-    if told is not None:
-        warn_of_untold(identity, data=told.facts["complete"] or batches.is_placed)
-    return told, own
 
 
 def _require_shards(batches: Batches, ranks: Ranks) -> None:

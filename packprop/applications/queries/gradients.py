@@ -139,33 +139,28 @@ class QueryGradients:
             return 0, {}
         found = self._run(batch)
         rows: dict[str, Tensor] = {}
-        waiting: dict[str, Tensor] = {}
-        for name in list(found.rows):
-            dtype, results = found.rows.pop(name)
-            by_extension = {part.whole: values for part, values in results.items()}
-            gradients = of_summed_loss(
-                self._extension, by_extension[self._extension], dtype, found.samples, float(found.terms)
-            )
-            del results
-            order = by_extension[self._extensions[1]][0] if len(self._extensions) > 1 else None
-            by_extension.clear()
-            self.orders[name] = order
-            self._require_finite(name, gradients)
-            if self._projection is None and name not in self._arrays:
+        while found.rows:
+            names = self._together[next(iter(found.rows))]
+            gradients = {name: self._taken(found, name) for name in names if name in found.rows}
+            self._require_finite(gradients)
+            if self._projection is None and names[0] not in self._arrays:
                 continue  # no sample of the store depends on it: rows are zero there
-            waiting[name] = gradients
-            zeros = gradients.new_zeros(())
-            del gradients
-            names = self._together[name]
-            if not any(each in found.rows for each in names):
-                for each in names:  # the batch may use only one of them
-                    waiting.setdefault(each, zeros.expand(found.samples, *self._shapes[each]))
-                self._put(rows, {each: waiting.pop(each) for each in names})
+            zeros = next(iter(gradients.values())).new_zeros(())
+            for name in names:  # the batch may use only one of them
+                gradients.setdefault(name, zeros.expand(found.samples, *self._shapes[name]))
+            self._put(rows, {name: gradients.pop(name) for name in names})
         for name, shape in self._expected.items():  # the batch does not use the parameter
             if name not in rows:
                 dtype = self._dtypes[name] if self._raw else self._arrays[name].dtype
                 rows[name] = torch.zeros(found.samples, *shape, dtype=dtype, device="cpu")
         return found.samples, {name: rows[name] for name in self._expected}
+
+    def _taken(self, found: Found, name: str) -> Tensor:
+        """Take the gradients of a parameter from the results of a batch; keep the order of its entries."""
+        dtype, results = found.rows.pop(name)
+        values, *orders = results.values()
+        self.orders[name] = orders[0][0] if orders else None
+        return of_summed_loss(self._extension, values, dtype, found.samples, float(found.terms))
 
     @property
     def names(self) -> list[str]:
@@ -183,13 +178,16 @@ class QueryGradients:
         """Return rows of queries by parameter as the store has them: projected, if its rows are."""
         if self._projection is None:
             return rows
-        total: Tensor | None = None
+        found: dict[str, Tensor] = {}
         for name in [*rows]:
-            piece = rows.pop(name)
-            part = projected(Dense(piece[None]), self._projection, name, piece.shape[1:])
-            total = part if total is None else total + part
-        assert total is not None
-        return {"": total}
+            _add(found, "", self._projected(name, rows.pop(name)))
+        return found
+
+    def _projected(self, name: str, rows: Tensor) -> Tensor:
+        """Return rows of a parameter, projected if those of the store are."""
+        if self._projection is None:
+            return rows
+        return projected(Dense(rows[None]), self._projection, name, rows.shape[1:])
 
     def _put(self, rows: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
         """Put the results for gradients of parameters that share a block among the rows of a batch."""
@@ -197,23 +195,24 @@ class QueryGradients:
             gradients = {name: each.to(accumulation_dtype(each.dtype)) for name, each in gradients.items()}
         if self._preconditioner is not None and not self._raw:
             gradients = self._preconditioner(self._asked, gradients, self.orders)
-            for name, each in gradients.items():
-                self._require_finite(name, each)
+            self._require_finite(gradients)
         for name in [*gradients]:
-            each = gradients.pop(name)
-            if self._raw or self._projection is None:
-                rows[name] = each.cpu()
-                continue
-            if self._preconditioner is not None:
-                each = projected(Dense(each[None]), self._projection, name, each.shape[1:])
-            part = each.cpu()
-            rows[""] = part if "" not in rows else rows[""] + part
+            part = gradients.pop(name)
+            if self._preconditioner is not None and not self._raw:
+                part = self._projected(name, part)
+            _add(rows, name if self._raw or self._projection is None else "", part.cpu())
 
-    def _require_finite(self, name: str, gradients: Tensor) -> None:
-        if not gradients.isfinite().all():
-            raise PackpropError(
-                self._asked,
-                f"parameter {name!r}",
-                "the gradient of a query is not finite there",
-                "look at the loss of each query, and leave out those that are not finite",
-            )
+    def _require_finite(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, each in gradients.items():
+            if not each.isfinite().all():
+                raise PackpropError(
+                    self._asked,
+                    f"parameter {name!r}",
+                    "the gradient of a query is not finite there",
+                    "look at the loss of each query, and leave out those that are not finite",
+                )
+
+
+def _add(rows: dict[str, Tensor], array: str, part: Tensor) -> None:
+    """Add rows of a parameter to those of an array."""
+    rows[array] = rows[array] + part if array in rows else part

@@ -10,6 +10,7 @@ random vectors join a few queries.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,11 +100,9 @@ class Refiner:
         self._preconditioner, self._device = preconditioner, objective.device
         trained = objective.trained
         self.parameters = {name: trained[name] for name in names}
-        self.batches, own = (
-            objective.batches(refinement.data, refinement.batch_size),
-            [*self.parameters.values()],
-        )
+        self.batches = objective.batches(refinement.data, refinement.batch_size)
         options: dict[str, Any] = {"memory": None, "room": room, "progress": refinement.progress}
+        own = [*self.parameters.values()]
         self._product = DataProduct(objective, self.batches, refinement.matrix, own, **options)
         self.residuals: list[Tensor] = []
 
@@ -131,10 +130,8 @@ class Refiner:
 
     @property
     def _dtype(self) -> torch.dtype:
-        dtype = torch.float32
-        for parameter in self.parameters.values():
-            dtype = torch.promote_types(dtype, accumulation_dtype(parameter.dtype))
-        return dtype
+        dtypes = (accumulation_dtype(parameter.dtype) for parameter in self.parameters.values())
+        return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
     def __call__(
         self,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import StackDataset, TensorDataset
 
-from packprop.engine.tensors import map_tensors, tensors_in
+from packprop.engine.tensors import tensors_in
 from packprop.errors import BadInput
 
 INSTEAD = (
@@ -17,24 +17,6 @@ INSTEAD = (
     "have different lengths, such as one of graphs, a list of batches, [(inputs, targets)]; or, as batches "
     "without targets, dictionaries of the model's arguments by name"
 )
-
-
-class Arguments(Dataset[tuple[Any, Tensor]]):
-    """Samples of a model that takes several arguments.
-
-    Args:
-        inputs: A tuple, list or mapping of tensors ``[n, ...]``.
-        targets: A tensor ``[n, ...]``.
-    """
-
-    def __init__(self, inputs: Any, targets: Tensor) -> None:
-        self.inputs, self.targets = inputs, targets
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[Any, Tensor]:
-        return map_tensors(lambda tensor: tensor[index], self.inputs), self.targets[index]
 
 
 def as_data_set(asked: str, data: Any, whole: bool, shapes: str) -> Any:
@@ -58,7 +40,11 @@ def as_data_set(asked: str, data: Any, whole: bool, shapes: str) -> Any:
     if len(sizes) != 1 or (len(data) != 2 and not whole):
         why = "they are not a pair whose first axes hold the same number of samples"
         raise BadInput(asked, f"data, tensors {shapes}", why, INSTEAD)
-    return TensorDataset(*data) if alone else Arguments(*data)
+    if alone:
+        return TensorDataset(*data)
+    inputs, targets = data
+    several = StackDataset(**inputs) if isinstance(inputs, Mapping) else StackDataset(*inputs)
+    return StackDataset(several, targets)
 
 
 def _is_pair(data: tuple[Any, ...] | list[Any]) -> bool:
@@ -66,5 +52,5 @@ def _is_pair(data: tuple[Any, ...] | list[Any]) -> bool:
     if not isinstance(data, tuple) or len(data) != 2 or not isinstance(data[1], Tensor):
         return False
     inputs = data[0].values() if isinstance(data[0], Mapping) else data[0]
-    nested = isinstance(data[0], (tuple, list, MutableMapping)) and bool(data[0])  # those that can be mapped
+    nested = isinstance(data[0], (tuple, list, Mapping)) and bool(data[0])
     return nested and all(isinstance(each, Tensor) for each in inputs)

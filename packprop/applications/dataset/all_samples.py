@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -52,5 +52,5 @@ def _is_pair(data: tuple[Any, ...] | list[Any]) -> bool:
     if not isinstance(data, tuple) or len(data) != 2 or not isinstance(data[1], Tensor):
         return False
     inputs = data[0].values() if isinstance(data[0], Mapping) else data[0]
-    nested = isinstance(data[0], (tuple, list, Mapping)) and bool(data[0])
+    nested = isinstance(data[0], (tuple, list, MutableMapping)) and bool(data[0])  # those that can be mapped
     return nested and all(isinstance(each, Tensor) for each in inputs)

@@ -18,11 +18,12 @@ from packprop.applications.dataset.ranks import Ranks
 from packprop.applications.dataset.sources import (
     GLOBAL,
     Drawing,
-    Draws,
     Given,
     Numbers,
     Samples,
     Source,
+    drawing_from,
+    generator_of_data,
     source_of,
     unless_drawn,
 )
@@ -101,7 +102,7 @@ class Batches:
             self.source = Given(data)
         self._rest: Iterator[Any] | None = None
         self._rank, self._world = 0, 1
-        self._draws = Draws()
+        self._draws = generator_of_data()
         self._generators: list[Drawing] = [self._draws, *self.source.generators(), *GLOBAL]
         self._start: list[Tensor] = []
 
@@ -180,7 +181,7 @@ class Batches:
         if not self.source.is_read_once:
             self.begin_again()  # the run may have looked at a batch
         self._start = []
-        self._draws.state = ranks.derived(self._draws.state)
+        self._draws.set_state(ranks.derived(self._draws.get_state()))
 
     def begin_again(self) -> None:
         """Begin another reading with the next batch; it draws the same numbers as the last one."""
@@ -231,7 +232,7 @@ class Batches:
         """Return the loader's own position; before its first batch that may be an old one."""
         if not self.source.has_state or not self.count or self.ended:
             return None
-        with self._draws.apart():
+        with drawing_from(self._draws):
             return self.source.data.state_dict()  # type: ignore[union-attr]  # looked at by has_state
 
     def go_to(self, place: Mapping[str, Any], number: int) -> None:
@@ -257,7 +258,7 @@ class Batches:
             self._start = place["start"]
             self._first.clear()
             if isinstance(source, Given):
-                with self._draws.apart():
+                with drawing_from(self._draws):
                     source.data.load_state_dict(place["loader"])  # type: ignore[attr-defined]  # as it had one
             self._open(number)
         self.count, self.digest, self.current = place["batches"], place["digest"], None
@@ -290,7 +291,7 @@ class Batches:
     def _reading(self) -> Iterator[None]:
         """Let the data draw their own random numbers inside, and report errors as those of the data."""
         try:
-            with self._draws.apart():
+            with drawing_from(self._draws):
                 yield
         except PackpropError:
             raise

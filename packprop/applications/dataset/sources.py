@@ -130,35 +130,25 @@ def source_of(data: Dataset[Any], size: int) -> Source:
     return Samples(data, size) if has_indices else Given(DataLoader(data, size))
 
 
-class Draws:
-    """Random numbers of the data: the global generator of the CPU, apart from draws between batches.
+def generator_of_data() -> torch.Generator:
+    """Return a generator for the draws of data, which begins with a state that the global one determines."""
+    return torch.Generator().manual_seed(seed_from(torch.get_rng_state().numpy().tobytes()))
+
+
+@contextlib.contextmanager
+def drawing_from(generator: torch.Generator) -> Iterator[None]:
+    """Make the global generator of the CPU that of the data inside.
 
     So the order of a shuffled loader, and its changes to samples, depend on how many batches it gave, and not
-    on the computation with them. It begins with a state that the global one determines.
+    on the computation with them.
     """
-
-    def __init__(self) -> None:
-        seed = seed_from(torch.get_rng_state().numpy().tobytes())
-        self.state: Tensor = torch.Generator().manual_seed(seed).get_state()
-
-    def get_state(self) -> Tensor:
-        """Return the state of the next draws."""
-        return self.state
-
-    def set_state(self, state: Tensor) -> None:
-        """Draw from this state."""
-        self.state = state
-
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """Make the global generator that of the data inside."""
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self.state)
-        try:
-            yield
-        finally:
-            self.state = torch.get_rng_state()
-            torch.set_rng_state(outside)
+    outside = torch.get_rng_state()
+    torch.set_rng_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(torch.get_rng_state())
+        torch.set_rng_state(outside)
 
 
 class Numbers:
@@ -203,7 +193,7 @@ def _array(found: dict[str, Any]) -> Any:
     return np.array(found["values"], found["dtype"])[()] if found.keys() == {"dtype", "values"} else found
 
 
-Drawing = torch.Generator | Numbers | Draws
+Drawing = torch.Generator | Numbers
 """Types of generators."""
 
 GLOBAL = (Numbers(random), Numbers(np.random))

@@ -32,8 +32,8 @@ from packprop.engine.tensors import (
     LossFunction,
     accumulation_dtype,
     map_tensors,
+    random_numbers_from,
     random_states,
-    set_random_states,
     together,
 )
 
@@ -179,9 +179,8 @@ def _weights_of_more(loss: LossFunction, outputs: Any, targets: Any, samples: in
     def computed(tensor: Tensor) -> Tensor:  # as the model's outputs are: losses of leaves are not recorded
         return more(tensor).requires_grad_().clone() if tensor.is_floating_point() else more(tensor)
 
-    before = random_states()
     try:
-        with torch.enable_grad(), record():
+        with torch.enable_grad(), record(), random_numbers_from(random_states()):
             value = loss(map_tensors(computed, outputs), together(map_tensors(more, targets)))
         graph = walk([value], [None], None)
         graph.samples = samples + 1
@@ -189,8 +188,6 @@ def _weights_of_more(loss: LossFunction, outputs: Any, targets: Any, samples: in
         return found if all(map(math.isfinite, found[TERMS])) else {}
     except Exception:  # the user's loss may refuse these rows in any way
         return {}
-    finally:
-        set_random_states(before)
 
 
 def _together(

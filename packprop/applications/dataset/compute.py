@@ -144,7 +144,11 @@ def compute(
                 if any(map(needs_second_reading, chosen)):
                     keep_generators(model, loss, batches)  # they have to draw the same once more
                 return None
-            options = {"memory": memory, "stored": store is not None, **_when_given(losses, batches, group)}
+            options: dict[str, Any] = {"memory": memory, "stored": store is not None}
+            if losses:
+                options["losses"] = True
+            if not isinstance(batches.source, Samples):
+                options[RANKS] = group.world
             return identity_of(model, loss, chosen, batches, **options)
 
         def loaded() -> tuple[Checkpoint | None, Told | None, dict[str, Any] | None]:
@@ -265,12 +269,6 @@ def _require_rereadable(batches: Batches, chosen: Sequence[Extension]) -> None:
     if twice := [extension for extension in chosen if needs_second_reading(extension)]:
         instead = "give a list of batches, a data loader, a Dataset or tensors; or ask for KFAC or KFLR"
         batches.require_rereadable("data", f"extension {twice[0].name} goes over the samples twice", instead)
-
-
-def _when_given(losses: bool, batches: Batches, group: Ranks) -> dict[str, Any]:
-    """Return the options that count for the identity of a run only where they are in use."""
-    options: dict[str, Any] = {"losses": True} if losses else {}
-    return options if isinstance(batches.source, Samples) else {**options, RANKS: group.world}
 
 
 def _require_shards(batches: Batches, ranks: Ranks) -> None:

@@ -84,12 +84,11 @@ class QueryGradients:
     ) -> None:
         self._raw, self.orders = raw, dict[str, EntryOrder | None]()
         self._asked, self._arrays, self._preconditioner = objective.asked, arrays, preconditioner
-        self._shapes = {name: p.shape for name, p in objective.trained.items()}
-        self._dtypes = {name: p.dtype for name, p in objective.trained.items()}
+        self._trained = objective.trained
         whole = arrays.get("")  # of a store: all parameters together
         options = whole.header.projection if isinstance(whole, StoredArray) else None
         self._projection = None if options is None else Projection(**options)
-        lists = together(None if raw else preconditioner, self._shapes)
+        lists = together(None if raw else preconditioner, self._trained)
         self._together = {name: names for names in lists for name in names}
         self._extension: Extension = BatchGrad()
         if self._projection is not None and preconditioner is None and not raw:
@@ -108,22 +107,19 @@ class QueryGradients:
     @property
     def kept_bytes(self) -> int:
         """Bytes of a query that is ready for the search."""
-        width = max(accumulation_dtype(array.dtype).itemsize for array in self._arrays.values())
-        width = max(width, *(accumulation_dtype(dtype).itemsize for dtype in self._dtypes.values()))
+        rows = *self._arrays.values(), *self._trained.values()
+        width = max(accumulation_dtype(each.dtype).itemsize for each in rows)
         return width * sum(max(1, array.shape[1:].numel()) for array in self._arrays.values())
 
     @property
     def passing_bytes(self) -> int:
         """Bytes of a query's gradients until it is ready, beside those of the model itself."""
-        sizes = {name: shape.numel() * self._dtypes[name].itemsize for name, shape in self._shapes.items()}
+        sizes = [p.numel() * p.dtype.itemsize for p in self._trained.values()]
         if self._extension.savefield == Projected.savefield:
             return 2 * len(sizes) * self._projection_bytes
-        wide = {
-            name: shape.numel() * accumulation_dtype(self._dtypes[name]).itemsize
-            for name, shape in self._shapes.items()
-        }
-        copies = 0 if self._preconditioner is None else 4 * max(wide.values(), default=0)
-        return 2 * sum(sizes.values()) + copies + self._projection_bytes
+        wide = [p.numel() * accumulation_dtype(p.dtype).itemsize for p in self._trained.values()]
+        copies = 0 if self._preconditioner is None else 4 * max(wide)
+        return 2 * sum(sizes) + copies + self._projection_bytes
 
     @property
     def _projection_bytes(self) -> int:
@@ -147,11 +143,11 @@ class QueryGradients:
                 continue  # no sample of the store depends on it: rows are zero there
             zeros = next(iter(gradients.values())).new_zeros(())
             for name in names:  # the batch may use only one of them
-                gradients.setdefault(name, zeros.expand(found.samples, *self._shapes[name]))
+                gradients.setdefault(name, zeros.expand(found.samples, *self._trained[name].shape))
             self._put(rows, {name: gradients.pop(name) for name in names})
         for name, shape in self._expected.items():  # the batch does not use the parameter
             if name not in rows:
-                dtype = self._dtypes[name] if self._raw else self._arrays[name].dtype
+                dtype = (self._trained if self._raw else self._arrays)[name].dtype
                 rows[name] = torch.zeros(found.samples, *shape, dtype=dtype, device="cpu")
         return found.samples, {name: rows[name] for name in self._expected}
 
@@ -165,13 +161,13 @@ class QueryGradients:
     @property
     def names(self) -> list[str]:
         """The parameters whose gradients count: those of the store, if rows are not projected."""
-        return [name for name in self._shapes if self._projection is not None or name in self._arrays]
+        return [name for name in self._trained if self._projection is not None or name in self._arrays]
 
     @property
     def _expected(self) -> dict[str, torch.Size]:
         """Shapes of the rows of a query, by parameter or array."""
         if self._raw:
-            return {name: self._shapes[name] for name in self.names}
+            return {name: self._trained[name].shape for name in self.names}
         return {name: torch.Size(array.shape[1:]) for name, array in self._arrays.items()}
 
     def projected_rows(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -80,9 +80,7 @@ def _preconditioner(objective: Objective, inverse: Inverse, names: list[str] | N
     if refined:
         require_damping(asked, damping, "the matrix of the data")
     if curvature is None:
-        if refined and not factored:
-            return None
-        if damping is not None or factored:
+        if factored or (damping is not None and not refined):
             raise BadInput(
                 asked,
                 f"damping={damping!r}, factored={factored!r} without curvature",

@@ -162,7 +162,7 @@ def compute(
                 warn_of_untold(identity, data=told.facts["complete"] or batches.is_placed)
             return kept, told, own
 
-        def stream_of() -> BatchStream:
+        def begun() -> tuple[BatchStream, Run]:
             stored = stored_results(ASKED, store, model, chosen, resume=told is not None, losses=losses)
             if stored is not None and stored.writer is not store:
                 stack.enter_context(stored.writer)
@@ -170,7 +170,14 @@ def compute(
             step = BatchPass(ASKED, model, loss, results_of(model, merged, sharded), chosen, stored)
             step.sharded = group if sharded else None
             replays = compiled and checkpoint is None and memory is None and not (losses or sharded)
-            return BatchStream(step, place, batches.left if replays else None)
+            stream = BatchStream(step, place, batches.left if replays else None)
+            stack.enter_context(extended(*step.modules))
+            stack.enter_context(long_work_of(chosen, bar=False))
+            budget = budget_of(memory)
+            run = Run(batches, stream, chunk_sizes, place, group, kept, files, progress, budget)
+            if told is not None:
+                run.go_on(told, own)
+            return stream, run
 
         chosen, batches, sharded = group.attempt(checked)
         require_same_shards(ASKED, model, group)
@@ -184,21 +191,10 @@ def compute(
         if files is not None and told is not None:
             own = files.read(told.files, own)
         place = device_of(model, device)
-        stream = group.attempt(stream_of)
         chunk_sizes = ChunkSizesByBatch(
             lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, place)
         )
-
-        def begun() -> Run:
-            stack.enter_context(extended(*stream.step.modules))
-            stack.enter_context(long_work_of(chosen, bar=False))
-            budget = budget_of(memory)
-            run = Run(batches, stream, chunk_sizes, place, group, kept, files, progress, budget)
-            if told is not None:
-                run.go_on(told, own)
-            return run
-
-        run = group.attempt(begun)
+        stream, run = group.attempt(begun)
         shapes = {name: parameter.shape for name, parameter in named_parameters(model)}
         if files is not None and told is not None:
             if told.has_shards:

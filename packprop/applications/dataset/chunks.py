@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from packprop.engine.passes import ChunkSizes
@@ -24,11 +26,8 @@ class ChunkSizesByBatch:
         """Return the chunk sizes for a batch; plan only if no earlier batch was as large in every axis."""
         shapes = [tuple(tensor.shape) for tensor in tensors_in(batch)]
         for known, chunk_sizes in reversed(self._planned):
-            if [*map(len, known)] == [*map(len, shapes)] and all(
-                size <= most
-                for shape, largest in zip(shapes, known, strict=True)
-                for size, most in zip(shape, largest, strict=True)
-            ):
+            are_alike = [*map(len, known)] == [*map(len, shapes)]
+            if are_alike and all(map(operator.le, chain(*shapes), chain(*known))):
                 return chunk_sizes
         self._planned.append((shapes, self._plan(batch)))
         return self._planned[-1][1]

@@ -30,6 +30,7 @@ from packprop.engine.samples import check_graph
 from packprop.engine.tensors import (
     accumulation_dtype,
     free_bytes,
+    moved,
     named_buffers,
     named_parameters,
     outputs_and_loss,
@@ -195,7 +196,7 @@ class DataProduct:
 
     def _forward(self, batch: Any, number: int, merged: MergedResults) -> tuple[Graph, float]:
         """Run the forward pass of a batch, and count it; return its graph, and the divisor of its loss."""
-        (inputs, targets), loss = self._objective.moved(batch), self._objective.loss
+        (inputs, targets), loss = moved(batch, self._device), self._objective.loss
         with torch.enable_grad(), record():
             outputs, value = outputs_and_loss(self._asked, self._objective.model, loss, inputs, targets)
             graph = walk([value], [None], None)

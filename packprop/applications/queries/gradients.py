@@ -18,7 +18,7 @@ from packprop.applications.queries.preconditioning import Preconditioner, togeth
 from packprop.engine.algebra import KEEP, Dense, EntryOrder, Projection, entry_order_of, projected
 from packprop.engine.memory import chunk_sizes_over_data
 from packprop.engine.recording import SameForEachPass
-from packprop.engine.tensors import accumulation_dtype
+from packprop.engine.tensors import accumulation_dtype, moved
 from packprop.errors import PackpropError
 from packprop.extensions import BatchGrad, Projected
 from packprop.store.reading import StoredArray
@@ -42,9 +42,9 @@ class PassesApart:
 
     def __init__(self, objective: Objective, extensions: Sequence[Extension]) -> None:
         asked, model, loss = objective.asked, objective.model, objective.loss
-        self._pass = BatchPass(asked, model, loss, MergedResults([]), extensions, None)
-        self._pass.parts = readings_of(extensions)[0]
-        self._objective, self._same = objective, SameForEachPass(objective.modules)
+        parts = readings_of(extensions)[0]
+        self._pass = BatchPass(asked, model, loss, MergedResults([]), extensions, None, parts)
+        self._device, self._same = objective.device, SameForEachPass(objective.modules)
 
     def __call__(self, batch: tuple[Any, Any]) -> Found:
         """Return the results of a batch.
@@ -52,8 +52,8 @@ class PassesApart:
         Raises:
             PackpropError: If the weights of its terms, behind the loss function, are others than before.
         """
-        each, device = self._pass, self._objective.device
-        inputs, targets = self._objective.moved(batch)
+        each, device = self._pass, self._device
+        inputs, targets = moved(batch, device)
         each.chunk_sizes = chunk_sizes_over_data(each.model, each.loss, batch, each.extensions, None, device)
         with self._same.around():
             return each.run_alone(inputs, targets)

@@ -213,8 +213,7 @@ class ReadSamples:
             batches.require_rereadable("data", why, instead)
             batches.begin_again()
         with random_numbers_from(self._draws):  # the same in each reading
-            for products, terms in products_of(self._objective, batches, extension):
-                yield products.T, terms
+            yield from products_of(self._objective, batches, extension)
 
     def _end_reading(self, samples: int) -> None:
         """Refuse data without samples, and those that are others than in the first reading."""
@@ -258,14 +257,14 @@ def _require_order(asked: str, data: Any) -> None:
 
 
 def products_of(objective: Objective, batches: Batches, extension: Extension) -> Iterator[tuple[Tensor, float]]:
-    """Yield products ``[n, ..., q]`` of each batch with samples, and the divisor of its loss.
+    """Yield products ``[q, n, ...]`` of each batch with samples, and the divisor of its loss.
 
     They are added up over parameters, at the scale of a loss that is summed.
 
     Args:
         objective: The model and the loss.
         batches: The data.
-        extension: The extension of the products.
+        extension: The extension of the products ``[n, ..., q]``.
 
     Raises:
         PackpropError: If one is not finite.
@@ -291,7 +290,7 @@ def products_of(objective: Objective, batches: Batches, extension: Extension) ->
                 f"the inner product of their gradients is {total[tuple(wrong[0])].item()}",
                 "look at the loss of each sample, and leave out those that are not finite",
             )
-        yield total, terms
+        yield total.movedim(-1, 0), terms
         done += found.samples
 
 

@@ -101,7 +101,7 @@ def token_influence(
         found = [products for products, _ in products_of(objective, batches, extension)]
     if not found:
         raise no_samples(ASKED, "data")
-    lengths = sorted({each.shape[1] for each in found})
+    lengths = sorted({each.shape[2] for each in found})
     if len(lengths) > 1:
         raise BadInput(
             ASKED,
@@ -109,7 +109,7 @@ def token_influence(
             f"its samples have {', '.join(map(str, lengths))} tokens",
             "give samples of one length: pad them with targets that the loss ignores (ignore_index)",
         )
-    return torch.cat(found).permute(2, 0, 1).contiguous()
+    return torch.cat(found, 1).contiguous()
 
 
 def _vectors(

@@ -64,11 +64,9 @@ class TermWeights:
             PackpropError: If they differ by more than rounding.
         """
         for name in self.own.keys() & other.keys() - {TERMS}:
-            for before, now in zip(
-                zip(*self.own[name], strict=True), zip(*other[name], strict=True), strict=True
-            ):
-                varies = len({*before}) > 1 or len({*now}) > 1  # an option of each sample
-                if not varies and not self._are_close(before[0], now[0]):
+            for least, most, least_now, most_now in zip(*self.own[name], *other[name], strict=True):
+                varies = least != most or least_now != most_now  # an option of each sample
+                if not varies and not self._are_close(least, least_now):
                     raise not_one_loss(
                         "an option of a loss function, such as weight or pos_weight",
                         "it is another one in another batch or with the last sample twice: quantities would "

@@ -174,7 +174,7 @@ def compute(
             stack.enter_context(extended(*step.modules))
             stack.enter_context(long_work_of(chosen, bar=False))
             budget = budget_of(memory)
-            run = Run(batches, stream, chunk_sizes, place, group, kept, files, progress, budget)
+            run = Run(batches, stream, chunk_sizes, group, kept, files, progress, budget)
             if told is not None:
                 run.go_on(told, own)
             return stream, run

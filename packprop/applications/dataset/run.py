@@ -35,7 +35,6 @@ class Run:
         batches: The data.
         stream: Takes batches.
         chunk_sizes: The chunk sizes of batches.
-        device: The device of results.
         ranks: The ranks of the run.
         checkpoint: The checkpoint of the run, if it has one; the first rank writes it.
         files: The files of ranks in it.
@@ -48,7 +47,6 @@ class Run:
         batches: Batches,
         stream: BatchStream,
         chunk_sizes: ChunkSizesByBatch,
-        device: torch.device | str,
         ranks: Ranks,
         checkpoint: Checkpoint | None,
         files: RankFiles | None,
@@ -57,7 +55,7 @@ class Run:
     ) -> None:
         self._budget = budget
         self._batches, self._stream, self._chunk_sizes = batches, stream, chunk_sizes
-        self._device, self._ranks, self._progress = device, ranks, progress
+        self._ranks, self._progress = ranks, progress
         self._checkpoint, self._files = checkpoint, files
         self._results = stream.step.merged
         self._readings = readings_of(stream.step.extensions)
@@ -85,10 +83,10 @@ class Run:
         place = self._own_place(told, own)
         self._reading, self._is_complete = told.facts["reading"], told.facts["complete"]
         self._number = told.facts["number"]
-        take_up(self._results, own, told.shared, self._device)
+        take_up(self._results, own, told.shared, self._stream.device)
         assert self._files is not None
         if not self._ranks.rank and len(told.files) != self._ranks.world:
-            take_up_others(self._results, self._files.in_turn(told.files[1:]), self._device)
+            take_up_others(self._results, self._files.in_turn(told.files[1:]), self._stream.device)
         self._chunk_sizes.restore(told.chunks if own is None else own["chunks"])
         self._draws.begin = place["begin"]
         self._drawn_outside = self._batches.states
@@ -128,7 +126,7 @@ class Run:
             self._ranks.tell(error)
             if self._ranks.world > 1:
                 self._draws.set(self._draws.before)
-            if self._ranks.world == 1 and self._results.whole:
+            elif self._results.whole:
                 with contextlib.suppress(Exception):  # the first error says more
                     self._keep_what_is_lacking()
             kept = "" if self._checkpoint is None else self._checkpoint.kept
@@ -183,8 +181,8 @@ class Run:
         shown = self._progress and not self._ranks.rank
         self._ranks.in_step = True
         done, left = self._batches.count, operator.length_hint(self._batches)
-        with progress_bar(said, done, left, self._budget, torch.device(self._device), shown) as advance:
-            for batch in self._with_the_others(self._batches):
+        with progress_bar(said, done, left, self._budget, torch.device(self._stream.device), shown) as advance:
+            for batch in self._with_the_others():
                 self._take(batch)
                 advance(int(self._results.again[0]) if second else self._results.samples)
                 raise_lost_interrupt()
@@ -248,9 +246,9 @@ class Run:
         self._results.end_pass(self._ranks)
         self._ranks.in_step = True
 
-    def _with_the_others(self, batches: Iterator[Any] | Any) -> Iterator[Any]:
+    def _with_the_others(self) -> Iterator[Any]:
         """Yield the batches of this rank, then ``None`` as long as others have some."""
-        yield from batches
+        yield from self._batches
         while self._ranks.world > 1:
             yield None
             if not self._others_go_on:

@@ -29,7 +29,7 @@ class BatchStream:
     def __init__(
         self, step: BatchPass, device: torch.device | str, left: Callable[[], int] | None = None
     ) -> None:
-        self.step, self._device = step, device
+        self.step, self.device = step, device
         self._same = SameForEachPass(step.modules)
         self._replayer = None
         if left is not None:
@@ -57,7 +57,7 @@ class BatchStream:
         """
         if is_empty(batch):
             return
-        inputs, targets = moved(batch, self._device)
+        inputs, targets = moved(batch, self.device)
         step = self.step
         step.number, step.chunk_sizes = number, chunk_sizes
         step.parts, step.second = parts, second

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from packprop.applications.dataset.all_samples import as_data_set
 from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.digests import bytes_digest, spot_check
 from packprop.applications.dataset.messages import described, explanation, has_tensors, shapes
@@ -22,6 +21,7 @@ from packprop.applications.dataset.sources import (
     Numbers,
     Samples,
     Source,
+    as_data_set,
     drawing_from,
     generator_of_data,
     source_of,

@@ -14,7 +14,6 @@ from torch.utils.data import DistributedSampler
 from packprop.applications.dataset.batch_pass import BatchPass
 from packprop.applications.dataset.batches import Batches, Data
 from packprop.applications.dataset.checkpoint import Checkpoint, Every, Told
-from packprop.applications.dataset.chunks import ChunkSizesByBatch
 from packprop.applications.dataset.given import device_of
 from packprop.applications.dataset.identity import (
     OF_RANK,
@@ -34,7 +33,7 @@ from packprop.applications.dataset.sharded import is_sharded_over, require_same_
 from packprop.applications.dataset.shards import results_of, take_up_shards
 from packprop.applications.dataset.sources import Samples
 from packprop.applications.dataset.stored import stored_results
-from packprop.applications.dataset.stream import BatchStream
+from packprop.applications.dataset.stream import BatchStream, ChunkSizesByBatch
 from packprop.engine.algebra import SINGLE
 from packprop.engine.distributed import AllRanks
 from packprop.engine.memory import budget_of, chunk_sizes_over_data

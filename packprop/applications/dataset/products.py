@@ -15,9 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from packprop.applications.dataset.batches import Batches
 from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.given import Objective
-from packprop.applications.dataset.loss_terms import counted_terms, is_scaled
+from packprop.applications.dataset.loss_terms import TermWeights, counted_terms, is_scaled
 from packprop.applications.dataset.messages import described, no_samples
-from packprop.applications.dataset.one_loss import TermWeights
 from packprop.applications.dataset.progress import progress_bar
 from packprop.applications.dataset.row_products import row_product
 from packprop.applications.dataset.state import MergedResults

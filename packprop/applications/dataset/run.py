@@ -12,7 +12,6 @@ from torch import Tensor
 
 from packprop.applications.dataset.batches import Batches
 from packprop.applications.dataset.checkpoint import Checkpoint, Moment, Told
-from packprop.applications.dataset.chunks import ChunkSizesByBatch
 from packprop.applications.dataset.interrupts import interrupts_kept
 from packprop.applications.dataset.joining import require_divided, take_up, take_up_others
 from packprop.applications.dataset.messages import no_samples
@@ -24,7 +23,7 @@ from packprop.applications.dataset.result import Result
 from packprop.applications.dataset.run_draws import RunDraws
 from packprop.applications.dataset.saved import packed
 from packprop.applications.dataset.sources import Samples
-from packprop.applications.dataset.stream import BatchStream, is_empty
+from packprop.applications.dataset.stream import BatchStream, ChunkSizesByBatch, is_empty
 from packprop.errors import PackpropError
 
 

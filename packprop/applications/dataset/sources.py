@@ -6,18 +6,27 @@ import contextlib
 import copy
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset, TensorDataset
 
 from packprop.applications.dataset.data_facts import data_set_facts, loader_facts
 from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.digests import seed_from, spot_check
+from packprop.engine.tensors import tensors_in
+from packprop.errors import BadInput
+
+INSTEAD = (
+    "give a tensor of inputs [n, ...] and a tensor of targets [n, ...], as (inputs, targets); for a model of "
+    "several arguments a tuple or a mapping of such tensors, as ((a, b), targets); of a batch whose tensors "
+    "have different lengths, such as one of graphs, a list of batches, [(inputs, targets)]; or, as batches "
+    "without targets, dictionaries of the model's arguments by name"
+)
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,43 @@ def source_of(data: Dataset[Any], size: int) -> Source:
     """Make a source of samples, if the data set has indices; else of a loader."""
     has_indices = isinstance(data, Sized) and not isinstance(data, IterableDataset)
     return Samples(data, size) if has_indices else Given(DataLoader(data, size))
+
+
+def as_data_set(asked: str, data: Any, whole: bool, shapes: str) -> Any:
+    """Return tensors of all samples as a data set, and other data as they are.
+
+    Args:
+        asked: The call of the user, for messages.
+        data: Data of any form.
+        whole: Says that the model takes whole batches, so that there are no targets apart.
+        shapes: A description of the shapes, for messages.
+
+    Raises:
+        BadInput: For tensors of unequal length, or more than inputs and targets.
+    """
+    if not isinstance(data, (tuple, list)) or not data or (whole and isinstance(data, list)):
+        return data  # without targets apart, a list holds batches
+    alone = all(isinstance(each, Tensor) for each in data)
+    if not alone and (whole or not _is_pair(data)):
+        return data
+    sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors_in(data)}
+    if len(sizes) != 1 or (len(data) != 2 and not whole):
+        why = "they are not a pair whose first axes hold the same number of samples"
+        raise BadInput(asked, f"data, tensors {shapes}", why, INSTEAD)
+    if alone:
+        return TensorDataset(*data)
+    inputs, targets = data
+    several = StackDataset(**inputs) if isinstance(inputs, Mapping) else StackDataset(*inputs)
+    return StackDataset(several, targets)
+
+
+def _is_pair(data: tuple[Any, ...] | list[Any]) -> bool:
+    """Tell whether data are several inputs and their targets; two batches hold their own targets each."""
+    if not isinstance(data, tuple) or len(data) != 2 or not isinstance(data[1], Tensor):
+        return False
+    inputs = data[0].values() if isinstance(data[0], Mapping) else data[0]
+    nested = isinstance(data[0], (tuple, list, MutableMapping)) and bool(data[0])  # those that can be mapped
+    return nested and all(isinstance(each, Tensor) for each in inputs)
 
 
 def generator_of_data() -> torch.Generator:

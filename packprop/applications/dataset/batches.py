@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.digests import bytes_digest, spot_check
-from packprop.applications.dataset.messages import described, explanation, has_tensors, shapes
+from packprop.applications.dataset.messages import described, explanation, has_tensors
 from packprop.applications.dataset.ranks import Ranks
 from packprop.applications.dataset.sources import (
     GLOBAL,
@@ -20,8 +20,6 @@ from packprop.applications.dataset.sources import (
     Given,
     Numbers,
     Samples,
-    Source,
-    as_data_set,
     drawing_from,
     generator_of_data,
     source_of,
@@ -35,9 +33,6 @@ Inputs = Tensor | tuple[Tensor, ...] | list[Tensor] | Mapping[str, Tensor]
 
 Data = Dataset[Any] | tuple[Inputs, Tensor] | Iterable[Any]
 """Data of any form."""
-
-BATCH_SIZE = 128
-"""Samples in a batch if the data come sample by sample."""
 
 END = object()
 """The sign that no batch is left."""
@@ -70,36 +65,7 @@ class Batches:
         self.watched, self.digest = False, ""
         self.current: Any = None
         self._first: list[Any] = []
-        if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
-            why, instead = "it is no number of samples", "give a whole number of at least 1, or leave it out"
-            raise BadInput(asked, f"batch_size={batch_size!r}", why, instead)
-        data = as_data_set(asked, data, whole, shapes(data))
-        self.source: Source
-        if isinstance(data, Dataset):
-            self.source = source_of(data, batch_size or BATCH_SIZE)
-        elif isinstance(data, Mapping):
-            raise BadInput(
-                asked,
-                f"data {described(data)}",
-                "a mapping is one batch, not data that batches are taken from",
-                "give a list of batches, [batch], a data loader or a Dataset",
-            )
-        elif not isinstance(data, Iterable):
-            raise BadInput(
-                asked,
-                f"data {described(data)}",
-                "it is neither a data set nor can it be iterated over",
-                "give a Dataset, a pair of tensors, or batches (inputs, targets)",
-            )
-        elif batch_size is not None:
-            raise BadInput(
-                asked,
-                f"batch_size={batch_size} with data {described(data)}",
-                "these data come in batches already",
-                "leave the batch size out, or give a Dataset or a pair of tensors",
-            )
-        else:
-            self.source = Given(data)
+        self.source = source_of(asked, data, batch_size, whole)
         self._rest: Iterator[Any] | None = None
         self._rank, self._world = 0, 1
         self._draws = generator_of_data()

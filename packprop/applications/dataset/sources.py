@@ -18,8 +18,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset,
 from packprop.applications.dataset.data_facts import data_set_facts, loader_facts
 from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.digests import seed_from, spot_check
+from packprop.applications.dataset.messages import described, shapes
 from packprop.engine.tensors import tensors_in
 from packprop.errors import BadInput
+
+BATCH_SIZE = 128
+"""Samples in a batch if the data come sample by sample."""
 
 INSTEAD = (
     "give a tensor of inputs [n, ...] and a tensor of targets [n, ...], as (inputs, targets); for a model of "
@@ -133,20 +137,42 @@ class Given:
 Source = Samples | Given
 
 
-def source_of(data: Dataset[Any], size: int) -> Source:
-    """Make a source of samples, if the data set has indices; else of a loader."""
-    has_indices = isinstance(data, Sized) and not isinstance(data, IterableDataset)
-    return Samples(data, size) if has_indices else Given(DataLoader(data, size))
-
-
-def as_data_set(asked: str, data: Any, whole: bool, shapes: str) -> Any:
-    """Return tensors of all samples as a data set, and other data as they are.
+def source_of(asked: str, data: Any, batch_size: int | None, whole: bool) -> Source:
+    """Return the source of data of any form: of samples if they have indices, else of batches.
 
     Args:
         asked: The call of the user, for messages.
         data: Data of any form.
+        batch_size: Samples in a batch; only for data that come sample by sample.
         whole: Says that the model takes whole batches, so that there are no targets apart.
-        shapes: A description of the shapes, for messages.
+
+    Raises:
+        BadInput: For data of another form, or a batch size that is none, or is not wanted.
+    """
+    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+        why, instead = "it is no number of samples", "give a whole number of at least 1, or leave it out"
+        raise BadInput(asked, f"batch_size={batch_size!r}", why, instead)
+    data, where = _as_data_set(asked, data, whole), ""
+    if isinstance(data, Dataset):
+        size = batch_size or BATCH_SIZE
+        has_indices = isinstance(data, Sized) and not isinstance(data, IterableDataset)
+        return Samples(data, size) if has_indices else Given(DataLoader(data, size))
+    if isinstance(data, Mapping):
+        why = "a mapping is one batch, not data that batches are taken from"
+        instead = "give a list of batches, [batch], a data loader or a Dataset"
+    elif not isinstance(data, Iterable):
+        why = "it is neither a data set nor can it be iterated over"
+        instead = "give a Dataset, a pair of tensors, or batches (inputs, targets)"
+    elif batch_size is None:
+        return Given(data)
+    else:
+        where, why = f"batch_size={batch_size} with ", "these data come in batches already"
+        instead = "leave the batch size out, or give a Dataset or a pair of tensors"
+    raise BadInput(asked, f"{where}data {described(data)}", why, instead)
+
+
+def _as_data_set(asked: str, data: Any, whole: bool) -> Any:
+    """Return tensors of all samples as a data set, and other data as they are.
 
     Raises:
         BadInput: For tensors of unequal length, or more than inputs and targets.
@@ -159,7 +185,7 @@ def as_data_set(asked: str, data: Any, whole: bool, shapes: str) -> Any:
     sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors_in(data)}
     if len(sizes) != 1 or (len(data) != 2 and not whole):
         why = "they are not a pair whose first axes hold the same number of samples"
-        raise BadInput(asked, f"data, tensors {shapes}", why, INSTEAD)
+        raise BadInput(asked, f"data, tensors {shapes(data)}", why, INSTEAD)
     if alone:
         return TensorDataset(*data)
     inputs, targets = data

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packprop.applications.dataset.batches import BATCH_SIZE, Batches, Data
+from packprop.applications.dataset.batches import Batches, Data
 from packprop.applications.dataset.given import Objective, objective_of
 from packprop.applications.dataset.messages import no_samples
 from packprop.applications.dataset.result import Result
-from packprop.applications.dataset.sources import Samples
+from packprop.applications.dataset.sources import BATCH_SIZE, Samples
 from packprop.applications.queries.candidates import (
     Candidates,
     Ends,

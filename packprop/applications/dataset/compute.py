@@ -131,9 +131,8 @@ def compute(
             chosen = check_extensions(ASKED, extensions, *more)
             _require_mergeable(chosen)
             sharded = is_sharded_over(ASKED, model, group, memory)
-            batches = data
-            if not isinstance(batches, Batches):
-                batches = Batches(ASKED, batches, batch_size, whole=loss is None)
+            whole = loss is None
+            batches = data if isinstance(data, Batches) else Batches(ASKED, data, batch_size, whole)
             _require_rereadable(batches, chosen)
             _require_shards(batches, group)
             return chosen, batches, sharded

@@ -100,12 +100,8 @@ class StoredSamples:
         """
         row = bytes_of_a_row(self.arrays, 1)
         if row > budget // 2:
-            raise too_small(
-                self._asked,
-                "a row of the store",
-                f"it takes {byte_text(row)}, which is more than half of it",
-                f"give at least {byte_text(2 * row)}",
-            )
+            takes = f"it takes {byte_text(row)}"
+            raise too_large(self._asked, "a row of the store", takes, "half of it", 2 * row)
         return budget // 4
 
     def facts(self) -> dict[str, Any]:
@@ -297,3 +293,8 @@ def products_of(objective: Objective, batches: Batches, extension: Extension) ->
 def too_small(asked: str, where: str, why: str, instead: str) -> PackpropError:
     """Return the error for a budget that is too small for some part of the work."""
     return BadInput(asked, f"the budget of memory, and {where}", why, instead)
+
+
+def too_large(asked: str, where: str, takes: str, part: str, enough: int) -> PackpropError:
+    """Return the error for something that takes more than a part of the budget; ``enough`` bytes would do."""
+    return too_small(asked, where, f"{takes}, which is more than {part}", f"give at least {byte_text(enough)}")

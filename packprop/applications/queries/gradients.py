@@ -91,13 +91,12 @@ class QueryGradients:
         lists = together(None if raw else preconditioner, self._trained)
         self._together = {name: names for names in lists for name in names}
         self._extension: Extension = BatchGrad()
-        if self._projection is not None and preconditioner is None and not raw:
-            dimension, kind = self._projection.dimension, self._projection.kind
-            self._extension = Projected(BatchGrad(), dimension, kind=kind, seed=self._projection.seed)
-        self._extensions: list[Extension] = [self._extension]
+        if options is not None and preconditioner is None and not raw:
+            self._extension = Projected(BatchGrad(), **options)
+        extensions: list[Extension] = [self._extension]
         if preconditioner is not None and preconditioner.as_factors:
-            self._extensions.append(EntryOrders())
-        self._run = PassesApart(objective, self._extensions)
+            extensions.append(EntryOrders())
+        self._run = PassesApart(objective, extensions)
 
     @property
     def curvature(self) -> str | None:

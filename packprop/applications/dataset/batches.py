@@ -114,7 +114,7 @@ class Batches:
             BadInput: If there can be no second reading.
         """
         if self.source.is_read_once:
-            where = f"{what} {described(getattr(self.source, 'data', self))}"
+            where = f"{what} {described(self.source.data)}"
             raise BadInput(self.asked, where, f"{why}, and these data can be read once", instead)
 
     def first(self) -> tuple[Any, Any] | None:

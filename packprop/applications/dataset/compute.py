@@ -271,7 +271,7 @@ def _require_shards(batches: Batches, ranks: Ranks) -> None:
     Raises:
         BadInput: If the data come from such a sampler.
     """
-    sampler = getattr(getattr(batches.source, "data", None), "sampler", None)
+    sampler = getattr(batches.source.data, "sampler", None)
     if ranks.world == 1 or not isinstance(sampler, DistributedSampler):
         return
     samples = len(sampler.dataset)  # type: ignore[arg-type]  # it has asked for the length itself

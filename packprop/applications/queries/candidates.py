@@ -156,7 +156,7 @@ class ReadSamples:
         self._asked, self.arrays = objective.asked, rows_like(objective)
         self._readings, self._first, self._draws = 0, (0, ""), random_states()
         batches.watched = True
-        _require_order(self._asked, getattr(batches.source, "data", None))
+        _require_order(self._asked, batches.source.data)
 
     def room(self, budget: int) -> int:
         """Return a third: queries are made in another one; vectors on the device take the last one."""

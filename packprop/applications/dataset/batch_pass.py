@@ -10,6 +10,7 @@ However much sweeps differ between ranks, it does not matter: see NOTE [Rounds].
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,8 +44,8 @@ from packprop.engine.tensors import (
 from packprop.errors import PackpropWarning
 from packprop.types import Extension
 
-Take = Callable[[str, torch.dtype, int, float, dict[Part, list[Any]]], None]
-"""Takes results of a parameter: its name and precision, the samples, the divisor of the loss, the values."""
+Take = Callable[[str, torch.dtype, dict[Part, list[Any]]], None]
+"""Takes results of a parameter: its name, its precision, the values."""
 
 FOUND = (0, "what a batch brought")
 """The key of a batch's results in an ``Outcome``."""
@@ -66,6 +67,10 @@ class Found(NamedTuple):
     terms: Tensor | float
     weights: dict[str, Tensor]
     rows: dict[str, tuple[torch.dtype, dict[Part, list[Any]]]]
+
+    def take(self, name: str, dtype: torch.dtype, results: dict[Part, list[Any]]) -> None:
+        """Keep the results of a parameter."""
+        self.rows[name] = dtype, results
 
 
 @dataclass
@@ -117,35 +122,25 @@ class BatchPass:
 
     def run(self, inputs: Any, targets: Any) -> Tensor:
         """Run the pass, and merge the results of each parameter as they come; return the loss."""
-        return self._run(inputs, targets, self._merge)[0]
+        return self._run(inputs, targets, merges=True)[0]
 
     def run_alone(self, inputs: Any, targets: Any) -> Found:
         """Run the pass with the same checks, and return its results instead of merging them."""
-        rows: dict[str, tuple[torch.dtype, dict[Part, list[Any]]]] = {}
+        return self._run(inputs, targets, merges=False)[1]
 
-        def take(
-            name: str, dtype: torch.dtype, samples: int, terms: float, found: dict[Part, list[Any]]
-        ) -> None:
-            rows[name] = dtype, found
-
-        return self._run(inputs, targets, take)[1]._replace(rows=rows)
-
-    def _run(self, inputs: Any, targets: Any, take: Take) -> tuple[Tensor, Found]:
+    def _run(self, inputs: Any, targets: Any, merges: bool) -> tuple[Tensor, Found]:
         outputs, loss, graph = self._recorded(inputs, targets)
         with self._put_together(graph):
             self._settle(graph)
             before = self.merged.weights
             reduction, terms, weights = counted_terms(graph, before, self.loss, outputs, targets)
             del outputs
-
-            def done(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
-                name, dtype = self._name_of(graph, leaf), graph.home(leaf).dtype
-                take(name, dtype, graph.samples, terms, self._kept(found))
-
+            found = Found(graph.samples, reduction, terms, weights, {})
             with _quiet_without(terms):
-                self._backward(graph, done)
+                take = functools.partial(self._merge, graph.samples, terms) if merges else found.take
+                self._backward(graph, take)
             self._count(graph.samples, reduction, terms, loss)  # inside: if it fails here, others are told
-        return loss, Found(graph.samples, reduction, terms, weights, {})
+        return loss, found
 
     def take_part(self, inputs: Any, targets: Any) -> None:
         """Run the pass because other ranks need this one in it; merge nothing."""
@@ -154,22 +149,17 @@ class BatchPass:
             settle_loss_inputs(graph, self.parts)
             check_graph(graph)
             with _quiet_without(number_of_terms(loss_terms(graph).divisor)):
-                self._backward(graph, _dropped)
+                self._backward(graph, lambda *results: None)
 
     def run_apart(self, parameters: Sequence[Tensor], inputs: Any, targets: Any) -> Outcome:
         """Run the pass, and merge nothing."""
         _, loss, graph = self._recorded(inputs, targets)
         self._settle(graph)
-        reduction, terms, weights = loss_terms(graph)
-        rows: dict[str, tuple[torch.dtype, dict[Part, list[Any]]]] = {}
-
-        def done(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
-            rows[self._name_of(graph, leaf)] = (leaf.dtype, self._kept(found))
-
-        samples = graph.samples
-        with contextlib.nullcontext() if is_traced() else _quiet_without(float(terms)):
-            self._backward(graph, done)
-        return Outcome(loss, {}, {FOUND: Found(samples, reduction, terms, weights, rows)}, [])
+        terms = loss_terms(graph)
+        found = Found(graph.samples, *terms, {})
+        with contextlib.nullcontext() if is_traced() else _quiet_without(float(terms.divisor)):
+            self._backward(graph, found.take)
+        return Outcome(loss, {}, {FOUND: found}, [])
 
     def deliver(self, parameters: Sequence[Tensor], outcome: Outcome) -> Tensor:
         """Merge the results of a pass or its graph; return the loss."""
@@ -177,7 +167,7 @@ class BatchPass:
         terms = number_of_terms(found.terms)
         self.merged.weights.add(found.weights, terms)
         for name, (dtype, rows) in found.rows.items():
-            self._merge(name, dtype, found.samples, terms, rows)
+            self._merge(found.samples, terms, name, dtype, rows)
         self._count(found.samples, found.reduction, terms, outcome.loss)
         return outcome.loss
 
@@ -229,7 +219,13 @@ class BatchPass:
         finally:
             reshard(self.model)  # the outermost unit stays after a forward pass, for a backward pass
 
-    def _backward(self, graph: Graph, done: Any) -> None:
+    def _backward(self, graph: Graph, take: Take) -> None:
+        """Run the backward pass; drop results that a second reading computes once more."""
+
+        def done(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
+            parts = [part for part in self.parts if part in found and not (self.second and part.is_whole)]
+            take(self._name_of(graph, leaf), graph.home(leaf).dtype, {part: found[part] for part in parts})
+
         def known(leaf: Tensor, extension: Extension) -> list[Any]:
             assert isinstance(extension, Part)
             return self.merged.known(self._name_of(graph, leaf), extension.whole)
@@ -245,14 +241,8 @@ class BatchPass:
     def _name_of(self, graph: Graph, leaf: Tensor) -> str:
         return self._names.get(id(leaf)) or graph.name(leaf)
 
-    def _kept(self, found: dict[Extension, list[Any]]) -> dict[Part, list[Any]]:
-        """Return results without those that a second reading computes once more."""
-        return {
-            part: found[part] for part in self.parts if part in found and not (self.second and part.is_whole)
-        }
-
     def _merge(
-        self, name: str, dtype: torch.dtype, samples: int, terms: float, rows: dict[Part, list[Any]]
+        self, samples: int, terms: float, name: str, dtype: torch.dtype, rows: dict[Part, list[Any]]
     ) -> None:
         if self.stored is not None and not self.second:
             rows = self.stored.take(name, dtype, samples, terms, rows)
@@ -265,10 +255,6 @@ class BatchPass:
         if self.stored is not None:
             self.stored.end_batch(self.batch, samples, terms)
         self.merged.count(self.number, samples, terms, loss, reduction)
-
-
-def _dropped(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
-    """Ignore the results."""
 
 
 @contextlib.contextmanager

@@ -10,22 +10,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from packprop.applications.dataset.all_samples import as_data_set
 from packprop.applications.dataset.describing import Describer
-from packprop.applications.dataset.messages import described, explanation, has_tensors, shapes
+from packprop.applications.dataset.digests import bytes_digest, spot_check
+from packprop.applications.dataset.messages import described, explanation, has_tensors
 from packprop.applications.dataset.ranks import Ranks
 from packprop.applications.dataset.sources import (
     GLOBAL,
     Drawing,
-    Draws,
     Given,
     Numbers,
     Samples,
-    Source,
-    chained,
-    set_states,
+    drawing_from,
+    generator_of_data,
     source_of,
-    states_of,
     unless_drawn,
 )
 from packprop.engine.tensors import LABELS, Apart, inputs_and_targets
@@ -36,9 +33,6 @@ Inputs = Tensor | tuple[Tensor, ...] | list[Tensor] | Mapping[str, Tensor]
 
 Data = Dataset[Any] | tuple[Inputs, Tensor] | Iterable[Any]
 """Data of any form."""
-
-BATCH_SIZE = 128
-"""Samples in a batch if the data come sample by sample."""
 
 END = object()
 """The sign that no batch is left."""
@@ -58,6 +52,7 @@ class Batches:
     Attributes:
         count: Batches of this reading so far.
         ended: Says that it has come to its end.
+        current: The current batch, as the data yielded it, or one of another rank; messages name it.
         watched: Watch batches, to notice if another reading brings others.
         digest: Stands for the batches of this reading so far, if they are watched.
 
@@ -68,43 +63,13 @@ class Batches:
     def __init__(self, asked: str, data: Any, batch_size: int | None = None, whole: bool = False) -> None:
         self.asked, self.count, self.ended, self._whole = asked, 0, False, whole
         self.watched, self.digest = False, ""
-        self._current: Any = None
+        self.current: Any = None
         self._first: list[Any] = []
-        if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
-            why, instead = "it is no number of samples", "give a whole number of at least 1, or leave it out"
-            raise BadInput(asked, f"batch_size={batch_size!r}", why, instead)
-        data = as_data_set(asked, data, whole, shapes(data))
-        self.source: Source
-        if isinstance(data, Dataset):
-            self.source = source_of(data, batch_size or BATCH_SIZE)
-        elif isinstance(data, Mapping):
-            raise BadInput(
-                asked,
-                f"data {described(data)}",
-                "a mapping is one batch, not data that batches are taken from",
-                "give a list of batches, [batch], a data loader or a Dataset",
-            )
-        elif not isinstance(data, Iterable):
-            raise BadInput(
-                asked,
-                f"data {described(data)}",
-                "it is neither a data set nor can it be iterated over",
-                "give a Dataset, a pair of tensors, or batches (inputs, targets)",
-            )
-        elif batch_size is not None:
-            raise BadInput(
-                asked,
-                f"batch_size={batch_size} with data {described(data)}",
-                "these data come in batches already",
-                "leave the batch size out, or give a Dataset or a pair of tensors",
-            )
-        else:
-            self.source = source_of(data, 0)
+        self.source = source_of(asked, data, batch_size, whole)
         self._rest: Iterator[Any] | None = None
         self._rank, self._world = 0, 1
-        self._draws = Draws()
-        own = self.source.generators() if isinstance(self.source, Given) else []
-        self._generators: list[Drawing] = [self._draws, *own, *GLOBAL]
+        self._draws = generator_of_data()
+        self._generators: list[Drawing] = [self._draws, *self.source.generators(), *GLOBAL]
         self._start: list[Tensor] = []
 
     def __length_hint__(self) -> int:
@@ -129,16 +94,11 @@ class Batches:
             known.add(id(each))
             self._generators.append(each if isinstance(each, torch.Generator) else Numbers(each))
             if self._start:  # the run has looked at a batch before
-                self._start += states_of(self._generators[-1:])
+                self._start.append(self._generators[-1].get_state())
 
     def left(self) -> int:
         """Return how many batches are to come; if that is not known, as many as there were."""
         return self.__length_hint__() if len(self.source) else self.count
-
-    @property
-    def is_read_once(self) -> bool:
-        """Tell whether there can be no second reading."""
-        return isinstance(self.source, Given) and self.source.is_read_once
 
     def require_rereadable(
         self, what: str, why: str, instead: str = "give a list of batches, a data loader, a Dataset or tensors"
@@ -153,8 +113,8 @@ class Batches:
         Raises:
             BadInput: If there can be no second reading.
         """
-        if self.is_read_once:
-            where = f"{what} {described(getattr(self.source, 'data', self))}"
+        if self.source.is_read_once:
+            where = f"{what} {described(self.source.data)}"
             raise BadInput(self.asked, where, f"{why}, and these data can be read once", instead)
 
     def first(self) -> tuple[Any, Any] | None:
@@ -174,33 +134,24 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         self.first()
-        while (batch := self._first.pop() if self._first else self._next()) is not END:
+        while (batch := self._next()) is not END:
             self._taken(batch)
             yield self._checked(batch)
-            self._current = None
-
-    @property
-    def current(self) -> Any:
-        """The current batch, as the data yielded it."""
-        return self._current
-
-    def take_instead(self, batch: Any) -> None:
-        """Name this batch of another rank in messages, if this rank has none."""
-        self._current = batch
+            self.current = None
 
     def share(self, ranks: Ranks) -> None:
         """Divide samples with indices among the ranks, batch by batch; other batches are each rank's own."""
         if ranks.world == 1:
             return
         self._rank, self._world = ranks.rank, ranks.world
-        if not self.is_read_once:
+        if not self.source.is_read_once:
             self.begin_again()  # the run may have looked at a batch
         self._start = []
-        self._draws.state = ranks.derived(self._draws.state)
+        self._draws.set_state(ranks.derived(self._draws.get_state()))
 
     def begin_again(self) -> None:
         """Begin another reading with the next batch; it draws the same numbers as the last one."""
-        set_states(self._generators, self._start_or_now)
+        self._draw_from(self._start_or_now)
         self.count, self.digest, self.ended = 0, "", False
         self._rest = None
         self._first.clear()
@@ -213,17 +164,21 @@ class Batches:
     @property
     def states(self) -> list[Tensor]:
         """States of the generators that the data draw from; the first stands for the global one of torch."""
-        return states_of(self._generators)
+        return [generator.get_state() for generator in self._generators]
+
+    def _draw_from(self, states: Iterable[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=False):
+            generator.set_state(state)
 
     def end_at(self, place: Mapping[str, Any], number: int) -> None:
         """Take the place of a run that is complete, with ``number`` batches."""
         self.count, self._start = number, place["start"]
-        set_states(self._generators, place["generators"])
+        self._draw_from(place["generators"])
 
     def leave_undrawn(self, before: Sequence[Tensor]) -> None:
         """Restore the states ``before`` of generators that no reading has drawn from."""
         states = zip(before, self._start_or_now, self.states, strict=False)
-        set_states(self._generators, [unless_drawn(*each) for each in states])
+        self._draw_from(unless_drawn(*each) for each in states)
 
     def place(self) -> dict[str, Any]:
         """Return the place of this reading, in values that a file can hold; beside the loader's own state.
@@ -235,20 +190,15 @@ class Batches:
         return {"batches": self.count, "digest": self.digest, "start": start, "generators": now}
 
     @property
-    def has_state(self) -> bool:
-        """Tell whether there is a loader that keeps its position itself."""
-        return isinstance(self.source, Given) and self.source.has_state
-
-    @property
     def is_placed(self) -> bool:
         """Tell whether a reading continues at its place, so that earlier batches do not come again."""
-        return self.has_state or isinstance(self.source, Samples)
+        return self.source.has_state or isinstance(self.source, Samples)
 
     def loader_state(self) -> Any:
         """Return the loader's own position; before its first batch that may be an old one."""
-        if not self.has_state or not self.count or self.ended:
+        if not self.source.has_state or not self.count or self.ended:
             return None
-        with self._draws.apart():
+        with drawing_from(self._draws):
             return self.source.data.state_dict()  # type: ignore[union-attr]  # looked at by has_state
 
     def go_to(self, place: Mapping[str, Any], number: int) -> None:
@@ -264,7 +214,7 @@ class Batches:
             self._start, self._rest, self.ended = place["start"], iter(()), True
             self._first.clear()
         elif not place["batches"] and not number:
-            if self.is_read_once and self._rest is not None:
+            if source.is_read_once and self._rest is not None:
                 return  # the run has looked at its first batch, which will not come again
             self._start = place["start"]
             self.begin_again()
@@ -274,19 +224,19 @@ class Batches:
             self._start = place["start"]
             self._first.clear()
             if isinstance(source, Given):
-                with self._draws.apart():
+                with drawing_from(self._draws):
                     source.data.load_state_dict(place["loader"])  # type: ignore[attr-defined]  # as it had one
             self._open(number)
-        self.count, self.digest, self._current = place["batches"], place["digest"], None
-        set_states(self._generators, place["generators"])
+        self.count, self.digest, self.current = place["batches"], place["digest"], None
+        self._draw_from(place["generators"])
 
     def _read_up_to(self, place: Mapping[str, Any]) -> None:
         """Read batches again, and compare them with the earlier ones."""
         known = place["batches"]
-        if not self.is_read_once:
+        if not self.source.is_read_once:
             self._start = place["start"]
             self.begin_again()
-        while self.count < known and (batch := self._first.pop() if self._first else self._next()) is not END:
+        while self.count < known and (batch := self._next()) is not END:
             self._taken(batch)
         fewer = f"they hold {self.count} batches only" if self.count < known else None
         if fewer or self.digest != place["digest"]:
@@ -301,16 +251,13 @@ class Batches:
         self.ended = False
         self._start = self._start_or_now
         with self._reading():
-            source = self.source
-            self._rest = (
-                source.open() if isinstance(source, Given) else source.open(begin, self._rank, self._world)
-            )
+            self._rest = self.source.open(begin, self._rank, self._world)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         """Let the data draw their own random numbers inside, and report errors as those of the data."""
         try:
-            with self._draws.apart():
+            with drawing_from(self._draws):
                 yield
         except PackpropError:
             raise
@@ -322,6 +269,8 @@ class Batches:
             raise BadInput(self.asked, where, explanation(error), instead) from error
 
     def _next(self) -> Any:
+        if self._first:
+            return self._first.pop()
         if self._rest is None:
             self._open(0)
         assert self._rest is not None
@@ -331,13 +280,13 @@ class Batches:
         return batch
 
     def _taken(self, batch: Any) -> None:
-        self._current = batch
+        self.current = batch
         self.count += 1
         if self.watched and isinstance(self.source, Given):
-            self.digest = chained(self.digest, batch)
+            self.digest = bytes_digest((self.digest + spot_check(batch)).encode())  # of all, in their order
 
     def _checked(self, batch: Any) -> tuple[Any, Any]:
-        self._current = batch
+        self.current = batch
         split = inputs_and_targets(batch, self._whole)
         if split is not None and (isinstance(split[0], Apart) or has_tensors(split[0])):
             return split
@@ -366,9 +315,9 @@ class Batches:
         except PackpropError:
             raise
         except Exception as error:
-            if self._current is None:
+            if self.current is None:
                 raise
-            where = f"batch {max(self.count, 1)} of the data, {described(self._current)}"
+            where = f"batch {max(self.count, 1)} of the data, {described(self.current)}"
             called = "the model" if self._whole else "loss(model(inputs), targets)"
             instead = f"see that {called} works for every batch"
             if isinstance(error, torch.OutOfMemoryError):

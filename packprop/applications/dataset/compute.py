@@ -14,7 +14,6 @@ from torch.utils.data import DistributedSampler
 from packprop.applications.dataset.batch_pass import BatchPass
 from packprop.applications.dataset.batches import Batches, Data
 from packprop.applications.dataset.checkpoint import Checkpoint, Every, Told
-from packprop.applications.dataset.chunks import ChunkSizesByBatch
 from packprop.applications.dataset.given import device_of
 from packprop.applications.dataset.identity import (
     OF_RANK,
@@ -34,7 +33,7 @@ from packprop.applications.dataset.sharded import is_sharded_over, require_same_
 from packprop.applications.dataset.shards import results_of, take_up_shards
 from packprop.applications.dataset.sources import Samples
 from packprop.applications.dataset.stored import stored_results
-from packprop.applications.dataset.stream import BatchStream
+from packprop.applications.dataset.stream import BatchStream, ChunkSizesByBatch
 from packprop.engine.algebra import SINGLE
 from packprop.engine.distributed import AllRanks
 from packprop.engine.memory import budget_of, chunk_sizes_over_data
@@ -132,9 +131,8 @@ def compute(
             chosen = check_extensions(ASKED, extensions, *more)
             _require_mergeable(chosen)
             sharded = is_sharded_over(ASKED, model, group, memory)
-            batches = data
-            if not isinstance(batches, Batches):
-                batches = Batches(ASKED, batches, batch_size, whole=loss is None)
+            whole = loss is None
+            batches = data if isinstance(data, Batches) else Batches(ASKED, data, batch_size, whole)
             _require_rereadable(batches, chosen)
             _require_shards(batches, group)
             return chosen, batches, sharded
@@ -144,16 +142,25 @@ def compute(
                 if any(map(needs_second_reading, chosen)):
                     keep_generators(model, loss, batches)  # they have to draw the same once more
                 return None
-            options = {"memory": memory, "stored": store is not None, **_when_given(losses, batches, group)}
+            options: dict[str, Any] = {"memory": memory, "stored": store is not None}
+            if losses:
+                options["losses"] = True
+            if not isinstance(batches.source, Samples):
+                options[RANKS] = group.world
             return identity_of(model, loss, chosen, batches, **options)
 
         def loaded() -> tuple[Checkpoint | None, Told | None, dict[str, Any] | None]:
             if checkpoint is None or identity is None:
                 return None, None, None
-            kept = Checkpoint(checkpoint, Every(every), identity)
-            return kept, *(_opened(stack, kept, identity, batches) if group.rank == 0 else (None, None))
+            kept, told, own = Checkpoint(checkpoint, Every(every), identity), None, None
+            if group.rank == 0:
+                stack.enter_context(kept.open())
+                told, own = kept.loaded() or (None, None)
+            if told is not None:
+                warn_of_untold(identity, data=told.facts["complete"] or batches.is_placed)
+            return kept, told, own
 
-        def stream_of() -> BatchStream:
+        def begun() -> tuple[BatchStream, Run]:
             stored = stored_results(ASKED, store, model, chosen, resume=told is not None, losses=losses)
             if stored is not None and stored.writer is not store:
                 stack.enter_context(stored.writer)
@@ -161,7 +168,14 @@ def compute(
             step = BatchPass(ASKED, model, loss, results_of(model, merged, sharded), chosen, stored)
             step.sharded = group if sharded else None
             replays = compiled and checkpoint is None and memory is None and not (losses or sharded)
-            return BatchStream(step, place, batches.left if replays else None)
+            stream = BatchStream(step, place, batches.left if replays else None)
+            stack.enter_context(extended(*step.modules))
+            stack.enter_context(long_work_of(chosen, bar=False))
+            budget = budget_of(memory)
+            run = Run(batches, stream, chunk_sizes, group, kept, files, progress, budget)
+            if told is not None:
+                run.go_on(told, own)
+            return stream, run
 
         chosen, batches, sharded = group.attempt(checked)
         require_same_shards(ASKED, model, group)
@@ -175,21 +189,10 @@ def compute(
         if files is not None and told is not None:
             own = files.read(told.files, own)
         place = device_of(model, device)
-        stream = group.attempt(stream_of)
         chunk_sizes = ChunkSizesByBatch(
             lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, place)
         )
-
-        def begun() -> Run:
-            stack.enter_context(extended(*stream.step.modules))
-            stack.enter_context(long_work_of(chosen, bar=False))
-            budget = budget_of(memory)
-            run = Run(batches, stream, chunk_sizes, place, group, kept, files, progress, budget)
-            if told is not None:
-                run.go_on(told, own)
-            return run
-
-        run = group.attempt(begun)
+        stream, run = group.attempt(begun)
         shapes = {name: parameter.shape for name, parameter in named_parameters(model)}
         if files is not None and told is not None:
             if told.has_shards:
@@ -262,30 +265,13 @@ def _require_rereadable(batches: Batches, chosen: Sequence[Extension]) -> None:
         batches.require_rereadable("data", f"extension {twice[0].name} goes over the samples twice", instead)
 
 
-def _when_given(losses: bool, batches: Batches, group: Ranks) -> dict[str, Any]:
-    """Return the options that count for the identity of a run only where they are in use."""
-    options: dict[str, Any] = {"losses": True} if losses else {}
-    return options if isinstance(batches.source, Samples) else {**options, RANKS: group.world}
-
-
-def _opened(
-    stack: contextlib.ExitStack, kept: Checkpoint, identity: Identity, batches: Batches
-) -> tuple[Told | None, dict[str, Any] | None]:
-    """Lock a checkpoint until the stack is closed; return what it holds, and warn of what it cannot tell."""
-    stack.enter_context(kept.open())
-    told, own = kept.loaded() or (None, None)
-    if told is not None:
-        warn_of_untold(identity, data=told.facts["complete"] or batches.is_placed)
-    return told, own
-
-
 def _require_shards(batches: Batches, ranks: Ranks) -> None:
     """Refuse a sampler that gives some samples to two ranks, so that all have equally many.
 
     Raises:
         BadInput: If the data come from such a sampler.
     """
-    sampler = getattr(getattr(batches.source, "data", None), "sampler", None)
+    sampler = getattr(batches.source.data, "sampler", None)
     if ranks.world == 1 or not isinstance(sampler, DistributedSampler):
         return
     samples = len(sampler.dataset)  # type: ignore[arg-type]  # it has asked for the length itself

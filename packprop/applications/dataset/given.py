@@ -10,7 +10,7 @@ from torch import nn
 
 from packprop.applications.dataset.batches import Batches
 from packprop.applications.dataset.sharded import require_whole_parameters
-from packprop.engine.tensors import LossFunction, moved, named_parameters, require_loss, require_model
+from packprop.engine.tensors import LossFunction, named_parameters, require_loss, require_model
 from packprop.errors import BadInput
 
 
@@ -43,11 +43,6 @@ class Objective:
     def batches(self, data: Any, batch_size: int | None) -> Batches:
         """Return readings of data of any form."""
         return Batches(self.asked, data, batch_size, whole=self.loss is None)
-
-    def moved(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Return inputs and targets of a batch on the device."""
-        inputs, targets = moved(batch, self.device)
-        return inputs, targets
 
 
 def objective_of(asked: str, model: Any, loss: Any, device: torch.device | str | None) -> Objective:

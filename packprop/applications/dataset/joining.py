@@ -36,12 +36,10 @@ def take_up(
     results: MergedResults, own: dict[str, Any] | None, shared: dict[str, Any], device: torch.device | str
 ) -> None:
     """Restore the state of one rank, if it has any, and the common part of all ranks."""
-    shared = moved(shared, device)
     if own is None:
-        results.restore_what_is_shared(shared)
-        return
-    saved = moved(own["results"], device)
-    results.restore({**saved, "rotations": shared["rotations"]})
+        results.restore_what_is_shared(moved(shared, device))
+    else:
+        results.restore(moved({**own["results"], "rotations": shared["rotations"]}, device))
 
 
 def take_up_others(
@@ -66,5 +64,4 @@ def _join(into: MergedResults, other: MergedResults) -> None:
             into.partial[key] = [piece for _, piece in pieces]
         else:
             into.partial[key] = merged_with(into.monoid_of(key), before, value)
-    for name, value in vars(counted_together([into.counts, other.counts])).items():
-        setattr(into, name, value)
+    vars(into).update(vars(counted_together([into.counts, other.counts])))

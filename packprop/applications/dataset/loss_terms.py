@@ -16,13 +16,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from packprop.applications.dataset.one_loss import TERMS, TermWeights, not_one_loss
 from packprop.engine.curvature import factors_on_losses
 from packprop.engine.functions import describe
 from packprop.engine.graph import Graph, walk
@@ -32,10 +32,11 @@ from packprop.engine.tensors import (
     LossFunction,
     accumulation_dtype,
     map_tensors,
+    random_numbers_from,
     random_states,
-    set_random_states,
     together,
 )
+from packprop.errors import PackpropError
 
 TELL = (
     "write it as a module without parameters that takes the model's output and the targets, with an "
@@ -44,6 +45,12 @@ TELL = (
 )
 """Advice on a loss that is none of torch's."""
 
+ROUNDING = 4
+"""The relative difference of factors on losses that counts as rounding, in units of their precision: 3 % in
+bfloat16."""
+
+TERMS = "terms"
+"""The name of the weights of terms, among those of the options of loss functions."""
 
 OF_CLASSES = ("weight", "pos_weight")
 """Arguments of loss functions that have a number for each class, or for each sample."""
@@ -64,6 +71,73 @@ class LossTerms(NamedTuple):
     reduction: str
     divisor: Tensor | float
     weights: dict[str, Tensor]
+
+
+@dataclass
+class TermWeights:
+    """Weights of terms in the losses of batches, times the terms of a batch; see NOTE [Weights of terms].
+
+    Args:
+        own: Under ``TERMS``, the smallest and the largest weight in all batches so far; numbers that stand for
+            the options of each loss function; empty without terms.
+        of_more: Those in the first batch with its last sample twice; empty if they are not known.
+        rounding: The relative difference that counts as rounding, in the precision of the loss.
+    """
+
+    own: dict[str, Any] = field(default_factory=dict)
+    of_more: dict[str, Any] = field(default_factory=dict)
+    rounding: float = 0.0
+
+    def add(self, weights: Mapping[str, Tensor], terms: float) -> None:
+        """Add the weights of a batch, whose loss was divided by ``terms``; without terms it has none.
+
+        Raises:
+            PackpropError: If they are not those of the batches before.
+        """
+        found = {name: each.tolist() for name, each in weights.items()} if terms else {}
+        if found and all(map(math.isfinite, found[TERMS])):
+            self.rounding = max(self.rounding, ROUNDING * torch.finfo(weights[TERMS].dtype).eps)
+            self.require(found)
+            self.own = {**found, **self.own}
+
+    def require_any_size(self) -> None:
+        """Refuse further batches if the weights depend on the number of samples.
+
+        Raises:
+            PackpropError: If they do.
+        """
+        if self.of_more:
+            self.require(self.of_more)
+
+    def require(self, other: Mapping[str, Any]) -> None:
+        """Refuse other weights, or options, than these.
+
+        Raises:
+            PackpropError: If they differ by more than rounding.
+        """
+        for name in self.own.keys() & other.keys() - {TERMS}:
+            for least, most, least_now, most_now in zip(*self.own[name], *other[name], strict=True):
+                varies = least != most or least_now != most_now  # an option of each sample
+                if not varies and not self._are_close(least, least_now):
+                    raise not_one_loss(
+                        "an option of a loss function, such as weight or pos_weight",
+                        "it is another one in another batch or with the last sample twice: quantities would "
+                        "depend on the split of the data into batches",
+                        "give the same options in all batches; compute weights of classes from all of the data",
+                    )
+        for before, now in zip(self.own.get(TERMS, ()), other.get(TERMS, ()), strict=False):
+            if not self._are_close(before, now):
+                raise not_one_loss(
+                    "what follows the loss function",
+                    f"it multiplies the loss by {now:.6g}, and by {before:.6g} in another batch or with the "
+                    "last sample twice: quantities would depend on the split of the data into batches",
+                    "leave the division to the loss function, reduction='mean' in place of reduction='sum' and "
+                    "a division by the size of the batch; multiply by one number in all batches; and add the "
+                    "losses of single samples as sums",
+                )
+
+    def _are_close(self, one: float, other: float) -> bool:
+        return math.isclose(one, other, rel_tol=self.rounding)
 
 
 def loss_terms(graph: Graph) -> LossTerms:
@@ -179,9 +253,8 @@ def _weights_of_more(loss: LossFunction, outputs: Any, targets: Any, samples: in
     def computed(tensor: Tensor) -> Tensor:  # as the model's outputs are: losses of leaves are not recorded
         return more(tensor).requires_grad_().clone() if tensor.is_floating_point() else more(tensor)
 
-    before = random_states()
     try:
-        with torch.enable_grad(), record():
+        with torch.enable_grad(), record(), random_numbers_from(random_states()):
             value = loss(map_tensors(computed, outputs), together(map_tensors(more, targets)))
         graph = walk([value], [None], None)
         graph.samples = samples + 1
@@ -189,8 +262,6 @@ def _weights_of_more(loss: LossFunction, outputs: Any, targets: Any, samples: in
         return found if all(map(math.isfinite, found[TERMS])) else {}
     except Exception:  # the user's loss may refuse these rows in any way
         return {}
-    finally:
-        set_random_states(before)
 
 
 def _together(
@@ -231,3 +302,26 @@ def _all_terms(call: RecordedLoss) -> float:
     """Return the number of terms of a loss that counts each of them once."""
     axis = describe(call.function, call.args, call.kwargs).class_axis
     return call.shape.numel() / (1 if axis is None else call.shape[axis])
+
+
+def require_same_weights(weights: Sequence[TermWeights]) -> None:
+    """Refuse the losses of ranks if their terms have other weights."""
+    known = [each for each in weights if each.own]
+    for each in known[1:]:
+        each.require_any_size()
+        known[0].require_any_size()
+        known[0].require(each.own)
+
+
+def two_reductions(first: str, second: str) -> PackpropError:
+    """Return the error about batches that reduce their losses in two ways."""
+    return not_one_loss(
+        f"a loss that reduces by {first}, then by {second}",
+        "there is no one loss over all samples that they are parts of",
+        "use the same loss for every batch",
+    )
+
+
+def not_one_loss(where: str, why: str, instead: str) -> PackpropError:
+    """Return an error about losses of batches."""
+    return PackpropError("Quantities of a loss over several batches were asked for.", where, why, instead)

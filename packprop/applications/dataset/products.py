@@ -15,9 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from packprop.applications.dataset.batches import Batches
 from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.given import Objective
-from packprop.applications.dataset.loss_terms import counted_terms, is_scaled
+from packprop.applications.dataset.loss_terms import TermWeights, counted_terms, is_scaled
 from packprop.applications.dataset.messages import described, no_samples
-from packprop.applications.dataset.one_loss import TermWeights
 from packprop.applications.dataset.progress import progress_bar
 from packprop.applications.dataset.row_products import row_product
 from packprop.applications.dataset.state import MergedResults
@@ -30,11 +29,12 @@ from packprop.engine.samples import check_graph
 from packprop.engine.tensors import (
     accumulation_dtype,
     free_bytes,
+    moved,
     named_buffers,
     named_parameters,
     outputs_and_loss,
+    random_numbers_from,
     random_states,
-    set_random_states,
     tensors_in,
 )
 from packprop.errors import BadInput, PackpropError
@@ -110,31 +110,24 @@ class DataProduct:
         sums = [torch.zeros_like(vector, dtype=accumulation_dtype(vector.dtype)) for vector in given]
         merged = MergedResults([], weights=self._weights)
         said = f"packprop, reading {self.readings + 1}"
-        with self._reading() as batches:
-            left = operator.length_hint(batches)
-            with progress_bar(said, 0, left, self._budget, self._device, self._progress) as advance:
-                for number, batch in enumerate(batches):
-                    if not is_empty(batch):
-                        with self._same.around():
-                            self._add(sums, given, batch, number, merged)
-                    advance(merged.samples)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(extended(*self._objective.modules))
+            stack.enter_context(self._batches.explained())
+            stack.enter_context(random_numbers_from(self._draws))
+            stack.callback(self._renew)
+            self._batches.begin_again()
+            left = operator.length_hint(self._batches)
+            bar = progress_bar(said, 0, left, self._budget, self._device, self._progress)
+            advance = stack.enter_context(bar)
+            for number, batch in enumerate(self._batches):
+                if not is_empty(batch):
+                    with self._same.around(), sdpa_kernel(SDPBackend.MATH):
+                        self._add(sums, given, batch, number, merged)
+                advance(merged.samples)
         if not merged.samples:
             raise no_samples(self._asked, "data")
         self.readings += 1
         return [each.div_(merged.terms) for each in sums]
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[Batches]:
-        """Extend the model inside, and let it draw as in other readings."""
-        before = random_states()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(extended(*self._objective.modules))
-            stack.enter_context(self._batches.explained())
-            stack.callback(set_random_states, before)
-            stack.callback(self._renew)
-            set_random_states(self._draws)
-            self._batches.begin_again()
-            yield self._batches
 
     def _renew(self) -> None:
         buffers = [each.tensor for each in self.snapshots[self._first_buffer :]]
@@ -149,19 +142,16 @@ class DataProduct:
         live = None  # the first batch is measured, and any larger one than those before
         if not fitting and self._budget is not None:
             live = self._counted(vectors, sums, batch)
-        with contextlib.nullcontext() if live is None else live:
+        with live or contextlib.nullcontext():
             graph, terms = self._forward(batch, number, merged)
         if terms:  # a mean over no terms: NaN times 0 shall be 0
-            found = self._products_by_rows(vectors, graph)
-            if found is not None:
-                for total, part in zip(sums, found, strict=True):
-                    total.add_(part, alpha=terms)
-            else:
-                if not fitting and live is None:
-                    live = self._counted(vectors, sums, batch)
-                for start, stop, parts in self._product_in_chunks(vectors, graph, batch, fitting, live):
-                    for total, part in zip(sums, parts, strict=True):
-                        total[start:stop].add_(part, alpha=terms)
+            by_rows = self._products_by_rows(vectors, graph)
+            if by_rows is None and not fitting and live is None:
+                live = self._counted(vectors, sums, batch)
+            chunks = self._products_in_chunks(vectors, graph, batch, fitting, live)
+            for chunk, parts in chunks if by_rows is None else [(slice(None), by_rows)]:
+                for total, part in zip(sums, parts, strict=True):
+                    total[chunk].add_(part, alpha=terms)
         graph.release(keep=False)
 
     def _counted(self, vectors: list[Tensor], sums: list[Tensor], batch: Any) -> LiveBytes:
@@ -177,36 +167,36 @@ class DataProduct:
             return None
         try:
             product = row_product(graph, self._parameters, len(vectors[0]), self._room_now())
-            return None if product is None else product(self._given(vectors))
+            return None if product is None else product(self._given(vectors, slice(None)))
         except PackpropError:  # a function without gradients of samples: products need none
             self._may_have_rows = False
             return None
 
-    def _product_in_chunks(
+    def _products_in_chunks(
         self, vectors: list[Tensor], graph: Graph, batch: Any, fitting: int, live: LiveBytes | None
-    ) -> Iterator[tuple[int, int, list[Tensor]]]:
+    ) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield products of a batch by differentiating twice, for as many vectors at once as fit.
 
         ``fitting`` is their number; ``live`` counts bytes to find it, if it is not known.
         """
-        with contextlib.nullcontext() if live is None else live, sdpa_kernel(SDPBackend.MATH):
+        with live or contextlib.nullcontext():
             product = graph_product(graph, self._matrix, self._parameters)
             if live is not None:
                 before = live.now
                 live.restart()
-                product(self._given(vectors, 0, 1))  # chunks are the same in each reading: it counts for none
+                product(
+                    self._given(vectors, slice(1))
+                )  # chunks are the same in each reading: it counts for none
                 fitting = self._fitting(before, live.peak - before, batch)
                 self._sizes.append((_entries(batch), fitting))
         for start in range(0, len(vectors[0]), fitting):
-            stop = start + fitting
-            with sdpa_kernel(SDPBackend.MATH):
-                found = product(self._given(vectors, start, stop))
-            yield start, stop, found
+            chunk = slice(start, start + fitting)
+            yield chunk, product(self._given(vectors, chunk))
 
     def _forward(self, batch: Any, number: int, merged: MergedResults) -> tuple[Graph, float]:
         """Run the forward pass of a batch, and count it; return its graph, and the divisor of its loss."""
-        (inputs, targets), loss = self._objective.moved(batch), self._objective.loss
-        with torch.enable_grad(), record(), sdpa_kernel(SDPBackend.MATH):
+        (inputs, targets), loss = moved(batch, self._device), self._objective.loss
+        with torch.enable_grad(), record():
             outputs, value = outputs_and_loss(self._asked, self._objective.model, loss, inputs, targets)
             graph = walk([value], [None], None)
             require_loss_inputs(graph)
@@ -216,9 +206,9 @@ class DataProduct:
         merged.count(number, graph.samples, terms, value.detach(), reduction)
         return graph, terms
 
-    def _given(self, vectors: list[Tensor], start: int = 0, stop: int | None = None) -> list[Tensor]:
-        """Return the vectors from ``start`` to ``stop`` in the precision of their parameters."""
-        return [v[start:stop].to(p.dtype) for v, p in zip(vectors, self._parameters, strict=True)]
+    def _given(self, vectors: list[Tensor], chunk: slice) -> list[Tensor]:
+        """Return some of the vectors in the precision of their parameters."""
+        return [v[chunk].to(p.dtype) for v, p in zip(vectors, self._parameters, strict=True)]
 
     def _room_now(self) -> int:
         """Return bytes for current vectors or rows in a batch, without a budget."""

@@ -208,15 +208,10 @@ def _checksum(notes: Mapping[str, str], tensors: Iterable[Tensor]) -> int:
 
 def _names_of(tables: dict[str, dict[str, Value]]) -> list[str]:
     """Return a name for each tensor, in the order in which ``encode`` takes them."""
-    return [
-        f"{savefield}/{name}/{index}"
-        for savefield, by_name in tables.items()
-        for name, value in by_name.items()
-        for index in range(len(_tensors_of(value)))
-    ]
-
-
-def _tensors_of(value: Any) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    encode(value, tensors)
-    return tensors
+    names: list[str] = []
+    for savefield, by_name in tables.items():
+        for name, value in by_name.items():
+            tensors: list[Tensor] = []
+            encode(value, tensors)
+            names += [f"{savefield}/{name}/{index}" for index in range(len(tensors))]
+    return names

@@ -59,12 +59,11 @@ def row_product(graph: Graph, parameters: Sequence[Tensor], count: int, room: in
         sums = [torch.zeros_like(vector) for vector in wide]
         for group in groups:
             for start, stop in group.chunks(step):
-                rows = _rows(graph, _part(group, start, stop))
-                known = [rows.get(id(parameter)) for parameter in parameters]
+                rows = _rows(graph, group, start, stop)
                 pairs = [
-                    (row.flatten(2).flatten(0, 1).to(vector.dtype), vector, total)
-                    for row, vector, total in zip(known, wide, sums, strict=True)
-                    if row is not None
+                    (rows[id(parameter)].flatten(2).flatten(0, 1).to(vector.dtype), vector, total)
+                    for parameter, vector, total in zip(parameters, wide, sums, strict=True)
+                    if id(parameter) in rows
                 ]
                 if pairs:
                     along = torch.stack([row @ vector.flatten(1).mT for row, vector, _ in pairs]).sum(0)
@@ -75,22 +74,18 @@ def row_product(graph: Graph, parameters: Sequence[Tensor], count: int, room: in
     return product
 
 
-def _rows(graph: Graph, group: Columns) -> dict[int, Tensor]:
-    """Return rows ``[c, n, *p]`` of some columns, by the identity of the leaf."""
+def _rows(graph: Graph, group: Columns, start: int, stop: int) -> dict[int, Tensor]:
+    """Return rows ``[c, n, *p]`` of the columns from ``start`` to ``stop``, by the identity of the leaf."""
     extension, found = RootRows(), dict[int, Tensor]()
+    part = Columns(group.edges, stop - start, lambda first, last: group.chunk(start + first, start + last))
 
     def done(leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
         if extension in results:
             found[id(graph.home(leaf))] = results[extension][0]
 
     sizes = default_chunk_sizes(graph.roots[0].device)
-    BackwardPass(Request(graph, [extension], sizes, drawn={EXACT: [group]}), done).run(None)
+    BackwardPass(Request(graph, [extension], sizes, drawn={EXACT: [part]}), done).run(None)
     return found
-
-
-def _part(group: Columns, start: int, stop: int) -> Columns:
-    """Return the columns from ``start`` to ``stop`` as a group of their own."""
-    return Columns(group.edges, stop - start, lambda first, last: group.chunk(start + first, start + last))
 
 
 def _multiplications(graph: Graph) -> int:

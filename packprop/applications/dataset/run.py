@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,11 +12,10 @@ from torch import Tensor
 
 from packprop.applications.dataset.batches import Batches
 from packprop.applications.dataset.checkpoint import Checkpoint, Moment, Told
-from packprop.applications.dataset.chunks import ChunkSizesByBatch
 from packprop.applications.dataset.interrupts import interrupts_kept
 from packprop.applications.dataset.joining import require_divided, take_up, take_up_others
 from packprop.applications.dataset.messages import no_samples
-from packprop.applications.dataset.parts import Part, generators_of, readings_of
+from packprop.applications.dataset.parts import generators_of, readings_of
 from packprop.applications.dataset.progress import progress_bar
 from packprop.applications.dataset.rank_files import RankFiles
 from packprop.applications.dataset.ranks import Ranks
@@ -24,7 +23,7 @@ from packprop.applications.dataset.result import Result
 from packprop.applications.dataset.run_draws import RunDraws
 from packprop.applications.dataset.saved import packed
 from packprop.applications.dataset.sources import Samples
-from packprop.applications.dataset.stream import BatchStream, is_empty
+from packprop.applications.dataset.stream import BatchStream, ChunkSizesByBatch, is_empty
 from packprop.errors import PackpropError
 
 
@@ -35,7 +34,6 @@ class Run:
         batches: The data.
         stream: Takes batches.
         chunk_sizes: The chunk sizes of batches.
-        device: The device of results.
         ranks: The ranks of the run.
         checkpoint: The checkpoint of the run, if it has one; the first rank writes it.
         files: The files of ranks in it.
@@ -48,7 +46,6 @@ class Run:
         batches: Batches,
         stream: BatchStream,
         chunk_sizes: ChunkSizesByBatch,
-        device: torch.device | str,
         ranks: Ranks,
         checkpoint: Checkpoint | None,
         files: RankFiles | None,
@@ -57,7 +54,7 @@ class Run:
     ) -> None:
         self._budget = budget
         self._batches, self._stream, self._chunk_sizes = batches, stream, chunk_sizes
-        self._device, self._ranks, self._progress = device, ranks, progress
+        self._ranks, self._progress = ranks, progress
         self._checkpoint, self._files = checkpoint, files
         self._results = stream.step.merged
         self._readings = readings_of(stream.step.extensions)
@@ -65,11 +62,11 @@ class Run:
         self._number, self._steps = 0, 0
         self._goes_on = False
         self._drawn_outside: list[Tensor] = []
-        self._moment: Moment | None = None
         self._stand_in: Any = None  # a batch for passes in which other ranks need this one
         batches.share(ranks)
         batches.watched = checkpoint is not None
         self._draws = RunDraws(generators_of(stream.step.extensions), ranks)
+        self._note_moment()
 
     def go_on(self, told: Told, own: dict[str, Any] | None) -> None:
         """Restore the last checkpoint.
@@ -85,10 +82,10 @@ class Run:
         place = self._own_place(told, own)
         self._reading, self._is_complete = told.facts["reading"], told.facts["complete"]
         self._number = told.facts["number"]
-        take_up(self._results, own, told.shared, self._device)
+        take_up(self._results, own, told.shared, self._stream.device)
         assert self._files is not None
         if not self._ranks.rank and len(told.files) != self._ranks.world:
-            take_up_others(self._results, self._files.in_turn(told.files[1:]), self._device)
+            take_up_others(self._results, self._files.in_turn(told.files[1:]), self._stream.device)
         self._chunk_sizes.restore(told.chunks if own is None else own["chunks"])
         self._draws.begin = place["begin"]
         self._drawn_outside = self._batches.states
@@ -99,6 +96,7 @@ class Run:
         self._draws.set(place["now"])
         if self._stream.step.stored is not None:
             self._stream.step.stored.go_to(place["stored"])
+        self._note_moment()
 
     def _own_place(self, told: Told, own: dict[str, Any] | None) -> dict[str, Any]:
         """Return the place of this rank; derive a new rank's from that of the first one."""
@@ -127,8 +125,7 @@ class Run:
             self._ranks.tell(error)
             if self._ranks.world > 1:
                 self._draws.set(self._draws.before)
-            alone = self._ranks.world == 1 and self._checkpoint is not None
-            if alone and self._results.whole and self._moment is not None:
+            elif self._results.whole:
                 with contextlib.suppress(Exception):  # the first error says more
                     self._keep_what_is_lacking()
             kept = "" if self._checkpoint is None else self._checkpoint.kept
@@ -138,11 +135,8 @@ class Run:
 
     def _work(self, raise_lost_interrupt: Callable[[], None]) -> Result:
         if not self._is_complete:
-            begins = self._checkpoint is not None and self._stream.step.stored is not None and not self._goes_on
-            if begins:
-                self._note_moment()  # before looking at a batch, which draws it
             self._ranks.attempt(self._look_at_first)
-            if begins:
+            if self._stream.step.stored is not None and not self._goes_on:
                 self._keep()  # a store without a checkpoint would be one of something else
             self._read(raise_lost_interrupt)
             if self._reading == 0 and not sum(self._ranks.each(self._results.samples)):
@@ -151,14 +145,13 @@ class Run:
                 self._turn_over()
                 self._read(raise_lost_interrupt)
             self._is_complete = True
-            if self._checkpoint is not None:
-                self._note_moment()
-                self._keep()
+            self._note_moment()
+            self._keep()
         found = self._results.of_all(self._ranks)
         if len(self._readings) > 1:
             found.end_second_reading()
         if self._ranks.world > 1:
-            self._batches.count = self._said_batches(self._ranks.each(self._batches.count))
+            self._batches.count = self._said_batches(self._ranks.each(self._batches.count), self._number)
             self._draws.end_alike()
         elif self._goes_on:
             self._draws.leave_undrawn()
@@ -177,48 +170,44 @@ class Run:
         self._reading, self._number = 1, 0
         self._draws.set(self._draws.begin)
         self._ranks.attempt(self._batches.begin_again)
-        if self._checkpoint is not None:
-            self._note_moment()
-            self._keep()
+        self._note_moment()
+        self._keep()
 
     def _read(self, raise_lost_interrupt: Callable[[], None]) -> None:
         """Read to the end of the current reading; see NOTE [In step]."""
-        parts, second = self._readings[self._reading], self._reading == 1
+        second = self._reading == 1
         said = "packprop, second reading" if second else "packprop"
         shown = self._progress and not self._ranks.rank
         self._ranks.in_step = True
         done, left = self._batches.count, operator.length_hint(self._batches)
-        with progress_bar(said, done, left, self._budget, torch.device(self._device), shown) as advance:
-            for batch in self._with_the_others(self._batches):
-                self._take(batch, parts, second)
+        with progress_bar(said, done, left, self._budget, torch.device(self._stream.device), shown) as advance:
+            for batch in self._with_the_others():
+                self._take(batch)
                 advance(int(self._results.again[0]) if second else self._results.samples)
                 raise_lost_interrupt()
                 self._end_step()
         self._ranks.in_step = False
 
-    def _take(self, batch: Any, parts: Sequence[Part], second: bool) -> None:
+    def _take(self, batch: Any) -> None:
         """Add one batch, or none if only other ranks have one."""
-        number = self._number + self._ranks.rank
         if self._is_sharded:
-            self._take_together(batch, parts, second, number)
+            self._take_together(batch)
             self._begin_step(batch)
         else:
             self._begin_step(batch)
             if batch is not None:
-                self._add(batch, parts, second, number)
+                self._add(batch)
         self._steps += 1
         self._number += self._ranks.world
-        if self._checkpoint is not None:
-            self._note_moment()
-            if self._steps == 1:
-                packed(
-                    self._own_state()
-                )  # refuses values without a form in a file now, not after half a minute
+        self._note_moment()
+        if self._steps == 1 and self._checkpoint is not None:
+            packed(self._own_state())  # refuses values without a form in a file now, not after half a minute
 
-    def _add(self, batch: Any, parts: Sequence[Part], second: bool, number: int, counts: bool = True) -> None:
+    def _add(self, batch: Any, counts: bool = True) -> None:
         """Take a batch through the model; the store identifies its samples by what the data yielded."""
         self._stream.step.batch = self._batches.current
-        self._stream.add(batch, self._chunk_sizes.of(batch), parts, second, number, counts)
+        parts, number = self._readings[self._reading], self._number + self._ranks.rank
+        self._stream.add(batch, self._chunk_sizes.of(batch), parts, self._reading == 1, number, counts)
 
     def _end_step(self) -> None:
         """Hear of the other ranks; write a checkpoint if it is due."""
@@ -240,7 +229,7 @@ class Run:
         """Tell whether all ranks go through every pass together; see NOTE [Sharded passes]."""
         return self._stream.step.sharded is not None
 
-    def _take_together(self, batch: Any, parts: Sequence[Part], second: bool, number: int) -> None:
+    def _take_together(self, batch: Any) -> None:
         """Go through a pass if any rank has samples for it."""
         has_any = batch is not None and not is_empty(batch)
         if not self._ranks.agree(has_any):
@@ -251,38 +240,39 @@ class Run:
             self._ranks.in_step = True  # until the end of the forward pass
         if not has_any:
             batch = self._stand_in
-            self._batches.take_instead(batch)
-        self._add(batch, parts, second, number, counts=has_any)
+            self._batches.current = batch
+        self._add(batch, counts=has_any)
         self._results.end_pass(self._ranks)
         self._ranks.in_step = True
 
-    def _with_the_others(self, batches: Iterator[Any] | Any) -> Iterator[Any]:
+    def _with_the_others(self) -> Iterator[Any]:
         """Yield the batches of this rank, then ``None`` as long as others have some."""
-        yield from batches
+        yield from self._batches
         while self._ranks.world > 1:
             yield None
             if not self._others_go_on:
                 return
 
     def _note_moment(self) -> None:
-        """Note that all batches before this moment are merged, and no others."""
+        """Note that all batches before this moment are merged, and no others; nothing without a checkpoint."""
+        if self._checkpoint is None:
+            return
         stored = None if self._stream.step.stored is None else self._stream.step.stored.place
         self._moment = Moment(self._batches.place(), self._draws.now(), self._number, self._steps, stored)
         self._results.whole = True
 
     def _keep_what_is_lacking(self) -> None:
         """Write a checkpoint of the last moment between two batches, if possible and not yet done."""
-        assert self._checkpoint is not None
-        assert self._moment is not None
+        if self._checkpoint is None:
+            return
         taken = self._batches.count != self._moment.place["batches"]
-        if self._checkpoint.lacks(self._moment.steps) and not (taken and self._batches.has_state):
+        if self._checkpoint.lacks(self._moment.steps) and not (taken and self._batches.source.has_state):
             self._keep()  # a loader's own position would be behind that moment
 
     def _keep(self) -> None:
-        """Write a checkpoint of the last moment between two batches, of all ranks."""
-        assert self._moment is not None
-        assert self._files is not None
-        assert self._checkpoint is not None
+        """Write a checkpoint of the last moment between two batches, of all ranks, if the run has one."""
+        if self._checkpoint is None or self._files is None:
+            return
         moment, checkpoint, stored = self._moment, self._checkpoint, self._stream.step.stored
         checkpoint.begin()
         if stored is not None:  # the rows that the checkpoint names are on the disk before it
@@ -303,21 +293,18 @@ class Run:
         samples = sum(each for _, each in counts)
         if self._is_complete:
             return f"the results of all {samples:,} samples"
-        batches = self._said_batches([each for each, _ in counts])
+        batches = self._said_batches([each for each, _ in counts], self._moment.number)
         if self._reading == 0:
             return f"the first {batches:,} batches, {samples:,} samples"
         return f"all batches once, and the first {batches:,} batches of a second reading"
 
-    def _said_batches(self, counts: list[int]) -> int:
-        """Return how many batches all ranks have done."""
-        assert self._moment is not None or self._checkpoint is None or self._is_complete
-        number = self._number if self._moment is None else self._moment.number
+    def _said_batches(self, counts: list[int], number: int) -> int:
+        """Return how many batches all ranks have done, if the next one is of a number."""
         source = self._batches.source
         return min(number, len(source)) if isinstance(source, Samples) else sum(counts)
 
     def _own_state(self) -> dict[str, Any]:
         """Return the state that this rank continues from."""
-        assert self._moment is not None
         place = {
             **self._moment.place,
             "loader": self._batches.loader_state(),

@@ -28,7 +28,8 @@ class RunDraws:
     """
 
     def __init__(self, generators: Sequence[torch.Generator], ranks: Ranks) -> None:
-        self._generators, self._ranks = generators, ranks
+        self._own = {f"generator {place}": each for place, each in enumerate(generators)}
+        self._ranks = ranks
         self.before = self.now()
         if ranks.world > 1:
             self.set(self.derived(self.before))
@@ -37,26 +38,21 @@ class RunDraws:
     def now(self) -> States:
         """Return the states of the next draws."""
         states = {str(device): state for device, state in random_states().items()}
-        return states | {place: each.get_state() for place, each in self._by_place.items()}
+        return states | {place: each.get_state() for place, each in self._own.items()}
 
     def set(self, states: States) -> None:
         """Draw from these states from now on."""
-        own = self._by_place
-        set_random_states({torch.device(name): states[name] for name in states.keys() - own.keys()})
-        for place in states.keys() & own.keys():
-            own[place].set_state(states[place])
+        set_random_states({torch.device(name): states[name] for name in states.keys() - self._own.keys()})
+        for place in states.keys() & self._own.keys():
+            self._own[place].set_state(states[place])
 
     def derived(self, states: States) -> States:
         """Return states of this rank, given those of the first one."""
-        devices = {place: each.device for place, each in self._by_place.items()}
+        devices = {place: each.device for place, each in self._own.items()}
         return {
             name: self._ranks.derived(state, devices.get(name) or torch.device(name))
             for name, state in states.items()
         }
-
-    @property
-    def _by_place(self) -> dict[str, torch.Generator]:
-        return {f"generator {place}": each for place, each in enumerate(self._generators)}
 
     def end_alike(self) -> None:
         """Leave random states as users expect them, who do not know of numbers that ranks draw on their own.

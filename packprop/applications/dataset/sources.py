@@ -6,47 +6,31 @@ import contextlib
 import copy
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset, TensorDataset
 
 from packprop.applications.dataset.data_facts import data_set_facts, loader_facts
 from packprop.applications.dataset.describing import Describer
-from packprop.applications.dataset.digests import bytes_digest, seed_from, spot_check
+from packprop.applications.dataset.digests import seed_from, spot_check
+from packprop.applications.dataset.messages import described, shapes
+from packprop.engine.tensors import tensors_in
+from packprop.errors import BadInput
 
+BATCH_SIZE = 128
+"""Samples in a batch if the data come sample by sample."""
 
-@dataclass(frozen=True)
-class Ranges:
-    """A sampler of batches: indices of the samples of some batches, in the data's order.
-
-    Args:
-        samples: Samples in all batches.
-        size: Samples in a batch; the last one may have fewer.
-        begin: The first batch.
-        step: From one batch to the next.
-    """
-
-    samples: int
-    size: int
-    begin: int = 0
-    step: int = 1
-
-    @property
-    def numbers(self) -> range:
-        """Numbers of the batches."""
-        return range(self.begin, -(-self.samples // self.size), self.step)
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for number in self.numbers:
-            yield list(range(number * self.size, min(self.samples, (number + 1) * self.size)))
+INSTEAD = (
+    "give a tensor of inputs [n, ...] and a tensor of targets [n, ...], as (inputs, targets); for a model of "
+    "several arguments a tuple or a mapping of such tensors, as ((a, b), targets); of a batch whose tensors "
+    "have different lengths, such as one of graphs, a list of batches, [(inputs, targets)]; or, as batches "
+    "without targets, dictionaries of the model's arguments by name"
+)
 
 
 @dataclass(frozen=True)
@@ -55,11 +39,13 @@ class Samples:
 
     Args:
         data: The data set; its samples have indices.
-        size: Samples in a batch.
+        size: Samples in a batch; the last one may have fewer.
     """
 
     data: Any
     size: int
+    is_read_once: ClassVar = False
+    has_state: ClassVar = False
 
     @property
     def tensors(self) -> Sequence[Tensor] | None:
@@ -68,12 +54,17 @@ class Samples:
         plain = all(getattr(type(self.data), m, None) is getattr(TensorDataset, m, None) for m in methods)
         return self.data.tensors if plain else None
 
-    def open(self, begin: int, rank: int = 0, world: int = 1) -> Iterator[Any]:
+    def generators(self) -> list[torch.Generator]:
+        """Return none: samples come in their order."""
+        return []
+
+    def open(self, begin: int, rank: int, world: int) -> Iterator[Any]:
         """Yield batches from number ``begin`` on: of ``world`` in a row the one of number ``rank``."""
-        ranges = Ranges(len(self.data), self.size, begin + rank, world)
+        starts = range((begin + rank) * self.size, len(self.data), world * self.size)
         if self.tensors is not None:
-            return (tuple(t[at[0] : at[-1] + 1] for t in self.tensors) for at in ranges)
-        return iter(DataLoader(self.data, batch_sampler=ranges))
+            return (tuple(t[at : at + self.size] for t in self.tensors) for at in starts)
+        indices = range(len(self.data))
+        return iter(DataLoader(self.data, batch_sampler=([*indices[at : at + self.size]] for at in starts)))
 
     def facts(self) -> dict[str, Any]:
         """Return facts that tell these data from others, without reading them all."""
@@ -124,8 +115,8 @@ class Given:
         """Describe the code that yields the batches, and some of them if that needs no reading."""
         return loader_facts(self.data, describer)
 
-    def open(self) -> Iterator[Any]:
-        """Yield batches, from the first one on; processes that outlive a reading do not take part.
+    def open(self, begin: int, rank: int, world: int) -> Iterator[Any]:
+        """Yield the loader's batches from its own position on; processes that outlive a reading take no part.
 
         Such processes (``persistent_workers``) go on drawing from their last state, which nobody can restore.
         """
@@ -146,49 +137,90 @@ class Given:
 Source = Samples | Given
 
 
-def source_of(data: Any, size: int) -> Source:
-    """Make a source of samples, if the data have indices; else of a loader."""
+def source_of(asked: str, data: Any, batch_size: int | None, whole: bool) -> Source:
+    """Return the source of data of any form: of samples if they have indices, else of batches.
+
+    Args:
+        asked: The call of the user, for messages.
+        data: Data of any form.
+        batch_size: Samples in a batch; only for data that come sample by sample.
+        whole: Says that the model takes whole batches, so that there are no targets apart.
+
+    Raises:
+        BadInput: For data of another form, or a batch size that is none, or is not wanted.
+    """
+    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+        why, instead = "it is no number of samples", "give a whole number of at least 1, or leave it out"
+        raise BadInput(asked, f"batch_size={batch_size!r}", why, instead)
+    data, where = _as_data_set(asked, data, whole), ""
     if isinstance(data, Dataset):
-        if isinstance(data, Sized) and not isinstance(data, IterableDataset):
-            return Samples(data, size)
-        return Given(DataLoader(data, size))
-    return Given(data)
+        size = batch_size or BATCH_SIZE
+        has_indices = isinstance(data, Sized) and not isinstance(data, IterableDataset)
+        return Samples(data, size) if has_indices else Given(DataLoader(data, size))
+    if isinstance(data, Mapping):
+        why = "a mapping is one batch, not data that batches are taken from"
+        instead = "give a list of batches, [batch], a data loader or a Dataset"
+    elif not isinstance(data, Iterable):
+        why = "it is neither a data set nor can it be iterated over"
+        instead = "give a Dataset, a pair of tensors, or batches (inputs, targets)"
+    elif batch_size is None:
+        return Given(data)
+    else:
+        where, why = f"batch_size={batch_size} with ", "these data come in batches already"
+        instead = "leave the batch size out, or give a Dataset or a pair of tensors"
+    raise BadInput(asked, f"{where}data {described(data)}", why, instead)
 
 
-class Draws:
-    """Random numbers of the data: the global generator of the CPU, apart from draws between batches.
+def _as_data_set(asked: str, data: Any, whole: bool) -> Any:
+    """Return tensors of all samples as a data set, and other data as they are.
+
+    Raises:
+        BadInput: For tensors of unequal length, or more than inputs and targets.
+    """
+    if not isinstance(data, (tuple, list)) or not data or (whole and isinstance(data, list)):
+        return data  # without targets apart, a list holds batches
+    alone = all(isinstance(each, Tensor) for each in data)
+    if not alone and (whole or not _is_pair(data)):
+        return data
+    sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors_in(data)}
+    if len(sizes) != 1 or (len(data) != 2 and not whole):
+        why = "they are not a pair whose first axes hold the same number of samples"
+        raise BadInput(asked, f"data, tensors {shapes(data)}", why, INSTEAD)
+    if alone:
+        return TensorDataset(*data)
+    inputs, targets = data
+    several = StackDataset(**inputs) if isinstance(inputs, Mapping) else StackDataset(*inputs)
+    return StackDataset(several, targets)
+
+
+def _is_pair(data: tuple[Any, ...] | list[Any]) -> bool:
+    """Tell whether data are several inputs and their targets; two batches hold their own targets each."""
+    if not isinstance(data, tuple) or len(data) != 2 or not isinstance(data[1], Tensor):
+        return False
+    inputs = data[0].values() if isinstance(data[0], Mapping) else data[0]
+    nested = isinstance(data[0], (tuple, list, MutableMapping)) and bool(data[0])  # those that can be mapped
+    return nested and all(isinstance(each, Tensor) for each in inputs)
+
+
+def generator_of_data() -> torch.Generator:
+    """Return a generator for the draws of data, which begins with a state that the global one determines."""
+    return torch.Generator().manual_seed(seed_from(torch.get_rng_state().numpy().tobytes()))
+
+
+@contextlib.contextmanager
+def drawing_from(generator: torch.Generator) -> Iterator[None]:
+    """Make the global generator of the CPU that of the data inside.
 
     So the order of a shuffled loader, and its changes to samples, depend on how many batches it gave, and not
-    on the computation with them. It begins with a state that the global one determines.
+    on the computation with them.
     """
-
-    def __init__(self) -> None:
-        seed = seed_from(torch.get_rng_state().numpy().tobytes())
-        self.state: Tensor = torch.Generator().manual_seed(seed).get_state()
-
-    def get_state(self) -> Tensor:
-        """Return the state of the next draws."""
-        return self.state
-
-    def set_state(self, state: Tensor) -> None:
-        """Draw from this state."""
-        self.state = state
-
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """Make the global generator that of the data inside."""
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self.state)
-        try:
-            yield
-        finally:
-            self.state = torch.get_rng_state()
-            torch.set_rng_state(outside)
-
-
-def chained(before: str, batch: Any) -> str:
-    """Return a text that stands for the batches so far and this one, in their order."""
-    return bytes_digest((before + spot_check(batch)).encode())
+    outside = torch.get_rng_state()
+    torch.set_rng_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(torch.get_rng_state())
+        torch.set_rng_state(outside)
 
 
 class Numbers:
@@ -233,22 +265,11 @@ def _array(found: dict[str, Any]) -> Any:
     return np.array(found["values"], found["dtype"])[()] if found.keys() == {"dtype", "values"} else found
 
 
-Drawing = torch.Generator | Numbers | Draws
+Drawing = torch.Generator | Numbers
 """Types of generators."""
 
 GLOBAL = (Numbers(random), Numbers(np.random))
 """The generators behind Python's ``random`` and ``numpy.random``."""
-
-
-def states_of(generators: Sequence[Drawing]) -> list[Tensor]:
-    """Return the states of generators."""
-    return [generator.get_state() for generator in generators]
-
-
-def set_states(generators: Sequence[Drawing], states: Sequence[Tensor]) -> None:
-    """Restore states that ``states_of`` returned."""
-    for generator, state in zip(generators, states, strict=False):
-        generator.set_state(state)
 
 
 def unless_drawn(was: Tensor, begun: Tensor, now: Tensor) -> Tensor:

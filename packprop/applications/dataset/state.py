@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.applications.dataset.one_loss import TermWeights, require_same_weights, two_reductions
+from packprop.applications.dataset.loss_terms import TermWeights, require_same_weights, two_reductions
 from packprop.applications.dataset.parts import Part, needs_second_reading
 from packprop.applications.dataset.ranks import Ranks
 from packprop.applications.dataset.result import Result, Value

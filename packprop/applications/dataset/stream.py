@@ -1,8 +1,10 @@
-"""The stream of batches through the model and the loss; it merges the results."""
+"""The stream of batches through the model and the loss, and the chunk sizes of each; it merges the results."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +19,41 @@ from packprop.engine.recording import SameForEachPass
 from packprop.engine.tensors import moved, tensors_in
 
 
+class ChunkSizesByBatch:
+    """Chunk sizes for batches of different sizes: those of one batch serve all that are no larger.
+
+    Args:
+        plan: Makes those for one batch.
+    """
+
+    def __init__(self, plan: Callable[[tuple[Any, Any]], ChunkSizes]) -> None:
+        self._plan = plan
+        self._planned: list[tuple[list[tuple[int, ...]], ChunkSizes]] = []
+
+    def of(self, batch: tuple[Any, Any]) -> ChunkSizes:
+        """Return the chunk sizes for a batch; plan only if no earlier batch was as large in every axis."""
+        shapes = [tuple(tensor.shape) for tensor in tensors_in(batch)]
+        for known, chunk_sizes in reversed(self._planned):
+            are_alike = [*map(len, known)] == [*map(len, shapes)]
+            if are_alike and all(map(operator.le, chain(*shapes), chain(*known))):
+                return chunk_sizes
+        self._planned.append((shapes, self._plan(batch)))
+        return self._planned[-1][1]
+
+    @property
+    def first(self) -> ChunkSizes | None:
+        """Return those of the first batch."""
+        return self._planned[0][1] if self._planned else None
+
+    def saved(self) -> list[Any]:
+        """Return the plans, in values that a file can hold: other chunks would round sums in another way."""
+        return [[[list(shape) for shape in shapes], list(sizes)] for shapes, sizes in self._planned]
+
+    def restore(self, saved: list[Any]) -> None:
+        """Restore the values of ``saved``."""
+        self._planned = [([tuple(shape) for shape in shapes], ChunkSizes(*sizes)) for shapes, sizes in saved]
+
+
 class BatchStream:
     """Runs batches through the model and the loss, and merges their results.
 
@@ -29,7 +66,7 @@ class BatchStream:
     def __init__(
         self, step: BatchPass, device: torch.device | str, left: Callable[[], int] | None = None
     ) -> None:
-        self.step, self._device = step, device
+        self.step, self.device = step, device
         self._same = SameForEachPass(step.modules)
         self._replayer = None
         if left is not None:
@@ -57,7 +94,7 @@ class BatchStream:
         """
         if is_empty(batch):
             return
-        inputs, targets = moved(batch, self._device)
+        inputs, targets = moved(batch, self.device)
         step = self.step
         step.number, step.chunk_sizes = number, chunk_sizes
         step.parts, step.second = parts, second

@@ -18,8 +18,7 @@ def begun(monoid: Monoid, partial: Any) -> Any:
     if monoid.grows or monoid is KEEP:
         return partial
     if monoid is SUM and isinstance(partial, Tensor):
-        wide = wider_dtype(partial.dtype, partial.device.type) or partial.dtype
-        return partial.to(wide, copy=True)
+        return widened(partial, copy=True)
     if isinstance(partial, Moments):
         return Moments(partial.samples, widened(partial.mean), widened(partial.deviation))
     return partial
@@ -43,6 +42,6 @@ def add_to(total: Tensor, value: Tensor) -> None:
         place.add_(piece)
 
 
-def widened(tensor: Tensor) -> Tensor:
+def widened(tensor: Tensor, copy: bool = False) -> Tensor:
     """Return a tensor with twice the digits, if the device has them."""
-    return tensor.to(wider_dtype(tensor.dtype, tensor.device.type) or tensor.dtype)
+    return tensor.to(wider_dtype(tensor.dtype, tensor.device.type) or tensor.dtype, copy=copy)

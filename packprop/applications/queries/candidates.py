@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
-from packprop.applications.dataset.batch_pass import Found as FoundByBatch
 from packprop.applications.dataset.batches import Batches
 from packprop.applications.dataset.digests import digest
 from packprop.applications.dataset.given import Objective
@@ -101,12 +100,8 @@ class StoredSamples:
         """
         row = bytes_of_a_row(self.arrays, 1)
         if row > budget // 2:
-            raise too_small(
-                self._asked,
-                "a row of the store",
-                f"it takes {byte_text(row)}, which is more than half of it",
-                f"give at least {byte_text(2 * row)}",
-            )
+            takes = f"it takes {byte_text(row)}"
+            raise too_large(self._asked, "a row of the store", takes, "half of it", 2 * row)
         return budget // 4
 
     def facts(self) -> dict[str, Any]:
@@ -135,15 +130,11 @@ class AlongVectors(Extension):
     """
 
     savefield = "along_vectors"
+    rows: tuple[Row, ...] = ()
 
     def __init__(self, vectors: Mapping[str, Tensor]) -> None:
         statistic = functools.partial(along_each, directions=vectors)
-        self._row = Row(GRADIENT, statistic, over_n=CAT[0], of_parameter=True, condenses=True)
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """The products."""
-        return (self._row,)
+        self.rows = (Row(GRADIENT, statistic, over_n=CAT[0], of_parameter=True, condenses=True),)
 
 
 class ReadSamples:
@@ -165,7 +156,7 @@ class ReadSamples:
         self._asked, self.arrays = objective.asked, rows_like(objective)
         self._readings, self._first, self._draws = 0, (0, ""), random_states()
         batches.watched = True
-        _require_order(self._asked, getattr(batches.source, "data", None))
+        _require_order(self._asked, batches.source.data)
 
     def room(self, budget: int) -> int:
         """Return a third: queries are made in another one; vectors on the device take the last one."""
@@ -217,17 +208,8 @@ class ReadSamples:
             instead = "give more memory, fewer queries, or a data loader, a Dataset or a pair of tensors"
             batches.require_rereadable("data", why, instead)
             batches.begin_again()
-        run = PassesApart(self._objective, [extension])
-        done = 0
         with random_numbers_from(self._draws):  # the same in each reading
-            for batch in batches:
-                if is_empty(batch):
-                    continue
-                with batches.explained():
-                    found = run(batch)
-                    products = added_up(self._asked, extension, found, done).T
-                yield products, float(found.terms)
-                done += found.samples
+            yield from products_of(self._objective, batches, extension)
 
     def _end_reading(self, samples: int) -> None:
         """Refuse data without samples, and those that are others than in the first reading."""
@@ -270,35 +252,49 @@ def _require_order(asked: str, data: Any) -> None:
             )
 
 
-def added_up(asked: str, extension: Extension, found: FoundByBatch, done: int) -> Tensor:
-    """Add up products ``[n, ..., q]`` of a batch over parameters, at the scale of a loss that is summed.
+def products_of(objective: Objective, batches: Batches, extension: Extension) -> Iterator[tuple[Tensor, float]]:
+    """Yield products ``[q, n, ...]`` of each batch with samples, and the divisor of its loss.
+
+    They are added up over parameters, at the scale of a loss that is summed.
 
     Args:
-        asked: The call of the user, for messages.
-        extension: The extension of the products.
-        found: The results of the batch.
-        done: The number of samples before it.
+        objective: The model and the loss.
+        batches: The data.
+        extension: The extension of the products ``[n, ..., q]``.
 
     Raises:
         PackpropError: If one is not finite.
     """
-    products = [
-        of_summed_loss(extension, values, dtype, found.samples, float(found.terms))
-        for dtype, results in found.rows.values()
-        for values in results.values()
-    ]
-    total = torch.stack([each.to("cpu", torch.float64) for each in products]).sum(0)
-    wrong = (~total.isfinite()).nonzero().tolist()
-    if wrong:
-        raise PackpropError(
-            asked,
-            f"query {wrong[0][-1]} and sample {done + wrong[0][0]} of the data",
-            f"the inner product of their gradients is {total[tuple(wrong[0])].item()}",
-            "look at the loss of each sample, and leave out those that are not finite",
-        )
-    return total
+    run, done = PassesApart(objective, [extension]), 0
+    for batch in batches:
+        if is_empty(batch):
+            continue
+        with batches.explained():
+            found = run(batch)
+            terms = float(found.terms)
+            products = [
+                of_summed_loss(extension, values, dtype, found.samples, terms)
+                for dtype, results in found.rows.values()
+                for values in results.values()
+            ]
+            total = torch.stack([each.to("cpu", torch.float64) for each in products]).sum(0)
+        wrong = (~total.isfinite()).nonzero().tolist()
+        if wrong:
+            raise PackpropError(
+                objective.asked,
+                f"query {wrong[0][-1]} and sample {done + wrong[0][0]} of the data",
+                f"the inner product of their gradients is {total[tuple(wrong[0])].item()}",
+                "look at the loss of each sample, and leave out those that are not finite",
+            )
+        yield total.movedim(-1, 0), terms
+        done += found.samples
 
 
 def too_small(asked: str, where: str, why: str, instead: str) -> PackpropError:
     """Return the error for a budget that is too small for some part of the work."""
     return BadInput(asked, f"the budget of memory, and {where}", why, instead)
+
+
+def too_large(asked: str, where: str, takes: str, part: str, enough: int) -> PackpropError:
+    """Return the error for something that takes more than a part of the budget; ``enough`` bytes would do."""
+    return too_small(asked, where, f"{takes}, which is more than {part}", f"give at least {byte_text(enough)}")

@@ -25,10 +25,8 @@ def gradients_in(asked: str, store: Store, quantity: str | None) -> str:
         BadInput: If the store has none, or not the named one.
     """
     known = [name for name in GRADIENTS if store.arrays(name)]
-    if quantity is None and known:
-        return known[0]
-    if quantity is not None and quantity in known:
-        return quantity
+    if known and quantity in (None, *known):
+        return quantity or known[0]
     raise BadInput(
         asked,
         f"the store {str(store.folder)!r}" + (f", quantity {quantity!r}" if quantity else ""),

@@ -18,7 +18,7 @@ from packprop.applications.queries.preconditioning import Preconditioner, togeth
 from packprop.engine.algebra import KEEP, Dense, EntryOrder, Projection, entry_order_of, projected
 from packprop.engine.memory import chunk_sizes_over_data
 from packprop.engine.recording import SameForEachPass
-from packprop.engine.tensors import accumulation_dtype
+from packprop.engine.tensors import accumulation_dtype, moved
 from packprop.errors import PackpropError
 from packprop.extensions import BatchGrad, Projected
 from packprop.store.reading import StoredArray
@@ -42,9 +42,9 @@ class PassesApart:
 
     def __init__(self, objective: Objective, extensions: Sequence[Extension]) -> None:
         asked, model, loss = objective.asked, objective.model, objective.loss
-        self._pass = BatchPass(asked, model, loss, MergedResults([]), extensions, None)
-        self._pass.parts = readings_of(extensions)[0]
-        self._objective, self._same = objective, SameForEachPass(objective.modules)
+        parts = readings_of(extensions)[0]
+        self._pass = BatchPass(asked, model, loss, MergedResults([]), extensions, None, parts)
+        self._device, self._same = objective.device, SameForEachPass(objective.modules)
 
     def __call__(self, batch: tuple[Any, Any]) -> Found:
         """Return the results of a batch.
@@ -52,8 +52,8 @@ class PassesApart:
         Raises:
             PackpropError: If the weights of its terms, behind the loss function, are others than before.
         """
-        each, device = self._pass, self._objective.device
-        inputs, targets = self._objective.moved(batch)
+        each, device = self._pass, self._device
+        inputs, targets = moved(batch, device)
         each.chunk_sizes = chunk_sizes_over_data(each.model, each.loss, batch, each.extensions, None, device)
         with self._same.around():
             return each.run_alone(inputs, targets)
@@ -84,21 +84,19 @@ class QueryGradients:
     ) -> None:
         self._raw, self.orders = raw, dict[str, EntryOrder | None]()
         self._asked, self._arrays, self._preconditioner = objective.asked, arrays, preconditioner
-        self._shapes = {name: p.shape for name, p in objective.trained.items()}
-        self._dtypes = {name: p.dtype for name, p in objective.trained.items()}
+        self._trained = objective.trained
         whole = arrays.get("")  # of a store: all parameters together
         options = whole.header.projection if isinstance(whole, StoredArray) else None
         self._projection = None if options is None else Projection(**options)
-        lists = together(None if raw else preconditioner, self._shapes)
+        lists = together(None if raw else preconditioner, self._trained)
         self._together = {name: names for names in lists for name in names}
         self._extension: Extension = BatchGrad()
-        if self._projection is not None and preconditioner is None and not raw:
-            dimension, kind = self._projection.dimension, self._projection.kind
-            self._extension = Projected(BatchGrad(), dimension, kind=kind, seed=self._projection.seed)
-        self._extensions: list[Extension] = [self._extension]
+        if options is not None and preconditioner is None and not raw:
+            self._extension = Projected(BatchGrad(), **options)
+        extensions: list[Extension] = [self._extension]
         if preconditioner is not None and preconditioner.as_factors:
-            self._extensions.append(EntryOrders())
-        self._run = PassesApart(objective, self._extensions)
+            extensions.append(EntryOrders())
+        self._run = PassesApart(objective, extensions)
 
     @property
     def curvature(self) -> str | None:
@@ -108,22 +106,19 @@ class QueryGradients:
     @property
     def kept_bytes(self) -> int:
         """Bytes of a query that is ready for the search."""
-        width = max(accumulation_dtype(array.dtype).itemsize for array in self._arrays.values())
-        width = max(width, *(accumulation_dtype(dtype).itemsize for dtype in self._dtypes.values()))
+        rows = *self._arrays.values(), *self._trained.values()
+        width = max(accumulation_dtype(each.dtype).itemsize for each in rows)
         return width * sum(max(1, array.shape[1:].numel()) for array in self._arrays.values())
 
     @property
     def passing_bytes(self) -> int:
         """Bytes of a query's gradients until it is ready, beside those of the model itself."""
-        sizes = {name: shape.numel() * self._dtypes[name].itemsize for name, shape in self._shapes.items()}
+        sizes = [p.numel() * p.dtype.itemsize for p in self._trained.values()]
         if self._extension.savefield == Projected.savefield:
             return 2 * len(sizes) * self._projection_bytes
-        wide = {
-            name: shape.numel() * accumulation_dtype(self._dtypes[name]).itemsize
-            for name, shape in self._shapes.items()
-        }
-        copies = 0 if self._preconditioner is None else 4 * max(wide.values(), default=0)
-        return 2 * sum(sizes.values()) + copies + self._projection_bytes
+        wide = [p.numel() * accumulation_dtype(p.dtype).itemsize for p in self._trained.values()]
+        copies = 0 if self._preconditioner is None else 4 * max(wide)
+        return 2 * sum(sizes) + copies + self._projection_bytes
 
     @property
     def _projection_bytes(self) -> int:
@@ -139,57 +134,55 @@ class QueryGradients:
             return 0, {}
         found = self._run(batch)
         rows: dict[str, Tensor] = {}
-        waiting: dict[str, Tensor] = {}
-        for name in list(found.rows):
-            dtype, results = found.rows.pop(name)
-            by_extension = {part.whole: values for part, values in results.items()}
-            gradients = of_summed_loss(
-                self._extension, by_extension[self._extension], dtype, found.samples, float(found.terms)
-            )
-            del results
-            order = by_extension[self._extensions[1]][0] if len(self._extensions) > 1 else None
-            by_extension.clear()
-            self.orders[name] = order
-            self._require_finite(name, gradients)
-            if self._projection is None and name not in self._arrays:
+        while found.rows:
+            names = self._together[next(iter(found.rows))]
+            gradients = {name: self._taken(found, name) for name in names if name in found.rows}
+            self._require_finite(gradients)
+            if self._projection is None and names[0] not in self._arrays:
                 continue  # no sample of the store depends on it: rows are zero there
-            waiting[name] = gradients
-            zeros = gradients.new_zeros(())
-            del gradients
-            names = self._together[name]
-            if not any(each in found.rows for each in names):
-                for each in names:  # the batch may use only one of them
-                    waiting.setdefault(each, zeros.expand(found.samples, *self._shapes[each]))
-                self._put(rows, {each: waiting.pop(each) for each in names})
+            zeros = next(iter(gradients.values())).new_zeros(())
+            for name in names:  # the batch may use only one of them
+                gradients.setdefault(name, zeros.expand(found.samples, *self._trained[name].shape))
+            self._put(rows, {name: gradients.pop(name) for name in names})
         for name, shape in self._expected.items():  # the batch does not use the parameter
             if name not in rows:
-                dtype = self._dtypes[name] if self._raw else self._arrays[name].dtype
+                dtype = (self._trained if self._raw else self._arrays)[name].dtype
                 rows[name] = torch.zeros(found.samples, *shape, dtype=dtype, device="cpu")
         return found.samples, {name: rows[name] for name in self._expected}
+
+    def _taken(self, found: Found, name: str) -> Tensor:
+        """Take the gradients of a parameter from the results of a batch; keep the order of its entries."""
+        dtype, results = found.rows.pop(name)
+        values, *orders = results.values()
+        self.orders[name] = orders[0][0] if orders else None
+        return of_summed_loss(self._extension, values, dtype, found.samples, float(found.terms))
 
     @property
     def names(self) -> list[str]:
         """The parameters whose gradients count: those of the store, if rows are not projected."""
-        return [name for name in self._shapes if self._projection is not None or name in self._arrays]
+        return [name for name in self._trained if self._projection is not None or name in self._arrays]
 
     @property
     def _expected(self) -> dict[str, torch.Size]:
         """Shapes of the rows of a query, by parameter or array."""
         if self._raw:
-            return {name: self._shapes[name] for name in self.names}
+            return {name: self._trained[name].shape for name in self.names}
         return {name: torch.Size(array.shape[1:]) for name, array in self._arrays.items()}
 
     def projected_rows(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return rows of queries by parameter as the store has them: projected, if its rows are."""
         if self._projection is None:
             return rows
-        total: Tensor | None = None
+        found: dict[str, Tensor] = {}
         for name in [*rows]:
-            piece = rows.pop(name)
-            part = projected(Dense(piece[None]), self._projection, name, piece.shape[1:])
-            total = part if total is None else total + part
-        assert total is not None
-        return {"": total}
+            _add(found, "", self._projected(name, rows.pop(name)))
+        return found
+
+    def _projected(self, name: str, rows: Tensor) -> Tensor:
+        """Return rows of a parameter, projected if those of the store are."""
+        if self._projection is None:
+            return rows
+        return projected(Dense(rows[None]), self._projection, name, rows.shape[1:])
 
     def _put(self, rows: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
         """Put the results for gradients of parameters that share a block among the rows of a batch."""
@@ -197,23 +190,24 @@ class QueryGradients:
             gradients = {name: each.to(accumulation_dtype(each.dtype)) for name, each in gradients.items()}
         if self._preconditioner is not None and not self._raw:
             gradients = self._preconditioner(self._asked, gradients, self.orders)
-            for name, each in gradients.items():
-                self._require_finite(name, each)
+            self._require_finite(gradients)
         for name in [*gradients]:
-            each = gradients.pop(name)
-            if self._raw or self._projection is None:
-                rows[name] = each.cpu()
-                continue
-            if self._preconditioner is not None:
-                each = projected(Dense(each[None]), self._projection, name, each.shape[1:])
-            part = each.cpu()
-            rows[""] = part if "" not in rows else rows[""] + part
+            part = gradients.pop(name)
+            if self._preconditioner is not None and not self._raw:
+                part = self._projected(name, part)
+            _add(rows, name if self._raw or self._projection is None else "", part.cpu())
 
-    def _require_finite(self, name: str, gradients: Tensor) -> None:
-        if not gradients.isfinite().all():
-            raise PackpropError(
-                self._asked,
-                f"parameter {name!r}",
-                "the gradient of a query is not finite there",
-                "look at the loss of each query, and leave out those that are not finite",
-            )
+    def _require_finite(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, each in gradients.items():
+            if not each.isfinite().all():
+                raise PackpropError(
+                    self._asked,
+                    f"parameter {name!r}",
+                    "the gradient of a query is not finite there",
+                    "look at the loss of each query, and leave out those that are not finite",
+                )
+
+
+def _add(rows: dict[str, Tensor], array: str, part: Tensor) -> None:
+    """Add rows of a parameter to those of an array."""
+    rows[array] = rows[array] + part if array in rows else part

@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packprop.applications.dataset.batches import BATCH_SIZE, Batches, Data
+from packprop.applications.dataset.batches import Batches, Data
 from packprop.applications.dataset.given import Objective, objective_of
 from packprop.applications.dataset.messages import no_samples
 from packprop.applications.dataset.result import Result
-from packprop.applications.dataset.sources import Samples
+from packprop.applications.dataset.sources import BATCH_SIZE, Samples
 from packprop.applications.queries.candidates import (
     Candidates,
     Ends,
     ReadSamples,
     StoredSamples,
     Wanted,
+    too_large,
     too_small,
 )
 from packprop.applications.queries.checks import queries_without_gradient, warn_of_empty
@@ -202,21 +203,13 @@ def _most_queries(
     room = candidates.room(budget)
     query = max(gradients.kept_bytes, gradients.passing_bytes)
     if query > room:
-        raise too_small(
-            ASKED,
-            "the gradient of one query",
-            f"while it is made it takes {byte_text(query)}, which is more than its part, {byte_text(room)}",
-            f"give at least {byte_text(-(-query * budget // room))}",
-        )
+        takes, part = f"while it is made it takes {byte_text(query)}", f"its part, {byte_text(room)}"
+        raise too_large(ASKED, "the gradient of one query", takes, part, -(-query * budget // room))
     if refiner is None:
         return room // query
     if refiner.query_bytes > budget // 4 * 3:
-        raise too_small(
-            ASKED,
-            "one query that is refined",
-            f"it takes {byte_text(refiner.query_bytes)}, which is more than three quarters of it",
-            f"give at least {byte_text(-(-refiner.query_bytes // 3) * 4)}",
-        )
+        takes, enough = f"it takes {byte_text(refiner.query_bytes)}", -(-refiner.query_bytes // 3) * 4
+        raise too_large(ASKED, "one query that is refined", takes, "three quarters of it", enough)
     return min(room // query, budget // 4 * 3 // refiner.query_bytes)
 
 

@@ -50,13 +50,11 @@ def optimizer_curvature(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
     for name, parameter in named_parameters(model):
         if not parameter.requires_grad:
             continue
-        group, state = groups.get(id(parameter)), optimizer.state.get(parameter, {})
-        missing = group is None or (kind in ADAPTIVE and ADAPTIVE[kind] not in state)
-        if missing or not float(group["lr"] if group else 0):
+        group, state = groups.get(id(parameter), {"lr": 0}), optimizer.state.get(parameter, {})
+        if not float(group["lr"]) or (kind in ADAPTIVE and ADAPTIVE[kind] not in state):
             why = "the optimizer does not have it, has not stepped it, or its learning rate is 0"
             instead = "give the optimizer as it was in training, or set requires_grad=False on the parameter"
             raise BadInput(ASKED, f"parameter {name!r}", why, instead)
-        assert group is not None
         found[name] = _divisor(kind, group, state, parameter) / float(group["lr"])
     return found
 

@@ -131,22 +131,25 @@ def preconditioner_of(
         why = f"no block of {name} has two factors that could share the damping: its inverse is exact"
         raise BadInput(asked, "factored=True", why, "leave it out, or give what KFAC or KFLR computed")
     inverses: dict[str, Inverse] = {}
-    decomposed: dict[str, Eigen] = {}
+    decomposed: dict[str, Any] = {}
     for parameter, shape in shapes.items():
         with naming(parameter):
             block = blocks[parameter]
-            if isinstance(block, Eigen):
-                decomposed[parameter] = _positive(asked, name, parameter, block, shape, added)
+            found = _positive(asked, name, parameter, block, shape, added)
+            if isinstance(found, Tensor):
+                inverses[parameter] = 1 / (found + added)
+            elif factored and added and parameter in of_two:
+                inverses[parameter] = kronecker.inverse(list(block), added)
             else:
-                inverses[parameter] = _inverse(asked, name, parameter, block, shape, added, factored)
+                inverses[parameter] = found._replace(values=1 / (found.values + added))
+            if isinstance(block, Eigen):
+                decomposed[parameter] = found
     biases: dict[str, str] = {}
     for parameter, eigen in decomposed.items():
-        before, found, after = parameter.rpartition("weight")
+        before, weight, after = parameter.rpartition("weight")
         bias = f"{before}bias{after}"
-        both = coupled(eigen, decomposed[bias], added) if found and bias in decomposed else None
-        if both is None:
-            inverses[parameter] = eigen._replace(values=1 / (eigen.values + added))
-        else:
+        both = coupled(eigen, decomposed[bias], added) if weight and bias in decomposed else None
+        if both is not None:
             where = f"{name} of parameters {parameter!r} and {bias!r}"
             values = torch.cat([both.bias.values, both.complement - added])
             _require_positive(asked, where, values, added, torch.finfo(values.dtype).eps * float(values.max()))
@@ -171,9 +174,13 @@ def require_damping(asked: str, damping: float | None, name: str) -> float:
     return float(damping)
 
 
-def _inverse(
-    asked: str, name: str, parameter: str, block: Any, shape: torch.Size, damping: float, factored: bool
-) -> Inverse:
+def _positive(
+    asked: str, name: str, parameter: str, block: Any, shape: torch.Size, damping: float
+) -> Tensor | Eigen:
+    """Return a diagonal or the eigendecomposition of a block that is positive with its damping.
+
+    There is no negative rounding in it.
+    """
     where = f"{name} of parameter {parameter!r}"
     if isinstance(block, Tensor):
         if block.shape != shape:
@@ -181,25 +188,14 @@ def _inverse(
         diagonal = block.to(accumulation_dtype(block.dtype))
         _require_finite(asked, where, diagonal)
         _require_positive(asked, where, diagonal, damping, 0.0)
-        return 1 / (diagonal + damping)
-    if not (isinstance(block, (list, tuple)) and len(block) in (1, 2)):
+        return diagonal
+    if not (isinstance(block, Eigen) or (isinstance(block, (list, tuple)) and len(block) in (1, 2))):
         raise BadInput(
             asked,
             where,
             f"it is of type {type(block).__name__}: neither a diagonal, nor one or two factors, nor an Eigen",
             "give what DiagGGNExact, DiagGGNMC, KFAC, KFLR or EKFAC computed",
         )
-    decomposed = _positive(asked, name, parameter, block, shape, damping)
-    if factored and damping and len(block) == 2:
-        return kronecker.inverse(list(block), damping)
-    return decomposed._replace(values=1 / (decomposed.values + damping))
-
-
-def _positive(
-    asked: str, name: str, parameter: str, block: kronecker.Block, shape: torch.Size, damping: float
-) -> Eigen:
-    """Return the eigendecomposition of a block that is positive with its damping, without negative rounding."""
-    where = f"{name} of parameter {parameter!r}"
     for tensor in (block.values, *block.vectors) if isinstance(block, Eigen) else block:
         _require_finite(asked, where, tensor)
     decomposed = kronecker.eigen(block)

@@ -119,8 +119,7 @@ class RefinedSearch:
         """
         place, stamp = self._place, " ".join(map(digest, rows.values()))
         self._place += 1
-        is_done = place < len(self._done)
-        known = self._done[place] if is_done else self._current
+        known = self._done[place] if place < len(self._done) else self._current
         if known is not None and known["digest"] != stamp:
             raise BadInput(
                 self._objective.asked,
@@ -128,7 +127,7 @@ class RefinedSearch:
                 "it belongs to other queries, or to another budget that groups them otherwise",
                 "call with what it was begun with, or give another folder",
             )
-        if known is not None and is_done:
+        if known is not None and known is not self._current:
             self._refiner.residuals.append(known["residuals"])
             largest, smallest = Found(*known["largest"]), Found(*known["smallest"])
             return Ends(largest, smallest, known["groups"], known["samples"], known["terms"])

@@ -10,6 +10,7 @@ random vectors join a few queries.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,11 +100,9 @@ class Refiner:
         self._preconditioner, self._device = preconditioner, objective.device
         trained = objective.trained
         self.parameters = {name: trained[name] for name in names}
-        self.batches, own = (
-            objective.batches(refinement.data, refinement.batch_size),
-            [*self.parameters.values()],
-        )
+        self.batches = objective.batches(refinement.data, refinement.batch_size)
         options: dict[str, Any] = {"memory": None, "room": room, "progress": refinement.progress}
+        own = [*self.parameters.values()]
         self._product = DataProduct(objective, self.batches, refinement.matrix, own, **options)
         self.residuals: list[Tensor] = []
 
@@ -131,10 +130,8 @@ class Refiner:
 
     @property
     def _dtype(self) -> torch.dtype:
-        dtype = torch.float32
-        for parameter in self.parameters.values():
-            dtype = torch.promote_types(dtype, accumulation_dtype(parameter.dtype))
-        return dtype
+        dtypes = (accumulation_dtype(parameter.dtype) for parameter in self.parameters.values())
+        return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
     def __call__(
         self,
@@ -175,24 +172,23 @@ class Refiner:
         warn_of_residuals(
             "influence(..., refine=...)", self.residuals[-1], refinement.tolerance, iterations.steps
         )
-        pieces = self._apart(iterations.solutions.cpu())
-        return dict(zip(self.parameters, pieces, strict=True))
+        return self._apart(iterations.solutions.cpu())
 
     def _damped(self, directions: Tensor) -> Tensor:
-        products = self._product(self._apart(directions))
+        products = self._product([*self._apart(directions).values()])
         flat = torch.cat([product.flatten(1) for product in products], 1).to(directions)
         return flat.add_(directions, alpha=self._damping)
 
-    def _apart(self, flat: Tensor) -> list[Tensor]:
-        sizes = [parameter.numel() for parameter in self.parameters.values()]
-        pieces = zip(flat.split(sizes, 1), self.parameters.values(), strict=True)
-        return [piece.reshape(-1, *parameter.shape) for piece, parameter in pieces]
+    def _apart(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return views ``[v, *p]`` of flat vectors, by parameter."""
+        pieces = flat.split([parameter.numel() for parameter in self.parameters.values()], 1)
+        named = zip(self.parameters.items(), pieces, strict=True)
+        return {name: piece.reshape(-1, *parameter.shape) for (name, parameter), piece in named}
 
     def _preconditioned(self, flat: Tensor, orders: Mapping[str, EntryOrder | None]) -> Tensor:
         assert self._preconditioner is not None
         found = torch.empty_like(flat)
-        given = dict(zip(self.parameters, self._apart(flat), strict=True))
-        places = dict(zip(self.parameters, self._apart(found), strict=True))
+        given, places = self._apart(flat), self._apart(found)
         for names in together(self._preconditioner, self.parameters):
             products = self._preconditioner(self._asked, {name: given[name] for name in names}, orders)
             for name, product in products.items():

@@ -15,10 +15,8 @@ from packprop.applications.dataset.batches import Data
 from packprop.applications.dataset.given import Objective, objective_of
 from packprop.applications.dataset.messages import no_samples
 from packprop.applications.dataset.result import Result
-from packprop.applications.dataset.stream import is_empty
-from packprop.applications.queries.candidates import added_up
+from packprop.applications.queries.candidates import products_of
 from packprop.applications.queries.checks import queries_without_gradient, warn_of_empty
-from packprop.applications.queries.gradients import PassesApart
 from packprop.applications.queries.refining import Refinement
 from packprop.applications.queries.vectors import Inverse, joined, rows_like, vectors_of
 from packprop.engine.algebra import ADD_IN_PLACE, CAT, token_along
@@ -39,22 +37,12 @@ class AlongQueries(Extension):
     """
 
     savefield = "along_queries"
+    rows: tuple[Row, ...] = ()
 
     def __init__(self, vectors: Mapping[str, Tensor]) -> None:
         statistic = functools.partial(token_along, directions=vectors)
-        self._row = Row(
-            GRADIENT_BY_TOKEN,
-            statistic,
-            over_n=CAT[1],
-            over_v=ADD_IN_PLACE,
-            of_parameter=True,
-            condenses=True,
-        )
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """The products."""
-        return (self._row,)
+        row = Row(GRADIENT_BY_TOKEN, statistic, CAT[1], ADD_IN_PLACE, of_parameter=True, condenses=True)
+        self.rows = (row,)
 
     def finish(self, values: list[Any], samples: int) -> Tensor:
         """Move samples before tokens."""
@@ -108,18 +96,12 @@ def token_influence(
     inverse = Inverse(curvature, damping, factored, refine)
     vectors = _vectors(objective, queries, inverse, memory, batch_size)
     extension = AlongQueries({name: each.to(objective.device) for name, each in vectors.items()})
-    run, batches = PassesApart(objective, [extension]), objective.batches(data, batch_size)
-    found: list[Tensor] = []
+    batches = objective.batches(data, batch_size)
     with extended(*objective.modules):
-        for batch in batches:
-            with batches.explained():
-                if is_empty(batch):
-                    continue
-                done = sum(map(len, found))
-                found.append(added_up(ASKED, extension, run(batch), done))
+        found = [products for products, _ in products_of(objective, batches, extension)]
     if not found:
         raise no_samples(ASKED, "data")
-    lengths = sorted({each.shape[1] for each in found})
+    lengths = sorted({each.shape[2] for each in found})
     if len(lengths) > 1:
         raise BadInput(
             ASKED,
@@ -127,7 +109,7 @@ def token_influence(
             f"its samples have {', '.join(map(str, lengths))} tokens",
             "give samples of one length: pad them with targets that the loss ignores (ignore_index)",
         )
-    return torch.cat(found).permute(2, 0, 1).contiguous()
+    return torch.cat(found, 1).contiguous()
 
 
 def _vectors(

@@ -74,15 +74,11 @@ def rows_like(objective: Objective) -> dict[str, Tensor]:
 
 def _preconditioner(objective: Objective, inverse: Inverse, names: list[str] | None) -> Preconditioner | None:
     """Return the preconditioner of gradients, if there is one."""
-    asked = objective.asked
-    curvature, damping, factored = inverse.curvature, inverse.damping, inverse.factored
-    refined = inverse.refine is not None
-    if refined:
+    asked, damping, factored = objective.asked, inverse.damping, inverse.factored
+    if inverse.refine is not None:
         require_damping(asked, damping, "the matrix of the data")
-    if curvature is None:
-        if refined and not factored:
-            return None
-        if damping is not None or factored:
+    if inverse.curvature is None:
+        if factored or (damping is not None and inverse.refine is None):
             raise BadInput(
                 asked,
                 f"damping={damping!r}, factored={factored!r} without curvature",
@@ -91,4 +87,4 @@ def _preconditioner(objective: Objective, inverse: Inverse, names: list[str] | N
             )
         return None
     shapes = {each: p.shape for each, p in objective.trained.items() if names is None or each in names}
-    return preconditioner_of(asked, curvature, damping, factored, shapes)
+    return preconditioner_of(asked, inverse.curvature, damping, factored, shapes)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from rich.console import Console
 
-from packprop.applications.dataset.batches import BATCH_SIZE
+from packprop.applications.dataset.sources import BATCH_SIZE
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 

@@ -106,7 +106,7 @@ class ReadableBatches(Batches):
         """
         if isinstance(self.source, Samples):
             return {at: self._checked(default_collate([self.source.data[at]])) for at in places}
-        if self.is_read_once:
+        if self.source.is_read_once:
             raise _not_found("they can be read once", "give a list of batches, a data loader or a Dataset")
         if sum(self._sizes) != samples:
             why = (
@@ -121,7 +121,7 @@ class ReadableBatches(Batches):
         self._again, found, begin = True, {}, 0
         self.begin_again()
         for number, batch in enumerate(self):
-            if number == len(self._spots) or spot_check(self._current) != self._spots[number]:
+            if number == len(self._spots) or spot_check(self.current) != self._spots[number]:
                 why = "they are others each time that they are read"
                 raise _not_found(why, "give a Dataset, or a loader that gives the same batches again")
             end = begin + self._sizes[number]

@@ -296,24 +296,22 @@ class Replayer:
     def _say_compiled_again(self, state: State) -> None:
         """Say once that calls of several kinds come often, each of which needs a graph of its own."""
         first = next((key for key, kind in self._kinds.items() if kind.is_first), None)
-        if first is not None and "again" not in self._warned and self._policy.warns:
-            self._warned.add("again")
-            warnings.warn(
-                "A compiled step is compiled again, for calls that differ from the first ones in "
-                f"{first_change(self._pass.modules, first, state)}.",
-                PackpropWarning,
-                stacklevel=5,
+        if first is not None:
+            change = first_change(self._pass.modules, first, state)
+            self._say(
+                "again",
+                f"A compiled step is compiled again, for calls that differ from the first ones in {change}.",
             )
 
     def _warn(self, about: str, reason: str) -> None:
         """Say once that calls run eagerly."""
+        self._say(about, f"A compiled step runs passes eagerly, without a graph: {reason}.")
+
+    def _say(self, about: str, warning: str) -> None:
+        """Warn once about the same thing."""
         if about not in self._warned and self._policy.warns:
             self._warned.add(about)
-            warnings.warn(
-                f"A compiled step runs passes eagerly, without a graph: {reason}.",
-                PackpropWarning,
-                stacklevel=5,
-            )
+            warnings.warn(warning, PackpropWarning, stacklevel=6)
 
 
 class _Said:

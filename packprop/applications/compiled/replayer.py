@@ -157,20 +157,16 @@ class Replayer:
             loss = self._run(inputs, targets)
         now = self._state(inputs, targets, state)
         if now.key != state.key or any(a is not b for a, b in zip(now.tensors, state.tensors, strict=True)):
-            self._note_changed(state, now)
+            self._changed_themselves += 1
+            if self._changed_themselves > 2:  # in their first pass many models change
+                change = first_change(self._pass.modules, state.key, now)
+                self._warn("changes", f"a pass changes the model: {change}")
             return loss
         if len(self._kinds) >= SEEN:
             self._forget(state)
         kind = self._kinds[state.key] = Kind(_described((inputs, targets)), decisions)
         kind.refusal = self._reason_against(state)
         return loss
-
-    def _note_changed(self, state: State, now: State) -> None:
-        """Warn about a model that changes in each of its passes; in their first one many do."""
-        self._changed_themselves += 1
-        if self._changed_themselves > 2:
-            change = first_change(self._pass.modules, state.key, now)
-            self._warn("changes", f"a pass changes the model: {change}")
 
     def _second(self, kind: Kind, state: State, inputs: Any, targets: Any) -> Tensor:
         """Run an ordinary pass, and trace it."""

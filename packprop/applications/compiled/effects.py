@@ -36,7 +36,7 @@ class Effects:
         """Copy what the graph changes, given its inputs."""
         written = [*(tensors[place] for place in self.inputs), *self.others]
         return Kept(
-            _copies(written),
+            [(tensor, tensor.detach().clone()) for tensor in written],
             [(generator, generator.get_state()) for generator in self.generators],
             random_states() if self.draws else {},
         )
@@ -154,7 +154,7 @@ class Watch:
         if tensors and torch.Tag.inplace_view in operation.tags:
             raise not_traceable(str(operation), "it gives a tensor of the model another shape or other memory")
         self._written |= _storages(tensors)
-        self._before.tensors.extend(_copies(tensors))
+        self._before.tensors.extend((tensor, tensor.detach().clone()) for tensor in tensors)
 
 
 def _size_depends_on_values(operation: Any, args: tuple[Any, ...]) -> bool:
@@ -162,11 +162,6 @@ def _size_depends_on_values(operation: Any, args: tuple[Any, ...]) -> bool:
     if operation is torch.ops.aten.index.Tensor:
         return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
     return torch.Tag.dynamic_output_shape in operation.tags
-
-
-def _copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return tensors, each with a copy of its values."""
-    return [(tensor, tensor.detach().clone()) for tensor in tensors]
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:

@@ -55,7 +55,6 @@ class Kind:
 
     Args:
         inputs: A description of the arguments, for people.
-        decisions: The decisions by values of the last ordinary pass.
         passes: The number of ordinary passes.
         pass_seconds: The time of the fastest of them; tracing and checking do not count.
         replay_seconds: The time of the fastest replay.
@@ -68,7 +67,6 @@ class Kind:
     """
 
     inputs: str
-    decisions: Decisions
     passes: int = 1
     pass_seconds: float = math.inf
     replay_seconds: float = math.inf
@@ -153,8 +151,7 @@ class Replayer:
 
     def _first(self, state: State, inputs: Any, targets: Any) -> Tensor:
         """Run an ordinary pass, which settles what later ones take over."""
-        with noting_decisions() as decisions:
-            loss = self._run(inputs, targets)
+        loss = self._run(inputs, targets)
         now = self._state(inputs, targets, state)
         if now.key != state.key or any(a is not b for a, b in zip(now.tensors, state.tensors, strict=True)):
             self._changed_themselves += 1
@@ -164,7 +161,7 @@ class Replayer:
             return loss
         if len(self._kinds) >= SEEN:
             self._forget(state)
-        kind = self._kinds[state.key] = Kind(_described((inputs, targets)), decisions)
+        kind = self._kinds[state.key] = Kind(_described((inputs, targets)))
         kind.refusal = self._reason_against(state)
         return loss
 
@@ -176,7 +173,6 @@ class Replayer:
         if python_random_states() != before:
             self._refuse(kind, "it draws random numbers from Python or NumPy, which a replay would not do")
             return loss
-        kind.decisions = decisions
         try:
             with waiting("tracing a step", self._policy.warns):
                 kind.traced = trace(self._pass, inputs, targets, decisions)
@@ -199,7 +195,7 @@ class Replayer:
         said = f"{'compiling' if compiles else 'checking'} {traced.operations:,} operations of a step"
         with noting_decisions() as decisions, waiting(said, self._policy.warns):
             outcome, fault = checked(self._pass, traced, runner, state, inputs, targets)
-        if (differing := _differing(kind.decisions, decisions)) is not None:
+        if (differing := _differing(traced.decisions, decisions)) is not None:
             fault = f"values decide on it anew in each pass: {differing}"
         if runner.warning is not None and self._policy.warns:
             _say_once(runner.warning)

@@ -53,6 +53,7 @@ class Traced:
         graph: Maps parameters, buffers and the tensors of the batch to a tuple of tensors; it writes to
             buffers. The first output says whether values are faulty.
         template: The results of the pass, with places in the outputs for tensors.
+        decisions: The decisions by values that it has taken over.
         effects: The effects of the graph beside its outputs.
         may_fail: Says that there are conditions for faulty values.
         seconds: The time that tracing took.
@@ -60,6 +61,7 @@ class Traced:
 
     graph: GraphModule
     template: Outcome
+    decisions: Decisions
     effects: Effects
     may_fail: bool
     seconds: float
@@ -121,7 +123,7 @@ def trace(step: Pass, inputs: Any, targets: Any, decisions: Decisions) -> Traced
         raise not_traceable(watch.unsized, why)
     tidy(graph)
     effects = watch.effects([*constants_of(graph)])
-    return Traced(graph, templates[0], effects, bool(conditions), time.perf_counter() - start)
+    return Traced(graph, templates[0], decisions, effects, bool(conditions), time.perf_counter() - start)
 
 
 def _fault(conditions: Sequence[Tensor], like: Tensor) -> Tensor:

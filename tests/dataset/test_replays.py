@@ -187,7 +187,7 @@ def test_faulty_data_are_found() -> None:
 
 
 def kind(**facts: Any) -> Kind:
-    made = Kind("", [])
+    made = Kind("")
     return dataclasses.replace(made, **facts)
 
 

@@ -78,11 +78,6 @@ def is_operation(target: Any) -> bool:
     return isinstance(target, type(torch.ops.aten.alias.default))  # the class has no public name
 
 
-def takes_size_alone(target: Any) -> bool:
-    """Tell whether an operation takes only a tensor and the size of its result, as ``view`` does."""
-    return is_operation(target) and [each.name for each in _schema_of(target).arguments] == ["self", "size"]
-
-
 @functools.cache
 def _schema_of(operation: Any) -> Any:
     """The declaration of an operation: its arguments, and those that it writes to or returns views of."""

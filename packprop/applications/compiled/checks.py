@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -60,11 +61,10 @@ def _pairs(first: Outcome, second: Outcome) -> Iterator[tuple[str, Tensor | None
     yield "the loss", first.loss, second.loss
     for number in {**first.gradients, **second.gradients}:
         yield f"the gradient of tensor {number}", first.gradients.get(number), second.gradients.get(number)
-    for key in {**first.results, **second.results}:
-        number, name = key
-        own, other = (list(tensors_in(each.results.get(key))) for each in (first, second))
-        for a, b in zip(own, other, strict=True) if len(own) == len(other) else [(None, None)]:
-            yield f"{name} of tensor {number}", a, b
+    for number, name in {**first.results, **second.results}:
+        results = (tensors_in(each.results.get((number, name))) for each in (first, second))
+        for own, other in itertools.zip_longest(*results):
+            yield f"{name} of tensor {number}", own, other
 
 
 def alike(first: Tensor | None, second: Tensor | None) -> bool:

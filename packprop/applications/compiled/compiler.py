@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +46,6 @@ class Runner:
     def __init__(self, graph: GraphModule, backend: Backend, mode: str | None) -> None:
         self.backend = backend
         self._graph, self._mode = graph, mode
-        self._copies = backend == "cudagraphs" or (backend != REPLAY and mode in WITH_CUDA_GRAPHS)
         self._run: Run | None = graph if backend == REPLAY else None
         self._devices: set[str] = set()
         self.seconds: float | None = None
@@ -70,7 +67,14 @@ class Runner:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the outputs of the graph; differentiate nothing."""
-        return self._through(self._run, tensors)
+        self._devices = self._devices or {tensor.device.type for tensor in tensors}
+        autocast = AutocastRegions.now(self._devices)  # the graph already holds its effect
+        with torch.no_grad(), autocast.switched(False):
+            if not self._has_cuda_graph:
+                return self._outputs(tensors)
+            torch.compiler.cudagraph_mark_step_begin()
+            # a CUDA graph has one place for each output, which the next replay overwrites
+            return [each.clone() for each in self._outputs(tensors)]
 
     def settle(self, tensors: Sequence[Tensor], budget: int | None) -> None:
         """Keep the compiled graph if it is faster than the plain one, and within the budget.
@@ -81,79 +85,69 @@ class Runner:
         """
         if self.backend == REPLAY:
             return
-        as_it_is = partial(self._through, self._graph)
+        as_it_is = Runner(self._graph, REPLAY, None)
         if budget is not None and (peak := peak_of(self, tensors)) > budget:
-            self.verdict = (
+            verdict = (
                 f"compiled by {self.backend!r} it takes {byte_text(peak)} of memory, as it is "
                 f"{byte_text(peak_of(as_it_is, tensors))}, and the budget is {byte_text(budget)}"
             )
             self.warning = (
-                f"A traced pass is replayed as it is: {self.verdict}. Give a larger budget to have it "
+                f"A traced pass is replayed as it is: {verdict}. Give a larger budget to have it "
                 'compiled, or packprop.compile(..., backend="eager") to do without a compiler.'
             )
         else:
             own, other = seconds_in_turns([self, as_it_is], tensors)
-            if own > SLOWER * other:
-                self.verdict = f"compiled it takes {1000 * own:.3g} ms, as it is {1000 * other:.3g} ms"
-            if self.verdict is not None and self.is_costly:
+            if own <= SLOWER * other:
+                return
+            verdict = f"compiled it takes {1000 * own:.3g} ms, as it is {1000 * other:.3g} ms"
+            if self.is_costly:
                 self.warning = (
-                    f"A traced pass is replayed as it is, {self.took}: {self.verdict}. "
+                    f"A traced pass is replayed as it is, {self.took}: {verdict}. "
                     'packprop.compile(..., backend="eager") does without a compiler.'
                 )
-        if self.verdict is not None:
-            self._run, self.backend, self._copies = self._graph, REPLAY, False
+        self._replay_from_now_on(verdict)
 
-    def _through(self, run: Run | None, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        self._devices = self._devices or {tensor.device.type for tensor in tensors}
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            regions = AutocastRegions.now(self._devices)
-            if regions.regions:  # the graph already holds the effect of autocast
-                stack.enter_context(regions.switched(False))
-            if self._copies:
-                torch.compiler.cudagraph_mark_step_begin()
-            outputs = self._compile_and_run(tensors) if run is None else run(*tensors)
-            # a CUDA graph has one place for each output, which the next replay overwrites
-            return [each.clone() for each in outputs] if self._copies else outputs
+    @property
+    def _has_cuda_graph(self) -> bool:
+        return self.backend == "cudagraphs" or (self.backend != REPLAY and self._mode in WITH_CUDA_GRAPHS)
 
-    def _compile_and_run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Compile the graph; without a compiler that can do it, replay it."""
+    def _replay_from_now_on(self, verdict: str) -> None:
+        self._run, self.backend, self.verdict = self._graph, REPLAY, verdict
+
+    def _outputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run the graph; compile it before. Without a compiler that can do it, replay it."""
+        if self._run is not None:
+            return self._run(*tensors)
         start = time.perf_counter()
-        outputs: Sequence[Tensor]
         try:
-            run = _compiled(_for_compiler(self._graph), tensors, self.backend, self._mode)
+            run = _compiled(self._graph, tensors, self.backend, self._mode)
             outputs = run(*tensors)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler that is missing, or fails
-            self._run, self.backend, self._copies = self._graph, REPLAY, False
             said = " ".join([line for line in str(error).strip().splitlines() if line][:2])
-            self.verdict = f"no compiler could take it ({type(error).__name__}: {said})"
+            reason = f"({type(error).__name__}: {said})"
+            self._replay_from_now_on(f"no compiler could take it {reason}")
             self.warning = (
-                f"No compiler could take a traced pass ({type(error).__name__}: {said}). The graph is replayed "
-                'as it is, as by packprop.compile(..., backend="eager").'
+                f"No compiler could take a traced pass {reason}. The graph is replayed as it is, as by "
+                'packprop.compile(..., backend="eager").'
             )
-            outputs = self._graph(*tensors)
-            return outputs
+            return self._outputs(tensors)
         self._run, self.seconds = run, time.perf_counter() - start
         return outputs
 
 
-def _for_compiler(graph: GraphModule) -> GraphModule:
-    """Return a copy of a graph, without constructs that are slow to compile."""
-    copied = Graph()
-    copied.output(copied.graph_copy(graph.graph, {}))
-    put_together(copied)
-    return GraphModule(graph, copied)
-
-
 def _compiled(graph: GraphModule, tensors: Sequence[Tensor], backend: Backend, mode: str | None) -> Run:
-    """Compile the graph.
+    """Compile a copy of the graph without constructs that are slow to compile.
 
     This calls Inductor directly, as PyTorch documents for backends that are made of others. The checks of
     ``torch.compile`` in each call of a graph take a third of the time of a small one, and packprop knows their
     answers. Random numbers are PyTorch's own, so that they are the same with and without a compiler.
     """
+    copied = Graph()
+    copied.output(copied.graph_copy(graph.graph, {}))
+    put_together(copied)
+    graph = GraphModule(graph, copied)
     run: Run
     if backend != "inductor":
         run = torch.compile(graph, backend=backend, mode=mode, dynamic=False)

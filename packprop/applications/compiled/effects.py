@@ -58,7 +58,7 @@ class Kept:
 
     def put_back(self) -> None:
         """Give everything its value back."""
-        for tensor, value in self.tensors:
+        for tensor, value in reversed(self.tensors):  # of several copies of a tensor, the first one counts
             tensor.data.copy_(value)
         for generator, state in self.generators:
             generator.set_state(state)
@@ -87,8 +87,9 @@ class Watch:
         self._made: set[int] = set()
         self._written: set[int] = set()
         self._draws = False
-        self._before: list[Kept] = []
-        self._generators: dict[int, torch.Generator] = {}
+        self._before = Kept([], [], {})
+        self.unsized: str | None = None
+        """The first operation whose result has a size that depends on values."""
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -98,14 +99,13 @@ class Watch:
 
     def undo(self) -> None:
         """Give tensors and generators that were there before the pass their values back."""
-        for kept in reversed(self._before):
-            kept.put_back()
+        self._before.put_back()
 
     def effects(self, constants: Sequence[Tensor]) -> Effects:
         """Return the effects on the inputs of a graph, and on the tensors that it holds."""
         places = [place for place, tensor in enumerate(self._inputs) if storage_of(tensor) in self._written]
         others = [tensor for tensor in constants if storage_of(tensor) in self._written]
-        return Effects(places, others, [*self._generators.values()], self._draws)
+        return Effects(places, others, [each for each, _ in self._before.generators], self._draws)
 
     def require_replayable(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a call that no replay repeats.
@@ -130,11 +130,15 @@ class Watch:
             raise not_traceable(
                 str(operation), "it exchanges tensors between processes, which a graph does not wait for"
             )
+        if self.unsized is None and _size_depends_on_values(operation, args):
+            self.unsized = str(operation)
         draws = torch.Tag.nondeterministic_seeded in operation.tags
         self._draws = self._draws or draws
         given, written = _storages(tensors_in((args, kwargs))), [*written_by(operation, args, kwargs)]
         self._keep(operation, [tensor for tensor in written if _storages([tensor]) - self._made])
-        self._keep_generators([each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)])
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, torch.Generator) and each not in dict(self._before.generators):
+                self._before.generators.append((each, each.get_state()))
         out = operation(*args, **kwargs)
         found = _storages(tensors_in(out))
         fresh = found if operation is torch.ops.aten.lift_fresh.default else found - given
@@ -150,12 +154,14 @@ class Watch:
         if tensors and torch.Tag.inplace_view in operation.tags:
             raise not_traceable(str(operation), "it gives a tensor of the model another shape or other memory")
         self._written |= _storages(tensors)
-        self._before += [Kept([(tensor, tensor.detach().clone())], [], {}) for tensor in tensors]
+        self._before.tensors.extend((tensor, tensor.detach().clone()) for tensor in tensors)
 
-    def _keep_generators(self, generators: Sequence[torch.Generator]) -> None:
-        new = [each for each in generators if id(each) not in self._generators]
-        self._generators |= {id(each): each for each in new}
-        self._before += [Kept([], [(each, each.get_state())], {}) for each in new]
+
+def _size_depends_on_values(operation: Any, args: tuple[Any, ...]) -> bool:
+    """Tell whether the result of an operation may have another size for other values."""
+    if operation is torch.ops.aten.index.Tensor:
+        return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+    return torch.Tag.dynamic_output_shape in operation.tags
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:

@@ -17,7 +17,7 @@ import itertools
 from collections import deque
 from collections.abc import Container, Mapping, MappingView, Set, Sized
 from types import FunctionType, MappingProxyType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ReferenceType
 
 import torch
@@ -55,24 +55,14 @@ class Same:
         return f"another {type(self.value).__name__}"
 
 
-class Number:
-    """A number that equals those of its own type alone; Python's ``True`` equals 1."""
+class Number(NamedTuple):
+    """A number that equals those of its own type alone; Python's ``True`` equals 1. Zero has a sign."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Number) or type(other.value) is not type(self.value):
-            return False
-        if self.value == 0:
-            return repr(other.value) == repr(self.value)  # zero has a sign
-        return bool(other.value == self.value) or (other.value != other.value and self.value != self.value)
-
-    def __hash__(self) -> int:
-        return hash(type(self.value))
+    kind: type
+    text: str
 
     def __repr__(self) -> str:
-        return repr(self.value)
+        return self.text
 
 
 class Unlike:
@@ -91,8 +81,8 @@ class Unlike:
 
 
 def plain_fact(value: Any) -> Any:
-    """Describe a value of a type in ``PLAIN``."""
-    return Number(value) if isinstance(value, (bool, float)) else value
+    """Describe a value of a type in ``PLAIN``, or a complex number."""
+    return Number(type(value), repr(value)) if isinstance(value, (bool, float, complex)) else value
 
 
 Memo = dict[int, Any]
@@ -196,7 +186,7 @@ class _Describer:
         elif isinstance(value, MethodType):
             parts = value.__self__, value.__func__
         elif (plain := next((each for each in VALUES if isinstance(value, each)), None)) is not None:
-            return (Number(plain(value)),)
+            return (plain_fact(plain(value)),)
         elif (array := _bytes_of(value)) is not None:
             return (self._too_large(value),) if array == () else array
         else:

@@ -29,14 +29,12 @@ class Part:
     Args:
         views: The slice that it is written to, and reshaped views of it.
         write: The node that fills it.
-        target: The view that the write takes.
         start: The index along the axis at which it begins.
         stop: The index at which it ends.
     """
 
     views: list[Node]
     write: Node
-    target: Node
     start: int
     stop: int
 
@@ -64,9 +62,10 @@ class Room:
 def put_together(graph: Graph) -> None:
     """Replace writes to all parts of a tensor by a concatenation; see NOTE [Parts]."""
     rooms = [node for node in graph.nodes if node.op == "call_function" and node.target in ROOMS]
-    found = [room for node in rooms if (room := _room(graph, node)) is not None]
+    aliases, order = Aliases(graph), {node: place for place, node in enumerate(graph.nodes)}
+    found = [room for node in rooms if (room := _room(node, aliases, order)) is not None]
     for room in found:
-        last = max((part.write for part in room.parts), key=[*graph.nodes].index)
+        last = max((part.write for part in room.parts), key=order.__getitem__)
         pieces = [_made(graph, part) for part in room.parts]
         with graph.inserting_after(last):
             joined = graph.call_function(_ATEN.cat.default, (pieces, room.axis))
@@ -77,9 +76,8 @@ def put_together(graph: Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def _room(graph: Graph, node: Node) -> Room | None:
+def _room(node: Node, aliases: Aliases, order: dict[Node, int]) -> Room | None:
     """Return a new tensor's parts, if writes fill all of it, each part once before it is read."""
-    aliases, order = Aliases(graph), {each: place for place, each in enumerate(graph.nodes)}
     views, slices = [node], list[Node]()
     for view in views:
         for user in view.users:
@@ -120,7 +118,7 @@ def _part(view: Node, whole: tuple[int, ...], writes: dict[Node, Node], order: d
     readers = [user for each in views for user in each.users if user is not write and user not in views]
     if not _fills(write, target) or any(order[reader] < order[write] for reader in readers):
         return None
-    return Part(views, write, target, start, stop)
+    return Part(views, write, start, stop)
 
 
 def _fills(write: Node, target: Node) -> bool:

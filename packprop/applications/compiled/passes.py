@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.engine.context import backpack
-from packprop.engine.memory import Plan, budget_of
+from packprop.engine.memory import Plan
 from packprop.engine.passes import Hook
 from packprop.engine.recording import extended, record
 from packprop.engine.tensors import LossFunction, outputs_and_loss
@@ -49,10 +49,6 @@ class Pass(Protocol):
         """The loss, a module or a function; ``None`` if the model computes it."""
 
     @property
-    def extensions(self) -> Sequence[Extension]:
-        """The extensions of the pass."""
-
-    @property
     def budget(self) -> int | None:
         """The most bytes of tensor storage that may be alive at once, if there is a limit."""
 
@@ -78,14 +74,14 @@ class TrainingPass:
         loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
         extensions: The extensions of the step.
         hook: The user's extension hook.
-        memory: The budget, or a plan.
+        memory: The budget in bytes, or a plan.
     """
 
     model: nn.Module
     loss: LossFunction | None
     extensions: tuple[Extension, ...]
     hook: Hook | None
-    memory: int | str | Plan | None
+    memory: int | Plan | None
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -95,7 +91,7 @@ class TrainingPass:
     @property
     def budget(self) -> int | None:
         """The most bytes of tensor storage that may be alive at once, if there is a limit."""
-        return self.memory.memory if isinstance(self.memory, Plan) else budget_of(self.memory)
+        return self.memory.memory if isinstance(self.memory, Plan) else self.memory
 
     def run(self, inputs: Any, targets: Any) -> Tensor:
         """Run forward and backward pass; return the loss, cut from its graph."""

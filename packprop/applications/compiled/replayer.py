@@ -55,7 +55,6 @@ class Kind:
 
     Args:
         inputs: A description of the arguments, for people.
-        decisions: The decisions by values of the last ordinary pass.
         passes: The number of ordinary passes.
         pass_seconds: The time of the fastest of them; tracing and checking do not count.
         replay_seconds: The time of the fastest replay.
@@ -68,7 +67,6 @@ class Kind:
     """
 
     inputs: str
-    decisions: Decisions
     passes: int = 1
     pass_seconds: float = math.inf
     replay_seconds: float = math.inf
@@ -153,24 +151,19 @@ class Replayer:
 
     def _first(self, state: State, inputs: Any, targets: Any) -> Tensor:
         """Run an ordinary pass, which settles what later ones take over."""
-        with noting_decisions() as decisions:
-            loss = self._run(inputs, targets)
+        loss = self._run(inputs, targets)
         now = self._state(inputs, targets, state)
         if now.key != state.key or any(a is not b for a, b in zip(now.tensors, state.tensors, strict=True)):
-            self._note_changed(state, now)
+            self._changed_themselves += 1
+            if self._changed_themselves > 2:  # in their first pass many models change
+                change = first_change(self._pass.modules, state.key, now)
+                self._warn("changes", f"a pass changes the model: {change}")
             return loss
         if len(self._kinds) >= SEEN:
             self._forget(state)
-        kind = self._kinds[state.key] = Kind(_described((inputs, targets)), decisions)
+        kind = self._kinds[state.key] = Kind(_described((inputs, targets)))
         kind.refusal = self._reason_against(state)
         return loss
-
-    def _note_changed(self, state: State, now: State) -> None:
-        """Warn about a model that changes in each of its passes; in their first one many do."""
-        self._changed_themselves += 1
-        if self._changed_themselves > 2:
-            change = first_change(self._pass.modules, state.key, now)
-            self._warn("changes", f"a pass changes the model: {change}")
 
     def _second(self, kind: Kind, state: State, inputs: Any, targets: Any) -> Tensor:
         """Run an ordinary pass, and trace it."""
@@ -180,7 +173,6 @@ class Replayer:
         if python_random_states() != before:
             self._refuse(kind, "it draws random numbers from Python or NumPy, which a replay would not do")
             return loss
-        kind.decisions = decisions
         try:
             with waiting("tracing a step", self._policy.warns):
                 kind.traced = trace(self._pass, inputs, targets, decisions)
@@ -203,7 +195,7 @@ class Replayer:
         said = f"{'compiling' if compiles else 'checking'} {traced.operations:,} operations of a step"
         with noting_decisions() as decisions, waiting(said, self._policy.warns):
             outcome, fault = checked(self._pass, traced, runner, state, inputs, targets)
-        if (differing := _differing(kind.decisions, decisions)) is not None:
+        if (differing := _differing(traced.decisions, decisions)) is not None:
             fault = f"values decide on it anew in each pass: {differing}"
         if runner.warning is not None and self._policy.warns:
             _say_once(runner.warning)
@@ -296,24 +288,22 @@ class Replayer:
     def _say_compiled_again(self, state: State) -> None:
         """Say once that calls of several kinds come often, each of which needs a graph of its own."""
         first = next((key for key, kind in self._kinds.items() if kind.is_first), None)
-        if first is not None and "again" not in self._warned and self._policy.warns:
-            self._warned.add("again")
-            warnings.warn(
-                "A compiled step is compiled again, for calls that differ from the first ones in "
-                f"{first_change(self._pass.modules, first, state)}.",
-                PackpropWarning,
-                stacklevel=5,
+        if first is not None:
+            change = first_change(self._pass.modules, first, state)
+            self._say(
+                "again",
+                f"A compiled step is compiled again, for calls that differ from the first ones in {change}.",
             )
 
     def _warn(self, about: str, reason: str) -> None:
         """Say once that calls run eagerly."""
+        self._say(about, f"A compiled step runs passes eagerly, without a graph: {reason}.")
+
+    def _say(self, about: str, warning: str) -> None:
+        """Warn once about the same thing."""
         if about not in self._warned and self._policy.warns:
             self._warned.add(about)
-            warnings.warn(
-                f"A compiled step runs passes eagerly, without a graph: {reason}.",
-                PackpropWarning,
-                stacklevel=5,
-            )
+            warnings.warn(warning, PackpropWarning, stacklevel=6)
 
 
 class _Said:

@@ -140,19 +140,10 @@ def _described(module: nn.Module, known: _Known) -> tuple[Any, ...]:
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
     """Describe what a graph assumes about an input."""
-    kind = type(tensor)
     strides = tensor.stride() if tensor.layout is torch.strided else None
     hooked = is_hooked(tensor) or has_late_hooks(tensor)
-    return (
-        kind,
-        tensor.shape,
-        strides,
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-        tensor.is_leaf,
-        hooked,
-    )
+    kind = type(tensor), tensor.shape, strides, tensor.dtype, tensor.device
+    return *kind, tensor.requires_grad, tensor.is_leaf, hooked
 
 
 def _is_made_by_hook(name: str, hooks: Mapping[int, Any]) -> bool:
@@ -195,9 +186,11 @@ def python_random_states() -> tuple[Any, ...]:
 
 def first_change(modules: Sequence[nn.Module], before: tuple[Any, ...], now: State) -> str:
     """Name the first thing that decides on a pass and has changed."""
-    labels = [_label(name, module) for root in modules for name, module in root.named_modules()]
+    parts = [(name, type(part).__name__) for root in modules for name, part in root.named_modules()]
+    labels = [f"module {name!r} ({kind})" if name else kind for name, kind in parts]
     labels += ["the loss", "the nesting of the batch"]
-    names = {id(tensor): name for root in modules for name, tensor in _named_tensors(root)}
+    named = [each for root in modules for each in (*root.named_parameters(), *root.named_buffers())]
+    names = {id(tensor): name for name, tensor in named}
     labels += [f"parameter or buffer {names.get(id(tensor), '')!r}" for tensor in now.parameters]
     labels += [f"tensor {number} of the batch" for number in range(len(now.batch))]
     labels.append(
@@ -210,15 +203,6 @@ def first_change(modules: Sequence[nn.Module], before: tuple[Any, ...], now: Sta
         if old != new:
             return f"{label}: {_first_difference(old, new)}"
     return "nothing that can be named"
-
-
-def _label(name: str, module: nn.Module) -> str:
-    return f"module {name!r} ({type(module).__name__})" if name else f"{type(module).__name__}"
-
-
-def _named_tensors(root: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from root.named_parameters()
-    yield from root.named_buffers()
 
 
 def _first_difference(old: Any, new: Any) -> str:

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph
 
-from packprop.applications.compiled.arguments import ASKED_FOR, require_callable, require_finished
 from packprop.applications.compiled.compiler import Backend
 from packprop.applications.compiled.passes import ASKED, TrainingPass
 from packprop.applications.compiled.replayer import Kind, Replayer
-from packprop.engine.memory import Plan
+from packprop.engine.memory import Plan, budget_of
 from packprop.engine.passes import Hook
-from packprop.engine.tensors import LossFunction
+from packprop.engine.tensors import LossFunction, require_loss, require_model
 from packprop.errors import BadInput
-from packprop.types import Extensions, check_extensions
+from packprop.types import Extension, Extensions, check_extensions
+
+ASKED_FOR = "packprop.compile(...) was called."
 
 
 def compile(
@@ -76,11 +77,15 @@ class CompiledStep:
         mode: str | None,
         memory: int | str | Plan | None,
     ) -> None:
-        require_callable(model, loss, hook)
+        require_model(ASKED_FOR, model)
+        require_loss(ASKED_FOR, loss)
+        if hook is not None and (not callable(hook) or isinstance(hook, type)):
+            where, instead = f"extension_hook of type {type(hook).__name__}", "give a function of one module"
+            raise BadInput(ASKED_FOR, where, "it cannot be called", instead)
         chosen = check_extensions(ASKED_FOR, *extensions)
-        require_finished(chosen)
-        self._pass = TrainingPass(model, loss, chosen, hook, memory)
-        _ = self._pass.budget  # refuses one that is no number of bytes
+        _require_finished(chosen)
+        budget = memory if isinstance(memory, Plan) else budget_of(memory)
+        self._pass = TrainingPass(model, loss, chosen, hook, budget)
         self._backend = backend
         self._replayer = Replayer(self._pass, backend, mode)
 
@@ -116,3 +121,19 @@ class CompiledStep:
         lines = [f"compiled step of {type(self._pass.model).__name__}: {names}; backend {self._backend!r}"]
         lines += [f"  {kind}" for kind in self.kinds]
         return "\n".join(lines if self.kinds else [*lines, "  not called yet"])
+
+
+def _require_finished(extensions: Sequence[Extension]) -> None:
+    """Refuse extensions with values that are used after the pass.
+
+    Raises:
+        BadInput: With the first of them.
+    """
+    for extension in extensions:
+        if extension.keeps_graph:
+            raise BadInput(
+                ASKED_FOR,
+                f"extension {extension.name}",
+                "its values are functions that hold the graph of a forward pass, and a replay has none",
+                "use `with packprop.backpack(...)` around loss.backward(), or packprop.products",
+            )

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from packprop.applications.compiled.effects import Effects, Watch
-from packprop.applications.compiled.graphs import constants_of, operation_of_unknown_size, operations_of, tidy
+from packprop.applications.compiled.graphs import constants_of, operations_of, tidy
 from packprop.applications.compiled.passes import ASKED, Outcome, Pass
 from packprop.applications.compiled.reads import ReadsValue
 from packprop.applications.compiled.state import state_of
@@ -53,6 +53,7 @@ class Traced:
         graph: Maps parameters, buffers and the tensors of the batch to a tuple of tensors; it writes to
             buffers. The first output says whether values are faulty.
         template: The results of the pass, with places in the outputs for tensors.
+        decisions: The decisions by values that it has taken over.
         effects: The effects of the graph beside its outputs.
         may_fail: Says that there are conditions for faulty values.
         seconds: The time that tracing took.
@@ -60,6 +61,7 @@ class Traced:
 
     graph: GraphModule
     template: Outcome
+    decisions: Decisions
     effects: Effects
     may_fail: bool
     seconds: float
@@ -116,11 +118,12 @@ def trace(step: Pass, inputs: Any, targets: Any, decisions: Decisions) -> Traced
             "a tensor that requires gradients and belongs neither to the model nor to the loss module",
             "a graph takes parameters as inputs, and finds them in these modules",
         )
-    if (sizes := operation_of_unknown_size(graph)) is not None:
-        raise not_traceable(sizes, "the size of what it returns depends on values, and a graph has one size")
+    if watch.unsized is not None:
+        why = "the size of what it returns depends on values, and a graph has one size"
+        raise not_traceable(watch.unsized, why)
     tidy(graph)
     effects = watch.effects([*constants_of(graph)])
-    return Traced(graph, templates[0], effects, bool(conditions), time.perf_counter() - start)
+    return Traced(graph, templates[0], decisions, effects, bool(conditions), time.perf_counter() - start)
 
 
 def _fault(conditions: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -185,12 +188,12 @@ def _make_graph(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor
 def _innermost(error: BaseException) -> traceback.FrameSummary | None:
     """Return the innermost line that is not PyTorch's, nor packprop's on the way to a call of the user's."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if not each.filename.startswith((*TORCH, "<")) and not _hands_on(each)]
+    own = [
+        each
+        for each in frames
+        if not each.filename.startswith((*TORCH, "<")) and each.filename not in HANDING_ON
+    ]
     return own[-1] if own else None
-
-
-def _hands_on(frame: traceback.FrameSummary) -> bool:
-    return frame.filename in HANDING_ON
 
 
 def _said(frame: traceback.FrameSummary | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def check_choices(choices: Choices) -> None:
         raise bad("weights", "there is one weight per sample", "a floating point tensor [n]")
 
 
-def choose_keep(budget: int, leaves: list[Any], targets: list[Tensor], shared: bool) -> Keep:
+def choose_keep(budget: int, leaves: list[Tensor], targets: list[Tensor], shared: bool) -> Keep:
     """Choose what to keep within a budget: exact gradients first, rounded ones last.
 
     Args:
@@ -75,8 +75,7 @@ def choose_keep(budget: int, leaves: list[Any], targets: list[Tensor], shared: b
     offers: list[tuple[int, Keep]] = [(size(targets), "exact")]
     if any(tensor.device.type != "cpu" for tensor in targets):
         offers.append((size([tensor for tensor in targets if tensor.device.type == "cpu"]), "cpu"))
-    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    recompute: tuple[int, Keep] = (size(inputs), "recompute")
+    recompute: tuple[int, Keep] = (size(leaves), "recompute")
     offers = [recompute] if shared else [*offers, recompute, (size(targets, 2), torch.bfloat16)]
     for need, keep in offers:
         if need <= budget:

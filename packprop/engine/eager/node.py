@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.eager.choices import ASKED, Hook, bad
-from packprop.engine.eager.pieces import Job, devices_of, freed
+from packprop.engine.eager.pieces import Job, freed
 from packprop.engine.eager.reach import key_of
 from packprop.engine.eager.sweep import Sweep
 from packprop.engine.recording.marks import graph_is_kept
@@ -19,11 +19,11 @@ from packprop.engine.tensors.random import random_numbers_from, random_states
 from packprop.errors import PackpropError
 
 
-def attach(job: Job, leaves: list[Any]) -> Tensor:
+def attach(job: Job, leaves: list[Tensor]) -> Tensor:
     """Return the value of a job; if anything requires a gradient, with a node that holds the gradient."""
     choices = job.choices
     may_recompute = choices["keep"] == "recompute" or choices["memory"] is not None
-    random = random_states(devices_of(leaves)) if may_recompute else {}
+    random = random_states({leaf.device for leaf in leaves}) if may_recompute else {}
     sweep = Sweep(job, leaves)
     value = sweep.run()
     shared = [sweep.outside[key] for key in sweep.shared]
@@ -38,13 +38,11 @@ def attach(job: Job, leaves: list[Any]) -> Tensor:
         hook=choices["hook"],
     )
     if sweep.keep == "recompute":
-        constants = {n: leaf for n, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
-        record.recompute = _Recomputation(job, random, constants, list(sweep.inputs), shared)
-        saved = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + shared
+        record.recompute = _Recomputation(job, random, list(sweep.inputs), shared)
+        saved = leaves + shared
     else:
         saved = [*sweep.inputs.values(), *sweep.shared.values()]
-    given = record, (value, saved)
-    result: Tensor = Eager.apply(*given, *sources)  # type: ignore[no-untyped-call]  # torch's own
+    result: Tensor = Eager.apply(record, (value, saved), *sources)  # type: ignore[no-untyped-call]  # torch's own
     return result
 
 
@@ -54,16 +52,14 @@ class _Recomputation:
 
     job: Job
     random: dict[torch.device, Tensor]
-    constants: dict[int, Any]  # the leaves that are no tensors
     inputs: list[int]
     shared: list[Tensor]
 
     def __call__(self, saved: Sequence[Tensor], cotangent: Tensor, create_graph: bool) -> list[Tensor | None]:
-        job, rest = self.job, iter(saved)
-        count = len(job.axes)
-        leaves = [self.constants[n] if n in self.constants else next(rest) for n in range(count)]
+        job = self.job
+        leaves = [*saved[: len(job.axes)]]
         for leaf in leaves:
-            if isinstance(leaf, Tensor) and freed(leaf):
+            if freed(leaf):
                 raise PackpropError(
                     ASKED,
                     f"an input of {job.where}, of shape {list(leaf.shape)}",
@@ -86,7 +82,7 @@ class _Recomputation:
         own = [sweep.inputs.get(number) for number in self.inputs]
         return own + [sweep.shared.get(key) for key in known]
 
-    def _differentiably(self, leaves: list[Any], cotangent: Tensor) -> list[Tensor | None]:
+    def _differentiably(self, leaves: list[Tensor], cotangent: Tensor) -> list[Tensor | None]:
         job = self.job
         for number in self.inputs:
             # A view, so that hooks on the input run only in the outer pass.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -13,15 +13,13 @@ from torch import Tensor, nn
 from torch.autograd import graph
 
 from packprop.engine.eager.choices import Choices, bad
+from packprop.engine.tensors.hooks import NOTHING
 from packprop.engine.tensors.nesting import map_instances, map_tensors
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.engine.tensors.state import version
 from packprop.errors import BadInput
 
 Autocast = list[tuple[str, bool, torch.dtype]]
-
-
-NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 @dataclass
@@ -53,7 +51,7 @@ class Job:
         cut = [axis for axis in self.axes if axis is not None]
         return cut[0] if cut and len(self.spans) > 1 else None
 
-    def split(self, leaves: list[Any]) -> Iterator[tuple[int, int, list[Any]]]:
+    def split(self, leaves: list[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
         """Yield start, length and leaves of each piece."""
         for start, length in self.spans:
             piece = list(leaves)
@@ -63,10 +61,9 @@ class Job:
                         piece[number] = leaves[number].narrow(axis, start, length)
             yield start, length, piece
 
-    def evaluate(self, piece: list[Any], length: int) -> Tensor:
+    def evaluate(self, piece: list[Tensor], length: int) -> Tensor:
         """Return the value of one piece, checked, with its weights and its share of a mean."""
-        tensors = [leaf for leaf in piece if isinstance(leaf, Tensor)]
-        versions = [version(tensor) for tensor in tensors]
+        versions = [version(leaf) for leaf in piece]
         inputs = put_together(piece, self.specs)
         named = inputs.pop() if self.named else {}
         try:
@@ -76,7 +73,7 @@ class Job:
             if "leaf Variable" in str(error) and "in-place" in str(error):
                 raise self._changed() from error
             raise
-        if versions != [version(tensor) for tensor in tensors]:
+        if versions != [version(leaf) for leaf in piece]:
             raise self._changed()
         self._check_output(output, piece)
         mean = self.choices["reduction"] == "mean" and self.axis is not None
@@ -107,7 +104,7 @@ class Job:
         why = "it changed an input in place, or another leaf, which others still use"
         return bad(self.where, why, "clone the input first, or use the out-of-place function")
 
-    def _check_output(self, output: Any, piece: list[Any]) -> None:
+    def _check_output(self, output: Any, piece: list[Tensor]) -> None:
         """Refuse outputs other than a scalar or one value per sample; note leaves that hold samples."""
         if not isinstance(output, Tensor):
             several = isinstance(output, Sequence) and not isinstance(output, str)
@@ -147,13 +144,13 @@ class Job:
 
 def prepare(
     fn: Callable[..., Tensor], inputs: tuple[Any, ...], named: dict[str, Any], choices: Choices
-) -> tuple[Job, list[Any]]:
+) -> tuple[Job, list[Tensor]]:
     """Return the job of one call, and the leaves of all its arguments, with the weights last."""
     axes, chunks, weights = choices["axes"], choices["chunks"], choices["weights"]
     if isinstance(axes, Sequence) and len(axes) != len(inputs):
         raise bad(f"{axes=}", f"there are {len(inputs)} inputs", "give one entry per input")
     specs: list[Any] = []
-    leaves: list[Any] = []
+    leaves: list[Tensor] = []
     leaf_axes: list[int | None] = []
     for number, argument in enumerate((*inputs, named) if named else inputs):
         own_leaves, spec = take_apart(argument)
@@ -181,15 +178,15 @@ def prepare(
         if type(leaf) in (Tensor, nn.Parameter) and freed(leaf):
             where = f"an input of shape {list(leaf.shape)}"
             raise bad(where, "its memory was freed", "call eager_backward before it is freed")
-    kinds = {"cpu"} | {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
+    kinds = {"cpu"} | {leaf.device.type for leaf in leaves}
     autocast = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds - {"meta"}
     ]
     return Job(fn, choices, specs, leaf_axes, spans, autocast, bool(named)), leaves
 
 
-def _axis(leaf: Any, axis: int | None, strict: bool) -> int | None:
-    if axis is None or not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+def _axis(leaf: Tensor, axis: int | None, strict: bool) -> int | None:
+    if axis is None or isinstance(leaf, nn.Parameter):
         return None
     if -leaf.ndim <= axis < leaf.ndim:
         return axis % leaf.ndim
@@ -203,22 +200,19 @@ class _Gap:
     """A placeholder for a tensor in an argument."""
 
 
-_GAP = _Gap()
-
-
 def take_apart(argument: Any) -> tuple[list[Tensor], Any]:
     """Split an argument into its tensors and the rest."""
     leaves: list[Tensor] = []
 
     def taken_out(tensor: Tensor) -> _Gap:
         leaves.append(tensor)
-        return _GAP
+        return _Gap()
 
     rest = map_tensors(taken_out, argument)
     return leaves, rest
 
 
-def put_together(leaves: list[Any], specs: list[Any]) -> list[Any]:
+def put_together(leaves: list[Tensor], specs: list[Any]) -> list[Any]:
     """Rebuild the arguments from the tensors of all of them."""
     rest = iter(leaves)
     return [map_instances(_Gap, lambda _: next(rest), spec) for spec in specs]
@@ -259,11 +253,6 @@ def surroundings(autocast: Autocast, backward: bool = False) -> AbstractContextM
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def devices_of(leaves: list[Any]) -> set[torch.device]:
-    """Return the devices of the tensors among the leaves."""
-    return {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def _hooks_in_force() -> Any:

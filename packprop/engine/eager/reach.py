@@ -154,8 +154,7 @@ def _parts(name: str, thing: Any) -> Iterable[tuple[str, Any]]:
         yield from _numbered(name, thing.args)
         yield from thing.keywords.items()
     elif isinstance(thing, nn.Module):
-        yield from ((dot + key, tensor) for key, tensor in thing.named_parameters())
-        yield from ((dot + key, tensor) for key, tensor in thing.named_buffers())
+        yield from ((dot + key, part) for key, part in (*thing.named_parameters(), *thing.named_buffers()))
         yield from ((dot + key, child) for key, child in thing.named_children())
         yield from ((dot + key, part) for key, part in vars(thing).items() if key[0] != "_")
     elif isinstance(thing, Mapping):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.eager.choices import ASKED, Keep, bad, choose_keep, to_keep
-from packprop.engine.eager.pieces import Job, devices_of, surroundings
+from packprop.engine.eager.pieces import Job, surroundings
 from packprop.engine.eager.reach import Key, clock, reached, tensors_of
 from packprop.engine.memory.bytes import byte_count
 from packprop.engine.tensors.hooks import undisturbed
@@ -24,7 +24,7 @@ class Sweep:
 
     Args:
         job: The job to evaluate.
-        leaves: The tensors and constants of its arguments.
+        leaves: The tensors of its arguments.
         cotangent: The gradient of the value; None for ones, before the backward pass.
         known: Tensors that the branch takes from the graph around it.
     """
@@ -32,11 +32,12 @@ class Sweep:
     def __init__(
         self,
         job: Job,
-        leaves: list[Any],
+        leaves: list[Tensor],
         cotangent: Tensor | None = None,
         known: Mapping[Key, Tensor] | None = None,
     ) -> None:
         self.job, self.leaves, self.cotangent, self.known = job, leaves, cotangent, known or {}
+        self._trained = [number for number, leaf in enumerate(leaves) if leaf.requires_grad]
         self.keep: Keep = "exact" if cotangent is not None else job.choices["keep"]
         self.budget = None if cotangent is not None else job.choices["memory"]
         self.inputs: dict[int, Tensor] = {}
@@ -47,11 +48,11 @@ class Sweep:
     def run(self) -> Tensor:
         """Go through all pieces; return the value."""
         detached = list(self.leaves)
-        for number in self._differentiable(self.leaves):
+        for number in self._trained:
             detached[number] = detached[number].detach()
         check = self.job.choices["check"] and self.cotangent is None
         for number, (start, length, piece) in enumerate(self.job.split(detached)):
-            before = random_states(devices_of(piece)) if check else {}
+            before = random_states({leaf.device for leaf in piece}) if check else {}
             self._piece(start, length, piece)
             if check and number == 1:
                 self._compare(detached, before)
@@ -67,27 +68,21 @@ class Sweep:
         rounded = gradient if isinstance(self.keep, torch.dtype) else gradient.to(like.dtype)
         return to_keep(rounded, self.keep)
 
-    @staticmethod
-    def _differentiable(leaves: list[Any]) -> list[int]:
-        return [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-    def _piece(self, start: int, length: int, piece: list[Any]) -> None:
+    def _piece(self, start: int, length: int, piece: list[Tensor]) -> None:
         # Locals of this function must be gone before the next piece is evaluated.
-        job = self.job
-        numbers = self._differentiable(self.leaves)
-        since = clock()
-        for number in numbers:
+        job, since = self.job, clock()
+        for number in self._trained:
             piece[number].requires_grad_()
         output = job.evaluate(piece, length)
         self.values.append(output.detach().clone())
         if not output.requires_grad:
-            if numbers:
+            if self._trained:
                 why = "it returned a detached value, but there are inputs that require a gradient"
                 instead = "compute it without detach, .data and no_grad, or call fn by itself"
                 raise bad(job.where, why, instead)
             return
         sources, doubt = reached(output, since, self.known, job.fn)
-        own = {key: n for n in numbers if (key := (id(piece[n]), 0)) in sources}
+        own = {key: n for n in self._trained if (key := (id(piece[n]), 0)) in sources}
         outside = {key: tensor for key, tensor in sources.items() if key not in own}
         if self.cotangent is None:
             self._decide(output, piece, own, outside)
@@ -109,7 +104,7 @@ class Sweep:
             self._add(self.shared, key, gradient, outside[key])
 
     def _decide(
-        self, output: Tensor, piece: list[Any], own: dict[Key, int], outside: dict[Key, Tensor]
+        self, output: Tensor, piece: list[Tensor], own: dict[Key, int], outside: dict[Key, Tensor]
     ) -> None:
         """Decide what to keep; refuse gradients that cannot be scaled and, under ``check``, mixed samples."""
         job = self.job
@@ -157,10 +152,10 @@ class Sweep:
                 store[key] = to_keep(torch.zeros_like(like), self.keep)
             store[key].narrow(*where).copy_(gradient, non_blocking=True)
 
-    def _compare(self, leaves: list[Any], before: dict[torch.device, Tensor]) -> None:
+    def _compare(self, leaves: list[Tensor], before: dict[torch.device, Tensor]) -> None:
         """Refuse a function whose value for its first two pieces together is not that of the two joined."""
         job = self.job
-        after = random_states(devices_of(leaves))
+        after = random_states({leaf.device for leaf in leaves})
         if any(not torch.equal(state, after[device]) for device, state in before.items()):
             text = f"check=True: {job.where} draws random numbers, so its pieces were not compared"
             warnings.warn(text, PackpropWarning, stacklevel=6)

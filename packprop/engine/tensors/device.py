@@ -31,10 +31,8 @@ def tensor_of(value: Any) -> Tensor:
 
 def free_bytes(device: torch.device) -> int | None:
     """Return the free bytes on an accelerator, PyTorch's caches included; ``None`` if they are not known."""
-    if device.type in ("cpu", "meta"):
-        return None
-    module = torch.get_device_module(device)
-    if not module.is_available() or not hasattr(module, "mem_get_info"):
+    module = _module_with("mem_get_info", device)
+    if module is None:
         return None
     cached: int = module.memory_reserved(device) - module.memory_allocated(device)
     return int(module.mem_get_info(device)[0]) + cached
@@ -42,9 +40,13 @@ def free_bytes(device: torch.device) -> int | None:
 
 def allocated_bytes(device: torch.device) -> int | None:
     """Return the bytes of tensors on an accelerator now; ``None`` if nothing counts them there."""
+    module = _module_with("memory_allocated", device)
+    return None if module is None else int(module.memory_allocated(device))
+
+
+def _module_with(name: str, device: torch.device) -> Any:
+    """Return PyTorch's module for an accelerator if it has a function of this name; otherwise ``None``."""
     if device.type in ("cpu", "meta"):
         return None
     module = torch.get_device_module(device)
-    if not module.is_available() or not hasattr(module, "memory_allocated"):
-        return None
-    return int(module.memory_allocated(device))
+    return module if module.is_available() and hasattr(module, name) else None

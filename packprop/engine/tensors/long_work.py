@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -71,26 +72,23 @@ class LongWork:
 
     def __init__(self, asked: str, cheaper: Sequence[str] = (), bar: bool = True) -> None:
         self._asked, self._cheaper, self._bar = asked, cheaper, bar
-        self._gauges: dict[str, Gauge] = {}
+        self.gauges: defaultdict[str, Gauge] = defaultdict(Gauge)
+        """The progress of each kind of work: ``"columns"``, or ``"eigenvectors"`` (rows, cubed)."""
         self._begin, self._warned = clock(), False
         self._progress: Progress | None = None
-
-    def expect(self, what: str, count: float) -> None:
-        """Announce more work of this kind: ``"columns"``, or ``"eigenvectors"`` (rows, cubed)."""
-        self._gauges.setdefault(what, Gauge()).total += count
 
     @contextlib.contextmanager
     def doing(self, what: str, count: float) -> Iterator[None]:
         """Count the work that the block inside does."""
         start = clock()
         yield
-        gauge = self._gauges.setdefault(what, Gauge())
+        gauge = self.gauges[what]
         gauge.done += count
         gauge.seconds += clock() - start
         self._look(what, gauge)
 
     def _look(self, what: str, gauge: Gauge) -> None:
-        left, passed = sum(gauge.left for gauge in self._gauges.values()), clock() - self._begin
+        left, passed = sum(gauge.left for gauge in self.gauges.values()), clock() - self._begin
         if not self._warned and passed + left > LONG and left > LONG / 4:
             self._warned = True
             warnings.warn(self._text(what, gauge, left), PackpropWarning, stacklevel=2)
@@ -142,7 +140,7 @@ def expect(what: str, count: float) -> None:
     """Announce more work of this kind in the current pass, if there is one."""
     work = _CURRENT.get()
     if work is not None:
-        work.expect(what, count)
+        work.gauges[what].total += count
 
 
 def doing(what: str, count: float) -> contextlib.AbstractContextManager[None]:

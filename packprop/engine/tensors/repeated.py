@@ -76,13 +76,10 @@ def one_by_one(count: int, make: Callable[[int], Products]) -> list[Products]:
 
 def _full_size(products: Products, given: set[int], count: int) -> Products:
     """Return products of ``count`` columns in place of the few that stand for them, which it drops."""
-    full: list[Callable[[dict[int, Tensor]], Tensor] | None] = []
-    for product in products:
-        full.append(None if product is None else _Place.of(product, given, count).make)
-    del product
+    places = [None if product is None else _Place.of(product, given, count) for product in products]
     products.clear()
     made: dict[int, Tensor] = {}
-    return [None if make is None else make(made) for make in full]
+    return [None if place is None else place.make(made) for place in places]
 
 
 @dataclass
@@ -98,11 +95,10 @@ class _Place:
     @classmethod
     def of(cls, product: Tensor, given: set[int], count: int) -> _Place:
         """Make the place from the product of a few columns, which is dropped unless its memory stays."""
-        key, step, own = storage_key(product), product.stride(0), True
+        key, step = storage_key(product), product.stride(0)
         shape, stride = (count, *product.shape[1:]), product.stride()
-        if key in given or not step:  # columns that pass through, or the same for all
-            own = False
-        else:
+        own = key not in given and step != 0  # neither columns that pass through, nor the same for all
+        if own:
             stride = tuple(each * count // STANDING if each > step else each for each in stride)
         like = torch.empty(0, dtype=product.dtype, device=product.device)
         return cls(key, shape, stride, like, None if own else product)

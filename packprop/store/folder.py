@@ -15,7 +15,7 @@ import torch
 from packprop.engine.algebra import Projection
 from packprop.errors import BadInput
 from packprop.store.files import LOCK, part_of, write_whole
-from packprop.store.plain import DESCRIPTIONS, dtype_of, name_of
+from packprop.store.plain import dtype_of, name_of
 from packprop.store.schema import LARGEST, Size, Unfit, checksum_of, fitted, parsed
 
 ParameterFacts = tuple[list[Size], str, bool]
@@ -86,9 +86,9 @@ class ArrayHeader:
         return dtype
 
     @property
-    def numpy_dtype(self) -> str:
-        """Precision of the entries, as the file says it."""
-        return DESCRIPTIONS[self.precision]
+    def said(self) -> str:
+        """The name of the array in messages."""
+        return f"{self.quantity!r}" + (f" of {self.parameter!r}" if self.parameter else "")
 
     @property
     def row_bytes(self) -> int:

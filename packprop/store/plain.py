@@ -108,10 +108,6 @@ class GrowingArray:
         if os.fstat(file).st_size < needed:
             os.ftruncate(file, needed)
 
-    def forget(self) -> None:
-        """Drop the waiting rows."""
-        self._pending = []
-
     def show(self, rows: int) -> None:
         """Say in the file that it has so many rows, which must be there; touch nothing else in it."""
         with opened(self.path, os.O_RDWR) as file:
@@ -123,10 +119,18 @@ class GrowingArray:
             os.fsync(file)
 
     def cut(self, rows: int) -> None:
-        """Drop all rows from ``rows`` on."""
-        self.forget()
+        """Drop all rows from ``rows`` on, and the waiting ones."""
+        self._pending = []
         os.ftruncate(self._opened(), self.offset + rows * self.row_bytes)
         self.show(rows)
+
+    def mapped(self, stop: int, start: int = 0) -> np.ndarray:
+        """Map rows from ``start`` to ``stop`` into memory; writes to them stay in memory."""
+        rows = stop - start
+        if not rows * math.prod(self.shape):
+            return np.zeros((rows, *self.shape), DESCRIPTIONS[self.dtype])
+        place = self.offset + start * self.row_bytes
+        return np.memmap(self.path, DESCRIPTIONS[self.dtype], "c", place, (rows, *self.shape))
 
     def close(self) -> None:
         """Close the file; the next access opens it again."""
@@ -207,10 +211,3 @@ def as_tensor(values: np.ndarray, dtype: torch.dtype, copy: bool = True) -> Tens
     """Return the tensor of entries that ``as_array`` has made; in memory of its own, or read-only."""
     tensor = torch.from_numpy(np.array(values, order="C") if copy else values)
     return tensor.view(torch.bfloat16) if dtype == torch.bfloat16 else tensor
-
-
-def mapped(path: Path, offset: int, rows: int, shape: Sequence[int], dtype: torch.dtype) -> np.ndarray:
-    """Map the first rows of a file into memory; writes to them stay in memory."""
-    if not rows * math.prod(shape):
-        return np.zeros((rows, *shape), DESCRIPTIONS[dtype])
-    return np.memmap(path, DESCRIPTIONS[dtype], "c", offset, (rows, *shape))

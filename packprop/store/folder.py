@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +129,6 @@ class ShardHeader:
                 if name in seen:
                     raise Unfit(f"array {name!r} is there twice")
                 seen.add(name)
-
-    def with_arrays(self, added: Sequence[ArrayHeader]) -> ShardHeader:
-        """Return the same header with more arrays."""
-        return replace(self, arrays=(*self.arrays, *added))
 
     def difference(self, other: ShardHeader) -> str:
         """Name the difference of two headers that should belong to one store; ``""`` if there is none."""

@@ -14,9 +14,11 @@ from packprop.engine.tensors import named_parameters
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions.projected import Projected
 from packprop.store.folder import ShardHeader, described
+from packprop.store.plain import GrowingArray
 from packprop.types import Extension
 
 Key = tuple[str, str]
+"""Quantity and parameter; the parameter is ``""`` for values of all of them together."""
 
 
 def taken_from(
@@ -66,12 +68,11 @@ def put(rows: dict[Key, Tensor], extension: Extension, name: str, value: Tensor,
     value = value.detach()
     if isinstance(extension, Projected):
         key = extension.savefield, ""
-        if key not in rows:
+        sum_so_far = rows.get(key)
+        if sum_so_far is None:
             rows[key] = value * factor
-        elif torch.promote_types(rows[key].dtype, value.dtype) == rows[key].dtype:
-            rows[key].add_(value.to(rows[key].device), alpha=factor)
         else:
-            rows[key] = rows[key] + value.to(rows[key].device) * factor
+            rows[key] = torch.add(sum_so_far, value.to(sum_so_far.device), alpha=factor)
     else:
         value = value if factor == 1 else value * factor
         rows[extension.savefield, name] = value.movedim(extension.sample_axis, 0)
@@ -109,10 +110,7 @@ def converted(asked: str, key: Key, value: Tensor, dtype: torch.dtype | None) ->
 
 
 def require_rows(
-    asked: str,
-    rows: Mapping[Key, Tensor],
-    samples: int,
-    known: Mapping[Key, tuple[tuple[int, ...], torch.dtype]],
+    asked: str, rows: Mapping[Key, Tensor], samples: int, arrays: Mapping[Key, GrowingArray]
 ) -> None:
     """Refuse values that are not rows of so many samples, or are of another shape or precision than before.
 
@@ -127,7 +125,9 @@ def require_rows(
                 f"they have no row for each of {samples} samples",
                 "give tensors [n, ...] whose first axis is that of the samples",
             )
-        shape, dtype = known.get(key, (tuple(value.shape[1:]), value.dtype))
+        if key not in arrays:
+            continue
+        shape, dtype = arrays[key].shape, arrays[key].dtype
         if shape != tuple(value.shape[1:]):
             raise BadInput(
                 asked,

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from packprop.errors import BadInput, PackpropError
+from packprop.extensions.projected import Projected
 from packprop.store.describing import (
     described_extension,
     described_model,
     packprop_version,
-    projection_of,
     require_same_parameters,
     require_storable,
 )
@@ -33,14 +34,12 @@ from packprop.store.folder import (
     is_begun,
 )
 from packprop.store.marks import CHUNKS, Mark, Marks
-from packprop.store.places import file_name, rank_of_process, require_place, short, writable, writer_lock
+from packprop.store.places import file_name, rank_of_process, require_place, short, writable
 from packprop.store.plain import GrowingArray
 from packprop.store.shard import Shard, cut_mark, require_plain_files, with_checksums
-from packprop.store.values import converted, identifiers_of, require_rows, taken_from
+from packprop.store.values import Key, converted, identifiers_of, require_rows, taken_from
 from packprop.types import Extension
 
-Key = tuple[str, str]
-"""Quantity and parameter; the parameter is ``""`` for values of all of them together."""
 CHUNK = 64 * 2**20
 """Bytes after which a chunk is finished."""
 
@@ -113,11 +112,11 @@ class StoreWriter:
         )
         self._place = folder_of_shard(self.folder, self._header.shard)
         self._finishing: Future[None] | None = None
-        with writable(self._asked, self.folder):
+        with writable(self._asked, self.folder, self._place):
             require_place(self._asked, self.folder)
             require_plain_files(self._asked, self.folder, writes=True)
             self._place.mkdir(parents=True, exist_ok=True)
-            self._lock: Lock | None = writer_lock(self._asked, self._place)
+            self._lock: Lock | None = Lock(self._place)
             try:
                 self._begin(resume)
             except BaseException:
@@ -238,7 +237,7 @@ class StoreWriter:
         start, total = self.samples, self.samples + samples
         numbers = identifiers_of(self._asked, identifiers, start, samples, self._header)
         rows = {key: converted(self._asked, key, value, self._dtype) for key, value in values.items()}
-        require_rows(self._asked, rows, samples, {key: (a.shape, a.dtype) for key, a in self._arrays.items()})
+        require_rows(self._asked, rows, samples, self._arrays)
         with self._to_disk():
             self._make_arrays(rows)
             self._samples.put(start, numbers)
@@ -328,19 +327,19 @@ class StoreWriter:
             return
         used = {each.file.lower() for each in self._header.arrays}
         headers = []
-        for key in new:
-            value, (quantity, parameter) = rows[key], key
-            file = file_name(quantity, parameter, used)
+        for quantity, parameter in new:
+            value, file = rows[quantity, parameter], file_name(quantity, parameter, used)
             kind = next((each for each in self.extensions if each.savefield == quantity), None)
             degree = 0.0 if kind is None else kind.degrees[0]
+            projection = asdict(kind.projection) if isinstance(kind, Projected) else None
             shape, dtype = tuple(value.shape[1:]), described(value.dtype)
-            headers.append(ArrayHeader(quantity, parameter, file, shape, dtype, degree, projection_of(kind)))
+            headers.append(ArrayHeader(quantity, parameter, file, shape, dtype, degree, projection))
         arrays = [GrowingArray(self._place / each.file, each.shape, each.precision) for each in headers]
         for array in arrays:  # the header needs all rows: zeros for earlier samples
             array.fill(self.samples)
             if self.samples:
                 array.sync()
-        header = self._header.with_arrays(headers)
+        header = replace(self._header, arrays=(*self._header.arrays, *headers))
         header.save(self._place)
         self._header = header
         self._arrays.update(zip(new, arrays, strict=True))

@@ -76,16 +76,6 @@ def fitted(kind: Any, value: Any, name: str = "it") -> Any:
     return value
 
 
-def fitted_as(kind: Any, value: Any) -> Any:
-    """Return the value as it is, if it fits a type.
-
-    Raises:
-        Unfit: If it does not.
-    """
-    fitted(kind, value)
-    return value
-
-
 def checksum_of(value: Any, before: int = 0) -> int:
     """Return the CRC-32 of a value of JSON, whatever the order of its names; it continues ``before``."""
     return zlib.crc32(json.dumps(value, sort_keys=True).encode(), before)

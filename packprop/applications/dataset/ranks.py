@@ -41,11 +41,6 @@ Key = TypeVar("Key")
 class OtherRankFailed(PackpropError):
     """Raised if another rank has failed, or ended: this one cannot go on."""
 
-    @classmethod
-    def of(cls, rank: int, said: str) -> OtherRankFailed:
-        """Make the error for a rank's report of its failure."""
-        return cls(ASKED, f"rank {rank}", f"it has failed:\n{said}\n", "read the error of that rank")
-
 
 class Ranks:
     """The processes that share the work; one alone is the usual case.
@@ -185,14 +180,10 @@ class Ranks:
         sent = self.each(self.attempt(lambda: _packed(value) if self.rank == giver else b""))[giver]
         return self.attempt(lambda: pickle.loads(sent) if value is None else value)
 
-    def merged(self, partial: Mapping[Key, Any], monoid_of: Callable[[Key], Monoid]) -> dict[Key, Any]:
-        """Return partial results of all ranks, merged; growing ones are lists with one piece for each rank."""
-        return dict(self.merged_in_turn(partial, monoid_of))
-
     def merged_in_turn(
         self, partial: Mapping[Key, Any], monoid_of: Callable[[Key], Monoid]
     ) -> Iterator[tuple[Key, Any]]:
-        """Merge as ``merged``, a few at a time."""
+        """Yield merged partial results, a few at a time; growing ones are lists with one piece for each rank."""
         if self.world == 1 or self.all is None:
             yield from [*partial.items()]
             return
@@ -261,7 +252,8 @@ class Ranks:
     def _raise_what_is_told(self, told: list[Any]) -> None:
         for rank, failure in enumerate(told):
             if failure is not None:
-                raise OtherRankFailed.of(rank, failure)
+                why, instead = f"it has failed:\n{failure}\n", "read the error of that rank"
+                raise OtherRankFailed(ASKED, f"rank {rank}", why, instead)
 
 
 def _packed(value: Any) -> bytes:

@@ -216,7 +216,7 @@ class MergedResults(Counts):
         own = {key: value for key, value in self.partial.items() if self._is_of_first_pass(key)}
         for key in own:
             del self.partial[key]
-        merged = ranks.merged(own, self.monoid_of)
+        merged = dict(ranks.merged_in_turn(own, self.monoid_of))
         found = counted_together(ranks.each(self.counts))
         self.reduction = found.reduction
         scale = 1 / found.terms if found.terms else math.nan
@@ -276,7 +276,8 @@ class MergedResults(Counts):
             return replace(self, partial=dict(self.partial))
         told = ranks.each(self.counts)
         counts = counted_together(told)
-        found = replace(self, partial=ranks.merged(self.partial, self.monoid_of), **vars(counts))
+        merged = dict(ranks.merged_in_turn(self.partial, self.monoid_of))
+        found = replace(self, partial=merged, **vars(counts))
         found._require_reached()
         sizes = [each.batches for each in told]
         for key, pieces in found.partial.items():

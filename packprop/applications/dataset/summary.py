@@ -125,11 +125,8 @@ def _line(quantity: str, parameter: str, part: str, tensor: Tensor) -> Line:
 
 def _cells(line: Line, columns: Sequence[str]) -> list[str]:
     values = [getattr(line, name) for name in columns]
-    return [f"{value:.4g}" if isinstance(value, float) else str(_plain(value)) for value in values]
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    values = [list(value) if isinstance(value, tuple) else value for value in values]
+    return [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
 
 
 def _html_row(cells: Sequence[str]) -> str:

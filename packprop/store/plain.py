@@ -73,36 +73,18 @@ class GrowingArray:
         self.path, self.shape, self.dtype = path, tuple(shape), dtype
         self.row_bytes = math.prod(self.shape) * dtype.itemsize
         self.offset = len(header_of(0, self.shape, dtype))
-        self._pending: list[np.ndarray] = []
-        self._pending_at = 0
         self._file: int | None = None
 
     def put(self, start: int, rows: Tensor) -> None:
-        """Keep some rows ``[n, *shape]``, of this precision and on the processor, from row ``start`` on.
-
-        Few bytes wait for more, in memory of their own; ``flush`` writes them.
-        """
-        values = as_array(rows.contiguous())
-        if values.nbytes >= LARGE:
-            self.flush()
-            self._write(start, [values])
-            return
-        end = self._pending_at + sum(len(each) for each in self._pending)
-        if start != end or sum(each.nbytes for each in self._pending) >= LARGE:
-            self.flush()
-        if not self._pending:
-            self._pending_at = start
-        self._pending.append(values.copy())
-
-    def flush(self) -> None:
-        """Write the waiting rows."""
-        if self._pending:
-            self._write(self._pending_at, self._pending)
-            self._pending = []
+        """Write some rows ``[n, *shape]``, of this precision and on the processor, from row ``start`` on."""
+        file, place = self._opened(), self.offset + start * self.row_bytes
+        rest = memoryview(as_array(rows.contiguous()).reshape(-1).view(np.uint8).data)
+        while rest:
+            written = os.pwrite(file, rest, place)
+            place, rest = place + written, rest[written:]
 
     def fill(self, rows: int) -> None:
-        """Write the waiting rows, and make the file ``rows`` rows long: zeros for those that never came."""
-        self.flush()
+        """Make the file ``rows`` rows long: zeros for those that never came."""
         file = self._opened()
         needed = self.offset + rows * self.row_bytes
         if os.fstat(file).st_size < needed:
@@ -119,8 +101,7 @@ class GrowingArray:
             os.fsync(file)
 
     def cut(self, rows: int) -> None:
-        """Drop all rows from ``rows`` on, and the waiting ones."""
-        self._pending = []
+        """Drop all rows from ``rows`` on."""
         os.ftruncate(self._opened(), self.offset + rows * self.row_bytes)
         self.show(rows)
 
@@ -145,15 +126,6 @@ class GrowingArray:
             if os.fstat(self._file).st_size < self.offset:
                 os.pwrite(self._file, header_of(0, self.shape, self.dtype), 0)
         return self._file
-
-    def _write(self, start: int, pieces: Sequence[np.ndarray]) -> None:
-        file = self._opened()
-        place = self.offset + start * self.row_bytes
-        for piece in pieces:
-            rest = memoryview(piece.reshape(-1).view(np.uint8).data)
-            while rest:
-                written = os.pwrite(file, rest, place)
-                place, rest = place + written, rest[written:]
 
 
 def shown_rows(asked: str, array: GrowingArray) -> int:
@@ -195,10 +167,6 @@ def require_length(asked: str, array: GrowingArray, rows: int) -> None:
             f"it has {size} bytes, and {needed} were written for {rows} samples",
             "take the file from a copy of the store, or write the store again",
         )
-
-
-LARGE = 2**20
-"""Bytes that are written at once and do not wait."""
 
 
 def as_array(values: Tensor) -> np.ndarray:

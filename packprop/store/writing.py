@@ -244,7 +244,6 @@ class StoreWriter:
             for key, value in rows.items():
                 self._arrays[key].put(start, value)
                 if len(self._arrays) > OPEN_FILES:
-                    self._arrays[key].flush()
                     self._arrays[key].close()
         self._mark = Mark(total, self._mark.terms + terms)
         self._open_bytes += sum(value.numel() * value.dtype.itemsize for value in rows.values())

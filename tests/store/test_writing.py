@@ -143,7 +143,6 @@ def test_rows_that_are_left_out_later_are_zeros_too(tmp_path: Path) -> None:
 def test_large_values_and_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "OPEN_FILES", 2)
     monkeypatch.setattr(writing, "CHUNK", 2000)
-    monkeypatch.setattr(plain, "LARGE", 500)
     torch.manual_seed(0)
     values = {f"a{number}": torch.randn(40, 10 * number) for number in range(1, 6)}
     with StoreWriter(tmp_path / "store", nn.Linear(1, 1), []) as writer:

@@ -14,7 +14,7 @@ import torch
 from packprop.engine.algebra import Projection
 from packprop.errors import BadInput
 from packprop.store.files import LOCK, part_of, write_whole
-from packprop.store.plain import dtype_of, name_of
+from packprop.store.plain import DESCRIPTIONS, dtype_of, name_of
 from packprop.store.schema import LARGEST, Size, Unfit, checksum_of, fitted, parsed
 
 ParameterFacts = tuple[list[Size], str, bool]
@@ -62,15 +62,13 @@ class ArrayHeader:
         """Refuse descriptions that no writer has written.
 
         Raises:
-            ValueError: For a file that is not in the folder, and for rows that no file can hold.
+            ValueError: For a file that is not in the folder, an unknown precision, and rows that no file can
+                hold.
         """
         if self.file != SAMPLES and not FILE.fullmatch(self.file):
             raise Unfit(f"file {self.file!r} is not that of an array in this folder")
-        dtype = dtype_of(self.dtype)
-        if dtype is None:
-            raise Unfit(f"unknown precision {self.dtype!r}")
         sizes = math.prod(max(1, size) for size in self.shape)
-        if len(self.shape) >= MOST_AXES or sizes * dtype.itemsize >= LARGEST:
+        if len(self.shape) >= MOST_AXES or sizes * self.precision.itemsize >= LARGEST:
             raise Unfit(f"rows of the shape {list(self.shape)} are none that a file can hold")
         if self.projection is not None:
             dimension = fitted(Projection, self.projection, "projection").dimension
@@ -80,9 +78,7 @@ class ArrayHeader:
     @property
     def precision(self) -> torch.dtype:
         """Precision of the entries."""
-        dtype = dtype_of(self.dtype)
-        assert dtype is not None
-        return dtype
+        return dtype_of(self.dtype)
 
     @property
     def said(self) -> str:
@@ -198,12 +194,11 @@ def described(dtype: torch.dtype) -> str:
     Raises:
         BadInput: For one that cannot be stored.
     """
-    name = name_of(dtype)
-    if dtype_of(name) is None:
+    if dtype not in DESCRIPTIONS:
         raise BadInput(
             "Values of single samples were to be stored.",
-            f"precision {name}",
+            f"precision {name_of(dtype)}",
             "there is no array of it that others could read",
             "give the writer dtype=torch.float16, torch.bfloat16 or torch.float32",
         )
-    return name
+    return name_of(dtype)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from packprop.errors import BadInput
 from packprop.store.files import opened
+from packprop.store.schema import Unfit
 
 MAGIC = b"\x93NUMPY\x01\x00"
 """The first bytes of a ``.npy`` file of version 1.0."""
@@ -43,9 +44,16 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_of(name: str) -> torch.dtype | None:
-    """Return the precision of a name; ``None`` if it cannot be stored."""
-    return next((dtype for dtype in DESCRIPTIONS if name_of(dtype) == name), None)
+def dtype_of(name: str) -> torch.dtype:
+    """Return the precision of a name.
+
+    Raises:
+        Unfit: For a name of none that can be stored.
+    """
+    for dtype in DESCRIPTIONS:
+        if name_of(dtype) == name:
+            return dtype
+    raise Unfit(f"unknown precision {name!r}")
 
 
 def header_of(rows: int, shape: Sequence[int], dtype: torch.dtype) -> bytes:

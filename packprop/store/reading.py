@@ -67,7 +67,8 @@ class StoredArray:
                 return self._between(start, max(start, stop))
             return self._chosen(np.arange(start, stop, step))
         if not np.ndim(rows):
-            return self._chosen(np.array([operator.index(rows)]))[0]
+            number = operator.index(rows)  # type: ignore[arg-type]  # it has no axes
+            return self._chosen(np.array([number]))[0]
         chosen = np.asarray(rows)
         if chosen.dtype == bool:
             if chosen.shape != (len(self),):
@@ -113,11 +114,10 @@ class StoredArray:
 
     def _between(self, start: int, stop: int, copy: bool = True) -> Tensor:
         pieces = [
-            part.read(slice(max(0, start - first), min(stop, last) - first))
+            part.read(slice(max(start, first) - first, min(stop, last) - first))
             for part, (first, last) in zip(self._parts, itertools.pairwise(self._starts), strict=True)
-            if start < last and first < stop
-        ]
-        pieces = [piece for piece in pieces if len(piece)] or [self._parts[0].all[:0]]
+            if max(start, first) < min(stop, last)
+        ] or [self._parts[0].all[:0]]
         alone = len(pieces) == 1 and pieces[0].flags.writeable
         return as_tensor(pieces[0] if alone else np.concatenate(pieces), self.dtype, copy and alone)
 

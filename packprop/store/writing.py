@@ -130,7 +130,6 @@ class StoreWriter:
         self._samples = GrowingArray(self._place / SAMPLES, (), torch.int64)
         self._arrays: dict[Key, GrowingArray] = {}
         self._mark = Mark()
-        present = (self._place / HEADER).exists()
         for other in sorted(self.folder.glob(f"shard-*/{HEADER}")):
             found = ShardHeader.load(other.parent, self._asked)
             difference = self._header.difference(found)
@@ -142,7 +141,7 @@ class StoreWriter:
                     f"it holds a store with other {difference}: {theirs} instead of {ours}",
                     "write to a folder of its own, or resume with what the store was begun with",
                 )
-        shard = Shard(self._place, self._asked) if present else None
+        shard = Shard(self._place, self._asked) if (self._place / HEADER).exists() else None
         if shard is None and is_begun(self._place):
             ShardHeader.load(self._place, self._asked)  # says why
         if shard is not None and not resume:

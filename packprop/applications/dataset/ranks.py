@@ -183,7 +183,7 @@ class Ranks:
     def merged_in_turn(
         self, partial: Mapping[Key, Any], monoid_of: Callable[[Key], Monoid]
     ) -> Iterator[tuple[Key, Any]]:
-        """Yield merged partial results, a few at a time; growing ones are lists with one piece for each rank."""
+        """Yield merged partial results, a few at a time; growing ones as lists with a piece for each rank."""
         if self.world == 1 or self.all is None:
             yield from [*partial.items()]
             return

@@ -13,7 +13,7 @@ import torch
 
 from packprop.engine.algebra import Projection
 from packprop.errors import BadInput
-from packprop.store.files import LOCK, part_of, write_whole
+from packprop.store.files import LOCK, part_of, written_whole
 from packprop.store.plain import DESCRIPTIONS, dtype_of, name_of
 from packprop.store.schema import LARGEST, Size, Unfit, checksum_of, fitted, parsed
 
@@ -137,7 +137,8 @@ class ShardHeader:
         """Write the header, in one step: readers find all of the old one or of this one."""
         content = json.loads(json.dumps({"version": VERSION, **asdict(self)}))
         text = json.dumps({"format": FORMAT, "checksum": checksum_of(content), **content}, indent=1)
-        write_whole(folder / HEADER, text)
+        with written_whole(folder / HEADER) as part:
+            part.write_text(text, encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path, asked: str) -> ShardHeader:

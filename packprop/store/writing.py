@@ -120,7 +120,7 @@ class StoreWriter:
             try:
                 self._begin(resume)
             except BaseException:
-                self._lock.release()
+                self._lock.close()
                 raise
         self._pool = ThreadPoolExecutor(1, "packprop-store")
         self._open_bytes, self._began = 0, time.monotonic()
@@ -315,7 +315,7 @@ class StoreWriter:
         for array in (self._samples, *self._arrays.values()):
             array.close()
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
         self._lock = None
 
     def _make_arrays(self, rows: Mapping[Key, Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,9 +94,9 @@ def converted(asked: str, key: Key, value: Tensor, dtype: torch.dtype | None) ->
     if dtype is not None and value.is_floating_point() and value.dtype != dtype:
         bound = torch.finfo(dtype).max
         if value.numel() and bound < torch.finfo(value.dtype).max:
-            least, most = (float(each) for each in value.aminmax())
-            largest = max(most, -least)
-            if bound < largest < math.inf:
+            finite = value.nan_to_num(0.0, 0.0, 0.0)  # NaN and infinity are stored as they are
+            largest = max(abs(float(each)) for each in finite.aminmax())
+            if bound < largest:
                 raise BadInput(
                     asked,
                     f"values {_name(key)}",

@@ -273,9 +273,10 @@ class StoreWriter:
                 f"it holds {self._mark.samples} samples, and the checkpoint was made after {samples}",
                 "resume from a checkpoint that is as old as the store, or begin both anew",
             )
-        mark = Mark(samples, terms)
+        mark, last = Mark(samples, terms), self._marks.last
         with self._to_disk():
-            if mark.says != self._marks.last.says:  # first: only rows without a mark can be cut off
+            # first: only rows without a mark can be cut off
+            if last.finished or (samples, terms) != (last.samples, last.terms):
                 self._marks.add(cut_mark(self._asked, mark, self._marks.chunks, self._files))
             self._mark = mark
             for array in (self._samples, *self._arrays.values()):
@@ -289,26 +290,25 @@ class StoreWriter:
 
     def close(self) -> None:
         """Finish the open chunk, and mark the store as complete."""
-        if self._lock is not None:
-            try:
-                self._finish_chunk()
-                self._wait()
-                with self._to_disk():
-                    self._marks.add(Mark(self._mark.samples, self._mark.terms, True, self._mark.samples))
-            finally:
-                self._leave()
+        self._end(is_complete=True)
 
     def __enter__(self) -> StoreWriter:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if error[0] is None:
-            self.close()
-        elif self._lock is not None:
-            try:
-                self.commit()  # what was written so far is whole; the store is not complete
-            finally:
-                self._leave()
+        self._end(is_complete=error[0] is None)
+
+    def _end(self, is_complete: bool) -> None:
+        """Finish the open chunk, which is whole in any case, and give up the folder."""
+        if self._lock is None:
+            return
+        try:
+            self.commit()
+            if is_complete:
+                with self._to_disk():
+                    self._marks.add(Mark(self._mark.samples, self._mark.terms, True, self._mark.samples))
+        finally:
+            self._leave()
 
     def _leave(self) -> None:
         self._pool.shutdown()

@@ -114,7 +114,7 @@ class Ranks:
         if self.world > 1 and not failed and (due_now or not had):
             failed = self._begin_round()()[1]
         if failed:
-            self._raise_what_is_told(self.each(None))
+            self._raise_what_others_tell()
         return bool(had), bool(due_now)
 
     def come_to(self, unit: int) -> None:
@@ -157,7 +157,7 @@ class Ranks:
         except BaseException as error:
             self.each(str(error) or type(error).__name__)
             raise
-        self._raise_what_is_told(self.each(None))
+        self._raise_what_others_tell()
         return value
 
     def each(self, value: Value) -> list[Value]:
@@ -202,7 +202,7 @@ class Ranks:
             return
         _, failed, _, last, first = self._begin_round(place=place)()
         if failed:
-            self._raise_what_is_told(self.each(None))
+            self._raise_what_others_tell()
         if last != -first:
             raise PackpropError(
                 ASKED,
@@ -249,7 +249,8 @@ class Ranks:
                 "see what that rank printed last, and begin again",
             ) from error
 
-    def _raise_what_is_told(self, told: list[Any]) -> None:
+    def _raise_what_others_tell(self) -> None:
+        told: list[Any] = self.each(None)
         for rank, failure in enumerate(told):
             if failure is not None:
                 why, instead = f"it has failed:\n{failure}\n", "read the error of that rank"

@@ -38,7 +38,6 @@ class RunFacts(Facts):
     reading: Literal[0, 1]
     complete: bool
     number: Size
-    may_have_more: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

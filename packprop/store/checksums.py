@@ -14,9 +14,12 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from pathlib import Path
 
 import numpy as np
+
+from packprop.errors import PackpropError
+from packprop.store.marks import Mark
 
 BLOCK = 2**20
 """Bytes of rows, about, that have one checksum: the least that is read for a single row."""
@@ -26,33 +29,6 @@ COLUMNS = 1021
 
 ZEROS = -1
 """Stands for the checksum of rows that were not written, and are zero."""
-
-
-class Damage(Exception):
-    """Raised if rows have changed since they were written.
-
-    Args:
-        start: The first of them.
-        stop: The one after the last.
-    """
-
-    def __init__(self, start: int, stop: int) -> None:
-        super().__init__(start, stop)
-        self.start, self.stop = start, stop
-
-
-class Sums(NamedTuple):
-    """Checksums of the rows of a chunk of one file.
-
-    Args:
-        start: The first row of the chunk.
-        stop: The one after its last.
-        values: One for each block; ``None`` if no row of the chunk was written.
-    """
-
-    start: int
-    stop: int
-    values: Sequence[int] | None
 
 
 def checksum(rows: np.ndarray) -> int:
@@ -80,19 +56,30 @@ class CheckedRows:
 
     Args:
         rows: All rows, mapped into memory.
-        sums: Checksums of chunks, one after the other; without any, rows are not compared.
+        file: The name of the file in the marks.
+        chunks: The marks of its chunks, one after the other; without any, rows are not compared.
+        asked: The call that reads them, for messages.
+        place: The path of the file, for messages.
 
     Raises:
         ValueError: For checksums that are not one for each block.
     """
 
-    def __init__(self, rows: np.ndarray, sums: Sequence[Sums] = ()) -> None:
-        self.all = rows
+    def __init__(
+        self,
+        rows: np.ndarray,
+        file: str = "",
+        chunks: Sequence[Mark] = (),
+        asked: str = "",
+        place: Path | None = None,
+    ) -> None:
+        self.all, self._asked, self._place = rows, asked, place
         step = rows_of_a_block(rows)
         starts: list[int] = []
         stops: list[int] = []
         expected: list[int] = []
-        for start, stop, values in sums:
+        for chunk in chunks:
+            start, stop, values = chunk.start, chunk.samples, chunk.checksums.get(file)
             first = range(start, stop, step)
             if values is not None and len(values) != len(first):
                 raise ValueError(
@@ -107,45 +94,43 @@ class CheckedRows:
     def __len__(self) -> int:
         return len(self.all)
 
-    def between(self, start: int, stop: int) -> np.ndarray:
-        """Return rows from ``start`` to ``stop``, mapped.
+    def read(self, rows: slice | np.ndarray) -> np.ndarray:
+        """Return the rows of a slice, mapped; or those with some numbers, copied.
 
         Raises:
-            Damage: If one of them has changed.
+            PackpropError: If one of them has changed.
         """
-        first = np.searchsorted(self._stops, start, "right")
-        for block in range(int(first), int(np.searchsorted(self._starts, stop, "left"))):
-            self._check(block)
-        return self.all[start:stop]
-
-    def chosen(self, rows: np.ndarray) -> np.ndarray:
-        """Return rows by their numbers, copied.
-
-        Raises:
-            Damage: If one of them has changed.
-        """
-        blocks = np.searchsorted(self._stops, rows, "right")
-        for block in np.unique(blocks[blocks < len(self._starts)]).tolist():
-            self._check(block)
-        found: np.ndarray = self.all[rows]
-        return found
-
-    def damages(self) -> Iterator[tuple[int, int]]:
-        """Yield the first row, and the one after the last, of each changed block; this reads all."""
-        self._unread[:] = True
-        for block in range(len(self._starts)):
-            try:
-                self._check(block)
-            except Damage as error:
-                yield error.start, error.stop
-
-    def _check(self, block: int) -> None:
-        if self._unread[block]:
-            start, stop = int(self._starts[block]), int(self._stops[block])
-            rows, expected = self.all[start:stop], self._expected[block]
-            right = (
-                not rows.reshape(-1).view(np.uint8).any() if expected == ZEROS else checksum(rows) == expected
-            )
-            if not right:
-                raise Damage(start, stop)
+        if isinstance(rows, slice):
+            first = int(np.searchsorted(self._stops, rows.start, "right"))
+            blocks = range(first, int(np.searchsorted(self._starts, rows.stop, "left")))
+        else:
+            found = np.unique(np.searchsorted(self._stops, rows, "right"))
+            blocks = found[found < len(self._starts)].tolist()
+        for block in blocks:
+            if self._unread[block] and not self._is_right(block):
+                raise PackpropError(
+                    self._asked,
+                    self._said(block),
+                    "they are not what was written: they have another checksum",
+                    "take the file from a copy of the store, or write the store again; Store.verify() names "
+                    "all that is damaged, and other rows can be read",
+                )
             self._unread[block] = False
+        chosen: np.ndarray = self.all[rows]
+        return chosen
+
+    def damages(self) -> Iterator[str]:
+        """Yield the place of each changed block; this reads all."""
+        for block in range(len(self._starts)):
+            self._unread[block] = not self._is_right(block)
+            if self._unread[block]:
+                yield self._said(block)
+
+    def _is_right(self, block: int) -> bool:
+        rows, expected = self.all[self._starts[block] : self._stops[block]], self._expected[block]
+        if expected == ZEROS:
+            return not rows.reshape(-1).view(np.uint8).any()
+        return checksum(rows) == expected
+
+    def _said(self, block: int) -> str:
+        return f"rows {self._starts[block]} to {self._stops[block] - 1} of {str(self._place)!r}"

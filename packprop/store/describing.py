@@ -13,7 +13,6 @@ from torch import nn
 from packprop.engine.tensors import named_parameters
 from packprop.errors import BadInput
 from packprop.extensions.arguments import require_own_savefields
-from packprop.extensions.projected import Projected
 from packprop.store.folder import ParameterFacts
 from packprop.store.plain import name_of
 from packprop.types import Extension
@@ -69,13 +68,6 @@ def require_same_parameters(
             )
         instead = "write a store of its own for each choice of trained parameters"
         raise BadInput(asked, f"parameter {name!r}, with the store {folder!r}", why, instead)
-
-
-def projection_of(extension: Extension | None) -> dict[str, Any] | None:
-    """Describe the projection of gradients, as JSON has it; ``None`` if there is none."""
-    if not isinstance(extension, Projected):
-        return None
-    return dataclasses.asdict(extension.projection)
 
 
 def grows(extension: Extension) -> bool:

@@ -25,7 +25,7 @@ class LockedElsewhere(Exception):
 
 
 class Lock:
-    """Keeps a second writer out of a folder, until you release it or its process is gone.
+    """Keeps a second writer out of a folder, until you close it or its process is gone.
 
     Args:
         folder: The folder.
@@ -48,14 +48,14 @@ class Lock:
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()}".encode())
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Release the lock."""
         self._file.close()
 
 
 def _release_all() -> None:
     for lock in [*_OPEN]:
-        lock.release()
+        lock.close()
 
 
 if hasattr(os, "register_at_fork"):
@@ -67,18 +67,18 @@ def part_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.part")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file in one step: whoever reads it finds all of the old one, or all of this one."""
-    part_of(path).unlink(missing_ok=True)  # packprop never writes through it, whatever it is
-    part_of(path).write_text(text, encoding="utf-8")
-    put_in_place(path)
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Give the place to write a file to inside; when all of it is on the disk, it gets its name in one step.
 
-
-def put_in_place(path: Path) -> None:
-    """Give a file that was written as ``part_of(path)`` its name, when all of it is on the disk."""
-    with opened(part_of(path), os.O_RDWR) as file:
+    Whoever reads it finds all of the old one, or all of this one.
+    """
+    part = part_of(path)
+    part.unlink(missing_ok=True)  # packprop never writes through it, whatever it is
+    yield part
+    with opened(part, os.O_RDWR) as file:
         os.fsync(file)
-    part_of(path).replace(path)
+    part.replace(path)
     if os.name == "posix":  # elsewhere folders cannot be opened
         with opened(path.parent, os.O_RDONLY) as folder:
             os.fsync(folder)

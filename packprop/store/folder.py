@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from packprop.engine.algebra import Projection
 from packprop.errors import BadInput
-from packprop.store.files import LOCK, part_of, write_whole
+from packprop.store.files import LOCK, part_of, written_whole
 from packprop.store.plain import DESCRIPTIONS, dtype_of, name_of
 from packprop.store.schema import LARGEST, Size, Unfit, checksum_of, fitted, parsed
 
@@ -63,15 +62,13 @@ class ArrayHeader:
         """Refuse descriptions that no writer has written.
 
         Raises:
-            ValueError: For a file that is not in the folder, and for rows that no file can hold.
+            ValueError: For a file that is not in the folder, an unknown precision, and rows that no file can
+                hold.
         """
         if self.file != SAMPLES and not FILE.fullmatch(self.file):
             raise Unfit(f"file {self.file!r} is not that of an array in this folder")
-        dtype = dtype_of(self.dtype)
-        if dtype is None:
-            raise Unfit(f"unknown precision {self.dtype!r}")
         sizes = math.prod(max(1, size) for size in self.shape)
-        if len(self.shape) >= MOST_AXES or sizes * dtype.itemsize >= LARGEST:
+        if len(self.shape) >= MOST_AXES or sizes * self.precision.itemsize >= LARGEST:
             raise Unfit(f"rows of the shape {list(self.shape)} are none that a file can hold")
         if self.projection is not None:
             dimension = fitted(Projection, self.projection, "projection").dimension
@@ -81,14 +78,12 @@ class ArrayHeader:
     @property
     def precision(self) -> torch.dtype:
         """Precision of the entries."""
-        dtype = dtype_of(self.dtype)
-        assert dtype is not None
-        return dtype
+        return dtype_of(self.dtype)
 
     @property
-    def numpy_dtype(self) -> str:
-        """Precision of the entries, as the file says it."""
-        return DESCRIPTIONS[self.precision]
+    def said(self) -> str:
+        """The name of the array in messages."""
+        return f"{self.quantity!r}" + (f" of {self.parameter!r}" if self.parameter else "")
 
     @property
     def row_bytes(self) -> int:
@@ -131,10 +126,6 @@ class ShardHeader:
                     raise Unfit(f"array {name!r} is there twice")
                 seen.add(name)
 
-    def with_arrays(self, added: Sequence[ArrayHeader]) -> ShardHeader:
-        """Return the same header with more arrays."""
-        return replace(self, arrays=(*self.arrays, *added))
-
     def difference(self, other: ShardHeader) -> str:
         """Name the difference of two headers that should belong to one store; ``""`` if there is none."""
         for name in ("shards", "extensions", "model", "notes"):
@@ -146,7 +137,8 @@ class ShardHeader:
         """Write the header, in one step: readers find all of the old one or of this one."""
         content = json.loads(json.dumps({"version": VERSION, **asdict(self)}))
         text = json.dumps({"format": FORMAT, "checksum": checksum_of(content), **content}, indent=1)
-        write_whole(folder / HEADER, text)
+        with written_whole(folder / HEADER) as part:
+            part.write_text(text, encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path, asked: str) -> ShardHeader:
@@ -203,12 +195,11 @@ def described(dtype: torch.dtype) -> str:
     Raises:
         BadInput: For one that cannot be stored.
     """
-    name = name_of(dtype)
-    if dtype_of(name) is None:
+    if dtype not in DESCRIPTIONS:
         raise BadInput(
             "Values of single samples were to be stored.",
-            f"precision {name}",
+            f"precision {name_of(dtype)}",
             "there is no array of it that others could read",
             "give the writer dtype=torch.float16, torch.bfloat16 or torch.float32",
         )
-    return name
+    return name_of(dtype)

@@ -34,11 +34,6 @@ class Mark:
     start: Size = 0
     checksums: dict[str, list[Size]] = field(default_factory=dict)
 
-    @property
-    def says(self) -> tuple[int, float, bool]:
-        """The mark without its checksums."""
-        return self.samples, self.terms, self.finished
-
 
 class Marks:
     """The marks of a shard, to which you can add more. It ignores a last line that was cut off.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from packprop.errors import BadInput, PackpropError
-from packprop.store.files import Lock, LockedElsewhere
+from packprop.store.files import LockedElsewhere
 
 
 def rank_of_process() -> tuple[int, int]:
@@ -30,9 +30,8 @@ def require_place(asked: str, folder: Path) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise BadInput(asked, f"path {str(folder)!r}", "it is a file", "give a folder")
-    others = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-    others = [name for name in others if not re.fullmatch(r"shard-\d{5}", name)]
-    if others:
+    names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    if others := [name for name in names if not re.fullmatch(r"shard-\d{5}", name)]:
         raise BadInput(
             asked,
             f"folder {str(folder)!r}",
@@ -42,14 +41,22 @@ def require_place(asked: str, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def writable(asked: str, folder: Path) -> Iterator[None]:
-    """Begin a store in a folder inside.
+def writable(asked: str, folder: Path, shard: Path) -> Iterator[None]:
+    """Begin a store in a folder inside, and lock the folder of a shard.
 
     Raises:
         BadInput: If the system does not let it.
+        PackpropError: If another writer has the shard.
     """
     try:
         yield
+    except LockedElsewhere as error:
+        raise PackpropError(
+            asked,
+            f"folder {str(shard)!r}",
+            f"it is open for writing already, by {error}",
+            "close that writer, or write to another folder; reading is possible all the while",
+        ) from error
     except OSError as error:
         file = "" if error.filename is None else f" ({str(error.filename)!r})"
         raise BadInput(
@@ -57,23 +64,6 @@ def writable(asked: str, folder: Path) -> Iterator[None]:
             f"folder {str(folder)!r}",
             f"nothing can be written there: {error.strerror or error}{file}",
             "give a folder that you may write to, on a disk that has room",
-        ) from error
-
-
-def writer_lock(asked: str, place: Path) -> Lock:
-    """Lock the folder of a shard.
-
-    Raises:
-        PackpropError: If another writer has it.
-    """
-    try:
-        return Lock(place)
-    except LockedElsewhere as error:
-        raise PackpropError(
-            asked,
-            f"folder {str(place)!r}",
-            f"it is open for writing already, by {error}",
-            "close that writer, or write to another folder; reading is possible all the while",
         ) from error
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from packprop.errors import BadInput
 from packprop.store.files import opened
+from packprop.store.schema import Unfit
 
 MAGIC = b"\x93NUMPY\x01\x00"
 """The first bytes of a ``.npy`` file of version 1.0."""
@@ -43,9 +44,16 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_of(name: str) -> torch.dtype | None:
-    """Return the precision of a name; ``None`` if it cannot be stored."""
-    return next((dtype for dtype in DESCRIPTIONS if name_of(dtype) == name), None)
+def dtype_of(name: str) -> torch.dtype:
+    """Return the precision of a name.
+
+    Raises:
+        Unfit: For a name of none that can be stored.
+    """
+    for dtype in DESCRIPTIONS:
+        if name_of(dtype) == name:
+            return dtype
+    raise Unfit(f"unknown precision {name!r}")
 
 
 def header_of(rows: int, shape: Sequence[int], dtype: torch.dtype) -> bytes:
@@ -73,44 +81,22 @@ class GrowingArray:
         self.path, self.shape, self.dtype = path, tuple(shape), dtype
         self.row_bytes = math.prod(self.shape) * dtype.itemsize
         self.offset = len(header_of(0, self.shape, dtype))
-        self._pending: list[np.ndarray] = []
-        self._pending_at = 0
         self._file: int | None = None
 
     def put(self, start: int, rows: Tensor) -> None:
-        """Keep some rows ``[n, *shape]``, of this precision and on the processor, from row ``start`` on.
-
-        Few bytes wait for more, in memory of their own; ``flush`` writes them.
-        """
-        values = as_array(rows.contiguous())
-        if values.nbytes >= LARGE:
-            self.flush()
-            self._write(start, [values])
-            return
-        end = self._pending_at + sum(len(each) for each in self._pending)
-        if start != end or sum(each.nbytes for each in self._pending) >= LARGE:
-            self.flush()
-        if not self._pending:
-            self._pending_at = start
-        self._pending.append(values.copy())
-
-    def flush(self) -> None:
-        """Write the waiting rows."""
-        if self._pending:
-            self._write(self._pending_at, self._pending)
-            self._pending = []
+        """Write some rows ``[n, *shape]``, of this precision and on the processor, from row ``start`` on."""
+        file, place = self._opened(), self.offset + start * self.row_bytes
+        rest = memoryview(as_array(rows.contiguous()).reshape(-1).view(np.uint8).data)
+        while rest:
+            written = os.pwrite(file, rest, place)
+            place, rest = place + written, rest[written:]
 
     def fill(self, rows: int) -> None:
-        """Write the waiting rows, and make the file ``rows`` rows long: zeros for those that never came."""
-        self.flush()
+        """Make the file ``rows`` rows long: zeros for those that never came."""
         file = self._opened()
         needed = self.offset + rows * self.row_bytes
         if os.fstat(file).st_size < needed:
             os.ftruncate(file, needed)
-
-    def forget(self) -> None:
-        """Drop the waiting rows."""
-        self._pending = []
 
     def show(self, rows: int) -> None:
         """Say in the file that it has so many rows, which must be there; touch nothing else in it."""
@@ -124,9 +110,16 @@ class GrowingArray:
 
     def cut(self, rows: int) -> None:
         """Drop all rows from ``rows`` on."""
-        self.forget()
         os.ftruncate(self._opened(), self.offset + rows * self.row_bytes)
         self.show(rows)
+
+    def mapped(self, stop: int, start: int = 0) -> np.ndarray:
+        """Map rows from ``start`` to ``stop`` into memory; writes to them stay in memory."""
+        rows = stop - start
+        if not rows * math.prod(self.shape):
+            return np.zeros((rows, *self.shape), DESCRIPTIONS[self.dtype])
+        place = self.offset + start * self.row_bytes
+        return np.memmap(self.path, DESCRIPTIONS[self.dtype], "c", place, (rows, *self.shape))
 
     def close(self) -> None:
         """Close the file; the next access opens it again."""
@@ -141,15 +134,6 @@ class GrowingArray:
             if os.fstat(self._file).st_size < self.offset:
                 os.pwrite(self._file, header_of(0, self.shape, self.dtype), 0)
         return self._file
-
-    def _write(self, start: int, pieces: Sequence[np.ndarray]) -> None:
-        file = self._opened()
-        place = self.offset + start * self.row_bytes
-        for piece in pieces:
-            rest = memoryview(piece.reshape(-1).view(np.uint8).data)
-            while rest:
-                written = os.pwrite(file, rest, place)
-                place, rest = place + written, rest[written:]
 
 
 def shown_rows(asked: str, array: GrowingArray) -> int:
@@ -193,10 +177,6 @@ def require_length(asked: str, array: GrowingArray, rows: int) -> None:
         )
 
 
-LARGE = 2**20
-"""Bytes that are written at once and do not wait."""
-
-
 def as_array(values: Tensor) -> np.ndarray:
     """Return a tensor's entries as numpy has them: those of bfloat16 as their bits."""
     values = values.detach().resolve_conj().resolve_neg()
@@ -207,10 +187,3 @@ def as_tensor(values: np.ndarray, dtype: torch.dtype, copy: bool = True) -> Tens
     """Return the tensor of entries that ``as_array`` has made; in memory of its own, or read-only."""
     tensor = torch.from_numpy(np.array(values, order="C") if copy else values)
     return tensor.view(torch.bfloat16) if dtype == torch.bfloat16 else tensor
-
-
-def mapped(path: Path, offset: int, rows: int, shape: Sequence[int], dtype: torch.dtype) -> np.ndarray:
-    """Map the first rows of a file into memory; writes to them stay in memory."""
-    if not rows * math.prod(shape):
-        return np.zeros((rows, *shape), DESCRIPTIONS[dtype])
-    return np.memmap(path, DESCRIPTIONS[dtype], "c", offset, (rows, *shape))

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from packprop.engine.tensors import tensor_of
 from packprop.errors import Absent, BadInput, PackpropError
-from packprop.store.checksums import CheckedRows, Damage
+from packprop.store.checksums import CheckedRows
 from packprop.store.folder import ArrayHeader, is_begun
 from packprop.store.frames import to_frame
-from packprop.store.plain import as_tensor
+from packprop.store.plain import DESCRIPTIONS, as_tensor
 from packprop.store.search import Found, extreme_products
-from packprop.store.shard import IDENTIFIERS, Shard, damaged, require_plain_files
+from packprop.store.shard import IDENTIFIERS, Shard, require_plain_files
 
 BLOCK = 32 * 2**20
 """Bytes that are read at once by default."""
@@ -35,14 +35,13 @@ class StoredArray:
     Args:
         header: The description of the array.
         parts: The rows of each shard.
-        places: The place of each of these, for messages.
 
     Raises:
         PackpropError: Whenever you read rows that have changed.
     """
 
-    def __init__(self, header: ArrayHeader, parts: Sequence[CheckedRows], places: Sequence[str]) -> None:
-        self.header, self._parts, self._places = header, list(parts), list(places)
+    def __init__(self, header: ArrayHeader, parts: Sequence[CheckedRows]) -> None:
+        self.header, self._parts = header, list(parts)
         self._starts = np.cumsum([0, *(len(part) for part in self._parts)]).tolist()
 
     @property
@@ -59,7 +58,7 @@ class StoredArray:
         return int(self._starts[-1])
 
     def __repr__(self) -> str:
-        return f"StoredArray({self._said}, shape={list(self.shape)}, dtype={self.dtype})"
+        return f"StoredArray({self.header.said}, shape={list(self.shape)}, dtype={self.dtype})"
 
     def __getitem__(self, rows: int | slice | Sequence[int] | Tensor | np.ndarray) -> Tensor:
         if isinstance(rows, slice):
@@ -67,16 +66,15 @@ class StoredArray:
             if step == 1:
                 return self._between(start, max(start, stop))
             return self._chosen(np.arange(start, stop, step))
-        if isinstance(rows, (Sequence, Tensor, np.ndarray)) and not (
-            isinstance(rows, Tensor) and not rows.dim()
-        ):
-            chosen = np.asarray(rows)
-            if chosen.dtype == bool:
-                if chosen.shape != (len(self),):
-                    raise IndexError(f"a mask of shape {list(chosen.shape)} for {len(self)} samples")
-                chosen = chosen.nonzero()[0]
-            return self._chosen(chosen.astype(np.int64, casting="same_kind") if chosen.size else np.arange(0))
-        return self._chosen(np.array([operator.index(rows)]))[0]
+        if not np.ndim(rows):
+            number = operator.index(rows)  # type: ignore[arg-type]  # it has no axes
+            return self._chosen(np.array([number]))[0]
+        chosen = np.asarray(rows)
+        if chosen.dtype == bool:
+            if chosen.shape != (len(self),):
+                raise IndexError(f"a mask of shape {list(chosen.shape)} for {len(self)} samples")
+            chosen = chosen.nonzero()[0]
+        return self._chosen(chosen.astype(np.int64, casting="same_kind") if chosen.size else np.arange(0))
 
     def __iter__(self) -> Iterator[Tensor]:
         for block in self.blocks():
@@ -84,8 +82,7 @@ class StoredArray:
 
     def blocks(self, rows: int | None = None) -> Iterator[Tensor]:
         """Iterate over all rows in order, so many at once ``[rows, ...]``; by default about 32 MiB."""
-        each = max(1, self.header.row_bytes)
-        step = rows or max(1, BLOCK // each)
+        step = rows or max(1, BLOCK // max(1, self.header.row_bytes))
         for start in range(0, len(self), step):
             yield self[start : start + step]
 
@@ -104,36 +101,23 @@ class StoredArray:
         """
         if self.dtype == torch.bfloat16:
             return self.torch().float().numpy()
-        pieces = [self._rows(index, slice(0, len(part))) for index, part in enumerate(self._parts)]
+        pieces = [part.read(slice(0, len(part))) for part in self._parts]
         rows = pieces[0].view() if len(pieces) == 1 else np.concatenate(pieces)
         rows.flags.writeable = False
         return rows
 
     def damages(self) -> Iterator[str]:
         """Yield the places of changed rows; this reads all."""
-        for part, place in zip(self._parts, self._places, strict=True):
-            for start, stop in part.damages():
-                yield f"{self._said}, rows {start} to {stop - 1} of {place}"
-
-    @property
-    def _said(self) -> str:
-        return f"{self.header.quantity!r}" + (f" of {self.header.parameter!r}" if self.header.parameter else "")
-
-    def _rows(self, index: int, rows: slice | np.ndarray) -> np.ndarray:
-        """Return rows of one shard."""
-        part = self._parts[index]
-        try:
-            return part.between(rows.start, rows.stop) if isinstance(rows, slice) else part.chosen(rows)
-        except Damage as error:
-            raise damaged(f"Rows of {self._said} were read from a store.", error, self._places[index]) from None
+        for part in self._parts:
+            for place in part.damages():
+                yield f"{self.header.said}, {place}"
 
     def _between(self, start: int, stop: int, copy: bool = True) -> Tensor:
         pieces = [
-            self._rows(index, slice(max(0, start - first), min(stop - first, len(self._parts[index]))))
-            for index, first in enumerate(self._starts[:-1])
-            if start < self._starts[index + 1] and first < stop
-        ]
-        pieces = [piece for piece in pieces if len(piece)] or [self._parts[0].all[:0]]
+            part.read(slice(max(start, first) - first, min(stop, last) - first))
+            for part, (first, last) in zip(self._parts, itertools.pairwise(self._starts), strict=True)
+            if max(start, first) < min(stop, last)
+        ] or [self._parts[0].all[:0]]
         alone = len(pieces) == 1 and pieces[0].flags.writeable
         return as_tensor(pieces[0] if alone else np.concatenate(pieces), self.dtype, copy and alone)
 
@@ -142,9 +126,9 @@ class StoredArray:
             raise IndexError(f"rows {rows.tolist()} of {len(self)}")
         rows = rows % max(len(self), 1)
         found = np.empty((len(rows), *self.header.shape), self._parts[0].all.dtype)
-        for index, (first, last) in enumerate(itertools.pairwise(self._starts)):
+        for part, (first, last) in zip(self._parts, itertools.pairwise(self._starts), strict=True):
             here = (first <= rows) & (rows < last)
-            found[here] = self._rows(index, rows[here] - first)
+            found[here] = part.read(rows[here] - first)
         return as_tensor(found, self.dtype)
 
 
@@ -199,7 +183,7 @@ class Store(Mapping[Any, Any]):
         for shard, header in zip(shards, headers, strict=True):
             if header is None:
                 rows = shard.marks.last.samples, *like.shape
-                parts.append(CheckedRows(np.broadcast_to(np.zeros((), like.numpy_dtype), rows)))
+                parts.append(CheckedRows(np.broadcast_to(np.zeros((), DESCRIPTIONS[like.precision]), rows)))
                 continue
             if (header.shape, header.dtype) != (like.shape, like.dtype):
                 raise BadInput(
@@ -210,14 +194,7 @@ class Store(Mapping[Any, Any]):
                     "write all shards with one dtype, and batches of one length",
                 )
             parts.append(shard.rows[header.file])
-        return StoredArray(
-            like,
-            parts,
-            [
-                f"{str(shard.place / (header or like).file)!r}"
-                for shard, header in zip(shards, headers, strict=True)
-            ],
-        )
+        return StoredArray(like, parts)
 
     def __repr__(self) -> str:
         return f"<Store {str(self.folder)!r}: {', '.join(self)} of {self.samples:,} samples>"

@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import types
 import zlib
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 LARGEST = 2**62
 """The limit of sizes, so that a product with the size of an entry fits in a machine."""
@@ -70,19 +69,9 @@ def fitted(kind: Any, value: Any, name: str = "it") -> Any:
     if dataclasses.is_dataclass(kind):
         return value if type(value) is kind else _made(kind, value, name)
     origin, inner = get_origin(kind), get_args(kind)
-    if origin in _OF_ITEMS:
-        return _OF_ITEMS[origin](inner, value, name)
+    if origin is not None:
+        return _made_of_others(origin, inner, value, name)
     _require(type(value) is kind or (kind is None and value is None), name, value, f"of type {_said(kind)}")
-    return value
-
-
-def fitted_as(kind: Any, value: Any) -> Any:
-    """Return the value as it is, if it fits a type.
-
-    Raises:
-        Unfit: If it does not.
-    """
-    fitted(kind, value)
     return value
 
 
@@ -110,47 +99,28 @@ def _made(kind: Any, value: Any, name: str) -> Any:
     return kind(**{key: fitted(hints[key], value[key], key) for key in fields if key in value})
 
 
-def _list(inner: tuple[Any, ...], value: Any, name: str) -> list[Any]:
-    _require(isinstance(value, list), name, value, "a list")
-    return [fitted(inner[0], item, f"{name}[{index}]") for index, item in enumerate(value)]
-
-
-def _tuple(inner: tuple[Any, ...], value: Any, name: str) -> tuple[Any, ...]:
-    _require(isinstance(value, (list, tuple)), name, value, "a list")
-    kinds = [inner[0]] * len(value) if len(inner) == 2 and inner[1] is Ellipsis else list(inner)
-    _require(len(kinds) == len(value), name, value, f"a list of {len(kinds)}")
-    items = zip(kinds, value, strict=True)
-    return tuple(fitted(kind, item, f"{name}[{index}]") for index, (kind, item) in enumerate(items))
-
-
-def _dict(inner: tuple[Any, ...], value: Any, name: str) -> dict[Any, Any]:
-    _require(isinstance(value, dict), name, value, "an object with names")
-    return {fitted(inner[0], key, name): fitted(inner[1], item, f"{name}.{key}") for key, item in value.items()}
-
-
-def _union(inner: tuple[Any, ...], value: Any, name: str) -> Any:
+def _made_of_others(kind: Any, inner: tuple[Any, ...], value: Any, name: str) -> Any:
+    """Convert a value to a list, tuple, dictionary, literal or union of the ``inner`` types."""
+    if kind is Literal:
+        _require(type(value) is type(inner[0]) and value in inner, name, value, f"one of {list(inner)}")
+        return value
+    if kind is dict:
+        _require(isinstance(value, dict), name, value, "an object with names")
+        items = value.items()
+        return {fitted(inner[0], key, name): fitted(inner[1], item, f"{name}.{key}") for key, item in items}
+    if kind in (list, tuple):
+        _require(isinstance(value, (list, kind)), name, value, "a list")
+        kinds = [inner[0]] * len(value) if kind is list or inner[1:] == (...,) else inner
+        _require(len(kinds) == len(value), name, value, f"a list of {len(kinds)}")
+        numbered = enumerate(zip(kinds, value, strict=True))
+        return kind(fitted(each, item, f"{name}[{index}]") for index, (each, item) in numbered)
     failures = []
-    for kind in inner:
+    for each in inner:
         try:
-            return fitted(kind, value, name)
+            return fitted(each, value, name)
         except Unfit as error:
             failures.append(error)
     raise failures[0]
-
-
-def _literal(inner: tuple[Any, ...], value: Any, name: str) -> Any:
-    _require(type(value) is type(inner[0]) and value in inner, name, value, f"one of {list(inner)}")
-    return value
-
-
-_OF_ITEMS: dict[Any, Callable[[tuple[Any, ...], Any, str], Any]] = {
-    list: _list,
-    tuple: _tuple,
-    dict: _dict,
-    Union: _union,
-    types.UnionType: _union,
-    Literal: _literal,
-}
 
 
 def _items(value: Any) -> Iterable[Any]:

@@ -43,15 +43,10 @@ def extreme_products(
         PackpropError: For products that are not finite.
     """
     require_number(asked, k)
-    flat, width = _flat(asked, arrays, queries)
-    count = len(next(iter(flat.values())))
-    best = [
-        (
-            torch.empty(count, 0, dtype=torch.int64, device="cpu"),
-            torch.empty(count, 0, dtype=width, device="cpu"),
-        )
-        for _ in largest
-    ]
+    flat = _flat(asked, arrays, queries)
+    first = next(iter(flat.values()))
+    nothing = first.new_empty(len(first), 0, dtype=torch.int64), first.new_empty(len(first), 0)
+    best = [nothing for _ in largest]
     for start, products in _blocks(asked, arrays, flat, memory):
         best = [better(known, products, start, k, side) for known, side in zip(best, largest, strict=True)]
     return best
@@ -73,7 +68,7 @@ def summed_products(
         BadInput: For queries of another shape than the rows.
         PackpropError: For products that are not finite.
     """
-    flat, _ = _flat(asked, arrays, queries)
+    flat = _flat(asked, arrays, queries)
     count = len(next(iter(flat.values())))
     sums = torch.zeros(count, int(groups.max()) + 1, dtype=torch.float64, device="cpu")
     for start, products in _blocks(asked, arrays, flat, memory):
@@ -81,10 +76,8 @@ def summed_products(
     return sums
 
 
-def _flat(
-    asked: str, arrays: Mapping[str, Any], queries: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], torch.dtype]:
-    """Return queries ``[q, p]`` by array, in the precision of their products, and that of sums."""
+def _flat(asked: str, arrays: Mapping[str, Any], queries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return queries ``[q, p]`` by array, on the processor, in the precision of their products."""
     counts = {len(query) if query.dim() else 0 for query in queries.values()}
     for name, array in arrays.items():
         if tuple(queries[name].shape[1:]) != tuple(array.shape[1:]) or len(counts) != 1:
@@ -94,14 +87,11 @@ def _flat(
                 f"rows are {list(array.shape[1:])}",
                 "give queries [q, ...], as many for each parameter",
             )
-    widths = {name: accumulation_dtype(array.dtype) for name, array in arrays.items()}
-    count = counts.pop()
-    sizes = {name: array.shape[1:].numel() for name, array in arrays.items()}  # rows may have no axes
-    flat = {
-        name: queries[name].detach().to("cpu", widths[name]).reshape(count, size)
-        for name, size in sizes.items()
-    }
-    return flat, next(iter(widths.values()))
+    flat = {}
+    for name, array in arrays.items():
+        query = queries[name].detach().to("cpu", accumulation_dtype(array.dtype))
+        flat[name] = query.reshape(len(query), array.shape[1:].numel())  # rows may have no axes
+    return flat
 
 
 def _blocks(

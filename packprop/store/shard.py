@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from packprop.errors import BadInput, PackpropError
-from packprop.store.checksums import CheckedRows, Damage, Sums, checksums
+from packprop.errors import BadInput
+from packprop.store.checksums import CheckedRows, checksums
 from packprop.store.folder import SAMPLES, ArrayHeader, ShardHeader
 from packprop.store.marks import Mark, Marks
-from packprop.store.plain import GrowingArray, mapped, require_length, shown_rows
+from packprop.store.plain import GrowingArray, require_length, shown_rows
 
 IDENTIFIERS = ArrayHeader("samples", "", SAMPLES, (), "int64")
 """The description of the file of identifiers."""
@@ -63,11 +63,10 @@ class Shard:
         return GrowingArray(self.place / header.file, header.shape, header.precision)
 
     def _rows(self, header: ArrayHeader) -> CheckedRows:
-        file, samples = self.file(header), self.marks.last.samples
-        sums = [sums_of(chunk, header.file) for chunk in self.marks.chunks]
-        rows = mapped(file.path, file.offset, samples, header.shape, header.precision)
+        file, asked = self.file(header), f"Rows of {header.said} were read from a store."
+        rows = file.mapped(self.marks.last.samples)
         try:
-            return CheckedRows(rows, sums)
+            return CheckedRows(rows, header.file, self.marks.chunks, asked, file.path)
         except ValueError as error:
             raise BadInput(
                 self._asked,
@@ -77,17 +76,10 @@ class Shard:
             ) from error
 
 
-def sums_of(chunk: Mark, file: str) -> Sums:
-    """Return the checksums of a chunk of one file."""
-    return Sums(chunk.start, chunk.samples, chunk.checksums.get(file))
-
-
 def with_checksums(mark: Mark, start: int, files: Mapping[str, GrowingArray]) -> Mark:
     """Make the mark of a chunk that begins at row ``start``, with checksums of its rows in the files."""
-    found = {}
-    for name, file in files.items() if start < mark.samples else ():
-        offset = file.offset + start * file.row_bytes
-        found[name] = checksums(mapped(file.path, offset, mark.samples - start, file.shape, file.dtype))
+    begun = files if start < mark.samples else {}
+    found = {name: checksums(file.mapped(mark.samples, start)) for name, file in begun.items()}
     return replace(mark, start=start, checksums=found)
 
 
@@ -100,24 +92,10 @@ def cut_mark(asked: str, mark: Mark, chunks: Sequence[Mark], files: Mapping[str,
     for chunk in chunks:
         if chunk.start < mark.samples < chunk.samples:
             for name, file in files.items():
-                rows = mapped(file.path, file.offset, chunk.samples, file.shape, file.dtype)
-                try:
-                    CheckedRows(rows, [sums_of(chunk, name)]).between(chunk.start, mark.samples)
-                except Damage as error:
-                    raise damaged(asked, error, repr(str(file.path))) from None
+                rows = CheckedRows(file.mapped(chunk.samples), name, [chunk], asked, file.path)
+                rows.read(slice(chunk.start, mark.samples))
             return with_checksums(mark, chunk.start, files)
     return replace(mark, start=mark.samples)
-
-
-def damaged(asked: str, damage: Damage, place: str) -> PackpropError:
-    """Make the error for rows that have changed."""
-    return PackpropError(
-        asked,
-        f"rows {damage.start} to {damage.stop - 1} of {place}",
-        "they are not what was written: they have another checksum",
-        "take the file from a copy of the store, or write the store again; Store.verify() names all that is "
-        "damaged, and other rows can be read",
-    )
 
 
 def require_plain_files(asked: str, folder: Path, writes: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,9 +13,11 @@ from packprop.engine.tensors import named_parameters
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions.projected import Projected
 from packprop.store.folder import ShardHeader, described
+from packprop.store.plain import GrowingArray
 from packprop.types import Extension
 
 Key = tuple[str, str]
+"""Quantity and parameter; the parameter is ``""`` for values of all of them together."""
 
 
 def taken_from(
@@ -66,12 +67,11 @@ def put(rows: dict[Key, Tensor], extension: Extension, name: str, value: Tensor,
     value = value.detach()
     if isinstance(extension, Projected):
         key = extension.savefield, ""
-        if key not in rows:
+        sum_so_far = rows.get(key)
+        if sum_so_far is None:
             rows[key] = value * factor
-        elif torch.promote_types(rows[key].dtype, value.dtype) == rows[key].dtype:
-            rows[key].add_(value.to(rows[key].device), alpha=factor)
         else:
-            rows[key] = rows[key] + value.to(rows[key].device) * factor
+            rows[key] = torch.add(sum_so_far, value.to(sum_so_far.device), alpha=factor)
     else:
         value = value if factor == 1 else value * factor
         rows[extension.savefield, name] = value.movedim(extension.sample_axis, 0)
@@ -94,9 +94,9 @@ def converted(asked: str, key: Key, value: Tensor, dtype: torch.dtype | None) ->
     if dtype is not None and value.is_floating_point() and value.dtype != dtype:
         bound = torch.finfo(dtype).max
         if value.numel() and bound < torch.finfo(value.dtype).max:
-            least, most = (float(each) for each in value.aminmax())
-            largest = max(most, -least)
-            if bound < largest < math.inf:
+            finite = value.nan_to_num(0.0, 0.0, 0.0)  # NaN and infinity are stored as they are
+            largest = max(abs(float(each)) for each in finite.aminmax())
+            if bound < largest:
                 raise BadInput(
                     asked,
                     f"values {_name(key)}",
@@ -109,10 +109,7 @@ def converted(asked: str, key: Key, value: Tensor, dtype: torch.dtype | None) ->
 
 
 def require_rows(
-    asked: str,
-    rows: Mapping[Key, Tensor],
-    samples: int,
-    known: Mapping[Key, tuple[tuple[int, ...], torch.dtype]],
+    asked: str, rows: Mapping[Key, Tensor], samples: int, arrays: Mapping[Key, GrowingArray]
 ) -> None:
     """Refuse values that are not rows of so many samples, or are of another shape or precision than before.
 
@@ -127,7 +124,9 @@ def require_rows(
                 f"they have no row for each of {samples} samples",
                 "give tensors [n, ...] whose first axis is that of the samples",
             )
-        shape, dtype = known.get(key, (tuple(value.shape[1:]), value.dtype))
+        if key not in arrays:
+            continue
+        shape, dtype = arrays[key].shape, arrays[key].dtype
         if shape != tuple(value.shape[1:]):
             raise BadInput(
                 asked,

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from packprop.errors import BadInput, PackpropError
+from packprop.extensions.projected import Projected
 from packprop.store.describing import (
     described_extension,
     described_model,
     packprop_version,
-    projection_of,
     require_same_parameters,
     require_storable,
 )
@@ -33,14 +34,12 @@ from packprop.store.folder import (
     is_begun,
 )
 from packprop.store.marks import CHUNKS, Mark, Marks
-from packprop.store.places import file_name, rank_of_process, require_place, short, writable, writer_lock
+from packprop.store.places import file_name, rank_of_process, require_place, short, writable
 from packprop.store.plain import GrowingArray
 from packprop.store.shard import Shard, cut_mark, require_plain_files, with_checksums
-from packprop.store.values import converted, identifiers_of, require_rows, taken_from
+from packprop.store.values import Key, converted, identifiers_of, require_rows, taken_from
 from packprop.types import Extension
 
-Key = tuple[str, str]
-"""Quantity and parameter; the parameter is ``""`` for values of all of them together."""
 CHUNK = 64 * 2**20
 """Bytes after which a chunk is finished."""
 
@@ -113,15 +112,15 @@ class StoreWriter:
         )
         self._place = folder_of_shard(self.folder, self._header.shard)
         self._finishing: Future[None] | None = None
-        with writable(self._asked, self.folder):
+        with writable(self._asked, self.folder, self._place):
             require_place(self._asked, self.folder)
             require_plain_files(self._asked, self.folder, writes=True)
             self._place.mkdir(parents=True, exist_ok=True)
-            self._lock: Lock | None = writer_lock(self._asked, self._place)
+            self._lock: Lock | None = Lock(self._place)
             try:
                 self._begin(resume)
             except BaseException:
-                self._lock.release()
+                self._lock.close()
                 raise
         self._pool = ThreadPoolExecutor(1, "packprop-store")
         self._open_bytes, self._began = 0, time.monotonic()
@@ -131,7 +130,6 @@ class StoreWriter:
         self._samples = GrowingArray(self._place / SAMPLES, (), torch.int64)
         self._arrays: dict[Key, GrowingArray] = {}
         self._mark = Mark()
-        present = (self._place / HEADER).exists()
         for other in sorted(self.folder.glob(f"shard-*/{HEADER}")):
             found = ShardHeader.load(other.parent, self._asked)
             difference = self._header.difference(found)
@@ -143,7 +141,7 @@ class StoreWriter:
                     f"it holds a store with other {difference}: {theirs} instead of {ours}",
                     "write to a folder of its own, or resume with what the store was begun with",
                 )
-        shard = Shard(self._place, self._asked) if present else None
+        shard = Shard(self._place, self._asked) if (self._place / HEADER).exists() else None
         if shard is None and is_begun(self._place):
             ShardHeader.load(self._place, self._asked)  # says why
         if shard is not None and not resume:
@@ -238,14 +236,13 @@ class StoreWriter:
         start, total = self.samples, self.samples + samples
         numbers = identifiers_of(self._asked, identifiers, start, samples, self._header)
         rows = {key: converted(self._asked, key, value, self._dtype) for key, value in values.items()}
-        require_rows(self._asked, rows, samples, {key: (a.shape, a.dtype) for key, a in self._arrays.items()})
+        require_rows(self._asked, rows, samples, self._arrays)
         with self._to_disk():
             self._make_arrays(rows)
             self._samples.put(start, numbers)
             for key, value in rows.items():
                 self._arrays[key].put(start, value)
                 if len(self._arrays) > OPEN_FILES:
-                    self._arrays[key].flush()
                     self._arrays[key].close()
         self._mark = Mark(total, self._mark.terms + terms)
         self._open_bytes += sum(value.numel() * value.dtype.itemsize for value in rows.values())
@@ -276,9 +273,10 @@ class StoreWriter:
                 f"it holds {self._mark.samples} samples, and the checkpoint was made after {samples}",
                 "resume from a checkpoint that is as old as the store, or begin both anew",
             )
-        mark = Mark(samples, terms)
+        mark, last = Mark(samples, terms), self._marks.last
         with self._to_disk():
-            if mark.says != self._marks.last.says:  # first: only rows without a mark can be cut off
+            # first: only rows without a mark can be cut off
+            if last.finished or (samples, terms) != (last.samples, last.terms):
                 self._marks.add(cut_mark(self._asked, mark, self._marks.chunks, self._files))
             self._mark = mark
             for array in (self._samples, *self._arrays.values()):
@@ -292,33 +290,32 @@ class StoreWriter:
 
     def close(self) -> None:
         """Finish the open chunk, and mark the store as complete."""
-        if self._lock is not None:
-            try:
-                self._finish_chunk()
-                self._wait()
-                with self._to_disk():
-                    self._marks.add(Mark(self._mark.samples, self._mark.terms, True, self._mark.samples))
-            finally:
-                self._leave()
+        self._end(is_complete=True)
 
     def __enter__(self) -> StoreWriter:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if error[0] is None:
-            self.close()
-        elif self._lock is not None:
-            try:
-                self.commit()  # what was written so far is whole; the store is not complete
-            finally:
-                self._leave()
+        self._end(is_complete=error[0] is None)
+
+    def _end(self, is_complete: bool) -> None:
+        """Finish the open chunk, which is whole in any case, and give up the folder."""
+        if self._lock is None:
+            return
+        try:
+            self.commit()
+            if is_complete:
+                with self._to_disk():
+                    self._marks.add(Mark(self._mark.samples, self._mark.terms, True, self._mark.samples))
+        finally:
+            self._leave()
 
     def _leave(self) -> None:
         self._pool.shutdown()
         for array in (self._samples, *self._arrays.values()):
             array.close()
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
         self._lock = None
 
     def _make_arrays(self, rows: Mapping[Key, Tensor]) -> None:
@@ -328,19 +325,19 @@ class StoreWriter:
             return
         used = {each.file.lower() for each in self._header.arrays}
         headers = []
-        for key in new:
-            value, (quantity, parameter) = rows[key], key
-            file = file_name(quantity, parameter, used)
+        for quantity, parameter in new:
+            value, file = rows[quantity, parameter], file_name(quantity, parameter, used)
             kind = next((each for each in self.extensions if each.savefield == quantity), None)
             degree = 0.0 if kind is None else kind.degrees[0]
+            projection = asdict(kind.projection) if isinstance(kind, Projected) else None
             shape, dtype = tuple(value.shape[1:]), described(value.dtype)
-            headers.append(ArrayHeader(quantity, parameter, file, shape, dtype, degree, projection_of(kind)))
+            headers.append(ArrayHeader(quantity, parameter, file, shape, dtype, degree, projection))
         arrays = [GrowingArray(self._place / each.file, each.shape, each.precision) for each in headers]
         for array in arrays:  # the header needs all rows: zeros for earlier samples
             array.fill(self.samples)
             if self.samples:
                 array.sync()
-        header = self._header.with_arrays(headers)
+        header = replace(self._header, arrays=(*self._header.arrays, *headers))
         header.save(self._place)
         self._header = header
         self._arrays.update(zip(new, arrays, strict=True))

@@ -100,8 +100,9 @@ def test_a_store_of_nothing(tmp_path: Path, batches: int) -> None:
 def test_numbers_that_do_not_fit_are_refused_not_stored(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "store", nn.Linear(1, 1), [], dtype=torch.float16) as writer:
         writer.write(a=torch.ones(2, 1))
-        with pytest.raises(PackpropError, match=r"7e\+04.*ends at 6.55e\+04"):
-            writer.write(a=torch.tensor([[1.0], [-7e4]]))
+        for beside in (1.0, torch.nan, torch.inf):
+            with pytest.raises(PackpropError, match=r"7e\+04.*ends at 6.55e\+04"):
+                writer.write(a=torch.tensor([[beside], [-7e4]]))
         writer.write(a=torch.tensor([[torch.nan], [torch.inf]]))
     assert Store(tmp_path / "store")["a"].torch().flatten()[:2].tolist() == [1, 1]
     assert Store(tmp_path / "store").samples == 4
@@ -143,7 +144,6 @@ def test_rows_that_are_left_out_later_are_zeros_too(tmp_path: Path) -> None:
 def test_large_values_and_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "OPEN_FILES", 2)
     monkeypatch.setattr(writing, "CHUNK", 2000)
-    monkeypatch.setattr(plain, "LARGE", 500)
     torch.manual_seed(0)
     values = {f"a{number}": torch.randn(40, 10 * number) for number in range(1, 6)}
     with StoreWriter(tmp_path / "store", nn.Linear(1, 1), []) as writer:

@@ -134,9 +134,7 @@ class Describer:
             return f"{kind_of(value)} {self.digest(value) if whole else spot_check([value])}"
         if not isinstance(value, type) and hasattr(value, "__array_interface__"):
             return self._array(np.asarray(value), where)
-        if isinstance(
-            value, (*CONTAINERS, tuple, frozenset, MappingProxyType)
-        ):  # no lazy ones: they read files
+        if isinstance(value, (*CONTAINERS, tuple, frozenset, MappingProxyType)):  # lazy ones read files
             return self._entries(value, where)
         return self._once(value, where, read)
 
@@ -264,18 +262,16 @@ class Describer:
                 if name not in vars(each):
                     continue
                 member = vars(each)[name]
-                for part in _functions(member):
+                parts = [*_functions(member)]
+                for part in parts:
                     code = code_of(part.__code__)
                     found.take_in(code)
                     todo += sorted(code.read - names.keys())
                     names |= dict.fromkeys(code.read)
-                methods[f"{each.__name__}.{name}"] = self._member(member, where)
+                own = [self._function(part, where) for part in parts]
+                methods[f"{each.__name__}.{name}"] = own or self.of(member, where)
         described = {"class": self._name(kind), **({"methods": methods} if methods else {})}
         return self._classes.setdefault(key, (described, found))
-
-    def _member(self, member: Any, where: str) -> Any:
-        parts = [*_functions(member)]
-        return [self._function(part, where) for part in parts] if parts else self.of(member, where)
 
     def module(self, module: nn.Module, where: str) -> dict[str, Any]:
         """Describe the class and the options of a module, without its tensors and the modules inside it."""
@@ -359,9 +355,7 @@ def _is_code(kind: type, name: str) -> bool:
 
 def _functions(member: Any) -> Iterator[FunctionType]:
     """Return the functions of the user in an entry of a class."""
-    for part in (
-        member,
-        *(getattr(member, name, None) for name in ("__func__", "fget", "func", "__wrapped__")),
-    ):
+    inside = (getattr(member, name, None) for name in ("__func__", "fget", "func", "__wrapped__"))
+    for part in (member, *inside):
         if isinstance(part, FunctionType) and package_of(part) is None:
             yield part

@@ -27,7 +27,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from packprop.store.files import Lock, part_of, put_in_place, write_whole
+from packprop.store.files import Lock, part_of, written_whole
 from packprop.store.schema import Size, Unfit, checksum_of, fitted, parsed
 
 UNFINISHED = r".*\.part|\.tmp\w+"
@@ -97,19 +97,14 @@ class Folder:
         self.number = 0
         self._token = secrets.token_hex(8)
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other runs out inside. The system takes the lock off when the process ends in any way.
+    def locked(self) -> contextlib.closing[Lock]:
+        """Keep other runs out inside ``with``. The system takes the lock off when the process ends in any way.
 
         Raises:
             LockedElsewhere: If another run does.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        lock = Lock(self.path)
-        try:
-            yield
-        finally:
-            lock.release()
+        return contextlib.closing(Lock(self.path))
 
     def strangers(self) -> list[str]:
         """Return names of files that no checkpoint has made."""
@@ -175,9 +170,8 @@ class Folder:
         path = self.path / f"state-{number:06d}-{rank}-{self._token}.safetensors"
         whole = {str(index): tensor.detach().cpu().contiguous() for index, tensor in enumerate(tensors)}
         try:
-            part_of(path).unlink(missing_ok=True)
-            safetensors.torch.save_file(apart(whole), part_of(path))
-            put_in_place(path)
+            with written_whole(path) as part:
+                safetensors.torch.save_file(apart(whole), part)
             return described(path)
         except BaseException:
             self.discard([part_of(path).name, path.name])
@@ -196,7 +190,8 @@ class Folder:
         content = {"facts": {**facts}, "files": [*files]}
         path = self.path / f"checkpoint-{self.number + 1:06d}.json"
         try:
-            write_whole(path, json.dumps({"checksum": checksum_of(content), "content": content}))
+            with written_whole(path) as part:
+                part.write_text(json.dumps({"checksum": checksum_of(content), "content": content}))
         except BaseException:
             self.discard([part_of(path).name, *(file["name"] for file in files)])
             raise

@@ -12,7 +12,7 @@ those of one batch of all samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -30,6 +30,8 @@ class Part(Extension):
 
     def __init__(self, whole: Extension, rows: range) -> None:
         self.whole, self.places = whole, rows
+        for name in ("savefield", "cheaper", "of_batch"):
+            setattr(self, name, getattr(whole, name))
 
     @property
     def is_whole(self) -> bool:
@@ -40,21 +42,6 @@ class Part(Extension):
     def rows(self) -> tuple[Row, ...]:
         """The rows of this part."""
         return tuple(self.whole.rows[place] for place in self.places)
-
-    @property
-    def savefield(self) -> str:  # type: ignore[override]  # that of the extension
-        """The attribute of the whole extension."""
-        return self.whole.savefield
-
-    @property
-    def cheaper(self) -> str:  # type: ignore[override]  # that of the extension
-        """A faster replacement for the whole extension."""
-        return self.whole.cheaper
-
-    @property
-    def of_batch(self) -> bool:  # type: ignore[override]  # that of the extension
-        """Tell whether the whole extension is a quantity of the batch."""
-        return self.whole.of_batch
 
     @property
     def name(self) -> str:
@@ -95,13 +82,5 @@ def drawn_in_each_reading(extensions: Sequence[Extension]) -> list[Seed]:
 
 def generators_of(extensions: Sequence[Extension]) -> list[torch.Generator]:
     """Return the generators that the extensions draw from, each once."""
-    found: dict[int, torch.Generator] = {}
-    for row in _all_rows(extensions):
-        if row.seed.generator is not None:
-            found.setdefault(id(row.seed.generator), row.seed.generator)
-    return list(found.values())
-
-
-def _all_rows(extensions: Sequence[Extension]) -> Iterator[Row]:
-    for extension in extensions:
-        yield from extension.rows
+    found = [row.seed.generator for extension in extensions for row in extension.rows]
+    return list({id(generator): generator for generator in found if generator is not None}.values())

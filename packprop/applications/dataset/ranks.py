@@ -41,11 +41,6 @@ Key = TypeVar("Key")
 class OtherRankFailed(PackpropError):
     """Raised if another rank has failed, or ended: this one cannot go on."""
 
-    @classmethod
-    def of(cls, rank: int, said: str) -> OtherRankFailed:
-        """Make the error for a rank's report of its failure."""
-        return cls(ASKED, f"rank {rank}", f"it has failed:\n{said}\n", "read the error of that rank")
-
 
 class Ranks:
     """The processes that share the work; one alone is the usual case.
@@ -119,7 +114,7 @@ class Ranks:
         if self.world > 1 and not failed and (due_now or not had):
             failed = self._begin_round()()[1]
         if failed:
-            self._raise_what_is_told(self.each(None))
+            self._raise_what_others_tell()
         return bool(had), bool(due_now)
 
     def come_to(self, unit: int) -> None:
@@ -162,7 +157,7 @@ class Ranks:
         except BaseException as error:
             self.each(str(error) or type(error).__name__)
             raise
-        self._raise_what_is_told(self.each(None))
+        self._raise_what_others_tell()
         return value
 
     def each(self, value: Value) -> list[Value]:
@@ -185,14 +180,10 @@ class Ranks:
         sent = self.each(self.attempt(lambda: _packed(value) if self.rank == giver else b""))[giver]
         return self.attempt(lambda: pickle.loads(sent) if value is None else value)
 
-    def merged(self, partial: Mapping[Key, Any], monoid_of: Callable[[Key], Monoid]) -> dict[Key, Any]:
-        """Return partial results of all ranks, merged; growing ones are lists with one piece for each rank."""
-        return dict(self.merged_in_turn(partial, monoid_of))
-
     def merged_in_turn(
         self, partial: Mapping[Key, Any], monoid_of: Callable[[Key], Monoid]
     ) -> Iterator[tuple[Key, Any]]:
-        """Merge as ``merged``, a few at a time."""
+        """Yield merged partial results, a few at a time; growing ones as lists with a piece for each rank."""
         if self.world == 1 or self.all is None:
             yield from [*partial.items()]
             return
@@ -211,7 +202,7 @@ class Ranks:
             return
         _, failed, _, last, first = self._begin_round(place=place)()
         if failed:
-            self._raise_what_is_told(self.each(None))
+            self._raise_what_others_tell()
         if last != -first:
             raise PackpropError(
                 ASKED,
@@ -258,10 +249,12 @@ class Ranks:
                 "see what that rank printed last, and begin again",
             ) from error
 
-    def _raise_what_is_told(self, told: list[Any]) -> None:
+    def _raise_what_others_tell(self) -> None:
+        told: list[Any] = self.each(None)
         for rank, failure in enumerate(told):
             if failure is not None:
-                raise OtherRankFailed.of(rank, failure)
+                why, instead = f"it has failed:\n{failure}\n", "read the error of that rank"
+                raise OtherRankFailed(ASKED, f"rank {rank}", why, instead)
 
 
 def _packed(value: Any) -> bytes:

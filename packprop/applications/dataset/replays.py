@@ -88,8 +88,5 @@ def told(kinds: Sequence[Kind]) -> str | None:
     )
     made = f"traced in {begun:.2g} s" + (f", compiled in {sum(compiled):.2g} s" if compiled else "")
     net = saved - begun - sum(compiled)
-    return f"{passes:,} ordinary passes, {replays:,} replays of graphs, {made}: {_difference(net)}"
-
-
-def _difference(seconds: float) -> str:
-    return f"about {abs(seconds):.2g} s {'saved' if seconds >= 0 else 'lost'}"
+    pays = f"about {abs(net):.2g} s {'saved' if net >= 0 else 'lost'}"
+    return f"{passes:,} ordinary passes, {replays:,} replays of graphs, {made}: {pays}"

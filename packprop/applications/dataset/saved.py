@@ -13,7 +13,7 @@ from torch import Tensor
 from packprop.applications.dataset.values import NotPlainError, decode, encode
 from packprop.errors import BadInput
 from packprop.store.plain import dtype_of
-from packprop.store.schema import Size, Unfit, fitted, fitted_as, parsed
+from packprop.store.schema import Size, Unfit, fitted, parsed
 
 ASKED = "compute(..., checkpoint=...) was called."
 
@@ -38,7 +38,6 @@ class RunFacts(Facts):
     reading: Literal[0, 1]
     complete: bool
     number: Size
-    may_have_more: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,9 @@ class SavedPlace:
         Raises:
             ValueError: If it is not.
         """
-        require_states([*self.now.values(), *self.begin.values(), *self.start, *self.generators])
+        for state in (*self.now.values(), *self.begin.values(), *self.start, *self.generators):
+            if state.dtype != torch.uint8 or state.dim() != 1:
+                raise Unfit(f"{list(state.shape)} of {state.dtype} is no random state")
         of_cpu = self.now.get("cpu"), self.begin.get("cpu"), *self.start[:1], *self.generators[:1]
         length = len(torch.get_rng_state())
         if [None if each is None else len(each) for each in of_cpu] != [length] * 4:
@@ -93,8 +94,7 @@ class SavedResults:
             ValueError: With the first.
         """
         for name in self.dtypes.values():
-            if dtype_of(name) is None:
-                raise Unfit(f"unknown precision {name!r}")
+            dtype_of(name)  # refuses all others
         if not isinstance(self.loss, (Tensor, float, int)):
             raise Unfit("loss is no number")
 
@@ -141,15 +141,6 @@ def unpacked(kind: Any, tensors: Sequence[Tensor], part: str | None = None) -> A
     plain = parsed(tensors[len(tensors) - 1].numpy().tobytes())
     if part is not None:
         plain = dict(fitted(dict[str, list[tuple[str, Any]]], plain).get("items", ())).get(part)
-    return fitted_as(kind, decode(plain, tensors))
-
-
-def require_states(states: list[Tensor]) -> None:
-    """Refuse tensors that are no random states.
-
-    Raises:
-        ValueError: For the first.
-    """
-    for state in states:
-        if state.dtype != torch.uint8 or state.dim() != 1:
-            raise Unfit(f"{list(state.shape)} of {state.dtype} is no random state")
+    value = decode(plain, tensors)
+    fitted(kind, value)
+    return value

@@ -13,10 +13,10 @@ the files of all ranks that wrote, one file after the other. So none needs memor
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -57,7 +57,9 @@ class ShardedResults(MergedResults):
         """Merge the results of a pass on all ranks; each keeps the parts of its own shards."""
         for key, value in ranks.merged_in_turn(self.arrived, self.monoid_of):
             self.arrived.pop(key, None)
-            self._keep(key, self._part(key, value))
+            shard, monoid, before = self.shards[key[2]], self.monoid_of(key), self.kept.get(key)
+            part = _each(value, lambda whole, shard=shard: part_like(whole, shard))
+            self.kept[key] = begun(monoid, part) if before is None else merged_with(monoid, before, part)
 
     def of_all(self, ranks: Ranks) -> MergedResults:
         """Work as for any results; results kept as parts become a ``DTensor``, placed like the parameter."""
@@ -92,14 +94,6 @@ class ShardedResults(MergedResults):
         tensor = value.mean if isinstance(value, Moments) else value
         return isinstance(tensor, Tensor) and tensor.shape == shard.shape
 
-    def _part(self, key: Key, value: Any) -> Any:
-        shard = self.shards[key[2]]
-        return _each(value, lambda whole: part_like(whole, shard))
-
-    def _keep(self, key: Key, part: Any) -> None:
-        monoid, before = self.monoid_of(key), self.kept.get(key)
-        self.kept[key] = begun(monoid, part) if before is None else merged_with(monoid, before, part)
-
 
 def results_of(model: nn.Module, extensions: Any, sharded: bool) -> MergedResults:
     """Make the object that merges results of a model."""
@@ -130,10 +124,8 @@ def take_up_shards(
     """
     shards = results.shards if isinstance(results, ShardedResults) else {}
 
-    def entries() -> dict[Key, Any]:
-        return _entries(results.extensions, shards_of_ranks, shards, shapes, device)
-
-    for key, value in ranks.attempt(entries).items():
+    found = ranks.attempt(lambda: _entries(results.extensions, shards_of_ranks, shards, shapes, device))
+    for key, value in found.items():
         if isinstance(results, ShardedResults) and key[2] in shards:
             results.kept[key] = value
         elif ranks.rank == 0:
@@ -158,8 +150,8 @@ def _entries(
         if not (is_row and is_part and len(begin) == len(shape)):
             raise _unreadable(name, "one is no part of a tensor")
         if key not in found:
-            make = functools.partial(_empty, shape=shape, device=device)
-            found[key], missing[key] = _each(value, make), shape.numel()
+            found[key] = _each(value, methodcaller("new_empty", shape, device=device))
+            missing[key] = shape.numel()
         start = [0] * len(shape) if own is None else _begin(own)
         for into, part in zip(_tensors(found[key]), _tensors(value), strict=True):
             copied = _copy_common(into, start, part, begin)
@@ -168,10 +160,6 @@ def _entries(
         if number > 0:
             raise _unreadable(key[2], f"{number} of its entries are in no file")
     return found
-
-
-def _empty(part: Tensor, shape: torch.Size, device: torch.device | str) -> Tensor:
-    return torch.empty(shape, dtype=part.dtype, device=device)
 
 
 def _copy_common(into: Tensor, start: Sequence[int], part: Tensor, begin: Sequence[int]) -> int:

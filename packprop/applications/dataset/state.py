@@ -64,6 +64,11 @@ class Counts:
         found = {each.name: getattr(self, each.name) for each in fields(Counts)}
         return Counts(**{**found, "loss": float(self.loss)})
 
+    @property
+    def scale(self) -> float:
+        """The factor that turns the sum over terms into the loss."""
+        return 1 / self.terms if self.terms else math.nan
+
 
 def counted_together(counts: Sequence[Counts]) -> Counts:
     """Return the numbers of the batches of several ranks.
@@ -213,17 +218,12 @@ class MergedResults(Counts):
         Each rank makes its share of the eigenvectors.
         """
         self.whole = False
-        own = {key: value for key, value in self.partial.items() if self._is_of_first_pass(key)}
-        for key in own:
-            del self.partial[key]
-        merged = ranks.merged(own, self.monoid_of)
+        own = {key: self.partial.pop(key) for key in [*self.partial] if self._is_of_first_pass(key)}
+        merged = dict(ranks.merged_in_turn(own, self.monoid_of))
         found = counted_together(ranks.each(self.counts))
         self.reduction = found.reduction
-        scale = 1 / found.terms if found.terms else math.nan
         keys = list(dict.fromkeys((position, name) for position, _, name in merged))
-        rows = ranks.attempt(
-            lambda: {key: self._rows(*key, merged, found.dtypes[key[1]], scale) for key in keys}
-        )
+        rows = ranks.attempt(lambda: {key: self._first_rows(*key, merged, found) for key in keys})
         sizes = {key: sum(len(t) ** 3 for t in tensors_in(rows[key]) if t.dim() == 2) for key in keys}
         mine = [key for key, rank in _shared(sizes, ranks.world).items() if rank == ranks.rank]
         expect("eigenvectors", sum(sizes[key] for key in mine))
@@ -247,17 +247,16 @@ class MergedResults(Counts):
         extension = self.extensions[key[0]]
         return needs_second_reading(extension) and key[1] < len(extension.rows) - 1
 
-    def _rows(
-        self, position: int, name: str, merged: Mapping[Key, Any], parameter: torch.dtype, scale: float
-    ) -> list[Any]:
+    def _first_rows(self, position: int, name: str, merged: dict[Key, Any], counts: Counts) -> list[Any]:
         """Return the results of an extension's first rows, scaled and rounded as one pass would have them."""
-        dtype = accumulation_dtype(parameter)
-        results = []
-        for index, row in enumerate(self.extensions[position].rows[:-1]):
-            value = merged.get((position, index, name))
-            value = None if value is None else row.over_n.result(value)
-            results.append(map_tensors(methodcaller("to", dtype), rescale(value, scale, row.degree)))
-        return results
+        keys = [(position, index, name) for index in range(len(self.extensions[position].rows) - 1)]
+        rounded = methodcaller("to", accumulation_dtype(counts.dtypes[name]))
+        return [map_tensors(rounded, self._scaled_row(key, merged, counts.scale)) for key in keys]
+
+    def _scaled_row(self, key: Key, partial: dict[Key, Any], scale: float) -> Any:
+        """Take the result of a row off the partial ones; ``None`` if there is none."""
+        row, value = self.extensions[key[0]].rows[key[1]], partial.pop(key, None)
+        return rescale(None if value is None else row.over_n.result(value), scale, row.degree)
 
     def monoid_of(self, key: Key) -> Monoid:
         """Return how the partial results under a key merge."""
@@ -276,7 +275,8 @@ class MergedResults(Counts):
             return replace(self, partial=dict(self.partial))
         told = ranks.each(self.counts)
         counts = counted_together(told)
-        found = replace(self, partial=ranks.merged(self.partial, self.monoid_of), **vars(counts))
+        merged = dict(ranks.merged_in_turn(self.partial, self.monoid_of))
+        found = replace(self, partial=merged, **vars(counts))
         found._require_reached()
         sizes = [each.batches for each in told]
         for key, pieces in found.partial.items():
@@ -300,10 +300,6 @@ class MergedResults(Counts):
             )
         return known
 
-    @property
-    def _scale(self) -> float:
-        return 1 / self.terms if self.terms else math.nan
-
     def result(self) -> Result:
         """Return values of the loss over all samples so far; the partial results are gone then."""
         values: dict[str, dict[str, Value]] = {}
@@ -313,11 +309,8 @@ class MergedResults(Counts):
             skipped: list[str] = []
             for name in names:
                 rows = list(self.rotations.get((position, name), []))
-                for index in range(len(rows), len(extension.rows)):
-                    row = extension.rows[index]
-                    partial = self.partial.pop((position, index, name), None)
-                    value = None if partial is None else row.over_n.result(partial)
-                    rows.append(rescale(value, self._scale, row.degree))
+                keys = [(position, index, name) for index in range(len(rows), len(extension.rows))]
+                rows += [self._scaled_row(key, self.partial, self.scale) for key in keys]
                 if rows[-1] is None and all(row is None for row in rows):
                     continue
                 value = extension.finish(rows, self.samples)
@@ -328,7 +321,7 @@ class MergedResults(Counts):
                     by_name[name] = map_tensors(methodcaller("to", dtype), value)
             if skipped:
                 warn_of_skipped(extension, skipped)
-        return Result(values, self.samples, float(self.loss) * self._scale, self.reduction)
+        return Result(values, self.samples, float(self.loss) * self.scale, self.reduction)
 
     def saved(self) -> dict[str, Any]:
         """Return everything in values that files can hold; the order of merging decides how ranks round it."""
@@ -351,9 +344,8 @@ class MergedResults(Counts):
 
     def restore_what_is_shared(self, saved: Mapping[str, Any]) -> None:
         """Restore the part for a rank whose own batches are all yet to come."""
-        self.rotations = {(position, name): value for position, name, value in saved["rotations"]}
-        self.reduction, self.weights = saved["reduction"], TermWeights(*saved["weights"])
-        self.terms = saved["terms"] if self.reduction == "sum" else 0.0
+        terms = saved["terms"] if saved["reduction"] == "sum" else 0.0
+        self.restore({**self.saved(), **saved, "terms": terms})
 
     def grows(self, key: Key) -> bool:
         """Tell whether a result grows with the data; it is then a list of pieces."""

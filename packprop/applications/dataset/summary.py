@@ -5,8 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich import box
@@ -27,8 +26,7 @@ LEFT = ("quantity", "parameter", "part")
 """Columns that name the tensor of a line."""
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """The facts about one tensor.
 
     Args:
@@ -54,7 +52,7 @@ class Line:
     largest: float
 
 
-COLUMNS = tuple(field.name for field in fields(Line))
+COLUMNS = Line._fields
 
 
 def lines_of(tables: Mapping[str, Mapping[str, Any]]) -> Iterator[Line]:
@@ -95,8 +93,7 @@ def as_frame(asked: str, tables: Mapping[str, Mapping[str, Any]]) -> Any:
         BadInput: If pandas is missing.
     """
     pandas = required_pandas(asked)
-    rows = [[getattr(line, name) for name in COLUMNS] for line in lines_of(tables)]
-    return pandas.DataFrame(rows, columns=list(COLUMNS)).set_index(list(LEFT))
+    return pandas.DataFrame(lines_of(tables), columns=list(COLUMNS)).set_index(list(LEFT))
 
 
 def _parts(value: Any) -> list[tuple[str, Tensor]]:
@@ -125,11 +122,8 @@ def _line(quantity: str, parameter: str, part: str, tensor: Tensor) -> Line:
 
 def _cells(line: Line, columns: Sequence[str]) -> list[str]:
     values = [getattr(line, name) for name in columns]
-    return [f"{value:.4g}" if isinstance(value, float) else str(_plain(value)) for value in values]
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    values = [list(value) if isinstance(value, tuple) else value for value in values]
+    return [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
 
 
 def _html_row(cells: Sequence[str]) -> str:

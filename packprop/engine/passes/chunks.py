@@ -80,7 +80,7 @@ class ChunkSizes(NamedTuple):
 
         ``joint``: whether statistics are taken of the joint structure of the uses, and of nothing else.
         """
-        memory = SampleMemory.of(leaf, contributions, statistics, joint, create_graph)
+        memory = SampleMemory(leaf, contributions, statistics, joint, create_graph)
         room, size = self.scratch, accumulation_dtype(leaf.dtype).itemsize
         for _, site, cotangents in contributions:
             if not column_count(cotangents):  # each chunk is added to a matrix, which takes this memory anyway

@@ -32,6 +32,7 @@ from packprop.engine.passes.finite import FiniteCheck
 from packprop.engine.passes.kept_chunks import Kept
 from packprop.engine.passes.partial_results import Begin, PartialResults
 from packprop.engine.passes.request import Chosen, Request, Task, by_subsampling
+from packprop.engine.passes.sample_memory import SampleMemory
 from packprop.engine.tensors.nesting import tensors_in
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.engine.tensors.state import share_memory
@@ -132,9 +133,9 @@ class Accumulator:
         step = count
         if not whole:
             statistics = [self._statistic(leaf, task) for task in tasks]
-            step = self._chunk_sizes.samples_at_once(
-                leaf, contributions, statistics, build is joint_structure, samples, self._create_graph
-            )
+            is_joint = build is joint_structure
+            memory = SampleMemory(leaf, contributions, statistics, is_joint, self._create_graph)
+            step = self._chunk_sizes.samples_at_once(memory, samples)
             step = min(step, self._largest_chunk.get(id(leaf), count))
         if kept is not None:
             step = kept.samples_at_once(step)

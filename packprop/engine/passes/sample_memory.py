@@ -52,7 +52,7 @@ class SampleMemory:
         joint: bool,
         create_graph: bool,
     ) -> None:
-        self.leaf, self.statistics = leaf, statistics
+        self.leaf, self.contributions, self.statistics = leaf, contributions, statistics
         groups = max([(site.entry.fans.groups if site.entry.fans else 1) for _, site, _ in contributions])
         self._forms_no_rows = all(forms_no_rows(statistic, groups, leaf) for statistic in statistics)
         self._is_of_rows = joint and OF_ROWS.issuperset(statistics)
@@ -86,11 +86,11 @@ class SampleMemory:
             return extents.groups * (extents.fan_in + 2 * extents.fan_out * columns)
         return largest * columns
 
-    def matrix_entries(self, contributions: Sequence[Contribution]) -> int:
+    def matrix_entries(self) -> int:
         """Count the entries of the matrix that chunks of samples add up to; 0 for other statistics."""
         if not all(getattr(each, "func", each) in MATRICES for each in self.statistics):
             return 0
-        ((_, site, cotangents), *more) = contributions
+        ((_, site, cotangents), *more) = self.contributions
         if more or not site.direct:
             return 0
         of_cotangents, of_inputs = factor_sizes(site)

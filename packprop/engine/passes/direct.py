@@ -21,7 +21,6 @@ from packprop.engine.algebra.monoid import ONE, Extent, Partial, whole
 from packprop.engine.algebra.one_by_one import evaluate_together
 from packprop.engine.algebra.statistics import per_sample_grad, summed_grad
 from packprop.engine.algebra.structures import Dense, Outer, Statistical
-from packprop.engine.curvature.columns import Columns
 from packprop.engine.functions.entry import ArrivedCotangents
 from packprop.engine.graph.graph import ReachedUse
 from packprop.engine.graph.sweep import Watch
@@ -186,16 +185,12 @@ class DirectPass:
                 self._visit(work, use, ArrivedCotangents([None] * len(use.shapes)))
         for number, (seed, (group,)) in enumerate(roots.items(), 1):
             ends = number == len(roots) and not waits
-            self._sweep(group, _Work(tasks[seed], uses, ends, Extent(0, group.count, group.count)))
+            work = _Work(tasks[seed], uses, ends, Extent(0, group.count, group.count))
+            sweep_chunk(group, range(group.count), uses, functools.partial(self._visit, work))
+            for use, site in list(work.left.values()):
+                if id(site.leaf) in work.left:
+                    self._visit(work, use, unreached(use, site, site.leaf, group.count)[2])
         return True
-
-    def _sweep(self, group: Columns, work: _Work) -> None:
-        """Sweep the columns of one group to all uses."""
-        visit = functools.partial(self._visit, work)
-        sweep_chunk(group, range(group.count), self._request.graph.uses, visit)
-        for use, site in list(work.left.values()):
-            if id(site.leaf) in work.left:
-                visit(use, unreached(use, site, site.leaf, group.count)[2])
 
     def _watch(self, tasks: list[Task], autocast: AutocastRegions, backward: Backward) -> None:
         """Run the user's own pass, and take statistics of the gradient along with it."""

@@ -62,8 +62,8 @@ def _eigen(asked: str, factors: Factors, settled: Callable[[Tensor], Tensor]) ->
     """Return the eigendecomposition, from eigenvalues of each factor that are ``settled`` before."""
     _require_factors(asked, factors)
     pairs = [_decomposed(_widened(factor)) for factor in factors]
-    left, *rest = (settled(values) for values, _ in pairs)
-    return Eigen(torch.outer(left, rest[0]) if rest else left, [vectors for _, vectors in pairs])
+    values = functools.reduce(torch.outer, [settled(values) for values, _ in pairs])
+    return Eigen(values, [vectors for _, vectors in pairs])
 
 
 def eigenvectors(factor: Tensor) -> Tensor:
@@ -212,9 +212,7 @@ def logdet(block: Block, damping: float = 0.0) -> Tensor:
         values = at_least(block.values, 0.0)
     else:
         _require_factors("logdet", block)
-        values = _eigenvalues(block[0])
-        if len(block) > 1:
-            values = torch.outer(values, _eigenvalues(block[1]))
+        values = functools.reduce(torch.outer, map(_eigenvalues, block))
     logarithms: Tensor = (values + damping).log()
     return logarithms.sum()
 

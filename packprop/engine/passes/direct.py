@@ -91,7 +91,7 @@ class _Work:
         self.kept = next((task for task in tasks if task.row.statistic is per_sample_grad), None)
         """The task that keeps per-sample gradients of one column, if there is one."""
         self.condenses = any(task.shows_cotangents for task in tasks)
-        """Whether NaN in a cotangent shows in some result, which is smaller."""
+        """True if NaN in a cotangent shows in some result, which is smaller."""
         self.left = {id(site.leaf): (use, site) for use in uses for site in use.sites}
         """The leaves that the sweep has not reached, by identity, each with its use."""
 

@@ -170,7 +170,7 @@ class Backpack(OwnMode):
         kwargs = kwargs or {}
         call = None
         if func is Tensor.backward:
-            call = BackwardCall.of_tensor(*args, **kwargs)
+            call = BackwardCall(*args, **kwargs)
         elif func is torch.autograd.backward:
             call = BackwardCall.of_function(*args, **kwargs)
         if call is None or self._running or is_dry_run() or _local.active[-1] is not self:

@@ -36,14 +36,14 @@ from packprop.engine.passes.clipping import Clipping, settled
 from packprop.engine.passes.direct import DirectPass
 from packprop.engine.passes.gradient import changed_gradient
 from packprop.engine.passes.nothing import samples_of_nothing, saved_nothing
-from packprop.engine.passes.probes import ASKED, by_groups, nothing_recorded
+from packprop.engine.passes.probes import ASKED, by_groups
 from packprop.engine.passes.request import Request, settle_loss_inputs
 from packprop.engine.passes.saving import Hook, ResultSaver
 from packprop.engine.samples.locating import check_graph, keep_walk, kept_walk
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.hooks import NOTHING
 from packprop.engine.tensors.traced import is_traced
-from packprop.errors import PackpropWarning
+from packprop.errors import PackpropError, PackpropWarning
 from packprop.types import Extension, Seed
 
 NOT_RECORDED = (
@@ -136,7 +136,8 @@ def run_pass(
     if not graph.uses:
         require_complete(graph)
         if options.clips_or_probes:
-            raise nothing_recorded(MARK_THE_LOSS, ASKED if options.clipping is None else options.clipping.asked)
+            asked = ASKED if options.clipping is None else options.clipping.asked
+            raise PackpropError(asked, "the loss", "no use of a parameter is known", MARK_THE_LOSS)
         if meets_samples_unseen(graph):
             warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=7)
     one = _Pass(options, call, backward, joint, graph, options.saver(graph))
@@ -331,29 +332,22 @@ class _Pass:
 
 
 class BackwardCall:
-    """The arguments of one call of ``backward``."""
+    """The arguments of one call of ``backward``, as ``Tensor.backward`` names them; of one root or several."""
 
     def __init__(
-        self, roots: Any, gradients: Any, retain_graph: bool | None, create_graph: bool, inputs: Any
+        self,
+        root: Any,
+        gradient: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
     ) -> None:
-        self.roots = _listed(roots)
-        self.gradients = _listed(gradients) if gradients is not None else [None] * len(self.roots)
+        self.roots = _listed(root)
+        self.gradients = _listed(gradient) if gradient is not None else [None] * len(self.roots)
         self.create_graph = create_graph
         self.keeps_graph = create_graph if retain_graph is None else retain_graph
         chosen = None if inputs is None else _listed(inputs)
         self.leaves = None if chosen is None else [t for t in chosen if isinstance(t, Tensor) and t.is_leaf]
-
-    @classmethod
-    def of_tensor(
-        cls,
-        root: Tensor,
-        gradient: Tensor | None = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> BackwardCall:
-        """Return the call of ``Tensor.backward`` with these arguments."""
-        return cls(root, gradient, retain_graph, create_graph, inputs)
 
     @classmethod
     def of_function(

@@ -364,7 +364,7 @@ def test_out_of_memory_in_a_clipped_pass(refused: int, served: Served, monkeypat
             raise torch.OutOfMemoryError("no memory is left")
         return evaluate_together(structure, statistics)
 
-    monkeypatch.setattr("packprop.engine.passes.whole.evaluate_together", failing)
+    monkeypatch.setattr("packprop.engine.passes.accumulator.evaluate_together", failing)
     compare(clipped(), expected)
     assert len(calls) >= 8  # norms of six parameters, and sums of those whose gradients are not kept
 

@@ -28,7 +28,7 @@ def test_norms_are_those_of_the_oracle(name: str) -> None:
 
 def test_no_table_for_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak is that of a plain pass and less than one table more, however many samples there are."""
-    monkeypatch.setattr(Tied, "total", property(lambda _: pytest.fail("per-sample gradients were formed")))
+    monkeypatch.setattr(Tied, "rows", property(lambda _: pytest.fail("per-sample gradients were formed")))
     model = packprop.extend(LanguageModel(2000, 64, 4))
     ids, labels = torch.randint(2000, (16, 4)), torch.randint(2000, (16, 4))
     peaks = []

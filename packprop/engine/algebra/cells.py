@@ -22,7 +22,7 @@ from packprop.engine.algebra.kernels import (
     wide_product,
 )
 from packprop.engine.algebra.monoid import Moments
-from packprop.engine.algebra.structures import Lookup, Outer, Tied, cotangent_of, fold_matrix
+from packprop.engine.algebra.structures import Lookup, Outer, Tied, fold_matrix
 from packprop.engine.tensors.device import device_kind, multiplies_wide
 from packprop.engine.tensors.dry import chunk_starts
 from packprop.engine.tensors.precision import accumulation_dtype, at_least, wider_dtype
@@ -63,7 +63,7 @@ def _outer_sum_sq(structure: Outer) -> Tensor | None:
             return None
         total = squared_products(*structure.matrices).unflatten(0, (columns, fan_out)).sum(0)
         return fold_matrix(structure, total)
-    squares = cotangent_of(structure).squeeze(2).square().sum(0)
+    squares = structure.wide_cotangent.squeeze(2).square().sum(0)
     return structure.fold(summed_products(squares, structure.x.squeeze(1).square()))
 
 
@@ -72,7 +72,7 @@ def _outer_batch_sq(structure: Outer) -> Tensor | None:
     """Work as for ``sum_sq``, but sum squares of cotangents over columns before the products."""
     if structure.given_cotangent.shape[2] != 1:
         return None
-    squares = cotangent_of(structure)[:, :, 0].square().sum(0)
+    squares = structure.wide_cotangent[:, :, 0].square().sum(0)
     return structure.fold(squares[..., None] * structure.x[:, 0, :, None, :].square())
 
 
@@ -86,7 +86,7 @@ def _outer_sq_norm(structure: Outer) -> Tensor | None:
     if structure.formed or not norms_by_products(structure.extents):
         return None
     if structure.shape[1] == 1:
-        cotangent, x = cotangent_of(structure), structure.x
+        cotangent, x = structure.wide_cotangent, structure.x
         if cotangent.shape[0] == cotangent.shape[3] == 1 and not torch.is_grad_enabled():
             return (norms_of(cotangent) * norms_of(x)).square_().flatten()
         return (square_norms(cotangent.squeeze(2)).sum(0) * square_norms(x.squeeze(1))).sum(1)
@@ -179,7 +179,7 @@ def _outer_gram(structure: Outer) -> Tensor | None:
     """Multiply two Gram matrices: their product is the Gram matrix of outer products."""
     if structure.given_cotangent.shape[2] != 1:
         return None
-    cotangent, x = cotangent_of(structure), structure.x
+    cotangent, x = structure.wide_cotangent, structure.x
     cotangents = torch.einsum("vngo,vmgo->gnm", cotangent[:, :, 0], cotangent[:, :, 0])
     inputs = torch.einsum("ngi,mgi->gnm", x[:, 0], x[:, 0])
     return (cotangents * inputs).sum(0)
@@ -227,7 +227,7 @@ def _tied_sq_norm(structure: Tied) -> Tensor | None:
     outer, lookup = structure.parts
     if structure.formed or not norms_by_products(outer.extents):
         return None
-    of_rows, wide = cotangent_of(lookup), _products_dtype(outer.factors[0])
+    of_rows, wide = lookup.wide_cotangent, _products_dtype(outer.factors[0])
     cotangent, of_rows = outer.given_cotangent.to(wide), of_rows.to(wide)
     if wide != outer.extents.dtype:
         outer = replace(outer, given=outer.x.to(wide), cotangent=cotangent, direct=None, inner=None)

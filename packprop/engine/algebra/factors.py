@@ -19,7 +19,7 @@ from packprop.engine.algebra.statistics import (
     moments,
     sum_sq,
 )
-from packprop.engine.algebra.structures import Dense, Lookup, Outer, Structure, cotangent_of, entry_order_of
+from packprop.engine.algebra.structures import Dense, Lookup, Outer, Structure, entry_order_of
 from packprop.engine.tensors.device import device_kind
 from packprop.engine.tensors.precision import accumulation_dtype, widened, wider_dtype
 from packprop.errors import OfParameter
@@ -47,7 +47,7 @@ def cotangent_gram(
     if isinstance(structure, Dense):
         flat = flat_rows(structure)
     else:
-        cotangent = structure.given_cotangent if isinstance(structure, Outer) else cotangent_of(structure)
+        cotangent = structure.given_cotangent
         if approximation == "expand":
             flat = cotangent.flatten(3).flatten(1, 2)
         elif cotangent.shape[2] == 1:
@@ -168,7 +168,7 @@ def rotated_sum_sq(structure: Structure, first: Sequence[Any]) -> Tensor:
         return torch.empty_like(left if is_skipped(left) else right)
     if isinstance(structure, Dense):
         return sum_of_squares(_rotated(flat_rows(structure), left).flatten(0, 1))
-    cotangent = cotangent_of(structure)
+    cotangent = structure.wide_cotangent
     if isinstance(structure, Lookup):
         rotated = _rotated(cotangent, left)
         if right.dim() == 1:

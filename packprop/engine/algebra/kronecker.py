@@ -62,8 +62,8 @@ def _eigen(asked: str, factors: Factors, settled: Callable[[Tensor], Tensor]) ->
     """Return the eigendecomposition, from eigenvalues of each factor that are ``settled`` before."""
     _require_factors(asked, factors)
     pairs = [_decomposed(_widened(factor)) for factor in factors]
-    left, *rest = (settled(values) for values, _ in pairs)
-    return Eigen(torch.outer(left, rest[0]) if rest else left, [vectors for _, vectors in pairs])
+    values = functools.reduce(torch.outer, [settled(values) for values, _ in pairs])
+    return Eigen(values, [vectors for _, vectors in pairs])
 
 
 def eigenvectors(factor: Tensor) -> Tensor:
@@ -138,10 +138,7 @@ def multiply(block: Block, vectors: Tensor) -> Tensor:
         return _scaled("multiply", block, vectors, block.values)
     flat = _as_matrices("multiply", block, vectors)
     precision = functools.reduce(torch.promote_types, (factor.dtype for factor in block), flat.dtype)
-    left, *rest = (factor.to(precision) for factor in block)
-    product = _from_left(left, flat.to(precision))
-    for right in rest:
-        product = _from_right(product, right.mT if right.dim() > 1 else right)
+    product = _applied([factor.to(precision) for factor in block], flat.to(precision))
     return product.reshape(vectors.shape).to(result_dtype(vectors, product))
 
 
@@ -215,9 +212,7 @@ def logdet(block: Block, damping: float = 0.0) -> Tensor:
         values = at_least(block.values, 0.0)
     else:
         _require_factors("logdet", block)
-        values = _eigenvalues(block[0])
-        if len(block) > 1:
-            values = torch.outer(values, _eigenvalues(block[1]))
+        values = functools.reduce(torch.outer, map(_eigenvalues, block))
     logarithms: Tensor = (values + damping).log()
     return logarithms.sum()
 
@@ -231,16 +226,12 @@ def _scaled(asked: str, block: Eigen, vectors: Tensor, values: Tensor) -> Tensor
 def coordinates(asked: str, block: Eigen, vectors: Tensor) -> Tensor:
     """Return vectors ``[*p]`` or ``[v, *p]`` in the eigenbasis ``[v, o, i]``; i = 1 for a single factor."""
     flat = _as_matrices(asked, block, vectors).to(block.values.dtype)
-    left, right = block.vectors[0], block.vectors[1] if len(block.vectors) > 1 else None
-    rotated = _from_left(left if left.dim() == 1 else left.mT, flat)
-    return rotated if right is None else _from_right(rotated, right)
+    return _applied([_transposed(basis) for basis in block.vectors], flat)
 
 
 def combined(block: Eigen, rotated: Tensor, like: Tensor) -> Tensor:
     """Return the vectors with these coordinates, in the shape and precision of others."""
-    left, right = block.vectors[0], block.vectors[1] if len(block.vectors) > 1 else None
-    rotated = _from_left(left, rotated)
-    product = rotated if right is None else _from_right(rotated, right if right.dim() == 1 else right.mT)
+    product = _applied(block.vectors, rotated)
     product = product if block.order is None else block.order.to_parameter(product)
     return product.reshape(like.shape).to(result_dtype(like, product))
 
@@ -288,14 +279,17 @@ def _inverted(factor: Tensor) -> Tensor:
     return _reciprocals(factor, 0.0) if factor.dim() == 1 else inverted(factor)
 
 
-def _from_left(factor: Tensor, matrices: Tensor) -> Tensor:
-    """Multiply a factor by matrices ``[v, o, i]``."""
-    return factor[:, None] * matrices if factor.dim() == 1 else factor @ matrices
+def _applied(factors: Factors, matrices: Tensor) -> Tensor:
+    """Return ``B V A^T`` of factors ``[B, A]`` for matrices V ``[v, o, i]``; without A ``B V``."""
+    left, *rest = factors
+    product = left[:, None] * matrices if left.dim() == 1 else left @ matrices
+    for right in rest:
+        product = product * right if right.dim() == 1 else product @ right.mT
+    return product
 
 
-def _from_right(matrices: Tensor, factor: Tensor) -> Tensor:
-    """Multiply matrices ``[v, o, i]`` by a factor."""
-    return matrices * factor if factor.dim() == 1 else matrices @ factor
+def _transposed(factor: Tensor) -> Tensor:
+    return factor if factor.dim() == 1 else factor.mT
 
 
 def _shifted(matrix: Tensor, shift: Tensor | float) -> Tensor:

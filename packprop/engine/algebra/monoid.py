@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from packprop.engine.tensors.nesting import map_tensors
+from packprop.engine.tensors.nesting import map_tensors, tensors_in
 from packprop.errors import PackpropError
 
 
@@ -205,11 +205,9 @@ class Partial:
             return self._total.take()
         return self._filled if self._total.value is None else self._filled + self._total.take()
 
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors that stay until the result is complete."""
-        kept = [self._filled, self._of_column.value, self._total.value]
-        flat = [item for part in kept for item in (part if isinstance(part, (list, tuple)) else [part])]
-        return [item for item in flat if isinstance(item, Tensor)]
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that stay until the result is complete."""
+        return tensors_in([self._filled, self._of_column.value, self._total.value])
 
     @property
     def _is_written_once(self) -> bool:

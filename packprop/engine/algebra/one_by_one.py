@@ -38,8 +38,8 @@ ONE_BY_ONE = frozenset({per_sample_grad, summed_grad, sum_sq, sq_norm, moments})
 def evaluate_together(structure: Statistical, statistics: Sequence[Statistic]) -> list[Any]:
     """Return values of several statistics of one structure; see NOTE [One by one]."""
     gradients = _gradients_one_by_one(structure, statistics)
-    first = None if gradients is None else next(gradients, None)
-    if gradients is None or first is None:
+    first = next(gradients, None)
+    if first is None:
         return [statistic(structure) for statistic in statistics]
     assert isinstance(structure, Outer)
     sums = _Sums(structure, statistics, first)
@@ -64,15 +64,14 @@ def goes_one_by_one(statistics: Sequence[Statistic], extents: Extents) -> bool:
     )
 
 
-def _gradients_one_by_one(structure: Statistical, statistics: Sequence[Statistic]) -> Iterator[Tensor] | None:
-    """Yield per-sample gradients ``[o, i]`` if forming them one by one is best; else return ``None``."""
+def _gradients_one_by_one(structure: Statistical, statistics: Sequence[Statistic]) -> Iterator[Tensor]:
+    """Yield per-sample gradients ``[o, i]`` if forming them one by one is best; else nothing."""
     if not isinstance(structure, Outer) or structure.cotangent is None or structure.cotangent.shape[0] > 1:
-        return None
-    if structure.out is None and per_sample_grad in statistics:
-        return None
-    if not goes_one_by_one(statistics, structure.extents):
-        return None
-    return products_one_by_one(*structure.matrices, by_rows=per_sample_grad in statistics)
+        return iter(())
+    keeps = per_sample_grad in statistics
+    if (keeps and structure.out is None) or not goes_one_by_one(statistics, structure.extents):
+        return iter(())
+    return products_one_by_one(*structure.matrices, by_rows=keeps) or iter(())
 
 
 class _Sums:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packprop.engine.algebra.order import fold_swapped, fold_to
-from packprop.engine.algebra.structures import Dense, Lookup, Outer, Structure, Tied, cotangent_of, rows
+from packprop.engine.algebra.structures import Dense, Lookup, Outer, Structure, Tied, rows
 from packprop.engine.tensors.device import device_kind
 from packprop.engine.tensors.dry import chunk_starts
 from packprop.engine.tensors.precision import wider_dtype
@@ -163,20 +163,19 @@ def projected(structure: Structure, projection: Projection, name: str, shape: Se
         name: Name of the parameter, which chooses its matrix.
         shape: Its shape.
     """
+    project = _by_factors if projection.kind == "kronecker" else _by_blocks
     scale = 1 / math.sqrt(projection.dimension)
-    if projection.kind == "kronecker":
-        return _by_factors(structure, projection, name, shape) * scale
-    return _by_blocks(structure, projection, name, shape) * scale
+    if isinstance(structure, Tied) and not structure.formed:
+        one, other = (project(part, projection, name, shape) for part in structure.parts)
+        return (one + other) * scale
+    return project(structure, projection, name, shape) * scale
 
 
 def _by_factors(structure: Structure, projection: Projection, name: str, shape: Sequence[int]) -> Tensor:
     """Compute ``A G B^T`` of each gradient G, from its factors if it has any: it does not form the gradient."""
-    if isinstance(structure, Tied) and not structure.formed:
-        both = [_by_factors(part, projection, name, shape) for part in structure.parts]
-        return both[0] + both[1]
     size = torch.Size(shape)
     if not isinstance(structure, Dense) and not structure.formed and structure.cotangent is not None:
-        cotangent = cotangent_of(structure)[0]
+        cotangent = structure.wide_cotangent[0]
         left, right = projection.factors(name, shape, _real_like(cotangent))
         if isinstance(structure, Lookup):
             return _summed(left[structure.index].to(cotangent.dtype), cotangent, None, right)
@@ -238,13 +237,10 @@ def _real_like(tensor: Tensor) -> Tensor:
 
 def _by_blocks(structure: Structure, projection: Projection, name: str, shape: Sequence[int]) -> Tensor:
     """Multiply gradients by a matrix, both made a block of entries at a time."""
-    if isinstance(structure, Tied) and not structure.formed:
-        both = [_by_blocks(part, projection, name, shape) for part in structure.parts]
-        return both[0] + both[1]
     if isinstance(structure, Lookup) and not structure.formed:
-        samples, positions, _ = cotangent_of(structure)[0].shape
+        samples, positions, _ = structure.wide_cotangent[0].shape
         if samples * positions < structure.entries:
-            return _of_few_rows(cotangent_of(structure)[0], structure.index, projection, name)
+            return _of_few_rows(structure.wide_cotangent[0], structure.index, projection, name)
     total: Tensor | None = None
     step = max(1, BLOCK // projection.dimension)
     for start, gradients in _blocks(structure, torch.Size(shape)):
@@ -261,7 +257,7 @@ def _by_blocks(structure: Structure, projection: Projection, name: str, shape: S
 def _blocks(structure: Structure, shape: torch.Size) -> Iterator[tuple[int, Tensor]]:
     """Yield gradients ``[n, e]`` of some entries at a time, each with the number of its first entry."""
     if isinstance(structure, Lookup) and not structure.formed:
-        cotangent, index = cotangent_of(structure)[0], structure.index
+        cotangent, index = structure.wide_cotangent[0], structure.index
         samples, _, width = cotangent.shape
         step = max(1, BLOCK // max(1, samples * width))
         for first in chunk_starts(structure.entries, step):
@@ -273,7 +269,7 @@ def _blocks(structure: Structure, shape: torch.Size) -> Iterator[tuple[int, Tens
         return
     forms_blocks = isinstance(structure, Outer) and not structure.formed and not structure.by_groups
     if isinstance(structure, Outer) and forms_blocks and structure.fold is fold_to(shape):
-        cotangent, fan_in = cotangent_of(structure)[0], structure.shape[3]
+        cotangent, fan_in = structure.wide_cotangent[0], structure.shape[3]
         samples, _, groups, fan_out = cotangent.shape
         left = cotangent.permute(2, 0, 3, 1)  # g n o s
         right = structure.x.permute(2, 0, 1, 3)  # g n s i

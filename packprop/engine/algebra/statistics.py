@@ -28,7 +28,6 @@ from packprop.engine.algebra.structures import (
     Quadratic,
     Structure,
     Tied,
-    cotangent_of,
     entry_order_of,
     rows,
 )
@@ -56,13 +55,8 @@ def diagonal_sum(structure: Diagonal) -> Tensor:
     """Sum diagonals over samples ``[*p]``; an affine use need not form those of single samples."""
     source = structure.source
     if isinstance(source, Outer) and source.cotangent is not None:
-        return source.fold(torch.einsum("vnsgo,nsgi->goi", cotangent_of(source), source.x))
+        return source.fold(torch.einsum("vnsgo,nsgi->goi", source.wide_cotangent, source.x))
     return rows(source).sum((0, 1))
-
-
-def diagonal_batch(structure: Diagonal) -> Tensor:
-    """Return the diagonal of each sample ``[n, *p]``."""
-    return rows(structure.source)[0]
 
 
 def _row_product_sum(structure: Product) -> Tensor:
@@ -79,9 +73,9 @@ def _cotangent_products(structure: Product) -> Tensor | None:
     left, right = structure.left, structure.left if structure.right is None else structure.right
     if not isinstance(left, Outer) or not isinstance(right, Outer):
         return None
-    if cotangent_of(left).shape[2] != 1:
+    if left.wide_cotangent.shape[2] != 1:
         return None
-    products = cotangent_of(left)[:, :, 0] * cotangent_of(right)[:, :, 0]
+    products = left.wide_cotangent[:, :, 0] * right.wide_cotangent[:, :, 0]
     if structure.weights is None:
         return products.sum(0)
     return torch.einsum("vngo,vn->ngo", products, structure.weights)
@@ -126,7 +120,7 @@ def sum_sq(structure: Quadratic) -> Tensor:
 def batch_sq(structure: Quadratic) -> Tensor:
     """Sum squares of per-sample gradients (or products, or diagonals) over columns, ``[n, *p]``."""
     if isinstance(structure, Diagonal):
-        return diagonal_batch(structure)
+        return rows(structure.source)[0]
     if isinstance(structure, Product):
         return product_batch_sum(structure)
     fast = _fast("batch_sq", structure)
@@ -161,7 +155,7 @@ def along(structure: Structure, first: Sequence[Any]) -> Tensor:
     direction: Tensor = first[0]
     if isinstance(structure, Dense) or structure.formed or structure.cotangent is None:
         return (flat_rows(structure)[0] @ direction.flatten().to(rows(structure).dtype)).to(direction.dtype)
-    cotangent = cotangent_of(structure)
+    cotangent = structure.wide_cotangent
     direction = direction.to(cotangent.dtype)
     if isinstance(structure, Outer) and structure.inner is not None:
         return structure.inner(direction).to(first[0].dtype)

@@ -29,14 +29,40 @@ class LazyTensor(NamedTuple):
     make: Callable[[], Tensor]
 
 
+class _Formed:
+    """A structure whose per-sample gradients, ``rows``, are formed at most once."""
+
+    @property
+    def formed(self) -> bool:
+        """Tell whether per-sample gradients were computed already."""
+        return "rows" in vars(self)
+
+
+class _OfUse(_Formed):
+    """A structure with a cotangent, unless it was built for the inputs alone."""
+
+    cotangent: Tensor | None
+
+    @property
+    def given_cotangent(self) -> Tensor:
+        """The cotangent in the precision that it was given in."""
+        assert self.cotangent is not None, "this structure was built without a cotangent"
+        return self.cotangent
+
+    @cached_property
+    def wide_cotangent(self) -> Tensor:
+        """The cotangent in at least single precision."""
+        return widened(self.given_cotangent)
+
+
 @dataclass(frozen=True)
-class Outer:
+class Outer(_OfUse):
     """An affine use, ``y[n,s,g,o] = sum_i W[g,o,i] x[n,s,g,i]``.
 
     Args:
         given: Inputs ``[n, s, g, i]``, as a tensor or as the function that makes it; read them from ``x``.
         cotangent: Cotangent at the output ``[v, n, s, g, o]``; ``None`` if only inputs are needed. It and
-            ``given`` may have sixteen bits, for products; ``cotangent_of`` and ``x`` are in single precision.
+            ``given`` may have sixteen bits, for products; ``wide_cotangent`` and ``x`` are in single precision.
         fold: Maps ``[..., g, o, i]`` to ``[..., *p]``; a linear rearrangement of entries.
         moment: Computes ``sum_nsg x x^T``, ``[i, i]``, if that takes less than making the inputs.
         out: The memory for per-sample gradients ``[1, n, *p]``, in the order ``g o i``; else ``None``.
@@ -72,17 +98,6 @@ class Outer:
         return self.given if isinstance(self.given, Tensor) else self.x
 
     @property
-    def given_cotangent(self) -> Tensor:
-        """The cotangent in the precision that it was given in."""
-        assert self.cotangent is not None, "this structure was built without a cotangent"
-        return self.cotangent
-
-    @cached_property
-    def wide_cotangent(self) -> Tensor:
-        """The cotangent in at least single precision."""
-        return widened(self.given_cotangent)
-
-    @property
     def factors(self) -> tuple[Tensor, Tensor]:
         """Cotangent and inputs for products: as they were given, if they have one precision."""
         cotangent, inputs = self.given_cotangent, self.given_inputs
@@ -101,11 +116,6 @@ class Outer:
         fans = groups, fan_in, cotangent.shape[4], 0 if self.direct is None else self.channels
         dtype = accumulation_dtype(cotangent.dtype)
         return Extents(positions, *fans, dtype, device_kind(cotangent), self.held)
-
-    @property
-    def formed(self) -> bool:
-        """Tell whether per-sample gradients were computed already."""
-        return "rows" in vars(self)
 
     @cached_property
     def by_groups(self) -> bool:
@@ -149,7 +159,7 @@ class Outer:
 
 
 @dataclass(frozen=True)
-class Lookup:
+class Lookup(_OfUse):
     """A table look-up, ``y[n,s] = W[index[n,s]]``.
 
     Args:
@@ -165,11 +175,6 @@ class Lookup:
     entries: int
     dtype: torch.dtype
     shared: Any = None
-
-    @property
-    def formed(self) -> bool:
-        """Tell whether per-sample gradients were computed already."""
-        return "rows" in vars(self)
 
     @cached_property
     def rows(self) -> Tensor | None:
@@ -197,7 +202,7 @@ class Lookup:
 
         They are ``[v, n, s, o]``, zero at other positions. The second tensor says which are first, ``[n, s]``.
         """
-        cotangent, index = cotangent_of(self), self.index
+        cotangent, index = self.wide_cotangent, self.index
         in_order, order = index.sort(dim=1, stable=True)
         begins = torch.ones_like(in_order, dtype=torch.bool)
         begins[:, 1:] = in_order[:, 1:] != in_order[:, :-1]
@@ -209,7 +214,7 @@ class Lookup:
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(_Formed):
     """Per-sample gradients that are already there ``[v, n, *p]``; every structure can become this one.
 
     Args:
@@ -230,28 +235,12 @@ class Tied(Dense):
 
     parts: tuple[Outer, Lookup]
 
-    def __init__(self, parts: tuple[Outer, Lookup]) -> None:
-        object.__setattr__(self, "parts", parts)
-
-    @classmethod
-    def of(cls, parts: Iterable[Any]) -> Tied:
-        """Make the structure of an ``Outer`` and a ``Lookup``."""
-        outer, lookup = parts
-        return cls((outer, lookup))
-
-    @property
-    def formed(self) -> bool:
-        """Tell whether per-sample gradients were computed already."""
-        return "total" in vars(self)
-
-    @property
-    def rows(self) -> Tensor | None:
-        """Per-sample gradients ``[v, n, *p]``, added up over both uses."""
-        return self.total
+    def __init__(self, parts: Iterable[Any]) -> None:
+        object.__setattr__(self, "parts", tuple(parts))
 
     @cached_property
-    def total(self) -> Tensor:
-        """As ``rows``."""
+    def rows(self) -> Tensor | None:
+        """Per-sample gradients ``[v, n, *p]``, added up over both uses."""
         return rows(self.parts[0]) + rows(self.parts[1])
 
 
@@ -326,14 +315,6 @@ def rows(structure: Structure) -> Tensor:
     return gradients
 
 
-def cotangent_of(structure: Outer | Lookup) -> Tensor:
-    """Return the cotangent of a structure, in at least single precision; not of one built for inputs alone."""
-    if isinstance(structure, Outer):
-        return structure.wide_cotangent
-    assert structure.cotangent is not None, "this structure was built without a cotangent"
-    return structure.cotangent
-
-
 def fold_matrix(structure: Outer, matrix: Tensor) -> Tensor:
     """Map ``[o, i]`` to ``[*p]``: a matrix for a parameter without groups."""
     return structure.fold(matrix.unsqueeze(-3))
@@ -348,7 +329,7 @@ def entry_order_of(structure: Structure) -> EntryOrder | None:
     """Return the order of entries ``[g, o, i]``; ``None`` if no input multiplies the parameter."""
     if isinstance(structure, Dense):
         return None
-    fans = cotangent_of(structure).shape[3:]
+    fans = structure.given_cotangent.shape[3:]
     if isinstance(structure, Lookup):
         return EntryOrder(fold_table, (1, *fans, structure.entries))
     return EntryOrder(structure.fold, (*fans, structure.shape[3]))
@@ -361,7 +342,7 @@ def tokens_as_samples(structure: Structure, tokens: int) -> Structure:
         return inputs.expand(tokens, *inputs.shape).flatten(0, 1)
 
     if isinstance(structure, Tied):
-        return Tied.of(tokens_as_samples(part, tokens) for part in structure.parts)
+        return Tied(tokens_as_samples(part, tokens) for part in structure.parts)
     changed = with_cotangent(structure, functools.partial(_tokens_to_samples, tokens=tokens))
     if isinstance(structure, Outer) and isinstance(changed, Outer):
         samples, *rest = structure.shape
@@ -379,11 +360,10 @@ def _tokens_to_samples(columns: Tensor, tokens: int) -> Tensor:
 def with_cotangent(structure: Structure, change: Callable[[Tensor], Tensor]) -> Structure:
     """Return the same structure with another cotangent, or other rows where there is none."""
     if isinstance(structure, Tied):
-        return Tied.of(with_cotangent(part, change) for part in structure.parts)
+        return Tied(with_cotangent(part, change) for part in structure.parts)
     if isinstance(structure, Dense):
         return Dense(change(rows(structure)))
-    assert structure.cotangent is not None, "this structure was built without a cotangent"
-    changed = change(structure.cotangent)
+    changed = change(structure.given_cotangent)
     if isinstance(structure, Lookup):
         return replace(structure, cotangent=changed)
     return replace(structure, cotangent=changed, direct=None, inner=None, out=None)

@@ -31,7 +31,8 @@ from packprop.engine.passes.contributions import (
 from packprop.engine.passes.finite import FiniteCheck
 from packprop.engine.passes.kept_chunks import Kept
 from packprop.engine.passes.partial_results import Begin, PartialResults
-from packprop.engine.passes.request import Request, Task, by_subsampling
+from packprop.engine.passes.request import Chosen, Request, Task, by_subsampling
+from packprop.engine.passes.sample_memory import SampleMemory
 from packprop.engine.tensors.nesting import tensors_in
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.engine.tensors.state import share_memory
@@ -66,6 +67,7 @@ class Accumulator:
         self._gradients: dict[int, Tensor] = {}
         self._names: dict[int, str] | None = None
         self._summed = request.summed.extension
+        self._at_once = request.is_whole
 
     def add_contributions(
         self,
@@ -79,31 +81,47 @@ class Accumulator:
 
         ``build`` makes the structure of which to take them, by default that of all uses together.
         """
+        if self._at_once and self._added_at_once(leaf, contributions, tasks, build):
+            return
         for use, _, _ in contributions:
             if use.prepare is not None:
                 use.prepare()
         contributions = joined_once(contributions)
         second_pass = by_subsampling([task for task in tasks if task.row.after is not None])
-        kept = {tuple(chosen or ()): Kept(self._chunk_sizes, group) for chosen, group in second_pass}
-        for chosen, group in by_subsampling([task for task in tasks if task.row.after is None]):
-            chunks = kept.get(tuple(chosen or ()))
+        kept = {chosen: Kept(self._chunk_sizes, group) for chosen, group in second_pass.items()}
+        for chosen, group in by_subsampling([task for task in tasks if task.row.after is None]).items():
+            chunks = kept.get(chosen)
             for part in [group] if chunks is not None else _with_and_without_tables(contributions, group):
                 self._add_by_chunks(leaf, contributions, part, chosen, columns, build, chunks)
-        for chosen, group in second_pass:
+        for chosen, group in second_pass.items():
             with naming(lambda: self._graph.name(leaf)):
                 self._partial.end_first_pass(leaf, group)
-            chunks = kept.pop(tuple(chosen or ()))
-            self._add_by_chunks(leaf, contributions, group, chosen, columns, build, chunks)
+            self._add_by_chunks(leaf, contributions, group, chosen, columns, build, kept.pop(chosen))
+
+    def _added_at_once(
+        self, leaf: Tensor, contributions: list[Contribution], tasks: Sequence[Task], build: Build
+    ) -> bool:
+        """Take the statistics of all samples, which fitted in an earlier pass; tell whether they still fit."""
+        try:
+            structure = build(contributions, slice(None), self._chunk_sizes.held)
+            values = evaluate_together(structure, [task.row.statistic for task in tasks])
+        except torch.OutOfMemoryError:
+            return False
+        except OfParameter as error:
+            raise error.named(self._graph.name(leaf)) from None
+        for task, value in zip(tasks, values, strict=True):
+            self.add_value(leaf, task, value)
+        return True
 
     def _add_by_chunks(
         self,
         leaf: Tensor,
         contributions: list[Contribution],
         tasks: list[Task],
-        chosen: list[int] | None,
+        chosen: Chosen,
         columns: Extent,
         build: Build,
-        kept: Kept | None = None,
+        kept: Kept | None,
     ) -> None:
         """Go over all samples, or the ``chosen`` ones, in chunks; halve a chunk that does not fit.
 
@@ -115,12 +133,11 @@ class Accumulator:
         step = count
         if not whole:
             statistics = [self._statistic(leaf, task) for task in tasks]
-            step = self._chunk_sizes.samples_at_once(
-                leaf, contributions, statistics, build is joint_structure, samples, self._create_graph
-            )
+            is_joint = build is joint_structure
+            memory = SampleMemory(leaf, contributions, statistics, is_joint, self._create_graph)
+            step = self._chunk_sizes.samples_at_once(memory, samples)
             step = min(step, self._largest_chunk.get(id(leaf), count))
-        is_second = tasks[0].row.after is not None
-        if is_second and kept is not None:
+        if kept is not None:
             step = kept.samples_at_once(step)
         start = 0
         while start < count:
@@ -133,7 +150,7 @@ class Accumulator:
                 chunk = torch.tensor(chosen[start:stop], device="cpu") % samples
             structure: Statistical | None = None
             try:
-                given = kept.take(extent) if is_second and kept is not None else None
+                given = None if kept is None else kept.take(extent)
                 structure = build(contributions, chunk, self._chunk_sizes.held) if given is None else given
                 if isinstance(structure, Outer):
                     structure = self._written_in_place(leaf, structure, tasks, columns, extent)
@@ -154,7 +171,7 @@ class Accumulator:
                 partial.put(value, columns, extent)
             if self._log is not None:
                 self._log(leaf, uses_of(contributions), structure, step)
-            if kept is not None and not is_second:
+            if kept is not None and tasks[0].row.after is None:
                 kept.keep(structure, extent)
             del structure, values, value  # free them before the next chunk makes its own
             start = start_after(start, step, count)

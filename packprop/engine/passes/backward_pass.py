@@ -21,7 +21,6 @@ from packprop.engine.passes.gradient import Backward, GradientPass
 from packprop.engine.passes.hessian import add_hessian, add_without_sweep
 from packprop.engine.passes.partial_results import Begin, cubes_of_factors
 from packprop.engine.passes.request import Request, Task, require_possible, tasks_by_seed
-from packprop.engine.passes.whole import WholeResults
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.long_work import expect, long_work
 from packprop.errors import PackpropError
@@ -41,9 +40,7 @@ class BackwardPass:
 
     def __init__(self, request: Request, done: Done, log: Log | None = None, begin: Begin = dict) -> None:
         self._request = request
-        self.results = (
-            WholeResults(request, done, begin) if request.is_whole else Accumulator(request, done, log, begin)
-        )
+        self.results = Accumulator(request, done, log, begin)
 
     def run(self, backward: Backward | None) -> None:
         """Sweep every seed; sweep the gradient along with the user's own ``backward``, if there is one."""

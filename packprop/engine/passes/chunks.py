@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from packprop.engine.algebra.statistics import Statistic
 from packprop.engine.graph.graph import ReachedUse
-from packprop.engine.passes.contributions import Contribution
 from packprop.engine.passes.sample_memory import SampleMemory, column_count
 from packprop.engine.tensors.device import free_bytes
 from packprop.engine.tensors.dry import is_dry_run, stands_for_all
@@ -67,27 +64,15 @@ class ChunkSizes(NamedTuple):
         fitting = max(1, room // (8 * max(entries, 1)))
         return -(-count // -(-count // fitting))
 
-    def samples_at_once(
-        self,
-        leaf: Tensor,
-        contributions: Sequence[Contribution],
-        statistics: Sequence[Statistic],
-        joint: bool,
-        samples: int,
-        create_graph: bool,
-    ) -> int:
-        """Return how many of all ``samples`` fit into the scratch memory.
-
-        ``joint``: whether statistics are taken of the joint structure of the uses, and of nothing else.
-        """
-        memory = SampleMemory.of(leaf, contributions, statistics, joint, create_graph)
-        room, size = self.scratch, accumulation_dtype(leaf.dtype).itemsize
-        for _, site, cotangents in contributions:
+    def samples_at_once(self, memory: SampleMemory, samples: int) -> int:
+        """Return how many of all ``samples`` fit into the scratch memory."""
+        room, size = self.scratch, accumulation_dtype(memory.leaf.dtype).itemsize
+        for _, site, cotangents in memory.contributions:
             if not column_count(cotangents):  # each chunk is added to a matrix, which takes this memory anyway
                 fan_in = site.entry.fans.fan_in if site.entry.fans else 0
                 room = max(room, fan_in**2 * size)
-        entries = sum([memory.entries(each, samples, self.held) for each in contributions])
-        if not entries or entries * samples <= memory.matrix_entries(contributions):
+        entries = sum([memory.entries(each, samples, self.held) for each in memory.contributions])
+        if not entries or entries * samples <= memory.matrix_entries():
             return samples  # a second chunk would need another matrix as large, and one for the sum
         return max(1, min(samples, room // (entries * size)))
 

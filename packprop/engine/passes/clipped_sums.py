@@ -13,8 +13,7 @@ from packprop.engine.graph.site import Site
 from packprop.engine.passes.accumulator import Accumulator
 from packprop.engine.passes.clipping import Clip, ClippedNorms, clip_factors
 from packprop.engine.passes.contributions import Contribution, extents_of, weighted
-from packprop.engine.passes.probes import OfGroup
-from packprop.engine.passes.request import TOTAL, Request, Task
+from packprop.engine.passes.request import TOTAL, Request, task_of
 from packprop.types import GRADIENT, Extension, Row
 
 
@@ -49,18 +48,13 @@ class ClippedSums:
         self._contributions: dict[int, list[Contribution]] = {}
         self._by_rows = _leaves_kept_by_rows(request)
         self._sparse = _leaves_with_sparse_gradients(request)
-        self._norms, self._kept, self._total = (self._task(each) for each in (NORMS, KEPT, TOTAL.extension))
+        # with probes, norms and sums are those of training rows, at an unchanged scale
+        self._norms, self._kept, self._total = (task_of(each, clip.training) for each in (NORMS, KEPT, TOTAL))
         self.tasks = {
             id(leaf): [self._norms, self._kept] if id(leaf) in self._by_rows else [self._norms]
             for leaf in self._graph.leaves()
         }
         """The tasks at each leaf, by its identity."""
-
-    def _task(self, extension: Extension) -> Task:
-        """Return the task of an extension; with probes, for training rows alone, at an unchanged scale."""
-        groups = self._clip.training
-        extension = extension if groups is None else OfGroup(extension, groups.training, 1.0)
-        return Task(extension, 0, extension.rows[0])
 
     def keeps_contributions(self, leaf: Tensor) -> bool:
         """Tell whether contributions to a leaf's gradient are kept, and not its gradients of samples."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +21,8 @@ from packprop.engine.algebra.monoid import ONE, Extent, Partial, whole
 from packprop.engine.algebra.one_by_one import evaluate_together
 from packprop.engine.algebra.statistics import per_sample_grad, summed_grad
 from packprop.engine.algebra.structures import Dense, Outer, Statistical
-from packprop.engine.curvature.columns import Columns
 from packprop.engine.functions.entry import ArrivedCotangents
 from packprop.engine.graph.graph import ReachedUse
-from packprop.engine.graph.site import Site
 from packprop.engine.graph.sweep import Watch
 from packprop.engine.passes.accumulator import Accumulator, for_grad, smallest_sums, written_in_place
 from packprop.engine.passes.autocast import AutocastRegions
@@ -69,43 +67,33 @@ class Notes:
         self.is_direct &= step >= self.samples
 
 
-class _Work(NamedTuple):
+class _Work:
     """The work of one sweep.
 
     Args:
         tasks: The tasks at each leaf.
-        statistics: Their statistics.
-        kept: The task that keeps per-sample gradients of one column, if there is one.
-        condenses: Whether NaN in a cotangent shows in some result, which is smaller.
-        columns: The columns of the sweep.
+        uses: The uses that the sweep goes to.
         ends: Whether the values of leaves are complete after it.
+        columns: The columns of the sweep.
         summed: The leaves whose gradient packprop sums, by identity.
-        left: The leaves that the sweep has not reached, by identity, each with its use.
     """
 
-    tasks: list[Task]
-    statistics: list[Any]
-    kept: Task | None
-    condenses: bool
-    columns: Extent
-    ends: bool
-    summed: Container[int]
-    left: dict[int, tuple[ReachedUse, Site]]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         tasks: list[Task],
         uses: Sequence[ReachedUse],
         ends: bool,
         columns: Extent = ONE,
         summed: Container[int] = (),
-    ) -> _Work:
-        """Make the record for some tasks at the leaves of some uses."""
-        kept = next((task for task in tasks if task.row.statistic is per_sample_grad), None)
-        condenses = any(task.shows_cotangents for task in tasks)
-        left = {id(site.leaf): (use, site) for use in uses for site in use.sites}
-        return cls(tasks, [task.row.statistic for task in tasks], kept, condenses, columns, ends, summed, left)
+    ) -> None:
+        self.tasks, self.ends, self.columns, self.summed = tasks, ends, columns, summed
+        self.statistics = [task.row.statistic for task in tasks]
+        self.kept = next((task for task in tasks if task.row.statistic is per_sample_grad), None)
+        """The task that keeps per-sample gradients of one column, if there is one."""
+        self.condenses = any(task.shows_cotangents for task in tasks)
+        """True if NaN in a cotangent shows in some result, which is smaller."""
+        self.left = {id(site.leaf): (use, site) for use in uses for site in use.sites}
+        """The leaves that the sweep has not reached, by identity, each with its use."""
 
     def whole(self, values: list[Any]) -> list[Any]:
         """Return the results that consist of these values of the statistics, of all samples and columns."""
@@ -192,27 +180,23 @@ class DirectPass:
             request.drawn.update(roots)
             return False
         if inputs:
-            work = _Work.of(inputs, uses, ends=False)
+            work = _Work(inputs, uses, ends=False)
             for use in uses:
                 self._visit(work, use, ArrivedCotangents([None] * len(use.shapes)))
         for number, (seed, (group,)) in enumerate(roots.items(), 1):
             ends = number == len(roots) and not waits
-            self._sweep(group, _Work.of(tasks[seed], uses, ends, Extent(0, group.count, group.count)))
+            work = _Work(tasks[seed], uses, ends, Extent(0, group.count, group.count))
+            sweep_chunk(group, range(group.count), uses, functools.partial(self._visit, work))
+            for use, site in list(work.left.values()):
+                if id(site.leaf) in work.left:
+                    self._visit(work, use, unreached(use, site, site.leaf, group.count)[2])
         return True
-
-    def _sweep(self, group: Columns, work: _Work) -> None:
-        """Sweep the columns of one group to all uses."""
-        visit = functools.partial(self._visit, work)
-        sweep_chunk(group, range(group.count), self._request.graph.uses, visit)
-        for use, site in list(work.left.values()):
-            if id(site.leaf) in work.left:
-                visit(use, unreached(use, site, site.leaf, group.count)[2])
 
     def _watch(self, tasks: list[Task], autocast: AutocastRegions, backward: Backward) -> None:
         """Run the user's own pass, and take statistics of the gradient along with it."""
         graph, notes = self._request.graph, self._notes
         assert notes is not None
-        work = _Work.of(tasks, graph.uses, ends=True, summed=set(map(id, notes.summed)))
+        work = _Work(tasks, graph.uses, ends=True, summed=set(map(id, notes.summed)))
 
         def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
             with autocast.switched(False):

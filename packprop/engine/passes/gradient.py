@@ -21,6 +21,7 @@ from packprop.engine.passes.clipping import ASKED, Clip
 from packprop.engine.passes.collector import Collector
 from packprop.engine.passes.contributions import extents_of
 from packprop.engine.passes.request import Request, Task
+from packprop.engine.tensors.hooks import NOTHING
 from packprop.errors import PackpropError
 
 WORTH_SUMMING = 2**22
@@ -69,11 +70,8 @@ class GradientPass:
             self._sweep_clipped(tasks, self._request.clip)
         elif self._request.groups is not None:
             self._sweep_groups(tasks)
-        elif not tasks and apart:
-            with graph.hooks.heard(), graph.hooks.refusing_changes(changed_gradient):
-                self._run_user_pass()
         elif not tasks:
-            self._run_user_pass()
+            self._run_user_pass(swept=apart)
         elif (
             apart
             or self._backward is None
@@ -88,12 +86,14 @@ class GradientPass:
         """Sweep the gradient in a pass of its own."""
         graph = self._request.graph
         collector = Collector(self._results, graph.uses, tasks, last=True)
-        edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
-        seeds = graph.root_gradients()
-        sweep(edges, seeds, graph.uses, collector.visit, SweepOptions(create_graph=self._request.create_graph))
-        with graph.hooks.heard(), graph.hooks.refusing_changes(changed_gradient):
-            self._run_user_pass()
+        self._sweep_roots(collector, SweepOptions(create_graph=self._request.create_graph))
+        self._run_user_pass(swept=True)
         collector.flush()
+
+    def _sweep_roots(self, collector: Collector, options: SweepOptions) -> None:
+        graph = self._request.graph
+        edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
+        sweep(edges, graph.root_gradients(), graph.uses, collector.visit, options)
 
     def _sweep_groups(self, tasks: list[Task]) -> None:
         """Sweep the gradient, and hand that of training rows to the leaves. See NOTE [Probe rows]."""
@@ -142,11 +142,9 @@ class GradientPass:
     def _sweep_apart(self, collector: Collector, take: Callable[[], list[tuple[Tensor, Tensor]]]) -> None:
         """Sweep the gradient without autograd's sums, and hand over the sums that ``take`` returns."""
         graph = self._request.graph
-        edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
         terms = list(graph.in_terms.values())
         of_terms = term_gradients(graph, terms)
-        options = SweepOptions(frees=not graph.kept and not graph.calls_nodes)
-        sweep(edges, graph.root_gradients(), graph.uses, collector.visit, options)
+        self._sweep_roots(collector, SweepOptions(frees=not graph.kept and not graph.calls_nodes))
         collector.flush()
         gradients = take()
         gradients += [(leaf, term) for leaf, term in zip(terms, of_terms, strict=True) if term is not None]
@@ -181,11 +179,12 @@ class GradientPass:
         with graph.hooks.heard():
             hand_over(gradients)
 
-    def _run_user_pass(self) -> None:
-        """Run the user's own pass, if there is one."""
-        if self._backward is None:
-            return
-        self._backward(None)
+    def _run_user_pass(self, *, swept: bool) -> None:
+        """Run the user's own pass, if there is one; no hook may change gradients that are ``swept`` already."""
+        hooks = self._request.graph.hooks
+        if self._backward is not None:
+            with hooks.heard(), hooks.refusing_changes(changed_gradient) if swept else NOTHING:
+                self._backward(None)
 
 
 class _HandOver(torch.autograd.Function):

@@ -50,8 +50,8 @@ def add_hessian(sweeps: ColumnSweeps, tasks: list[Task], roots: list[Columns] | 
     _add_nonlinearities(sweeps, tasks, routes, swept)
     for leaf, values in parameter_diagonals(graph, routes.parameter, per_sample, create_graph):
         noted.note([leaf], [values])
-        for chosen, group in by_subsampling(tasks):
-            structure = Diagonal(Dense((values if chosen is None else values[chosen])[None]))
+        for chosen, group in by_subsampling(tasks).items():
+            structure = Diagonal(Dense((values if chosen is None else values[[*chosen]])[None]))
             for task in group:
                 sweeps.results.add_value(leaf, task, task.row.statistic(structure))
     for uses, leaves in routes.output:

@@ -11,6 +11,7 @@ from packprop.engine.algebra.factors import LARGEST_FACTOR
 from packprop.engine.algebra.monoid import Partial
 from packprop.engine.graph.graph import Graph
 from packprop.engine.passes.request import Task
+from packprop.engine.passes.sample_memory import factor_sizes
 from packprop.engine.tensors.long_work import doing
 from packprop.engine.tensors.nesting import tensors_in
 from packprop.types import Extension
@@ -94,10 +95,5 @@ class PartialResults:
 
 def cubes_of_factors(graph: Graph) -> float:
     """Sum the cubed sizes of all Kronecker factors; the time for their eigenvectors grows with this sum."""
-    sizes: dict[int, list[int]] = {}
-    for site in (site for use in graph.uses for site in use.sites):
-        fans = site.entry.fans if site.direct else None
-        table = site.direct and site.entry.structure == "Lookup"
-        size = [site.leaf.numel()] if fans is None else [fans.groups * fans.fan_out, fans.fan_in]
-        sizes[id(site.leaf)] = list(site.leaf.shape) if table else size
+    sizes = {id(site.leaf): factor_sizes(site) for use in graph.uses for site in use.sites}
     return float(sum(size**3 for each in sizes.values() for size in each if size <= LARGEST_FACTOR))

@@ -75,12 +75,7 @@ class OfGroup(Extension):
     ) -> None:
         self._of, self._factor, self._cross = of, factor, cross
         self.subsampling = chosen
-        for name, value in {
-            "savefield": of.savefield + suffix,
-            "rounded": of.rounded,
-            "cheaper": of.cheaper,
-        }.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(savefield=of.savefield + suffix, rounded=of.rounded, cheaper=of.cheaper)
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -121,11 +116,6 @@ def require_alone(probes: Any, has_budget: bool, joins_ranks: bool) -> None:
         raise BadInput(ASKED, "ranks", "values of several ranks are merged without probes", instead)
 
 
-def nothing_recorded(instead: str, asked: str = ASKED) -> PackpropError:
-    """Return the error for a pass without a use, which would be a plain pass with gradients of all samples."""
-    return PackpropError(asked, "the loss", "no use of a parameter is known", instead)
-
-
 def by_groups(
     graph: Graph, probes: Any, extensions: Sequence[Extension], is_plain: bool
 ) -> tuple[Sequence[Extension], Groups | None]:
@@ -142,7 +132,7 @@ def by_groups(
     """
     if probes is None:
         return extensions, None
-    require_separable(graph, extensions, ASKED)
+    _require_separable(graph, extensions)
     if not is_plain:
         raise PackpropError(
             ASKED,
@@ -151,7 +141,7 @@ def by_groups(
             "effect on it",
             "call backward() alone, or take a pass over the probes for themselves",
         )
-    groups = groups_of(graph, probes, ASKED)
+    groups = groups_of(graph, probes)
     return for_groups(extensions, groups), groups
 
 
@@ -174,30 +164,30 @@ def for_groups(extensions: Sequence[Extension], groups: Groups) -> tuple[Extensi
     return tuple(found)
 
 
-def groups_of(graph: Graph, probes: Any, asked: str) -> Groups:
+def groups_of(graph: Graph, probes: Any) -> Groups:
     """Divide the samples of a pass into training rows and probes.
 
     Raises:
         BadInput: For probes that are not some of the samples.
         PackpropError: For a loss whose divisor is not known.
     """
-    chosen = indices_of(probes, graph.samples, asked)
+    chosen = indices_of(probes, graph.samples)
     training = [index for index in range(graph.samples) if index not in set(chosen)]
     if not training:
         raise BadInput(
-            asked,
+            ASKED,
             "probes",
             f"they are all of the {graph.samples} samples of the batch: there is none to train on",
             "give the indices of some, or leave probes out",
         )
     factors: list[list[Tensor | float]] = []
     if any(loss.call.released for loss in graph.losses):
-        raise _not_known(asked, "a loss whose arguments an earlier pass has freed")
+        raise _not_known("a loss whose arguments an earlier pass has freed")
     for loss in graph.losses:
         call = loss.call
         known = divisors(call.function, call.args, call.kwargs, loss.layout, [training, chosen])
         if known is None:
-            raise _not_known(asked, f"the loss {call.function.__name__}")
+            raise _not_known(f"the loss {call.function.__name__}")
         whole, *parts = (_in_double(each) for each in known)
         factors.append([whole / part for part in parts])
     plain = all(not isinstance(each, Tensor) and each == 1 for pair in factors for each in pair)
@@ -205,7 +195,7 @@ def groups_of(graph: Graph, probes: Any, asked: str) -> Groups:
         what = (
             "a loss that is not one of torch" if len(factors) < 2 else f"{len(factors)} losses that are means"
         )
-        raise _not_known(asked, what)
+        raise _not_known(what)
     return Groups(training, chosen, factors[0][0], factors[0][1])
 
 
@@ -217,9 +207,9 @@ def _in_double(divisor: Tensor | float) -> Tensor | float:
     return divisor.to(wide)
 
 
-def _not_known(asked: str, where: str) -> PackpropError:
+def _not_known(where: str) -> PackpropError:
     return PackpropError(
-        asked,
+        ASKED,
         where,
         "packprop does not know what this loss would be divided by without the probes, so it does not know the "
         "scale of the training rows",
@@ -228,7 +218,7 @@ def _not_known(asked: str, where: str) -> PackpropError:
     )
 
 
-def indices_of(probes: Any, samples: int, asked: str) -> list[int]:
+def indices_of(probes: Any, samples: int) -> list[int]:
     """Return the indices of probes, given as indices or as a mask.
 
     Raises:
@@ -247,7 +237,7 @@ def indices_of(probes: Any, samples: int, asked: str) -> list[int]:
     fits = tensor.dim() == 1 and all(0 <= index < samples for index in indices)
     if not indices or not fits or len(set(indices)) < len(indices):
         raise BadInput(
-            asked,
+            ASKED,
             f"probes={probes!r}"[:200],
             f"they are no indices of one or more different samples of the {samples} in the batch, nor a mask",
             f"give whole numbers from {-samples} to {samples - 1}, or one bool for each sample",
@@ -255,7 +245,7 @@ def indices_of(probes: Any, samples: int, asked: str) -> list[int]:
     return indices
 
 
-def require_separable(graph: Graph, extensions: Sequence[Extension], asked: str) -> None:
+def _require_separable(graph: Graph, extensions: Sequence[Extension]) -> None:
     """Raise if an extension, or a part of the model, cannot leave probes out.
 
     Raises:
@@ -263,16 +253,15 @@ def require_separable(graph: Graph, extensions: Sequence[Extension], asked: str)
     """
     for extension in extensions:
         if extension.subsampling is not None:
-            raise _refusal(
-                asked, f"extension {extension.name}(subsampling=...)", "probes choose samples already"
-            )
+            where = f"extension {extension.name}(subsampling=...)"
+            raise PackpropError(ASKED, where, "probes choose samples already", INSTEAD)
         if extension.of_batch or any(
             row.seed.kind not in SEEDS or row.seed.by_token or (row.whole and row.statistic is not gram)
             for row in extension.rows
         ):
             why = "it is not made of rows that belong to single samples of a batch"
-            raise _refusal(asked, f"extension {extension.name}", why)
-    require_no_other_pass(graph, asked, INSTEAD)
+            raise PackpropError(ASKED, f"extension {extension.name}", why, INSTEAD)
+    require_no_other_pass(graph, ASKED, INSTEAD)
 
 
 def require_no_other_pass(graph: Graph, asked: str, instead: str) -> None:
@@ -284,7 +273,3 @@ def require_no_other_pass(graph: Graph, asked: str, instead: str) -> None:
     if graph.hooks.are_inside:
         why = "it would see gradients of all samples, or would not be called"
         raise PackpropError(asked, "a hook on a tensor, a node or a module inside the model", why, instead)
-
-
-def _refusal(asked: str, where: str, why: str) -> PackpropError:
-    return PackpropError(asked, where, why, INSTEAD)

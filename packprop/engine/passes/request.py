@@ -22,6 +22,9 @@ from packprop.engine.samples.locating import require_terms
 from packprop.errors import BadInput, PackpropError
 from packprop.types import GRADIENT, INPUTS, Extension, Row, Seed
 
+Chosen = tuple[int, ...] | None
+"""Indices of the samples that a task takes; ``None`` for all samples."""
+
 
 @dataclass(frozen=True, eq=False)
 class Request:
@@ -39,7 +42,8 @@ class Request:
             NOTE [Second reading] (``applications/dataset/parts.py``).
         groups: Training rows and probes, if there are probes; see NOTE [Probe rows].
         clip: The bounds on gradients of samples, if they are clipped; see NOTE [Clipping].
-        is_whole: Whether an earlier pass took all statistics of all samples at once, each at a single use.
+        is_whole: Whether an earlier pass took all statistics of all samples at once, each at a single use: so
+            does this one, without looking for the sizes of chunks.
     """
 
     graph: Graph
@@ -57,9 +61,8 @@ class Request:
     def summed(self) -> Task:
         """The task that sums a leaf's gradient in place of autograd, over all samples or training rows."""
         if self.groups is None:
-            return SUMMED
-        extension = OfGroup(TOTAL.extension, self.groups.training, self.groups.of_training)
-        return Task(extension, 0, extension.rows[0])
+            return task_of(SUMMED)
+        return task_of(TOTAL, self.groups, self.groups.of_training)
 
 
 @dataclass(frozen=True)
@@ -89,14 +92,14 @@ class _TotalGradient(Extension):
     rows = (Row(GRADIENT, total_grad),)
 
 
-_SUMMED_GRADIENT, _TOTAL_GRADIENT = _SummedGradient(), _TotalGradient()
+SUMMED, TOTAL = _SummedGradient(), _TotalGradient()
 
 
-SUMMED = Task(_SUMMED_GRADIENT, 0, _SUMMED_GRADIENT.rows[0])
-"""The task that sums a leaf's gradient in place of autograd; its result is added to ``.grad``."""
-
-TOTAL = Task(_TOTAL_GRADIENT, 0, _TOTAL_GRADIENT.rows[0])
-"""Like ``SUMMED``, by one product over samples."""
+def task_of(extension: Extension, groups: Groups | None = None, factor: Tensor | float = 1.0) -> Task:
+    """Return the task of an extension of one row; with probes for training rows alone, times a factor."""
+    if groups is not None:
+        extension = OfGroup(extension, groups.training, factor)
+    return Task(extension, 0, extension.rows[0])
 
 
 def tasks_by_seed(extensions: Sequence[Extension]) -> dict[Seed, list[Task]]:
@@ -122,13 +125,13 @@ def settle_loss_inputs(graph: Graph, extensions: Sequence[Extension], kept: bool
         graph.drop_loss_inputs()
 
 
-def by_subsampling(tasks: Sequence[Task]) -> list[tuple[list[int] | None, list[Task]]]:
-    """Group tasks by the samples that they choose; ``None`` for all samples."""
-    groups: dict[tuple[int, ...] | None, list[Task]] = {}
+def by_subsampling(tasks: Sequence[Task]) -> dict[Chosen, list[Task]]:
+    """Group tasks by the samples that they choose."""
+    groups: dict[Chosen, list[Task]] = {}
     for task in tasks:
         chosen = task.extension.subsampling
         groups.setdefault(None if chosen is None else tuple(chosen), []).append(task)
-    return [(None if key is None else list(key), group) for key, group in groups.items()]
+    return groups
 
 
 def require_possible(request: Request, seeds: Iterable[Seed]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -24,47 +23,41 @@ def column_count(cotangents: Sequence[Tensor | None]) -> int:
     return 0
 
 
-class SampleMemory(NamedTuple):
-    """The properties of a leaf and its statistics that decide on the temporary memory for a sample.
+def factor_sizes(site: Site) -> tuple[int, int]:
+    """Return the rows of the factors of cotangents and of inputs; 0 if no input multiplies the leaf."""
+    fans, leaf = site.entry.fans, site.leaf
+    if site.direct and fans is not None:
+        return fans.groups * fans.fan_out, fans.fan_in
+    if site.direct and site.entry.structure == "Lookup":
+        return leaf.shape[-1], leaf.shape[0]
+    return leaf.numel(), 0
+
+
+class SampleMemory:
+    """The temporary memory that the statistics of one leaf take for a sample.
 
     Args:
         leaf: The parameter.
+        contributions: All contributions to it.
         statistics: Its statistics.
-        forms_no_rows: Whether no statistic forms per-sample gradients if the weight has one position.
-        of_rows: Whether all statistics are functions of per-sample gradients of the joint structure.
-        may_go_one_by_one: Whether samples may be taken one at a time.
-        forms_no_tables: Whether the parameter is a table, and no statistic forms one for each sample.
+        joint: Whether these are taken of the joint structure of its uses, and of nothing else.
+        create_graph: Whether results are differentiable.
     """
 
-    leaf: Tensor
-    statistics: Sequence[Statistic]
-    forms_no_rows: bool
-    of_rows: bool
-    may_go_one_by_one: bool
-    forms_no_tables: bool
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         leaf: Tensor,
         contributions: Sequence[Contribution],
         statistics: Sequence[Statistic],
         joint: bool,
         create_graph: bool,
-    ) -> SampleMemory:
-        """Make the record for all contributions to a leaf.
-
-        ``joint``: whether the statistics are those of the joint structure.
-        """
+    ) -> None:
+        self.leaf, self.contributions, self.statistics = leaf, contributions, statistics
         groups = max([(site.entry.fans.groups if site.entry.fans else 1) for _, site, _ in contributions])
-        return cls(
-            leaf,
-            statistics,
-            all(forms_no_rows(statistic, groups, leaf) for statistic in statistics),
-            joint and OF_ROWS.issuperset(statistics),
-            len(contributions) == 1 and not create_graph,
-            joint and looks_up(contributions) and WITHOUT_TABLES.issuperset(statistics),
-        )
+        self._forms_no_rows = all(forms_no_rows(statistic, groups, leaf) for statistic in statistics)
+        self._is_of_rows = joint and OF_ROWS.issuperset(statistics)
+        self._may_go_one_by_one = len(contributions) == 1 and not create_graph
+        self._forms_no_tables = joint and looks_up(contributions) and WITHOUT_TABLES.issuperset(statistics)
 
     def entries(self, contribution: Contribution, samples: int, held: int | None) -> int:
         """Count the entries of temporary tensors that one contribution takes for each of ``samples``."""
@@ -77,34 +70,31 @@ class SampleMemory(NamedTuple):
         if extents is not None and outputs % (extents.groups * extents.fan_out):
             extents = None
         scratch = site.entry.scratch.per_column
-        if self.of_rows and columns == 1 and extents is not None:
-            if self.may_go_one_by_one and goes_one_by_one(self.statistics, extents):
+        if self._is_of_rows and columns == 1 and extents is not None:
+            if self._may_go_one_by_one and goes_one_by_one(self.statistics, extents):
                 return self._one_by_one(site, extents)
             if convolved_by_groups(extents):
                 scratch = site.entry.scratch.without_unfolding
-        if self.forms_no_tables:
+        if self._forms_no_tables:
             positions = outputs // self.leaf.shape[1]
             if positions < len(self.leaf):
                 return 2 * outputs * columns + 8 * positions  # and four tensors of indices
         largest = max(scratch, self.leaf.numel(), outputs)
         if not columns:
             return site.entry.scratch.inputs_only or largest
-        if self.forms_no_rows and extents is not None and extents.positions == 1:
+        if self._forms_no_rows and extents is not None and extents.positions == 1:
             return extents.groups * (extents.fan_in + 2 * extents.fan_out * columns)
         return largest * columns
 
-    def matrix_entries(self, contributions: Sequence[Contribution]) -> int:
+    def matrix_entries(self) -> int:
         """Count the entries of the matrix that chunks of samples add up to; 0 for other statistics."""
         if not all(getattr(each, "func", each) in MATRICES for each in self.statistics):
             return 0
-        ((_, site, cotangents), *more) = contributions
+        ((_, site, cotangents), *more) = self.contributions
         if more or not site.direct:
             return 0
-        fans, tables = site.entry.fans, site.entry.structure == "Lookup"
-        if column_count(cotangents):
-            side = fans.groups * fans.fan_out if fans else self.leaf.shape[-1] if tables else self.leaf.numel()
-        else:
-            side = fans.fan_in if fans else self.leaf.shape[0] if tables else 0
+        of_cotangents, of_inputs = factor_sizes(site)
+        side = of_cotangents if column_count(cotangents) else of_inputs
         return side**2 if side <= LARGEST_FACTOR else 0
 
     def _one_by_one(self, site: Site, extents: Extents) -> int:

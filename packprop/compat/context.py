@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,9 +69,7 @@ class disable:  # noqa: N801  # the older library's name
     def __enter__(self) -> None:
         self._stack.enter_context(switch.disable())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._stack.close()
 
     @staticmethod

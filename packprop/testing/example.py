@@ -47,11 +47,11 @@ class Example:
     layouts: list[Layout] = field(default_factory=list)
 
     @cached_property
-    def parameters(self) -> dict[str, Tensor]:
-        """The trainable tensors among the arguments, by name."""
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters among the arguments, each once, by name."""
         pairs = zip(self.names, self.tensors, strict=True)
-        named = {id(tensor): (name, tensor) for name, tensor in pairs if tensor.requires_grad}
-        return dict(named.values())
+        named = {tensor: name for name, tensor in pairs if isinstance(tensor, nn.Parameter)}
+        return {name: parameter for parameter, name in named.items()}
 
     def outputs(self, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Return the outputs of the function, as far as they require a gradient."""

@@ -15,9 +15,9 @@ from torch.autograd.graph import GradientEdge
 from packprop.engine.algebra import Structure, batch_sq, gram, input_gram, join, rows, sq_norm, sum_sq
 from packprop.engine.functions import without_rules
 from packprop.engine.graph import Graph, ReachedUse, Site
-from packprop.engine.tensors import Layout, call
-from packprop.testing.loops import strided
-from packprop.testing.problem import Problem, differentiable
+from packprop.engine.tensors import Layout
+from packprop.testing.loops import Loops
+from packprop.testing.problem import Problem
 from packprop.testing.report import Ledger
 
 Arrived = list[list[Tensor | None]]
@@ -78,12 +78,17 @@ def check_structures(ledger: Ledger, problem: Problem, graph: Graph, outputs: Se
         graph: The graph of its loss, with its samples located.
         outputs: Its outputs in this graph.
     """
+    loops = Loops(problem, ledger)
     for columns, reached in itertools.product((1, 2), _choices(len(outputs))):
         fed = [
             torch.randn(columns, *output.shape).to(output) if is_fed else None
             for output, is_fed in zip(outputs, reached, strict=True)
         ]
-        expected = _rows_by_loops(problem, fed, columns)
+        filled = [
+            output.new_zeros(columns, *output.shape) if each is None else each
+            for output, each in zip(outputs, fed, strict=True)
+        ]
+        expected = loops.pulled(loops.by_sample(filled, skip=1))
         arrived = _at_uses(graph, outputs, fed, columns)
         for layouts, fold in _possible_layouts(graph):
             swept = Swept(graph.uses, arrived, layouts, columns)
@@ -184,26 +189,3 @@ def _at_uses(graph: Graph, outputs: Sequence[Tensor], fed: Sequence[Tensor | Non
         own = [gradient for gradient in gradients if gradient is not None]
         arrived[number][output] = torch.stack(own) if own else None
     return arrived
-
-
-def _rows_by_loops(problem: Problem, fed: Sequence[Tensor | None], columns: int) -> dict[str, Tensor]:
-    """Return per-sample gradients ``[v, n, *p]``: each sample evaluated alone, each column pulled back."""
-    parameters = problem.parameters
-    gathered: list[list[Tensor]] = []
-    for n in range(problem.samples):
-        outputs = differentiable(call(problem.model, problem.take(n, n + 1)))
-        pairs = [(y, each[:, n : n + 1]) for y, each in zip(outputs, fed, strict=True) if each is not None]
-        for v in range(columns):
-            gradients = torch.autograd.grad(
-                [output for output, _ in pairs],
-                list(parameters.values()),
-                [cotangent[v] for _, cotangent in pairs],
-                retain_graph=True,
-                allow_unused=True,
-                materialize_grads=True,
-            )
-            gathered.append(strided(gradients))
-    return {
-        name: torch.stack(pieces).unflatten(0, (problem.samples, columns)).transpose(0, 1)
-        for name, pieces in zip(parameters, zip(*gathered, strict=True), strict=True)
-    }

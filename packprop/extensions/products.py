@@ -32,7 +32,7 @@ class _Products(Extension):
     @property
     def rows(self) -> tuple[Row, ...]:
         """One function for each parameter."""
-        modify = getattr(self, "modify", "clip")
+        modify: Modify = getattr(self, "modify", "clip")
         products = functools.partial(block_products, matrix=self.matrix, modify=modify)
         return (Row(GRAPH, products, over_v=SINGLE, over_n=SINGLE),)
 

@@ -132,12 +132,15 @@ class PositiveCurvature(SecondOrder):
         return self.modify
 
 
-FIRST_ORDER = ("BatchDotGrad", "BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance")
-HBP_FAMILY = ("KFAC", "KFLR", "KFRA")
+FIRST_ORDER = ("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance")
+DIAG_GGN = ("BatchDiagGGNExact", "BatchDiagGGNMC", "DiagGGNExact", "DiagGGNMC")
+DIAG_HESSIAN = ("BatchDiagHessian", "DiagHessian")
+KRONECKER = ("HBP", "KFAC", "KFLR", "KFRA")
+SQRT_GGN = ("SqrtGGNExact", "SqrtGGNMC")
+PRODUCTS = ("GGNMP", "HMP", "PCHMP")
 BASES: dict[str, type[Catalogued]] = {
-    **dict.fromkeys(FIRST_ORDER, FirstOrder),
-    **dict.fromkeys(("DiagGGNExact", "DiagGGNMC", "BatchDiagGGNExact", "BatchDiagGGNMC"), GGNRoot),
-    **dict.fromkeys(("SqrtGGNExact", "SqrtGGNMC"), GGNRoot),
+    **dict.fromkeys((*FIRST_ORDER, "BatchDotGrad"), FirstOrder),
+    **dict.fromkeys((*DIAG_GGN, *SQRT_GGN), GGNRoot),
     **dict.fromkeys(("HBP", "KFRA"), Kronecker),
     **dict.fromkeys(("KFAC", "KFLR"), KroneckerRoot),
     "PCHMP": PositiveCurvature,
@@ -183,7 +186,7 @@ def _with_module_extensions(name: str) -> type:
     content = {"__module__": __name__, "__doc__": original.__doc__, "__post_init__": take_subset}
     made = meta(name, (original, BASES.get(name, SecondOrder)), content)
     if isinstance(made, abc.ABCMeta):  # in BackPACK they are subclasses
-        for other in filter(is_available, HBP_FAMILY):
+        for other in filter(is_available, set(KRONECKER) - {name}):
             made.register(_with_module_extensions(other))
     return made
 

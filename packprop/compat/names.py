@@ -11,6 +11,7 @@ from torch import fx, nn
 from packprop import examples
 from packprop.compat import catalogue, context, helpers, hessianfree, options, own, saved_quantities
 from packprop.compat.calls import TRANSPARENT, is_loss_class
+from packprop.compat.catalogue import DIAG_GGN, DIAG_HESSIAN, FIRST_ORDER, KRONECKER, PRODUCTS, SQRT_GGN
 from packprop.compat.custom_module.branching import Branch, Parallel, SumModule
 from packprop.compat.custom_module.pad import Pad
 from packprop.compat.custom_module.permute import Permute
@@ -43,12 +44,6 @@ def is_no_op(module: nn.Module) -> bool:
     return isinstance(module, TRANSPARENT)
 
 
-FIRST_ORDER = ("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance")
-DIAG_GGN = ("BatchDiagGGNExact", "BatchDiagGGNMC", "DiagGGNExact", "DiagGGNMC")
-DIAG_HESSIAN = ("BatchDiagHessian", "DiagHessian")
-KRONECKER = ("HBP", "KFAC", "KFLR", "KFRA")
-SQRT_GGN = ("SqrtGGNExact", "SqrtGGNMC")
-PRODUCTS = ("GGNMP", "HMP", "PCHMP")
 SECOND_ORDER = (*DIAG_GGN, *DIAG_HESSIAN, *KRONECKER, *SQRT_GGN)
 
 

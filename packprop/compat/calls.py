@@ -171,8 +171,8 @@ def calls_below(roots: Sequence[Tensor]) -> dict[ModuleCall, ReachedUse]:
     return {call: uses[call] for call in sorted(uses, key=lambda call: -call.order)}
 
 
-def require_kept(call: ModuleCall) -> None:
-    """Refuse a call whose tensors are no longer on its module, or were changed since."""
+def require_kept(call: ModuleCall) -> nn.Module:
+    """Return the module of a call; refuse one whose tensors are no longer there, or were changed since."""
     module = call.module
     kept = None if module is None else module.__dict__.get(KEPT)
     asked, where = f"An extension of your own for {call.name} was to run.", f"a module of type {call.name}"
@@ -183,7 +183,7 @@ def require_kept(call: ModuleCall) -> None:
             f"it has a part of its own called {call.taken!r}, where extensions look for a tensor of its call",
             "rename the part, or ask for an extension of packprop, which looks at functions",
         )
-    if kept is None or kept.call is not call:
+    if module is None or kept is None or kept.call is not call:
         raise PackpropError(
             asked,
             where,
@@ -199,6 +199,13 @@ def require_kept(call: ModuleCall) -> None:
                 "use the out-of-place version of the operation that changes it, or clone it first; call "
                 "backward() before an optimizer's step",
             )
+    return module
+
+
+def kept_inputs(module: nn.Module) -> list[Any]:
+    """Return the inputs that a module keeps from its last call."""
+    kept = vars(module)
+    return [kept[name] for name in kept[KEPT].names[:-1]]
 
 
 def edge_key(tensor: Tensor) -> tuple[Any, int]:
@@ -220,12 +227,7 @@ class InputGradients(Sequence["Tensor | None"]):
         self.call, self._gradients = call, gradients
 
     def __len__(self) -> int:
-        return len(self._inputs())
-
-    def _inputs(self) -> list[Any]:
-        require_kept(self.call)
-        kept = vars(self.call.module)
-        return [kept[name] for name in kept[KEPT].names[:-1]]
+        return len(kept_inputs(require_kept(self.call)))
 
     @overload
     def __getitem__(self, place: int) -> Tensor | None: ...
@@ -237,7 +239,8 @@ class InputGradients(Sequence["Tensor | None"]):
 
     @functools.cached_property
     def _computed(self) -> tuple[Tensor | None, ...]:
-        inputs = self._inputs()
+        module = require_kept(self.call)
+        inputs = kept_inputs(module)
         edges = {
             place: get_gradient_edge(given)
             for place, given in enumerate(inputs)
@@ -256,7 +259,7 @@ class InputGradients(Sequence["Tensor | None"]):
         try:
             if edges:
                 gradients = torch.autograd.grad(
-                    vars(self.call.module)["output"],
+                    vars(module)["output"],
                     list(edges.values()),
                     self._gradients[0],
                     retain_graph=True,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from packprop.compat.calls import InputGradients, edge_key, is_loss_class, keep_calls, require_kept
+from packprop.compat.calls import InputGradients, edge_key, is_loss_class, keep_calls, kept_inputs, require_kept
 from packprop.compat.saved_quantities import SavedQuantities
 from packprop.errors import BadInput, PackpropError
 
@@ -119,11 +119,8 @@ class ModuleExtension(_KeepsCalls):
     def _propagate(
         self, extension: BackpropExtension, module: nn.Module, g_inp: Any, g_out: Any, arriving: Any
     ) -> None:
-        number, inputs = 0, []
-        while (given := vars(module).get(f"input{number}")) is not None:
-            if isinstance(given, Tensor) and given.requires_grad:
-                inputs.append(given)
-            number += 1
+        given = kept_inputs(module)
+        inputs = [each for each in given if isinstance(each, Tensor) and each.requires_grad]
         if not inputs:
             return
         value = self.backpropagate(extension, module, g_inp, g_out, arriving)

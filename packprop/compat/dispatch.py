@@ -15,7 +15,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from packprop.compat.calls import (
     InputGradients,
     ModuleCall,
-    calls_below,
     is_loss_class,
     require_kept,
 )
@@ -77,22 +76,25 @@ class Start:
 
 
 def run_on_modules(
-    start: Start, extensions: Sequence[BackpropExtension], done: Callable[[nn.Module], Any] | None
-) -> tuple[list[ModuleCall], Overrides]:
+    start: Start,
+    calls: Mapping[ModuleCall, ReachedUse],
+    extensions: Sequence[BackpropExtension],
+    done: Callable[[nn.Module], Any] | None,
+) -> Overrides:
     """Run extensions on every call of a module that a backward pass will reach, before it does.
 
     Args:
         start: The start of the pass.
+        calls: The calls that were kept, the last one first.
         extensions: In the order in which they run on each module.
         done: A function to call with each module after all extensions have run on it.
 
     Returns:
-        The calls, and values that replace those of packprop's own extensions.
+        Values that replace those of packprop's own extensions.
 
     Raises:
         PackpropError: If no call was kept.
     """
-    calls = calls_below(start.roots)
     if not calls:
         raise PackpropError(
             "A backward pass with extensions for single modules was started.",
@@ -124,13 +126,12 @@ def run_on_modules(
                     extension(module, g_inp, g_out)
                 if done is not None:
                     done(module)
-        overrides = [
+        return [
             (parameter, extension.savefield, value)
             for extension in extensions
             if isinstance(extension, Catalogued)
             for parameter, value in extension.__dict__["_saved"]
         ]
-    return list(calls), overrides
 
 
 @contextlib.contextmanager

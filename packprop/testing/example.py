@@ -58,11 +58,10 @@ class Example:
         args, kwargs = self.build(self.tensors if tensors is None else tensors)
         return differentiable(self.function(*args, **kwargs))
 
-    def some(self, first: int, count: int = 1, step: int = 1) -> list[Tensor]:
-        """Return the tensors with some samples only."""
-        index = torch.arange(first, first + count * step, step)
+    def alone(self, sample: int) -> list[Tensor]:
+        """Return the tensors with one sample only."""
         return [
-            tensor if axis is None else tensor.index_select(axis, index.to(tensor.device))
+            tensor if axis is None else tensor.narrow(axis, sample, 1).clone()
             for tensor, axis in zip(self.tensors, self.axes, strict=True)
         ]
 
@@ -108,7 +107,7 @@ def make_example(
         return args, kwargs
 
     example = Example(function, tensors, names, axes, build, samples)
-    singles = [example.outputs(example.some(n)) for n in range(samples)]
+    singles = [example.outputs(example.alone(n)) for n in range(samples)]
     example.layouts = layouts_of(ledger.subject, example.outputs(), singles)
     if not example.layouts:
         raise _bad(function, "with these arguments no output requires a gradient")

@@ -36,10 +36,7 @@ class Host(nn.Module):
                     samples = tensor.shape[0]
                     tensors[place] = tensor.movedim(0, axis)
             for output, layout in zip(example.outputs(tensors), example.layouts, strict=True):
-                if layout.axis is None:
-                    outputs.append(output.unsqueeze(0))
-                else:
-                    outputs.append(layout._replace(samples=samples).to_front(output))
+                outputs.append(layout._replace(samples=samples).to_front(output))
         return tuple(outputs)
 
     @property

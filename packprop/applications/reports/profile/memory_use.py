@@ -18,7 +18,7 @@ from packprop.applications.reports.profile.costs import (
     costs_of,
     phases_of,
 )
-from packprop.engine.memory import Plan, plan_over_data
+from packprop.engine.memory import Plan, plan_over_data, step_over_data
 from packprop.engine.passes import ChunkSizes
 from packprop.engine.tensors import LossFunction, moved
 from packprop.errors import PackpropError
@@ -149,6 +149,7 @@ def _planned(
 ) -> tuple[Plan | None, str | None]:
     """Return the plan of the pass; or the reason why there is none."""
     try:
-        return plan_over_data(model, loss, batch, extensions, chunk_sizes, memory, device), None
+        step = step_over_data(model, loss, batch, extensions, device)
+        return plan_over_data(step, chunk_sizes, memory), None
     except PackpropError as error:
         return None, f"{error.where}: {error.why}"

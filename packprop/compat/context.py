@@ -134,7 +134,8 @@ class backpack(Backpack):  # noqa: N801  # the older library's name
         if self._own:
             done = None if self.extensions else self.extension_hook
             hooks = hooks_below(run.roots)
-            require_unsharded([module for call in calls if (module := call.module) is not None], hooks)
+            alive = [module for call in calls if (module := call.module) is not None]  # until the pass is over
+            require_unsharded(alive, hooks)
             with hooks.quiet():
                 self._overrides = run_on_modules(start, calls, self._own, done)
             users_pass = backward

@@ -103,11 +103,6 @@ def columns_at_outputs(
     return torch.cat(parts)
 
 
-def two_passes(extension: Extension) -> bool:
-    """Tell whether columns are swept twice: then the results of some samples have a basis of their own."""
-    return any(row.after is not None for row in extension.rows)
-
-
 def takes_subsampling(extension: Extension) -> bool:
     """Tell whether it is an argument of the extension, and was not given."""
     known = "subsampling" in inspect.signature(type(extension)).parameters

@@ -219,7 +219,7 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
     unseen = 0
     if not returns_loss:  # there and back, each as large as the loss's input; the link is run
         tensors = 2 * (len(between) - (link is not None))
-        unseen = tensors * call.input.numel() * call.input.element_size()
+        unseen = tensors * call.input.nbytes
     leaves = graph.leaves()
     step = PlannedStep(
         model,

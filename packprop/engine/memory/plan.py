@@ -207,7 +207,7 @@ def facts_of(graph: Graph, extensions: Sequence[Extension], device: str) -> Iter
         yield from (("", f"{use.name} {[*shape]}") for shape in use.shapes)
     for extension in extensions:
         # attributes of others need not be options: they may keep what they have seen
-        names = [option.name for option in fields(extension)] if is_dataclass(extension) else []
+        names: list[str] = [option.name for option in fields(extension)] if is_dataclass(extension) else []
         options = dict(options_of(extension))  # a source of draws counts as none
         yield from ((f"{extension.name} with {name} ", options.get(name, "None")) for name in names)
     for leaf, (shape, dtype) in zip(graph.leaves(), leaf_shapes(graph), strict=True):

@@ -11,52 +11,61 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     # What type checkers and editors read; at run time a name is imported when it is first asked for.
-    from packprop import (
-        compat,
-        errors,
-        examples,
-        extensions,
-        functions,
-        monitor,
-        store,
-        testing,
-        types,
-    )
-    from packprop.applications.compiled.step import CompiledStep, compile
-    from packprop.applications.dataset import operators
-    from packprop.applications.dataset.compute import compute
-    from packprop.applications.dataset.result import Result
-    from packprop.applications.queries.checkpoints import Checkpoint, tracin
-    from packprop.applications.queries.influence import influence
-    from packprop.applications.queries.optimizers import optimizer_curvature
-    from packprop.applications.queries.refining import Refinement
-    from packprop.applications.queries.result import Influence
-    from packprop.applications.queries.self_influence import self_influence
-    from packprop.applications.queries.token_influence import token_influence
-    from packprop.applications.reports.compare.comparison import Comparison, compare
-    from packprop.applications.reports.coverage import coverage
-    from packprop.applications.reports.coverage_values import Coverage
-    from packprop.applications.reports.profile.result import Profile
-    from packprop.applications.reports.profile.run import profile
-    from packprop.compat.paths import distributed, memory
-    from packprop.engine.algebra import kronecker
-    from packprop.engine.algebra.choices import algorithms
-    from packprop.engine.clipped import ClippedGradients, clipped_gradients
-    from packprop.engine.context import backpack
-    from packprop.engine.curvature import products
-    from packprop.engine.distributed.statement import AllRanks
-    from packprop.engine.eager import eager_backward
-    from packprop.engine.functions.losses.description import register_loss
-    from packprop.engine.functions.registry import register_use
-    from packprop.engine.memory.bytes import byte_text
-    from packprop.engine.memory.live import LiveBytes
-    from packprop.engine.memory.plan import Plan
-    from packprop.engine.memory.planning import plan
-    from packprop.engine.recording.switch import disable, extend, record, restore
-    from packprop.errors import BadInput, PackpropError, PackpropWarning
-    from packprop.monitor import Monitor
-    from packprop.store.reading import Store, StoredArray
-    from packprop.store.writing import StoreWriter
+    from packprop import compat as compat
+    from packprop import errors as errors
+    from packprop import examples as examples
+    from packprop import extensions as extensions
+    from packprop import functions as functions
+    from packprop import monitor as monitor
+    from packprop import store as store
+    from packprop import testing as testing
+    from packprop import types as types
+    from packprop.applications.compiled.step import CompiledStep as CompiledStep
+    from packprop.applications.compiled.step import compile as compile
+    from packprop.applications.dataset import operators as operators
+    from packprop.applications.dataset.compute import compute as compute
+    from packprop.applications.dataset.result import Result as Result
+    from packprop.applications.queries.checkpoints import Checkpoint as Checkpoint
+    from packprop.applications.queries.checkpoints import tracin as tracin
+    from packprop.applications.queries.influence import influence as influence
+    from packprop.applications.queries.optimizers import optimizer_curvature as optimizer_curvature
+    from packprop.applications.queries.refining import Refinement as Refinement
+    from packprop.applications.queries.result import Influence as Influence
+    from packprop.applications.queries.self_influence import self_influence as self_influence
+    from packprop.applications.queries.token_influence import token_influence as token_influence
+    from packprop.applications.reports.compare.comparison import Comparison as Comparison
+    from packprop.applications.reports.compare.comparison import compare as compare
+    from packprop.applications.reports.coverage import coverage as coverage
+    from packprop.applications.reports.coverage_values import Coverage as Coverage
+    from packprop.applications.reports.profile.result import Profile as Profile
+    from packprop.applications.reports.profile.run import profile as profile
+    from packprop.compat.paths import distributed as distributed
+    from packprop.compat.paths import memory as memory
+    from packprop.engine.algebra import kronecker as kronecker
+    from packprop.engine.algebra.choices import algorithms as algorithms
+    from packprop.engine.clipped import ClippedGradients as ClippedGradients
+    from packprop.engine.clipped import clipped_gradients as clipped_gradients
+    from packprop.engine.context import backpack as backpack
+    from packprop.engine.curvature import products as products
+    from packprop.engine.distributed.statement import AllRanks as AllRanks
+    from packprop.engine.eager import eager_backward as eager_backward
+    from packprop.engine.functions.losses.description import register_loss as register_loss
+    from packprop.engine.functions.registry import register_use as register_use
+    from packprop.engine.memory.bytes import byte_text as byte_text
+    from packprop.engine.memory.live import LiveBytes as LiveBytes
+    from packprop.engine.memory.plan import Plan as Plan
+    from packprop.engine.memory.planning import plan as plan
+    from packprop.engine.recording.switch import disable as disable
+    from packprop.engine.recording.switch import extend as extend
+    from packprop.engine.recording.switch import record as record
+    from packprop.engine.recording.switch import restore as restore
+    from packprop.errors import BadInput as BadInput
+    from packprop.errors import PackpropError as PackpropError
+    from packprop.errors import PackpropWarning as PackpropWarning
+    from packprop.monitor import Monitor as Monitor
+    from packprop.store.reading import Store as Store
+    from packprop.store.reading import StoredArray as StoredArray
+    from packprop.store.writing import StoreWriter as StoreWriter
 
 # Older programs import from `distributed` and `memory`, tutorials for BackPACK from `custom_module`, `core` and
 # `utils`: these stand in compat/paths.
@@ -125,63 +134,7 @@ _MODULES = {
     "types": "packprop.types",
 }
 
-__all__ = [
-    "AllRanks",
-    "BadInput",
-    "Checkpoint",
-    "ClippedGradients",
-    "Comparison",
-    "CompiledStep",
-    "Coverage",
-    "Influence",
-    "LiveBytes",
-    "Monitor",
-    "PackpropError",
-    "PackpropWarning",
-    "Plan",
-    "Profile",
-    "Refinement",
-    "Result",
-    "Store",
-    "StoreWriter",
-    "StoredArray",
-    "algorithms",
-    "backpack",
-    "byte_text",
-    "clipped_gradients",
-    "compare",
-    "compat",
-    "compile",
-    "compute",
-    "coverage",
-    "disable",
-    "distributed",
-    "eager_backward",
-    "errors",
-    "examples",
-    "extend",
-    "extensions",
-    "functions",
-    "influence",
-    "kronecker",
-    "memory",
-    "monitor",
-    "operators",
-    "optimizer_curvature",
-    "plan",
-    "products",
-    "profile",
-    "record",
-    "register_loss",
-    "register_use",
-    "restore",
-    "self_influence",
-    "store",
-    "testing",
-    "token_influence",
-    "tracin",
-    "types",
-]
+__all__ = sorted({*_HOMES, *_MODULES})
 
 # Two threads that import modules which need each other would see halves of them. Names of `_MODULES` are
 # imported without it: packprop's own files ask for these while the locks of their modules are held.

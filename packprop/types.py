@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +35,7 @@ class Seed:
 
     kind: str
     mc_samples: int | None = None
-    generator: torch.Generator | None = field(default=None, compare=True)
+    generator: torch.Generator | None = None
     entrywise: bool = False
     entries: tuple[int, ...] | None = None
     by_token: bool = False

@@ -20,7 +20,7 @@ from typing import Any
 
 from packprop.compat import catalogue
 from packprop.compat.calls import keep_calls
-from packprop.compat.names import TABLE, Catalogue
+from packprop.compat.names import TABLE
 from packprop.errors import PackpropError, PackpropWarning
 
 __all__ = ["install", "is_installed", "uninstall"]
@@ -62,7 +62,7 @@ class _Finder(MetaPathFinder, Loader):
             return value
 
         for known, entry in TABLE[name].items():
-            if not isinstance(entry, Catalogue) or catalogue.is_available(entry.name):
+            if entry is not catalogue or catalogue.is_available(known):
                 look_up(known)
         module.__dict__["__all__"] = [known for known in TABLE[name] if not known.startswith("_")]
         module.__dict__["__getattr__"] = look_up
@@ -77,21 +77,19 @@ def _resolve(module: str, name: str) -> Any:
     """
     if f"{module}.{name}" in TABLE:
         return importlib.import_module(f"{module}.{name}")
-    value = TABLE[module].get(name)
-    if value is None and module == f"{ROOT}.extensions" and catalogue.is_available(name):
-        value = Catalogue(name)  # an extension that only packprop has
-    if isinstance(value, Catalogue):
-        if not catalogue.is_available(value.name):
-            raise Missing(
-                f"{name} of {module} was asked for, and resolves to packprop.",
-                f"packprop.extensions.{value.name}",
-                "this version of packprop does not have it",
-                "choose from " + ", ".join(sorted(filter(catalogue.is_available, TABLE[f"{ROOT}.extensions"]))),
-            )
-        return getattr(catalogue, value.name)
-    if value is None:
+    found = TABLE[module].get(name)
+    if found is None and module == f"{ROOT}.extensions" and catalogue.is_available(name):
+        found = catalogue  # for an extension that only packprop has
+    if found is None:
         raise AttributeError(f"module {module!r} (packprop.compat) has no attribute {name!r}")
-    return value
+    if found is catalogue and not catalogue.is_available(name):
+        raise Missing(
+            f"{name} of {module} was asked for, and resolves to packprop.",
+            f"packprop.extensions.{name}",
+            "this version of packprop does not have it",
+            "choose from " + ", ".join(sorted(filter(catalogue.is_available, TABLE[f"{ROOT}.extensions"]))),
+        )
+    return getattr(found, name) if isinstance(found, ModuleType) else found
 
 
 def _is_only_looked_for() -> bool:

@@ -16,6 +16,7 @@ loss module can be created in the line that calls it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from torch.nn.modules import loss
 from packprop.compat.custom_module.branching import Branch, Parallel
 from packprop.compat.custom_module.reduce_tuple import ReduceTuple
 from packprop.engine.graph import ReachedUse
-from packprop.engine.recording import graph_is_kept, is_recording_disabled, marks_of
+from packprop.engine.recording import graph_is_kept, is_recording_disabled, marks_of, nodes_above
 from packprop.engine.tensors import tensors_in, version
 from packprop.errors import PackpropError
 
@@ -65,22 +66,25 @@ class ModuleCall:
     """One call of an extended module, hung on the nodes that made its outputs.
 
     Args:
-        name: Name of its class.
+        kind: The class of the module.
         shapes: Shapes of its outputs.
         reference: The module.
-        held: Whether the tensors are kept although a backward pass frees the graph.
         order: Later calls have larger numbers.
-        kind: The class of the module.
         taken: A name for a tensor that the module itself uses for something else.
+        held: Whether the tensors are kept although a backward pass frees the graph.
     """
 
-    name: str
+    kind: type[nn.Module]
     shapes: list[torch.Size]
     reference: weakref.ref[nn.Module]
+    order: int
+    taken: str | None
     held: bool = False
-    order: int = 0
-    kind: type[nn.Module] = nn.Module
-    taken: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the class."""
+        return self.kind.__name__
 
     @property
     def module(self) -> nn.Module | None:
@@ -99,34 +103,15 @@ class ModuleCall:
             forget_call(module)
 
 
-class SavedTensor:
-    """A tensor that a module took or made, which must not change before the backward pass needs it."""
-
-    def __init__(self, tensor: Tensor, module: str) -> None:
-        self._tensor, self._module, self._before = tensor, module, version(tensor)
-
-    def __call__(self) -> Tensor:
-        """The tensor; raises if it was changed."""
-        if version(self._tensor) != self._before:
-            raise PackpropError(
-                "A per-sample quantity was asked for.",
-                f"an input of the call of {self._module}, of shape {list(self._tensor.shape)}",
-                "it was changed in place after the module had used it",
-                "use the out-of-place version of the operation that changes it, or clone it first; call "
-                "backward() before an optimizer's step",
-            )
-        return self._tensor
-
-
 @dataclass(eq=False)
 class _Kept:
-    """The tensors that a module keeps from its last call: its mark, its set attributes, their tensors."""
+    """A module's last call: its mark, the attributes that hold its tensors, and these with their versions."""
 
     call: ModuleCall | None
     names: list[str]
-    saved: list[SavedTensor]
+    versions: list[tuple[Tensor, int]]
 
-    def __reduce__(self) -> tuple[type[_Kept], tuple[None, list[str], list[SavedTensor]]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Take the tensors along in a saved module, as BackPACK does; the call is not its own."""
         return _Kept, (None, self.names, [])
 
@@ -164,11 +149,10 @@ def _keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     attributes = {f"input{place}": given for place, given in enumerate(args)} | {"output": outputs[0]}
     taken = next((name for name in attributes if hasattr(module, name)), None)
     shapes = [tensor.shape for tensor in outputs]
-    kind = type(module)
-    call = ModuleCall(kind.__name__, shapes, weakref.ref(module), order=next(_number), kind=kind, taken=taken)
+    call = ModuleCall(type(module), shapes, weakref.ref(module), next(_number), taken)
     if taken is None:
-        saved = [SavedTensor(t, call.name) for t in attributes.values() if isinstance(t, Tensor)]
-        module.__dict__.update(attributes, **{KEPT: _Kept(call, list(attributes), saved)})
+        versions = [(value, version(value)) for value in attributes.values() if isinstance(value, Tensor)]
+        module.__dict__.update(attributes, **{KEPT: _Kept(call, list(attributes), versions)})
     for index, tensor in enumerate(outputs):
         node = tensor.grad_fn
         assert node is not None
@@ -178,23 +162,17 @@ def _keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def calls_below(roots: Sequence[Tensor]) -> dict[ModuleCall, ReachedUse]:
-    """Yield every marked call between the roots of a backward pass and the leaves, the last one first."""
-    stack = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen, uses = set(stack), dict[ModuleCall, ReachedUse]()
-    while stack:
-        node = stack.pop()
+    """Return every marked call between the roots of a backward pass and the leaves, the last one first."""
+    uses: dict[ModuleCall, ReachedUse] = {}
+    for node in nodes_above(root.grad_fn for root in roots):
         for call, index, output in marks_of(node).get(CALL, ()):
             use = uses.setdefault(call, ReachedUse(call.name, [], call.shapes, is_end=True))
             use.nodes[index] = (node, output)
-        for upstream, _ in node.next_functions:
-            if upstream is not None and upstream not in seen:
-                seen.add(upstream)
-                stack.append(upstream)
     return {call: uses[call] for call in sorted(uses, key=lambda call: -call.order)}
 
 
-def require_kept(call: ModuleCall) -> None:
-    """Refuse a call whose tensors are no longer on its module, or were changed since."""
+def require_kept(call: ModuleCall) -> nn.Module:
+    """Return the module of a call; refuse one whose tensors are no longer there, or were changed since."""
     module = call.module
     kept = None if module is None else module.__dict__.get(KEPT)
     asked, where = f"An extension of your own for {call.name} was to run.", f"a module of type {call.name}"
@@ -205,21 +183,34 @@ def require_kept(call: ModuleCall) -> None:
             f"it has a part of its own called {call.taken!r}, where extensions look for a tensor of its call",
             "rename the part, or ask for an extension of packprop, which looks at functions",
         )
-    if kept is None or kept.call is not call:
+    if module is None or kept is None or kept.call is not call:
         raise PackpropError(
             asked,
             where,
             "it was called again since, or more than once in this graph, and keeps the tensors of one call",
             "call the module once before backward(), or give each place in the model a module of its own",
         )
-    for saved in kept.saved:
-        saved()
+    for tensor, before in kept.versions:
+        if version(tensor) != before:
+            raise PackpropError(
+                "A per-sample quantity was asked for.",
+                f"an input of the call of {call.name}, of shape {list(tensor.shape)}",
+                "it was changed in place after the module had used it",
+                "use the out-of-place version of the operation that changes it, or clone it first; call "
+                "backward() before an optimizer's step",
+            )
+    return module
+
+
+def kept_inputs(module: nn.Module) -> list[Any]:
+    """Return the inputs that a module keeps from its last call."""
+    kept = vars(module)
+    return [kept[name] for name in kept[KEPT].names[:-1]]
 
 
 def edge_key(tensor: Tensor) -> tuple[Any, int]:
     """Return a key that tells tensors of a graph apart, whatever object holds them."""
-    edge = get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
+    return get_gradient_edge(tensor)[:2]
 
 
 class InputGradients(Sequence["Tensor | None"]):
@@ -234,19 +225,9 @@ class InputGradients(Sequence["Tensor | None"]):
 
     def __init__(self, call: ModuleCall, gradients: Sequence[Tensor | None]) -> None:
         self.call, self._gradients = call, gradients
-        self._computed: tuple[Tensor | None, ...] | None = None
 
     def __len__(self) -> int:
-        return len(self._inputs())
-
-    def require_kept(self) -> None:
-        """Refuse a call whose tensors are no longer there."""
-        require_kept(self.call)
-
-    def _inputs(self) -> list[Any]:
-        self.require_kept()
-        kept = vars(self.call.module)
-        return [kept[name] for name in kept[KEPT].names[:-1]]
+        return len(kept_inputs(require_kept(self.call)))
 
     @overload
     def __getitem__(self, place: int) -> Tensor | None: ...
@@ -254,15 +235,18 @@ class InputGradients(Sequence["Tensor | None"]):
     def __getitem__(self, place: slice) -> tuple[Tensor | None, ...]: ...
 
     def __getitem__(self, place: int | slice) -> Tensor | tuple[Tensor | None, ...] | None:
-        if self._computed is None:
-            self._computed = self._compute()
         return self._computed[place]
 
-    def _compute(self) -> tuple[Tensor | None, ...]:
-        inputs = self._inputs()
-        wanted = [place for place, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
-        edges = [get_gradient_edge(inputs[place]) for place in wanted]
-        if len({edge_key(inputs[place]) for place in wanted}) < len(wanted):
+    @functools.cached_property
+    def _computed(self) -> tuple[Tensor | None, ...]:
+        module = require_kept(self.call)
+        inputs = kept_inputs(module)
+        edges = {
+            place: get_gradient_edge(given)
+            for place, given in enumerate(inputs)
+            if isinstance(given, Tensor) and given.requires_grad
+        }
+        if len({edge[:2] for edge in edges.values()}) < len(edges):
             raise PackpropError(
                 "The gradients at the inputs of a module were asked for.",
                 f"a module of type {self.call.name}",
@@ -270,13 +254,13 @@ class InputGradients(Sequence["Tensor | None"]):
                 "pass a clone of the tensor for each input",
             )
         # an input may have been computed from another one: no gradient may flow on through it
-        stops = [edge.node.register_prehook(_stop) for edge in edges] if len(edges) > 1 else []
+        stops = [edge.node.register_prehook(_stop) for edge in edges.values()] if len(edges) > 1 else []
         gradients: Sequence[Tensor | None] = ()
         try:
             if edges:
                 gradients = torch.autograd.grad(
-                    vars(self.call.module)["output"],
-                    edges,
+                    vars(module)["output"],
+                    list(edges.values()),
                     self._gradients[0],
                     retain_graph=True,
                     create_graph=torch.is_grad_enabled(),
@@ -285,7 +269,7 @@ class InputGradients(Sequence["Tensor | None"]):
         finally:
             for stop in stops:
                 stop.remove()
-        by_place = dict(zip(wanted, gradients, strict=True))
+        by_place = dict(zip(edges, gradients, strict=True))
         return tuple(by_place.get(place) for place in range(len(inputs)))
 
 

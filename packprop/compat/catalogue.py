@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from packprop import extensions
 from packprop.compat.options import BackpropStrategy, Curvature, ExpectationApproximation, LossHessianStrategy
 from packprop.compat.own import (
+    FAIL_SILENT,
     BackpropExtension,
     FirstOrderBackpropExtension,
-    ModuleExtension,
     SecondOrderBackpropExtension,
     Unsupported,
 )
@@ -32,23 +31,22 @@ class Catalogued(BackpropExtension):
     the columns of the root of the GGN at the module's output, ``[v, n, *y]``.
     """
 
+    rows: Sequence[Row]
+    subsampling: Sequence[int] | None
+    mc_samples: int  # of extensions with draws alone
+    _fail_mode = FAIL_SILENT
+
     def get_subsampling(self) -> list[int] | None:
         """Return the indices of the samples; ``None`` for all."""
-        chosen = getattr(self, "subsampling", None)
-        return None if chosen is None else list(chosen)
+        return None if self.subsampling is None else list(self.subsampling)
 
     def get_num_mc_samples(self) -> int:
         """Number of Monte Carlo draws."""
-        count: int = getattr(self, "mc_samples")  # noqa: B009  # only extensions with draws have it
-        return count
+        return self.mc_samples
 
     def expects_backpropagation_quantities(self) -> bool:
         """Tell whether it needs more than inputs and the gradient."""
-        return any(row.seed.kind not in ("none", "gradient") for row in self._rows)
-
-    @property
-    def _rows(self) -> Sequence[Row]:
-        return self.rows if isinstance(self, Extension) else ()
+        return any(row.seed.kind not in ("none", "gradient") for row in self.rows)
 
     @property
     def seed(self) -> Seed:
@@ -57,7 +55,7 @@ class Catalogued(BackpropExtension):
         Raises:
             Unsupported: If it has no columns that module extensions could get.
         """
-        for row in self._rows:
+        for row in self.rows:
             if row.seed.kind == "ggn":
                 return dataclasses.replace(row.seed, entrywise=row.seed.mc_samples is None)
         raise Unsupported(
@@ -66,14 +64,6 @@ class Catalogued(BackpropExtension):
             "what it propagates back are not columns of a root",
             "leave the module extension out: packprop differentiates the module by autograd",
         )
-
-    def extension_for(self, module: nn.Module) -> ModuleExtension | None:
-        """Return the module extension that runs on a module, if its class has one."""
-        return self.module_extensions.get(type(module))
-
-
-def _strategy(extension: Catalogued) -> str:
-    return LossHessianStrategy.EXACT if extension.seed.mc_samples is None else LossHessianStrategy.SAMPLING
 
 
 class FirstOrder(Catalogued, FirstOrderBackpropExtension):
@@ -90,7 +80,7 @@ class GGNRoot(SecondOrder):
     @property
     def loss_hessian_strategy(self) -> str:
         """Return ``"exact"`` or ``"sampling"``."""
-        return _strategy(self)
+        return LossHessianStrategy.EXACT if self.seed.mc_samples is None else LossHessianStrategy.SAMPLING
 
     def get_loss_hessian_strategy(self) -> str:
         """Return ``"exact"`` or ``"sampling"``."""
@@ -104,62 +94,53 @@ class GGNRoot(SecondOrder):
 class Kronecker(SecondOrder):
     """The accessors of extensions with Kronecker factors; those of ``HBP`` are arguments."""
 
-    curv_type: Any = Curvature.GGN
+    curv_type: str = Curvature.GGN
     loss_hessian_strategy: Any = LossHessianStrategy.SUM
-    backprop_strategy: Any = BackpropStrategy.BATCH_AVERAGE
-    ea_strategy: Any = ExpectationApproximation.BOTEV_MARTENS
+    backprop_strategy: str = BackpropStrategy.BATCH_AVERAGE
+    ea_strategy: str = ExpectationApproximation.BOTEV_MARTENS
 
     def get_curv_type(self) -> str:
         """Return the name of the matrix."""
-        chosen: str = self.curv_type
-        return chosen
+        return self.curv_type
 
     def get_loss_hessian_strategy(self) -> str:
         """Return the representation of the loss's Hessian."""
-        chosen: str = self.loss_hessian_strategy
-        return chosen
+        return str(self.loss_hessian_strategy)
 
     def get_backprop_strategy(self) -> str:
         """Return the propagated quantity."""
-        chosen: str = self.backprop_strategy
-        return chosen
+        return self.backprop_strategy
 
     def get_ea_strategy(self) -> str:
         """Return the place of means over samples."""
-        chosen: str = self.ea_strategy
-        return chosen
+        return self.ea_strategy
 
 
-class KroneckerRoot(Kronecker):
+class KroneckerRoot(GGNRoot, Kronecker):
     """The class of extensions with Kronecker factors from columns of the GGN's root."""
 
     backprop_strategy = BackpropStrategy.SQRT
-
-    @property
-    def loss_hessian_strategy(self) -> str:
-        """Return ``"exact"`` or ``"sampling"``."""
-        return _strategy(self)
-
-    accumulate_backpropagated_quantities = GGNRoot.accumulate_backpropagated_quantities
 
 
 class PositiveCurvature(SecondOrder):
     """The accessors of products with the positive-curvature Hessian."""
 
-    modify: Any
+    modify: str
 
     def get_modification_mode(self) -> str:
         """Return the treatment of negative curvature."""
-        chosen: str = self.modify
-        return chosen
+        return self.modify
 
 
-FIRST_ORDER = ("BatchDotGrad", "BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance")
-HBP_FAMILY = ("KFAC", "KFLR", "KFRA")
+FIRST_ORDER = ("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance")
+DIAG_GGN = ("BatchDiagGGNExact", "BatchDiagGGNMC", "DiagGGNExact", "DiagGGNMC")
+DIAG_HESSIAN = ("BatchDiagHessian", "DiagHessian")
+KRONECKER = ("HBP", "KFAC", "KFLR", "KFRA")
+SQRT_GGN = ("SqrtGGNExact", "SqrtGGNMC")
+PRODUCTS = ("GGNMP", "HMP", "PCHMP")
 BASES: dict[str, type[Catalogued]] = {
-    **dict.fromkeys(FIRST_ORDER, FirstOrder),
-    **dict.fromkeys(("DiagGGNExact", "DiagGGNMC", "BatchDiagGGNExact", "BatchDiagGGNMC"), GGNRoot),
-    **dict.fromkeys(("SqrtGGNExact", "SqrtGGNMC"), GGNRoot),
+    **dict.fromkeys((*FIRST_ORDER, "BatchDotGrad"), FirstOrder),
+    **dict.fromkeys((*DIAG_GGN, *SQRT_GGN), GGNRoot),
     **dict.fromkeys(("HBP", "KFRA"), Kronecker),
     **dict.fromkeys(("KFAC", "KFLR"), KroneckerRoot),
     "PCHMP": PositiveCurvature,
@@ -205,7 +186,7 @@ def _with_module_extensions(name: str) -> type:
     content = {"__module__": __name__, "__doc__": original.__doc__, "__post_init__": take_subset}
     made = meta(name, (original, BASES.get(name, SecondOrder)), content)
     if isinstance(made, abc.ABCMeta):  # in BackPACK they are subclasses
-        for other in filter(is_available, HBP_FAMILY):
+        for other in filter(is_available, set(KRONECKER) - {name}):
             made.register(_with_module_extensions(other))
     return made
 

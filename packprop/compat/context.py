@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 
 from packprop.compat.calls import (
-    ModuleCall,
     are_calls_kept,
     calls_below,
     forget_call,
@@ -70,9 +68,7 @@ class disable:  # noqa: N801  # the older library's name
     def __enter__(self) -> None:
         self._stack.enter_context(switch.disable())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._stack.close()
 
     @staticmethod
@@ -132,23 +128,22 @@ class backpack(Backpack):  # noqa: N801  # the older library's name
             return
         self._drawn.clear()  # of a pass that failed
         start = Start(run.roots, run.gradients, run.create_graph, self.extensions, self._drawn)
-        calls: list[ModuleCall] = []
+        # also without extensions for modules: extension hooks read kept tensors
+        calls = calls_below(run.roots) if are_calls_kept() else {}
         self._overrides = []
-        if are_calls_kept() and self._own:
+        if self._own:
             done = None if self.extensions else self.extension_hook
             hooks = hooks_below(run.roots)
-            called = [call.module for call in calls_below(run.roots)]
-            require_unsharded([module for module in called if module is not None], hooks)
+            alive = [module for call in calls if (module := call.module) is not None]  # until the pass is over
+            require_unsharded(alive, hooks)
             with hooks.quiet():
-                calls, self._overrides = run_on_modules(start, self._own, done)
+                self._overrides = run_on_modules(start, calls, self._own, done)
             users_pass = backward
 
             def backward() -> None:
                 with hooks.refusing_changes(changed_gradient):
                     users_pass()
 
-        elif are_calls_kept():  # extension hooks also read kept tensors
-            calls = list(calls_below(run.roots))
         if self._without_samples:
             with hooks_below(run.roots).quiet():
                 self._overrides += values_of_nothing(start.graph, self._without_samples)

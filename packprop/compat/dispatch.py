@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from packprop.compat.calls import (
     InputGradients,
     ModuleCall,
-    are_calls_kept,
-    calls_below,
     is_loss_class,
+    require_kept,
 )
 from packprop.compat.catalogue import Catalogued
 from packprop.compat.own import BackpropExtension, Unsupported
@@ -66,34 +66,49 @@ class Start:
                 self.drawn[other] = columns(self.graph, other, self.create_graph)
         return self.drawn[seed]
 
+    def swept(
+        self, edges: Sequence[GradientEdge], seeds: Sequence[Tensor], uses: Sequence[ReachedUse]
+    ) -> dict[ReachedUse, list[Tensor | None]]:
+        """Pull one column back from some edges: return the cotangents at uses, with one column in front."""
+        cotangents: dict[ReachedUse, list[Tensor | None]] = {}
+        sweep(edges, seeds, uses, cotangents.__setitem__, SweepOptions(create_graph=self.create_graph))
+        return cotangents
+
 
 def run_on_modules(
-    start: Start, extensions: Sequence[BackpropExtension], done: Callable[[nn.Module], Any] | None
-) -> tuple[list[ModuleCall], Overrides]:
+    start: Start,
+    calls: Mapping[ModuleCall, ReachedUse],
+    extensions: Sequence[BackpropExtension],
+    done: Callable[[nn.Module], Any] | None,
+) -> Overrides:
     """Run extensions on every call of a module that a backward pass will reach, before it does.
 
     Args:
         start: The start of the pass.
+        calls: The calls that were kept, the last one first.
         extensions: In the order in which they run on each module.
         done: A function to call with each module after all extensions have run on it.
 
     Returns:
-        The calls, and values that replace those of packprop's own extensions.
+        Values that replace those of packprop's own extensions.
 
     Raises:
         PackpropError: If no call was kept.
     """
-    calls = calls_below(start.roots)
     if not calls:
         raise PackpropError(
             "A backward pass with extensions for single modules was started.",
             "the tensor that backward() was called on",
-            "no call of an extended module was kept on its graph"
-            + ("" if are_calls_kept() else ": no such extension had been defined when the forward pass ran"),
+            "no call of an extended module was kept on its graph",
             "define the classes of extensions first, then extend the model and the loss, then run the forward "
             "pass, outside of disable()",
         )
-    cotangents = _cotangents(start, list(calls.values()))
+    edges = [get_gradient_edge(root) for root in start.roots]
+    seeds = [
+        torch.ones_like(root) if gradient is None else gradient
+        for root, gradient in zip(start.roots, start.gradients, strict=True)
+    ]
+    cotangents = start.swept(edges, seeds, list(calls.values()))
     with torch.set_grad_enabled(start.create_graph), _saving(extensions):
         for extension in extensions:
             given = _columns_for(extension, calls, start)
@@ -104,28 +119,19 @@ def run_on_modules(
                 _require_unneeded(call, extensions)
             elif use in cotangents:
                 g_out = tuple(None if cotangent is None else cotangent[0] for cotangent in cotangents.pop(use))
-                _run_on_call(call, module, g_out, extensions)
+                g_inp = InputGradients(call, g_out)
+                for extension in extensions:
+                    if type(extension).__call__ is not BackpropExtension.__call__:
+                        require_kept(call)
+                    extension(module, g_inp, g_out)
                 if done is not None:
                     done(module)
-        overrides = [
+        return [
             (parameter, extension.savefield, value)
             for extension in extensions
             if isinstance(extension, Catalogued)
             for parameter, value in extension.__dict__["_saved"]
         ]
-    return list(calls), overrides
-
-
-def _cotangents(start: Start, uses: Sequence[ReachedUse]) -> dict[ReachedUse, list[Tensor | None]]:
-    """Return gradients of the loss at the outputs of calls, each with one column in front."""
-    cotangents: dict[ReachedUse, list[Tensor | None]] = {}
-    edges = [torch.autograd.graph.get_gradient_edge(root) for root in start.roots]
-    seeds = [
-        torch.ones_like(root) if gradient is None else gradient
-        for root, gradient in zip(start.roots, start.gradients, strict=True)
-    ]
-    sweep(edges, seeds, uses, cotangents.__setitem__, SweepOptions(create_graph=start.create_graph))
-    return cotangents
 
 
 @contextlib.contextmanager
@@ -139,19 +145,6 @@ def _saving(extensions: Sequence[BackpropExtension]) -> Iterator[None]:
         for extension in extensions:
             extension.__dict__["saved_quantities"] = SavedQuantities()
             extension.__dict__["_saved"] = []
-
-
-def _run_on_call(
-    call: ModuleCall,
-    module: nn.Module,
-    g_out: tuple[Tensor | None, ...],
-    extensions: Sequence[BackpropExtension],
-) -> None:
-    g_inp = InputGradients(call, g_out)
-    for extension in extensions:
-        if type(extension).__call__ is not BackpropExtension.__call__:
-            g_inp.require_kept()
-        extension(module, g_inp, g_out)
 
 
 def _require_unneeded(call: ModuleCall, extensions: Sequence[BackpropExtension]) -> None:
@@ -178,9 +171,17 @@ def _columns_for(
     if not isinstance(extension, Catalogued) and any(map(is_loss_class, known)):
         return None
     wanted = [use for call, use in calls.items() if type(call.module) in known and 0 in use.nodes]
-    columns_of = _ggn_columns(extension, wanted, start)
-    samples = start.graph.samples
-    subsampling = extension.get_subsampling()
+    seed = extension.seed if isinstance(extension, Catalogued) else ENTRYWISE
+    columns_of: dict[ReachedUse, list[Tensor]] = {use: [] for use in wanted}
+    for group in start.columns(seed):
+        for number in range(group.count):
+            seeds = [chunk[0] for chunk in group.chunk(number, number + 1)]
+            cotangents = start.swept(group.edges, seeds, wanted)
+            for use, pieces in columns_of.items():
+                cotangent = cotangents.get(use, [None])[0]
+                zeros = start.roots[0].new_zeros(1, *use.shapes[0])
+                pieces.append(zeros if cotangent is None else cotangent)
+    samples, subsampling = start.graph.samples, extension.get_subsampling()
     result: dict[Any, Tensor] = {}
     for use, pieces in columns_of.items():
         stacked = torch.cat(pieces)
@@ -195,22 +196,3 @@ def _columns_for(
             stacked = stacked[:, subsampling]
         result[use.nodes[0]] = stacked
     return result
-
-
-def _ggn_columns(
-    extension: BackpropExtension, wanted: Sequence[ReachedUse], start: Start
-) -> dict[ReachedUse, list[Tensor]]:
-    """Yield the columns of the GGN's root at the outputs of modules, one by one."""
-    seed = extension.seed if isinstance(extension, Catalogued) else ENTRYWISE
-    columns_of: dict[ReachedUse, list[Tensor]] = {use: [] for use in wanted}
-    for group in start.columns(seed):
-        for number in range(group.count):
-            seeds = [chunk[0] for chunk in group.chunk(number, number + 1)]
-            cotangents: dict[ReachedUse, list[Tensor | None]] = {}
-            options = SweepOptions(create_graph=start.create_graph)
-            sweep(group.edges, seeds, wanted, cotangents.__setitem__, options)
-            for use in wanted:
-                cotangent = cotangents.get(use, [None])[0]
-                zeros = start.roots[0].new_zeros(1, *use.shapes[0])
-                columns_of[use].append(zeros if cotangent is None else cotangent)
-    return columns_of

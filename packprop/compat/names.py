@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from torch import fx, nn
 
 from packprop import examples
-from packprop.compat import context, helpers, hessianfree, options, own, saved_quantities
+from packprop.compat import catalogue, context, helpers, hessianfree, options, own, saved_quantities
 from packprop.compat.calls import TRANSPARENT, is_loss_class
+from packprop.compat.catalogue import DIAG_GGN, DIAG_HESSIAN, FIRST_ORDER, KRONECKER, PRODUCTS, SQRT_GGN
 from packprop.compat.custom_module.branching import Branch, Parallel, SumModule
 from packprop.compat.custom_module.pad import Pad
 from packprop.compat.custom_module.permute import Permute
@@ -43,46 +44,29 @@ def is_no_op(module: nn.Module) -> bool:
     return isinstance(module, TRANSPARENT)
 
 
-@dataclass(frozen=True)
-class Catalogue:
-    """An extension of the catalogue, looked up on access."""
-
-    name: str
-
-
-FIRST_ORDER = ("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance")
-DIAG_GGN = ("BatchDiagGGNExact", "BatchDiagGGNMC", "DiagGGNExact", "DiagGGNMC")
-DIAG_HESSIAN = ("BatchDiagHessian", "DiagHessian")
-KRONECKER = ("HBP", "KFAC", "KFLR", "KFRA")
-SQRT_GGN = ("SqrtGGNExact", "SqrtGGNMC")
-PRODUCTS = ("GGNMP", "HMP", "PCHMP")
 SECOND_ORDER = (*DIAG_GGN, *DIAG_HESSIAN, *KRONECKER, *SQRT_GGN)
 
 
-def _catalogue(*names: str) -> dict[str, Any]:
-    return {name: Catalogue(name) for name in names}
+def _names(owner: ModuleType, *names: str) -> dict[str, Any]:
+    """Return the part of a table that sends these names to their owner."""
+    return dict.fromkeys(names, owner)
 
 
-def _named(owner: Any, *names: str) -> dict[str, Any]:
-    return {name: getattr(owner, name) for name in names}
-
-
-_STRATEGIES = _named(options, "BackpropStrategy", "ExpectationApproximation", "LossHessianStrategy")
-_FAIL_MODES = _named(own, "FAIL_ERROR", "FAIL_SILENT", "FAIL_WARN")
+_STRATEGIES = _names(options, "BackpropStrategy", "ExpectationApproximation", "LossHessianStrategy")
 
 TABLE: Mapping[str, Mapping[str, Any]] = {
     "backpack": {
-        **_named(
+        **_names(
             context, "CTX", "backpack", "convert_module_to_backpack", "disable", "extend", "memory_cleanup"
         ),
         "BackpropExtension": own.BackpropExtension,
         "is_no_op": is_no_op,
         "no_op": context.no_op,
     },
-    "backpack.context": _named(context, "CTX"),
+    "backpack.context": _names(context, "CTX"),
     "backpack.core": {},
     "backpack.core.derivatives": {},
-    "backpack.core.derivatives.convnd": _named(options, "weight_jac_t_save_memory"),
+    "backpack.core.derivatives.convnd": _names(options, "weight_jac_t_save_memory"),
     "backpack.custom_module": {},
     "backpack.custom_module.branching": {"Parallel": Parallel, "SumModule": SumModule, "_Branch": Branch},
     "backpack.custom_module.graph_utils": {
@@ -94,50 +78,51 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
     "backpack.custom_module.reduce_tuple": {"ReduceTuple": ReduceTuple},
     "backpack.custom_module.scale_module": {"ScaleModule": ScaleModule},
     "backpack.custom_module.slicing": {"Slicing": Slicing},
-    "backpack.extensions": _catalogue(*FIRST_ORDER, *SECOND_ORDER, *PRODUCTS),
-    "backpack.extensions.backprop_extension": {"BackpropExtension": own.BackpropExtension, **_FAIL_MODES},
-    "backpack.extensions.curvature": _named(options, "Curvature", "ResidualModifications"),
-    "backpack.extensions.curvmatprod": _catalogue(*PRODUCTS),
-    "backpack.extensions.curvmatprod.ggnmp": _catalogue("GGNMP"),
-    "backpack.extensions.curvmatprod.hmp": _catalogue("HMP"),
-    "backpack.extensions.curvmatprod.pchmp": _catalogue("PCHMP"),
-    "backpack.extensions.firstorder": _catalogue(*FIRST_ORDER),
-    "backpack.extensions.firstorder.base": _named(
+    "backpack.extensions": _names(catalogue, *FIRST_ORDER, *SECOND_ORDER, *PRODUCTS),
+    "backpack.extensions.backprop_extension": _names(
+        own, "BackpropExtension", "FAIL_ERROR", "FAIL_SILENT", "FAIL_WARN"
+    ),
+    "backpack.extensions.curvature": _names(options, "Curvature", "ResidualModifications"),
+    "backpack.extensions.curvmatprod": _names(catalogue, *PRODUCTS),
+    "backpack.extensions.curvmatprod.ggnmp": _names(catalogue, "GGNMP"),
+    "backpack.extensions.curvmatprod.hmp": _names(catalogue, "HMP"),
+    "backpack.extensions.curvmatprod.pchmp": _names(catalogue, "PCHMP"),
+    "backpack.extensions.firstorder": _names(catalogue, *FIRST_ORDER),
+    "backpack.extensions.firstorder.base": _names(
         own, "FirstOrderBackpropExtension", "FirstOrderModuleExtension"
     ),
-    "backpack.extensions.firstorder.batch_grad": _catalogue("BatchGrad"),
-    "backpack.extensions.firstorder.batch_l2_grad": _catalogue("BatchL2Grad"),
-    "backpack.extensions.firstorder.sum_grad_squared": _catalogue("SumGradSquared"),
-    "backpack.extensions.firstorder.variance": _catalogue("Variance"),
-    "backpack.extensions.module_extension": _named(own, "ModuleExtension"),
-    "backpack.extensions.saved_quantities": _named(saved_quantities, "SavedQuantities"),
-    "backpack.extensions.secondorder": _catalogue(*SECOND_ORDER),
-    "backpack.extensions.secondorder.base": _named(own, "SecondOrderBackpropExtension"),
-    "backpack.extensions.secondorder.diag_ggn": _catalogue(*DIAG_GGN),
-    "backpack.extensions.secondorder.diag_hessian": _catalogue(*DIAG_HESSIAN),
-    "backpack.extensions.secondorder.hbp": {**_catalogue(*KRONECKER), **_STRATEGIES},
+    "backpack.extensions.firstorder.batch_grad": _names(catalogue, "BatchGrad"),
+    "backpack.extensions.firstorder.batch_l2_grad": _names(catalogue, "BatchL2Grad"),
+    "backpack.extensions.firstorder.sum_grad_squared": _names(catalogue, "SumGradSquared"),
+    "backpack.extensions.firstorder.variance": _names(catalogue, "Variance"),
+    "backpack.extensions.module_extension": _names(own, "ModuleExtension"),
+    "backpack.extensions.saved_quantities": _names(saved_quantities, "SavedQuantities"),
+    "backpack.extensions.secondorder": _names(catalogue, *SECOND_ORDER),
+    "backpack.extensions.secondorder.base": _names(own, "SecondOrderBackpropExtension"),
+    "backpack.extensions.secondorder.diag_ggn": _names(catalogue, *DIAG_GGN),
+    "backpack.extensions.secondorder.diag_hessian": _names(catalogue, *DIAG_HESSIAN),
+    "backpack.extensions.secondorder.hbp": {**_names(catalogue, *KRONECKER), **_STRATEGIES},
     "backpack.extensions.secondorder.hbp.hbp_options": _STRATEGIES,
-    "backpack.extensions.secondorder.sqrt_ggn": _catalogue(*SQRT_GGN),
+    "backpack.extensions.secondorder.sqrt_ggn": _names(catalogue, *SQRT_GGN),
     "backpack.hessianfree": {},
-    "backpack.hessianfree.ggnvp": _named(hessianfree, "ggn_vector_product", "ggn_vector_product_from_plist"),
-    "backpack.hessianfree.hvp": _named(hessianfree, "hessian_vector_product"),
-    "backpack.hessianfree.lop": _named(hessianfree, "L_op", "transposed_jacobian_vector_product"),
-    "backpack.hessianfree.rop": _named(hessianfree, "R_op", "jacobian_vector_product"),
+    "backpack.hessianfree.ggnvp": _names(hessianfree, "ggn_vector_product", "ggn_vector_product_from_plist"),
+    "backpack.hessianfree.hvp": _names(hessianfree, "hessian_vector_product"),
+    "backpack.hessianfree.lop": _names(hessianfree, "L_op", "transposed_jacobian_vector_product"),
+    "backpack.hessianfree.rop": _names(hessianfree, "R_op", "jacobian_vector_product"),
     "backpack.utils": {},
-    "backpack.utils.convert_parameters": _named(helpers, "vector_to_parameter_list"),
+    "backpack.utils.convert_parameters": _names(helpers, "vector_to_parameter_list"),
     "backpack.utils.examples": {
-        "autograd_diag_ggn_exact": helpers.autograd_diag_ggn_exact,
+        **_names(helpers, "autograd_diag_ggn_exact", "load_mnist_dataset"),
         "get_mnist_dataloader": examples.mnist_loader,
-        "load_mnist_dataset": helpers.load_mnist_dataset,
         "load_one_batch_mnist": examples.load_one_batch_mnist,
     },
     "backpack.utils.hooks": {"no_op": context.no_op},
-    "backpack.utils.kroneckers": _named(
+    "backpack.utils.kroneckers": _names(
         helpers,
         *("apply_inv_kfac_mat_prod", "apply_kfac_mat_prod", "inv_kfac_mat_prod", "inv_kfacs"),
         *("is_matrix", "is_vector", "kfac_mat_prod", "kfacs_to_mat", "two_kfacs_to_mat"),
     ),
     "backpack.utils.module_classification": {"is_loss": is_loss, "is_nll": is_nll, "is_no_op": is_no_op},
-    "backpack.utils.subsampling": _named(context, "subsample"),
+    "backpack.utils.subsampling": _names(context, "subsample"),
 }
-"""For each module and name, the object or ``Catalogue`` entry that it stands for."""
+"""For each module and name, the object that it stands for, or the module here that has it under this name."""

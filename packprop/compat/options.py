@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -168,18 +168,17 @@ class weight_jac_t_save_memory:  # noqa: N801  # the older library's name
     _SAVE_MEMORY = False
 
     def __init__(self, save_memory: bool = True) -> None:
-        self._chosen, self._before = save_memory, False
-        self._forced: AbstractContextManager[None] = nullcontext()
+        self._chosen, self._stack = save_memory, ExitStack()
 
     def __enter__(self) -> None:
-        self._before = weight_jac_t_save_memory._SAVE_MEMORY
-        weight_jac_t_save_memory._SAVE_MEMORY = self._chosen
-        self._forced = algorithms(convolutions="groups") if self._chosen else nullcontext()
-        self._forced.__enter__()
+        kind = weight_jac_t_save_memory
+        self._stack.callback(setattr, kind, "_SAVE_MEMORY", kind._SAVE_MEMORY)
+        kind._SAVE_MEMORY = self._chosen
+        if self._chosen:
+            self._stack.enter_context(algorithms(convolutions="groups"))
 
     def __exit__(self, *error: Any) -> None:
-        self._forced.__exit__(*error)
-        weight_jac_t_save_memory._SAVE_MEMORY = self._before
+        self._stack.close()
 
     @staticmethod
     def is_saving() -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from packprop.compat.calls import InputGradients, edge_key, is_loss_class, keep_calls
+from packprop.compat.calls import InputGradients, edge_key, is_loss_class, keep_calls, kept_inputs, require_kept
 from packprop.compat.saved_quantities import SavedQuantities
 from packprop.errors import BadInput, PackpropError
 
@@ -26,13 +26,16 @@ class Unsupported(PackpropError, NotImplementedError):
     """Raised if an extension does not know a module; a ``NotImplementedError``, as in BackPACK."""
 
 
-def _keep_calls_for(cls: type) -> None:
-    """Make forward passes keep calls from now on, if a class is defined outside of packprop."""
-    if not f"{cls.__module__}.".startswith(PACKAGE):
-        keep_calls()
+class _KeepsCalls:
+    """Makes forward passes keep calls as soon as a subclass is defined outside of packprop."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not f"{cls.__module__}.".startswith(PACKAGE):
+            keep_calls()
 
 
-class ModuleExtension:
+class ModuleExtension(_KeepsCalls):
     """The work of an extension on one class of modules.
 
     It has one method for each name in ``params``, which takes the arguments of ``backpropagate`` and returns
@@ -56,10 +59,6 @@ class ModuleExtension:
                     "the class has no method of this name",
                     f"def {name}(self, extension, module, g_inp, g_out, bpQuantities): return a value to save",
                 )
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        _keep_calls_for(cls)
 
     def backpropagate(
         self,
@@ -120,11 +119,8 @@ class ModuleExtension:
     def _propagate(
         self, extension: BackpropExtension, module: nn.Module, g_inp: Any, g_out: Any, arriving: Any
     ) -> None:
-        number, inputs = 0, []
-        while (given := vars(module).get(f"input{number}")) is not None:
-            if isinstance(given, Tensor) and given.requires_grad:
-                inputs.append(given)
-            number += 1
+        given = kept_inputs(module)
+        inputs = [each for each in given if isinstance(each, Tensor) and each.requires_grad]
         if not inputs:
             return
         value = self.backpropagate(extension, module, g_inp, g_out, arriving)
@@ -138,7 +134,7 @@ class FirstOrderModuleExtension(ModuleExtension):
     """A module extension that needs gradients alone."""
 
 
-class BackpropExtension:
+class BackpropExtension(_KeepsCalls):
     """An extension that consists of module extensions, one for each class of modules.
 
     Args:
@@ -175,10 +171,6 @@ class BackpropExtension:
         self._fail_mode = fail_mode
         self._subsampling = subsampling
         self.saved_quantities = SavedQuantities()
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        _keep_calls_for(cls)
 
     @property
     def module_extensions(self) -> dict[type[nn.Module], ModuleExtension]:
@@ -256,7 +248,7 @@ class BackpropExtension:
         extension = self.extension_for(module)
         if extension is not None:
             if isinstance(g_inp, InputGradients):
-                g_inp.require_kept()
+                require_kept(g_inp.call)
             extension(self, module, g_inp, g_out)
 
     def save(self, parameter: Tensor, value: Any, where: str) -> None:

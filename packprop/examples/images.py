@@ -7,6 +7,7 @@ import gzip
 import math
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from packprop.engine.tensors import LossFunction
 from packprop.errors import BadInput, PackpropError, PackpropWarning, install
 
 MNIST_FOLDER = "PACKPROP_MNIST"
@@ -235,16 +237,28 @@ def digits(seed: int = 0, epochs: int = 5, batch_size: int = 64) -> tuple[nn.Mod
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = SmallResNet()
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        steps = epochs * -(-len(images) // batch_size)
-        # with a rate that falls to zero, the last steps hardly change the result
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(steps, 1))
-        for _ in range(epochs):
-            for chosen in torch.randperm(len(images)).split(batch_size):
-                optimizer.zero_grad()
-                loss(model(images[chosen]), classes[chosen]).backward()
-                optimizer.step()
-                schedule.step()
+        batches = [batch for _ in range(epochs) for batch in torch.randperm(len(images)).split(batch_size)]
+    train(model, loss, (images, classes), batches)
+    return model, loss, TensorDataset(images, classes)
+
+
+def train(model: nn.Module, loss: LossFunction, data: tuple[Tensor, Tensor], batches: Sequence[Tensor]) -> None:
+    """Train a model, and leave it in evaluation mode without gradients.
+
+    Args:
+        model: The model.
+        loss: Maps outputs and targets to one number.
+        data: Inputs and targets.
+        batches: The indices of the samples of each step.
+    """
+    inputs, targets = data
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    # with a rate that falls to zero, the last steps hardly change the result
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(len(batches), 1))
+    for chosen in batches:
+        optimizer.zero_grad()
+        loss(model(inputs[chosen]), targets[chosen]).backward()
+        optimizer.step()
+        schedule.step()
     model.eval()
     model.zero_grad()
-    return model, loss, TensorDataset(images, classes)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from packprop.errors import PackpropError
+from packprop.examples.images import train
 
 OTHER = "·"
 """The sign for a character that has no token of its own."""
@@ -137,16 +138,8 @@ def language_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = SmallTransformer()
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(steps, 1))
-        for _ in range(steps):
-            chosen = torch.randint(len(inputs), (batch_size,))
-            optimizer.zero_grad()
-            token_cross_entropy(model(inputs[chosen]), targets[chosen]).backward()
-            optimizer.step()
-            schedule.step()
-    model.eval()
-    model.zero_grad()
+        batches = [torch.randint(len(inputs), (batch_size,)) for _ in range(steps)]
+    train(model, token_cross_entropy, (inputs, targets), batches)
     kept = torch.linspace(0, len(inputs) - 1, min(samples, len(inputs))).long()
     return model, token_cross_entropy, TensorDataset(inputs[kept], targets[kept])
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
+from packprop.engine.algebra.monoid import CAT
 from packprop.extensions.arguments import require_one_of
 from packprop.types import Extension, Row
 
@@ -21,19 +22,28 @@ Per = Literal["sample", "token"]
 """The units that have rows of their own."""
 
 
-def save_by_token(extension: Extension, per: Per) -> None:
-    """Check ``per``, and give quantities of tokens their own attribute: that of samples and ``_token``.
+class ByUnit(Extension):
+    """An extension with rows for samples, or for tokens; quantities of tokens have an attribute of their own.
 
-    Raises:
-        BadInput: If ``per`` is neither.
+    It is the attribute of samples and ``_token``.
     """
-    require_one_of(f"{extension.name}(per={per!r}) was asked for.", "per", per, get_args(Per))
-    if per == "token":
-        object.__setattr__(extension, "savefield", f"{type(extension).savefield}_token")
+
+    per: Per
+
+    def __post_init__(self) -> None:
+        """Refuse bad arguments at once."""
+        super().__post_init__()
+        require_one_of(f"{self.name}(per={self.per!r}) was asked for.", "per", self.per, get_args(Per))
+        if self.per == "token":
+            object.__setattr__(self, "savefield", f"{type(self).savefield}_token")
+
+    def finish(self, values: list[Any], samples: int) -> Any:
+        """Move samples before tokens."""
+        return values[0].movedim(1, 0) if self.rows[0].over_n is CAT[1] else values[0]
 
 
 @dataclass(frozen=True, eq=False)
-class BySampleOrToken(Extension):
+class BySampleOrToken(ByUnit):
     """An extension of one statistic of samples, or one of tokens.
 
     Args:
@@ -45,11 +55,6 @@ class BySampleOrToken(Extension):
     per: Per = "sample"
     of_samples: ClassVar[Row]
     of_tokens: ClassVar[Row]
-
-    def __post_init__(self) -> None:
-        """Refuse bad arguments at once."""
-        super().__post_init__()
-        save_by_token(self, self.per)
 
     @property
     def rows(self) -> tuple[Row, ...]:

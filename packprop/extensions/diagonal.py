@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import ClassVar
 
 from packprop.engine.algebra.monoid import ADD_IN_PLACE, CAT
 from packprop.engine.algebra.statistics import batch_sq, sum_sq, token_batch_sq
-from packprop.extensions.by_token import BySampleOrToken, Per, save_by_token
+from packprop.extensions.by_token import BySampleOrToken, ByUnit, Per
 from packprop.extensions.sampled import Sampled
 from packprop.types import EXACT, EXACT_BY_TOKEN, Extension, Row
 
@@ -54,11 +52,6 @@ class BatchDiagGGNExact(BySampleOrToken):
     of_samples = Row(EXACT, batch_sq, over_n=CAT[0])
     of_tokens = Row(EXACT_BY_TOKEN, token_batch_sq, over_n=CAT[1], over_v=ADD_IN_PLACE)
 
-    def finish(self, values: list[Any], samples: int) -> Tensor:
-        """Move samples before tokens."""
-        diagonals: Tensor = values[0]
-        return diagonals if self.per == "sample" else diagonals.transpose(0, 1)
-
 
 @dataclass(frozen=True, eq=False)
 class DiagGGNMC(Sampled):
@@ -81,7 +74,7 @@ class DiagGGNMC(Sampled):
 
 
 @dataclass(frozen=True, eq=False)
-class BatchDiagGGNMC(Sampled):
+class BatchDiagGGNMC(ByUnit, Sampled):
     """Monte Carlo estimate of each sample's GGN diagonal, ``diag_ggn_mc_batch``: ``[n, *p]``.
 
     Squares add up over columns in at least float32, and keep this precision.
@@ -97,11 +90,6 @@ class BatchDiagGGNMC(Sampled):
     per: Per = "sample"
     savefield = "diag_ggn_mc_batch"
 
-    def __post_init__(self) -> None:
-        """Refuse bad arguments at once."""
-        super().__post_init__()
-        save_by_token(self, self.per)
-
     @property
     def rows(self) -> tuple[Row, ...]:
         """The squares of sampled columns, sample by sample or token by token."""
@@ -109,8 +97,3 @@ class BatchDiagGGNMC(Sampled):
             return (Row(self.seed, batch_sq, over_n=CAT[0]),)
         seed = replace(self.seed, by_token=True)
         return (Row(seed, token_batch_sq, over_n=CAT[1], over_v=ADD_IN_PLACE),)
-
-    def finish(self, values: list[Any], samples: int) -> Tensor:
-        """Move samples before tokens."""
-        diagonals: Tensor = values[0]
-        return diagonals if self.per == "sample" else diagonals.transpose(0, 1)

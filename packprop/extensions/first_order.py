@@ -69,11 +69,6 @@ class BatchL2Grad(BySampleOrToken):
     of_samples = Row(GRADIENT, sq_norm, over_n=CAT[0], degree=2)
     of_tokens = Row(GRADIENT_BY_TOKEN, token_sq_norm, over_n=CAT[1], over_v=ADD_IN_PLACE, degree=2)
 
-    def finish(self, values: list[Any], samples: int) -> Tensor:
-        """Move samples before tokens."""
-        norms: Tensor = values[0]
-        return norms if self.per == "sample" else norms.T
-
 
 @dataclass(frozen=True, eq=False)
 class SumGradSquared(BySampleOrToken):

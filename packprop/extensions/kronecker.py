@@ -55,8 +55,40 @@ Fisher = Literal["sampled", "empirical"]
 Columns = Literal["sampled", "empirical", "exact"]
 
 
+class Factors(Extension):
+    """An extension that saves Kronecker factors ``[B, A]`` or ``[B]``."""
+
+    def finish(self, values: list[Any], samples: int) -> list[Tensor] | None:
+        """Return ``B``, and ``A`` divided by the number of samples; ``None`` if one of them was skipped."""
+        cotangents, inputs = values
+        if (cotangents is not None and not cotangents.numel()) or (inputs is not None and not inputs.numel()):
+            return None
+        if inputs is None:
+            return [cotangents]
+        # divide in place: it is the largest tensor here, and nobody else uses it
+        return [cotangents, inputs / samples if inputs.requires_grad else inputs.div_(samples)]
+
+
 @dataclass(frozen=True, eq=False)
-class KFAC(Sampled):
+class _FromColumns(Sampled):
+    """An extension with Kronecker factors from a choice of columns."""
+
+    approximation: Approximation = "mixed"
+    fisher: Columns = "sampled"
+    otherwise: Otherwise | None = None
+    fishers: ClassVar[tuple[str, ...]]
+
+    def __post_init__(self) -> None:
+        """Refuse bad arguments at once."""
+        super().__post_init__()
+        asked = f"{self.name}(approximation={self.approximation!r}, fisher={self.fisher!r}) was asked for."
+        require_one_of(asked, "approximation", self.approximation, get_args(Approximation))
+        require_one_of(asked, "fisher", self.fisher, self.fishers)
+        require_otherwise(asked, self.otherwise)
+
+
+@dataclass(frozen=True, eq=False)
+class KFAC(Factors, _FromColumns):
     """Kronecker factors of the GGN from sampled columns, ``kfac``: ``[B, A]`` or ``[B]``.
 
     The method is that of Martens and Grosse (2015) and, for convolutions, of Grosse and Martens (2016). See
@@ -78,18 +110,9 @@ class KFAC(Sampled):
             entries, unless ``"reduce"`` takes averages.
     """
 
-    approximation: Approximation = "mixed"
     fisher: Fisher = "sampled"
-    otherwise: Otherwise | None = None
+    fishers = get_args(Fisher)
     savefield = "kfac"
-
-    def __post_init__(self) -> None:
-        """Refuse bad arguments at once."""
-        super().__post_init__()
-        asked = f"KFAC(approximation={self.approximation!r}, fisher={self.fisher!r}) was asked for."
-        require_one_of(asked, "approximation", self.approximation, get_args(Approximation))
-        require_one_of(asked, "fisher", self.fisher, get_args(Fisher))
-        require_otherwise(asked, self.otherwise)
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -97,13 +120,9 @@ class KFAC(Sampled):
         seed = EMPIRICAL if self.fisher == "empirical" else self.seed
         return factor_rows(seed, self.approximation, self.otherwise)
 
-    def finish(self, values: list[Any], samples: int) -> list[Tensor] | None:
-        """Return ``B``, and ``A`` divided by the number of samples."""
-        return finished_factors(values, samples)
-
 
 @dataclass(frozen=True, eq=False)
-class KFLR(Extension):
+class KFLR(Factors):
     """Kronecker factors of the GGN from every column of its root, ``kflr``: ``[B, A]`` or ``[B]``.
 
     This is the limit of ``KFAC`` for infinitely many draws (Botev et al. 2017). See NOTE [Kronecker factors]
@@ -133,13 +152,9 @@ class KFLR(Extension):
         """The second moments of cotangents and of inputs."""
         return factor_rows(EXACT, self.approximation, self.otherwise)
 
-    def finish(self, values: list[Any], samples: int) -> list[Tensor] | None:
-        """Return ``B``, and ``A`` divided by the number of samples."""
-        return finished_factors(values, samples)
-
 
 @dataclass(frozen=True, eq=False)
-class EKFAC(Sampled):
+class EKFAC(_FromColumns):
     """Kronecker factors of the GGN with corrected eigenvalues, ``ekfac``: a ``kronecker.Eigen``.
 
     The eigenvectors are those of ``B kron A``. The eigenvalues are the diagonal of the block itself in their
@@ -170,19 +185,9 @@ class EKFAC(Sampled):
             eigenvectors; the eigenvalues are those of the block in that basis.
     """
 
-    approximation: Approximation = "mixed"
-    fisher: Columns = "sampled"
-    otherwise: Otherwise | None = None
+    fishers = get_args(Columns)
     cheaper: ClassVar[str] = "KFAC"
     savefield = "ekfac"
-
-    def __post_init__(self) -> None:
-        """Refuse bad arguments at once."""
-        super().__post_init__()
-        asked = f"EKFAC(approximation={self.approximation!r}, fisher={self.fisher!r}) was asked for."
-        require_one_of(asked, "approximation", self.approximation, get_args(Approximation))
-        require_one_of(asked, "fisher", self.fisher, get_args(Columns))
-        require_otherwise(asked, self.otherwise)
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -219,20 +224,6 @@ def _factor_statistics(
     """Return the statistics of both factors: the same ones at each call, so that passes with them are equal."""
     options: dict[str, Any] = {"approximation": approximation, "otherwise": otherwise}
     return functools.partial(cotangent_gram, **options), functools.partial(input_gram, **options)
-
-
-def finished_factors(values: list[Any], samples: int) -> list[Tensor] | None:
-    """Return ``[B, A]`` or ``[B]`` from the sums of both rows; ``A`` is divided by the number of samples.
-
-    It returns ``None`` if one of them was skipped, and so is empty.
-    """
-    cotangents, inputs = values
-    if (cotangents is not None and not cotangents.numel()) or (inputs is not None and not inputs.numel()):
-        return None
-    if inputs is None:
-        return [cotangents]
-    # divide in place: it is the largest tensor here, and nobody else uses it
-    return [cotangents, inputs / samples if inputs.requires_grad else inputs.div_(samples)]
 
 
 def _rotations(values: list[Any]) -> list[Any]:

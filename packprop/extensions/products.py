@@ -11,15 +11,11 @@ own product, from the input on.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
-
-from torch import Tensor
+from typing import ClassVar, get_args
 
 from packprop.engine.algebra.monoid import SINGLE
-from packprop.engine.curvature.block_products import BlockProduct, Matrix, Modify, block_products
-from packprop.engine.graph.graph import Graph
+from packprop.engine.curvature.block_products import Matrix, Modify, block_products
 from packprop.extensions.arguments import require_one_of
 from packprop.types import GRAPH, Extension, Row
 
@@ -36,14 +32,9 @@ class _Products(Extension):
     @property
     def rows(self) -> tuple[Row, ...]:
         """One function for each parameter."""
-        return (Row(GRAPH, functools.partial(self._build), over_v=SINGLE, over_n=SINGLE),)
-
-    def _build(self, graph: Graph) -> Iterable[tuple[Tensor, BlockProduct]]:
-        return block_products(graph, self.matrix, getattr(self, "modify", "clip"))
-
-    def finish(self, values: list[Any], samples: int) -> Any:
-        """The function itself."""
-        return values[0]
+        modify: Modify = getattr(self, "modify", "clip")
+        products = functools.partial(block_products, matrix=self.matrix, modify=modify)
+        return (Row(GRAPH, products, over_v=SINGLE, over_n=SINGLE),)
 
 
 @dataclass(frozen=True, eq=False)

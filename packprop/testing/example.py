@@ -47,22 +47,21 @@ class Example:
     layouts: list[Layout] = field(default_factory=list)
 
     @cached_property
-    def parameters(self) -> dict[str, Tensor]:
-        """The trainable tensors among the arguments, by name."""
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters among the arguments, each once, by name."""
         pairs = zip(self.names, self.tensors, strict=True)
-        named = {id(tensor): (name, tensor) for name, tensor in pairs if tensor.requires_grad}
-        return dict(named.values())
+        named = {tensor: name for name, tensor in pairs if isinstance(tensor, nn.Parameter)}
+        return {name: parameter for parameter, name in named.items()}
 
     def outputs(self, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Return the outputs of the function, as far as they require a gradient."""
         args, kwargs = self.build(self.tensors if tensors is None else tensors)
         return differentiable(self.function(*args, **kwargs))
 
-    def some(self, first: int, count: int = 1, step: int = 1) -> list[Tensor]:
-        """Return the tensors with some samples only."""
-        index = torch.arange(first, first + count * step, step)
+    def alone(self, sample: int) -> list[Tensor]:
+        """Return the tensors with one sample only."""
         return [
-            tensor if axis is None else tensor.index_select(axis, index.to(tensor.device))
+            tensor if axis is None else tensor.narrow(axis, sample, 1).clone()
             for tensor, axis in zip(self.tensors, self.axes, strict=True)
         ]
 
@@ -108,7 +107,7 @@ def make_example(
         return args, kwargs
 
     example = Example(function, tensors, names, axes, build, samples)
-    singles = [example.outputs(example.some(n)) for n in range(samples)]
+    singles = [example.outputs(example.alone(n)) for n in range(samples)]
     example.layouts = layouts_of(ledger.subject, example.outputs(), singles)
     if not example.layouts:
         raise _bad(function, "with these arguments no output requires a gradient")

@@ -22,14 +22,13 @@ class Host(nn.Module):
         for label, parameter in examples[0].parameters.items():
             name = label.replace(".", "_")
             free = name if not hasattr(self, name) else f"{name}_"
-            self.register_parameter(free, nn.Parameter(parameter.detach().clone()))
+            self.register_parameter(free, parameter)
 
     def forward(self, *data: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs of all calls, for tensors as in ``data``."""
         remaining, outputs = iter(data), []
         for example in self.examples:
-            own = dict(zip(map(id, example.parameters.values()), self.parameters(), strict=True))
-            tensors = [own.get(id(tensor), tensor) for tensor in example.tensors]
+            tensors = [*example.tensors]
             samples = 1
             for place, axis in enumerate(example.axes):
                 if axis is not None:
@@ -37,10 +36,7 @@ class Host(nn.Module):
                     samples = tensor.shape[0]
                     tensors[place] = tensor.movedim(0, axis)
             for output, layout in zip(example.outputs(tensors), example.layouts, strict=True):
-                if layout.axis is None:
-                    outputs.append(output.unsqueeze(0))
-                else:
-                    outputs.append(layout._replace(samples=samples).to_front(output))
+                outputs.append(layout._replace(samples=samples).to_front(output))
         return tuple(outputs)
 
     @property

@@ -78,9 +78,7 @@ class Loops:
                 "give a loss that reduces by mean or sum",
             )
         self.layouts = layouts_of(ledger.subject, self.outputs, self.singles)
-        self.slopes = torch.autograd.grad(
-            loss.sum(), self.outputs, create_graph=True, allow_unused=True, materialize_grads=True
-        )
+        self.slopes = gradients_in(self.outputs, [loss.sum()], create_graph=True)
         whole = torch.autograd.grad(loss.sum(), self.leaves, retain_graph=True, allow_unused=True)
         reached = {name: g for name, g in zip(names, whole, strict=True) if g is not None}
         self.gradient = dict(zip(reached, strided(list(reached.values())), strict=True))
@@ -101,16 +99,8 @@ class Loops:
         """Compute one vector-Jacobian product ``[c] -> [*p]`` through the evaluation of one sample."""
         single = self.singles[sample]
         pieces = vector.split([output.numel() for output in single])
-        gradients = torch.autograd.grad(
-            single,
-            self.leaves,
-            [piece.reshape(output.shape) for piece, output in zip(pieces, single, strict=True)],
-            retain_graph=True,
-            create_graph=self.create_graph,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        return strided(gradients)
+        seeds = [piece.reshape(output.shape) for piece, output in zip(pieces, single, strict=True)]
+        return gradients_in(self.leaves, single, seeds, self.create_graph)
 
     def pulled(self, columns: Tensor) -> dict[str, Tensor]:
         """Map columns at the outputs ``[v, n, c]`` to gradients of single samples ``[v, n, *p]``."""
@@ -147,16 +137,7 @@ class Loops:
         if not slopes.requires_grad:
             return whole.diagonal(dim1=0, dim2=2).movedim(-1, 0)
         rows = [
-            self.by_sample(
-                torch.autograd.grad(
-                    slope,
-                    self.outputs,
-                    retain_graph=True,
-                    create_graph=self.create_graph,
-                    allow_unused=True,
-                    materialize_grads=True,
-                )
-            )
+            self.by_sample(gradients_in(self.outputs, [slope], create_graph=self.create_graph))
             for slope in slopes.flatten()
         ]
         whole = torch.stack(rows).unflatten(0, (samples, entries))
@@ -181,6 +162,25 @@ class Loops:
         """Multiply each sample's GGN block by some vectors ``[p, k]``: ``[n, p, k]``."""
         pairs = zip(self.jacobians, self.hessians, strict=True)
         return torch.stack([j[name].T @ (h @ (j[name] @ vectors)) for j, h in pairs])
+
+
+def gradients_in(
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    seeds: Sequence[Tensor] | None = None,
+    create_graph: bool = False,
+) -> list[Tensor]:
+    """Return ``J^T u`` for seeds u, or 1, at the outputs; zeros for inputs that no output depends on."""
+    gradients = torch.autograd.grad(
+        outputs,
+        inputs,
+        seeds,
+        retain_graph=True,
+        create_graph=create_graph,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return strided(gradients)
 
 
 def strided(gradients: Sequence[Tensor]) -> list[Tensor]:

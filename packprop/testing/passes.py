@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.context import backpack
-from packprop.engine.curvature import columns
+from packprop.engine.curvature import columns, with_zeros
 from packprop.engine.graph import Graph, walk
 from packprop.engine.passes import BackwardPass, ChunkSizes, Request, default_chunk_sizes
 from packprop.engine.samples import check_graph
@@ -99,17 +99,8 @@ def columns_at_outputs(
             create_graph=create_graph,
             allow_unused=True,
         )
-        full = [
-            output.new_zeros(group.count, *output.shape) if part is None else part
-            for output, part in zip(outputs, pulled, strict=True)
-        ]
-        parts.append(loops.by_sample(full, skip=1))
+        parts.append(loops.by_sample(with_zeros(pulled, outputs, group.count), skip=1))
     return torch.cat(parts)
-
-
-def two_passes(extension: Extension) -> bool:
-    """Tell whether columns are swept twice: then the results of some samples have a basis of their own."""
-    return any(row.after is not None for row in extension.rows)
 
 
 def takes_subsampling(extension: Extension) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.tensors import tensors_in
-from packprop.testing.loops import Loops, strided
+from packprop.testing.loops import Loops, gradients_in
 from packprop.testing.passes import (
     columns_at_outputs,
     graph_of,
@@ -89,7 +89,5 @@ def _slopes(problem: Problem, values: Named) -> Named | None:
             total = total + (weights.to(tensor.device) * tensor).sum()
     if not isinstance(total, Tensor) or not total.requires_grad:
         return None
-    gradients = torch.autograd.grad(
-        total, list(problem.parameters.values()), allow_unused=True, materialize_grads=True
-    )
-    return dict(zip(problem.parameters, strided(gradients), strict=True))
+    gradients = gradients_in([*problem.parameters.values()], [total])
+    return dict(zip(problem.parameters, gradients, strict=True))

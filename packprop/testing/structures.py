@@ -6,18 +6,18 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from packprop.engine.algebra import Structure, batch_sq, gram, input_gram, join, rows, sq_norm, sum_sq
+from packprop.engine.curvature import with_zeros
 from packprop.engine.functions import without_rules
 from packprop.engine.graph import Graph, ReachedUse, Site
-from packprop.engine.tensors import Layout, call
-from packprop.testing.loops import strided
-from packprop.testing.problem import Problem, differentiable
+from packprop.engine.tensors import Layout
+from packprop.testing.loops import Loops
+from packprop.testing.problem import Problem
 from packprop.testing.report import Ledger
 
 Arrived = list[list[Tensor | None]]
@@ -42,19 +42,16 @@ class Swept:
 
     def sites(self, leaf: Tensor, *, by_rule: bool) -> list[tuple[Site, int]]:
         """Return the sites of a leaf at uses that something arrives at, with the numbers of the uses."""
-        found = []
+        found: list[tuple[Site, int]] = []
         for number, use in enumerate(self.uses):
             if all(cotangent is None for cotangent in self.arrived[number]):
                 continue
-            recorded = use.entries
-            entries = recorded
+            entries = use.entries
             if not by_rule:
                 with without_rules():
                     entries = use.with_inputs()
-            for site in use.sites:
-                if site.leaf is leaf:
-                    place = next(k for k, entry in enumerate(recorded) if entry is site.entry)
-                    found.append((Site(entries[place], leaf), number))
+            chosen = {id(entry): own for entry, own in zip(use.entries, entries, strict=True)}
+            found += [(Site(chosen[id(site.entry)], leaf), number) for site in use.sites if site.leaf is leaf]
         return found
 
     def structure(
@@ -78,12 +75,13 @@ def check_structures(ledger: Ledger, problem: Problem, graph: Graph, outputs: Se
         graph: The graph of its loss, with its samples located.
         outputs: Its outputs in this graph.
     """
+    loops = Loops(problem, ledger)
     for columns, reached in itertools.product((1, 2), _choices(len(outputs))):
         fed = [
             torch.randn(columns, *output.shape).to(output) if is_fed else None
             for output, is_fed in zip(outputs, reached, strict=True)
         ]
-        expected = _rows_by_loops(problem, fed, columns)
+        expected = loops.pulled(loops.by_sample(with_zeros(fed, outputs, columns), skip=1))
         arrived = _at_uses(graph, outputs, fed, columns)
         for layouts, fold in _possible_layouts(graph):
             swept = Swept(graph.uses, arrived, layouts, columns)
@@ -109,8 +107,7 @@ def _check_structure(
     sites = swept.sites(leaf, by_rule=True)
     if not sites:
         return
-    spelled: Any = chosen.tolist() if isinstance(chosen, Tensor) else "all"
-    spelled = [1] if chosen == slice(1, 2) else spelled
+    spelled = chosen.tolist() if isinstance(chosen, Tensor) else [1] if chosen.start else "all"
     how = f"v={swept.columns}, {swept.layouts[sites[0][1]][0]}, chosen {spelled}"
     by_fallback = rows(swept.structure(swept.sites(leaf, by_rule=False), chosen))
     ledger.same("the fallback and the loop", {name: by_fallback}, {name: expected}, how)
@@ -123,16 +120,15 @@ def _check_structure(
     ledger.same("one sample at a time", {name: structure.rows}, {name: expected}, how)
     ledger.same("the fallback", {name: structure.rows}, {name: by_fallback}, how)
     flat = expected.reshape(*expected.shape[:2], -1)
-    definitions: list[tuple[Callable[..., Tensor], Tensor]] = [
-        (sum_sq, expected.square().sum((0, 1))),
-        (batch_sq, expected.square().sum(0)),
-        (sq_norm, flat.square().sum((0, 2))),
-        (gram, torch.einsum("vnp,vmp->nm", flat, flat)),
-    ]
-    for statistic, value in definitions:
-        ledger.same(
-            "fast statistics", {name: statistic(structure)}, {name: value}, f"{statistic.__name__}, {how}"
-        )
+    definitions = {
+        sum_sq: expected.square().sum((0, 1)),
+        batch_sq: expected.square().sum(0),
+        sq_norm: flat.square().sum((0, 2)),
+        gram: torch.einsum("vnp,vmp->nm", flat, flat),
+    }
+    for statistic, value in definitions.items():
+        which = f"{statistic.__name__}, {how}"
+        ledger.same("fast statistics", {name: statistic(structure)}, {name: value}, which)
     alone = input_gram(swept.structure(sites, chosen, inputs_only=True))
     beside = input_gram(structure)
     if alone is not None or beside is not None:
@@ -184,26 +180,3 @@ def _at_uses(graph: Graph, outputs: Sequence[Tensor], fed: Sequence[Tensor | Non
         own = [gradient for gradient in gradients if gradient is not None]
         arrived[number][output] = torch.stack(own) if own else None
     return arrived
-
-
-def _rows_by_loops(problem: Problem, fed: Sequence[Tensor | None], columns: int) -> dict[str, Tensor]:
-    """Return per-sample gradients ``[v, n, *p]``: each sample evaluated alone, each column pulled back."""
-    parameters = problem.parameters
-    gathered: list[list[Tensor]] = []
-    for n in range(problem.samples):
-        outputs = differentiable(call(problem.model, problem.take(n, n + 1)))
-        pairs = [(y, each[:, n : n + 1]) for y, each in zip(outputs, fed, strict=True) if each is not None]
-        for v in range(columns):
-            gradients = torch.autograd.grad(
-                [output for output, _ in pairs],
-                list(parameters.values()),
-                [cotangent[v] for _, cotangent in pairs],
-                retain_graph=True,
-                allow_unused=True,
-                materialize_grads=True,
-            )
-            gathered.append(strided(gradients))
-    return {
-        name: torch.stack(pieces).unflatten(0, (problem.samples, columns)).transpose(0, 1)
-        for name, pieces in zip(parameters, zip(*gathered, strict=True), strict=True)
-    }

@@ -10,8 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import packprop
+from packprop.compat.custom_module.branching import SumModule
 from packprop.compat.own import ModuleExtension, SecondOrderBackpropExtension
-from tests.compat.module_extensions import Fourth, Gate, GateGradients, fourth_powers, gradient, run
+from tests.compat.module_extensions import (
+    Fourth,
+    Gate,
+    GateGradients,
+    Propagated,
+    fourth_powers,
+    gradient,
+    run,
+)
 from tests.compat.programs import dense_ggn, flat, installed, mlp, near, softmax_hessian, vectors
 
 
@@ -67,6 +76,25 @@ def test_module_extensions_replace_values_of_the_catalogue() -> None:
         for p, value in zip(model.parameters(), expected, strict=True):
             near(p.grad_batch, value + (1 if p is model[1].weight and isinstance(own, Wrong) else 0))
             assert at_hook[id(p)] is p.grad_batch
+
+
+@installed
+def test_an_input_that_is_none_hides_no_input_behind_it() -> None:
+    class Joined(nn.Module):
+        def forward(self, x: Tensor, mask: None, y: Tensor) -> Tensor:
+            return x + y
+
+    class Branches(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            left, right, joined = self
+            out: Tensor = joined(left(x), None, right(x))
+            return out
+
+    model = Branches(nn.Linear(4, 3), nn.Linear(4, 3), Joined())
+    (x, y), extension = vectors(), Propagated()
+    extension.set_module_extension(Joined, extension.module_extensions[SumModule])
+    run(model, x, y, extension)
+    near(model[0].weight.propagated, model[1].weight.propagated)
 
 
 @installed

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 import packprop
 from packprop import compat
 from packprop.compat import catalogue
-from packprop.compat.names import TABLE, Catalogue
+from packprop.compat.names import TABLE
 from tests.compat.programs import PAGE, installed
 
 
@@ -47,13 +48,13 @@ def test_the_names_that_programs_are_known_to_use() -> None:
 def test_every_name_resolves(module: str) -> None:
     found = importlib.import_module(module)
     for name, value in TABLE[module].items():
-        if isinstance(value, Catalogue) and not catalogue.is_available(value.name):
+        if value is catalogue and not catalogue.is_available(name):
             with pytest.raises(ImportError, match="this version of packprop does not have it"):
                 getattr(found, name)
-        elif isinstance(value, Catalogue):
-            assert issubclass(getattr(found, name), getattr(packprop.extensions, value.name))
+        elif value is catalogue:
+            assert issubclass(getattr(found, name), getattr(packprop.extensions, name))
         else:
-            assert getattr(found, name) is value
+            assert getattr(found, name) is (getattr(value, name) if isinstance(value, ModuleType) else value)
 
 
 def test_the_page_lists_every_name() -> None:

@@ -36,7 +36,7 @@ from packprop.applications.dataset.stored import stored_results
 from packprop.applications.dataset.stream import BatchStream, ChunkSizesByBatch
 from packprop.engine.algebra import SINGLE
 from packprop.engine.distributed import AllRanks
-from packprop.engine.memory import budget_of, chunk_sizes_over_data
+from packprop.engine.memory import budget_of, chunk_sizes_over_data, step_over_data
 from packprop.engine.passes import long_work_of, warn_of_diagonals, without_correlations
 from packprop.engine.recording import extended
 from packprop.engine.tensors import LossFunction, named_parameters, require_loss, require_model
@@ -190,7 +190,7 @@ def compute(
             own = files.read(told.files, own)
         place = device_of(model, device)
         chunk_sizes = ChunkSizesByBatch(
-            lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, place)
+            lambda batch: chunk_sizes_over_data(step_over_data(model, loss, batch, chosen, place), memory)
         )
         stream, run = group.attempt(begun)
         shapes = {name: parameter.shape for name, parameter in named_parameters(model)}

@@ -16,7 +16,7 @@ from packprop.applications.dataset.stored import of_summed_loss
 from packprop.applications.dataset.stream import is_empty
 from packprop.applications.queries.preconditioning import Preconditioner, together
 from packprop.engine.algebra import KEEP, Dense, EntryOrder, Projection, entry_order_of, projected
-from packprop.engine.memory import chunk_sizes_over_data
+from packprop.engine.memory import chunk_sizes_over_data, step_over_data
 from packprop.engine.recording import SameForEachPass
 from packprop.engine.tensors import accumulation_dtype, moved
 from packprop.errors import PackpropError
@@ -54,7 +54,8 @@ class PassesApart:
         """
         each, device = self._pass, self._device
         inputs, targets = moved(batch, device)
-        each.chunk_sizes = chunk_sizes_over_data(each.model, each.loss, batch, each.extensions, None, device)
+        step = step_over_data(each.model, each.loss, batch, each.extensions, device)
+        each.chunk_sizes = chunk_sizes_over_data(step, None)
         with self._same.around():
             return each.run_alone(inputs, targets)
 

@@ -17,8 +17,8 @@ from packprop.compat.averaged.recursion import Curvature, averaged_factors
 from packprop.engine.algebra import input_gram, input_sum, mean_product
 from packprop.errors import BadInput
 from packprop.extensions.arguments import Otherwise, require_one_of, require_otherwise
-from packprop.extensions.kronecker import factor_rows, finished_factors
-from packprop.types import EXACT, GRAPH, INPUTS, Extension, Row, Seed
+from packprop.extensions.kronecker import Factors, factor_rows
+from packprop.types import EXACT, GRAPH, INPUTS, Row, Seed
 
 LossHessian = Literal["exact", "sampling", "sum"]
 Backprop = Literal["sqrt", "average"]
@@ -26,7 +26,7 @@ BOTEV_MARTENS, CHEN = "E[J^T E(H) J]", "E(J^T) E(H) E(J)"
 
 
 @dataclass(frozen=True, eq=False)
-class KFRA(Extension):
+class KFRA(Factors):
     """Kronecker factors of the GGN by averaging over samples layer by layer, ``kfra``: ``[B, A]`` or ``[B]``.
 
     They exist for chains of affine and elementwise layers, pooling and reshapes (Botev et al. 2017); packprop
@@ -50,13 +50,9 @@ class KFRA(Extension):
         """The recursion, and second moments of inputs."""
         return _averaged_rows(EXACT, "ggn", False, self.otherwise)
 
-    def finish(self, values: list[Any], samples: int) -> list[Tensor] | None:
-        """``B``, and ``A`` divided by the number of samples."""
-        return finished_factors(values, samples)
-
 
 @dataclass(frozen=True, eq=False)
-class HBP(Extension):
+class HBP(Factors):
     """Hessian backpropagation with its options, ``hbp``: ``[B, A]`` or ``[B]`` (Dangel et al. 2020).
 
     With ``backprop_strategy="sqrt"`` it is KFLR (``"exact"``) or KFAC (``"sampling"``) under another name. With
@@ -114,7 +110,7 @@ class HBP(Extension):
         cotangents, inputs = values
         if self.ea_strategy == CHEN and inputs is not None and inputs.numel():
             return [cotangents, mean_product(inputs, samples)]
-        return finished_factors(values, samples)
+        return super().finish(values, samples)
 
 
 def _averaged_rows(

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from packprop.engine.algebra import Dense, rows
-from packprop.engine.curvature import columns, kind_of_map, residuals, shared_rows, vjps
+from packprop.engine.curvature import columns, kind_of_map, residuals, shared_rows, unit_columns, vjps
 from packprop.engine.graph import Graph, ReachedUse, Site
 from packprop.engine.samples import Place, places_at
 from packprop.engine.tensors import Layout, accumulation_dtype, at_least, has_fault, is_traced
@@ -128,7 +128,7 @@ def _below_any_function(place: Place, below: Place, matrix: Tensor) -> Tensor:
         jacobian = shared.rows().flatten(1).to(matrix.dtype)
         result: Tensor = jacobian.mT @ matrix @ jacobian
         return result
-    units = _unit_columns(place, matrix)
+    units = unit_columns(place.shape, place.layout, matrix, 0, len(matrix))
     (pulled,) = vjps([place.edge], [below.edge], [units], create_graph=torch.is_grad_enabled())
     if pulled is None:
         entries = below.layout.entries_of_sample(below.shape)
@@ -176,7 +176,7 @@ def _factor(use: ReachedUse, site: Site, place: Place, matrix: Tensor) -> Tensor
         ones = matrix.new_ones(()).expand(1, *place.shape)
         factors = rows(structure_of(ones, first)).flatten().to(matrix.dtype)
         return matrix * torch.outer(factors, factors)
-    units = _unit_columns(place, matrix)
+    units = unit_columns(place.shape, place.layout, matrix, 0, len(matrix))
     structure = structure_of(units, first)
     if not isinstance(structure, Dense) and structure.cotangent is not None:
         to_cotangent = structure.cotangent[:, 0].sum(1).flatten(1).to(matrix.dtype)  # the same for all samples
@@ -187,13 +187,6 @@ def _factor(use: ReachedUse, site: Site, place: Place, matrix: Tensor) -> Tensor
     if differ or has_fault((rows(structure) != rows(last)).any()):
         structure = structure_of(units, slice(None))
     return _mean_of_products(_flat(rows(structure), 2).to(matrix.dtype), matrix)
-
-
-def _unit_columns(place: Place, like: Tensor) -> Tensor:
-    """Return columns that are 1 at one entry of every sample ``[v, *shape]``, in memory that samples share."""
-    rest = place.layout.front_shape(place.shape)[1:]
-    units = torch.eye(rest.numel(), dtype=like.dtype, device=like.device).view(rest.numel(), 1, *rest)
-    return place.layout.from_front(units.expand(-1, place.layout.samples, *rest), 1)
 
 
 def _mean_of_products(jacobian: Tensor, matrix: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Second derivatives: their seed vectors, the routes to compute them, and products with them."""
 
 from packprop.engine.curvature.columns import Columns as Columns
+from packprop.engine.curvature.columns import unit_columns as unit_columns
 from packprop.engine.curvature.generic_loss import sample_losses as sample_losses
 from packprop.engine.curvature.linear import ASKED as ASKED
 from packprop.engine.curvature.linear import INSTEAD as INSTEAD

@@ -190,9 +190,8 @@ class JointPass:
         for place, extension in enumerate(self._extensions):
             for index, (row, value) in enumerate(zip(extension.rows, results.get(extension, []), strict=False)):
                 if value is not None:
-                    scaled = rescale(value, self._share, row.degree) if self._share else value
-                    if row.degree and not self._share:  # NaN counts nothing either
-                        scaled = nothing_like(value)
+                    counts = self._share or not row.degree  # else NaN counts nothing either
+                    scaled = rescale(value, self._share, row.degree) if counts else nothing_like(value)
                     yield (name, place, index), lift(row.over_n, scaled)
 
     def _values(self, name: str, merged: dict[tuple[str, int, int], Any]) -> dict[Extension, list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -159,11 +160,8 @@ def _require_same(key: Hashable, of_ranks: Sequence[Form | None], gather: bool) 
 
 
 def _entries(of_ranks: Sequence[Form | None]) -> int:
-    form = next(form for form in of_ranks if form is not None)
-    entries = 1
-    for size in form.shape:
-        entries *= size
-    return entries * max(1, *(each.length or 1 for each in of_ranks if each is not None), 0)
+    there = [form for form in of_ranks if form is not None]
+    return math.prod(there[0].shape) * max(form.length or 1 for form in there)
 
 
 def _merged(
@@ -175,36 +173,32 @@ def _merged(
 ) -> Iterator[tuple[Key, Any]]:
     """Merge some results: sums together, moments together, all others one by one."""
     device = _device(bucket, group)
-    sums: list[tuple[Key, Tensor]] = []
-    moments: list[tuple[Key, Moments]] = []
+    sums: dict[Key, Tensor] = {}
+    moments: dict[Key, Moments] = {}
     numbers: list[int | None] = []
     rank = torch.distributed.get_rank(group)
     for key, value, of_ranks in bucket:
         monoid = monoid_of(key)
         form = next(form for form in of_ranks if form is not None)
+        lengths = [lacking[r] if form is None else form.length for r, form in enumerate(of_ranks)]
+        known = [length for length in lengths if length is not None]
+        zeros = functools.partial(torch.zeros, dtype=form.dtype, device=device)
         if monoid is SUM and form.dtype is not None:
-            zeros = torch.zeros(form.shape, dtype=form.dtype, device=device) if value is None else value
-            sums.append((key, zeros))
+            sums[key] = zeros(form.shape) if value is None else value
         elif monoid is MOMENTS:
             if value is None:
-                zeros = torch.zeros(form.shape, dtype=form.dtype, device=device)
-                value = Moments(lacking[rank], zeros, zeros)
-            moments.append((key, value))
-            rows = [lacking[r] if form is None else form.length for r, form in enumerate(of_ranks)]
-            known = [number for number in rows if number is not None]
-            numbers.append(sum(known) if len(known) == len(rows) else None)
+                value = Moments(lacking[rank], zeros(form.shape), zeros(form.shape))
+            moments[key] = value
+            numbers.append(sum(known) if len(known) == len(lengths) else None)
         elif monoid.axis is not None:
-            lengths = [lacking[r] if form is None else form.length or 0 for r, form in enumerate(of_ranks)]
             if value is None:
-                shape = (*form.shape[: monoid.axis], lengths[rank], *form.shape[monoid.axis :])
-                value = [torch.zeros(shape, dtype=form.dtype, device=device)]
-            yield key, _gathered(value, monoid.axis, lengths, group) if gather else value
+                value = [zeros((*form.shape[: monoid.axis], lacking[rank], *form.shape[monoid.axis :]))]
+            yield key, _gathered(value, monoid.axis, known, group) if gather else value
         else:
             there = [each for each in exchanged((value is not None, value), group) if each[0]]
             yield key, functools.reduce(monoid.merge, [value for _, value in there]) if there else None
-    yield from zip([key for key, _ in sums], summed([value for _, value in sums], group), strict=True)
-    together = _merge_moments([value for _, value in moments], numbers, group)
-    yield from zip([key for key, _ in moments], together, strict=True)
+    yield from zip(sums, summed([*sums.values()], group), strict=True)
+    yield from zip(moments, _merge_moments([*moments.values()], numbers, group), strict=True)
 
 
 def _merge_moments(moments: Sequence[Moments], numbers: Sequence[int | None], group: Group) -> list[Moments]:

@@ -121,9 +121,7 @@ class Residence:
             self._units[place].reshard()
         self._resident &= needed
 
-    def _round(
-        self, own: frozenset[int] | None, failed: bool = False
-    ) -> list[tuple[frozenset[int] | None, bool]]:
+    def _round(self, own: frozenset[int] | None, failed: bool = False) -> list[Said]:
         """Say what this rank needs, hear what others need, and make it whole; ``None`` for nothing any more."""
         with torch.no_grad():
             said: list[Any] = exchanged((own, failed), self._group)
@@ -137,11 +135,11 @@ class Residence:
                 )
                 raise self._told
             for place in sorted(frozenset().union(*(places or () for places, _ in said))):
-                unit, was_whole = self._units[place], self._units[place].is_whole
-                if not was_whole:
+                unit = self._units[place]
+                if not unit.is_whole:
                     unit.unshard()
-                if not was_whole and place not in (own or ()):
-                    unit.reshard()
+                    if place not in (own or ()):
+                        unit.reshard()
         return said
 
 

@@ -9,4 +9,5 @@ from packprop.engine.memory.plan import Plan as Plan
 from packprop.engine.memory.plan import gradients_are_there as gradients_are_there
 from packprop.engine.memory.planning import chunk_sizes_over_data as chunk_sizes_over_data
 from packprop.engine.memory.planning import plan_over_data as plan_over_data
+from packprop.engine.memory.planning import step_over_data as step_over_data
 from packprop.engine.memory.search import budget_of as budget_of

@@ -12,7 +12,6 @@ two largest units and of the model itself, and one copy of the gradients of the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -110,9 +109,9 @@ class Shards:
         self._waiting = [[each for each in unit if each.requires_grad] for unit in units]
         live.scale(model.parameters(), 1 / self._count)
         if self._count > 1:
-            root, *others = (sum(map(_size, unit)) for unit in units)
+            root, *others = map(_size, units)
             live.reserve(UNSHARDED, root + sum(sorted(others)[-2:]))
-            live.reserve("gradients on their way", max(sum(map(_size, unit)) for unit in self._waiting))
+            live.reserve("gradients on their way", max(map(_size, self._waiting)))
 
     def settle(self) -> None:
         """Count gradients at their share, once their unit has them all."""
@@ -148,5 +147,5 @@ def _units(model: nn.Module, mesh: Mesh) -> list[list[Parameter]]:
     return [root, *(unit for unit in reversed(units) if unit)]
 
 
-def _size(tensor: Tensor) -> int:
-    return math.prod(tensor.shape) * tensor.element_size()
+def _size(unit: Iterable[Tensor]) -> int:
+    return sum(parameter.nbytes for parameter in unit)

@@ -77,7 +77,7 @@ class PeakRecorder:
         for tensor in tensors_in(value):
             share = 1.0 if self._shards is None else self._shards.share(tensor)
             self.live.saved[storage_key(tensor)] = share
-            self.saved_bytes += round(share * tensor.numel() * tensor.element_size())
+            self.saved_bytes += round(share * tensor.nbytes)
 
     def saved_alive(self) -> int:
         """Return the bytes of the saved results that are still alive."""

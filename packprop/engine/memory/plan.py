@@ -206,12 +206,10 @@ def facts_of(graph: Graph, extensions: Sequence[Extension], device: str) -> Iter
     for use in graph.uses:
         yield from (("", f"{use.name} {[*shape]}") for shape in use.shapes)
     for extension in extensions:
-        options = dict(options_of(extension))
-        if is_dataclass(
-            extension
-        ):  # attributes of others need not be options: they may keep what they have seen
-            names = [option.name for option in fields(extension)]  # a source of draws counts as none
-            yield from ((f"{extension.name} with {name} ", options.get(name, "None")) for name in names)
+        # attributes of others need not be options: they may keep what they have seen
+        names: list[str] = [option.name for option in fields(extension)] if is_dataclass(extension) else []
+        options = dict(options_of(extension))  # a source of draws counts as none
+        yield from ((f"{extension.name} with {name} ", options.get(name, "None")) for name in names)
     for leaf, (shape, dtype) in zip(graph.leaves(), leaf_shapes(graph), strict=True):
         yield f"parameter {graph.name(leaf)!r} ", f"{[*shape]} {dtype}"
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from packprop.engine.algebra.choices import CHOICES, forced_algorithm
 from packprop.engine.graph.graph import Graph
@@ -130,33 +129,31 @@ def _forward_of(model: nn.Module, loss: LossFunction | None, batch: Any) -> Forw
     return forward
 
 
-def chunk_sizes_over_data(
+def step_over_data(
     model: nn.Module,
     loss: LossFunction | None,
     batch: tuple[Any, Any],
     extensions: Sequence[Extension],
-    memory: int | str | None,
     device: torch.device | str,
-) -> ChunkSizes:
-    """Choose the chunk sizes for a batch whose results merge into those of the batches before."""
+) -> PlannedStep:
+    """Describe the pass over a batch whose results merge into those of the batches before."""
+    forward = _forward_of(model, loss, batch[0] if loss is None else batch)
+    accumulated = gradients_are_there(model.parameters())
+    place = torch.device(device)
+    return PlannedStep(model, forward, tuple(extensions), place, gradients=False, accumulated=accumulated)
+
+
+def chunk_sizes_over_data(step: PlannedStep, memory: int | str | None) -> ChunkSizes:
+    """Choose the chunk sizes for such a batch."""
     budget = budget_of(memory)
     if budget is None:
         keep_freed_pages()
-        return default_chunk_sizes(torch.device(device))
-    require_not_sharded_yet(ASKED, model)
-    step = _step_over_data(model, loss, batch, extensions, device)
+        return default_chunk_sizes(step.device)
+    require_not_sharded_yet(ASKED, step.model)
     return choose_plan(step, budget, _beside_results_before).chunk_sizes
 
 
-def plan_over_data(
-    model: nn.Module,
-    loss: LossFunction | None,
-    batch: tuple[Any, Any],
-    extensions: Sequence[Extension],
-    chunk_sizes: ChunkSizes,
-    memory: int | str | None,
-    device: torch.device | str,
-) -> Plan:
+def plan_over_data(step: PlannedStep, chunk_sizes: ChunkSizes, memory: int | str | None) -> Plan:
     """Plan the pass over such a batch, with known chunk sizes.
 
     Under a budget its peak holds the results of the batches before, which are there all the time.
@@ -165,21 +162,8 @@ def plan_over_data(
         PackpropError: If the forward pass decides on data.
     """
     budget = budget_of(memory)
-    found = DryRun(_step_over_data(model, loss, batch, extensions, device), chunk_sizes).run(budget)
+    found = DryRun(step, chunk_sizes).run(budget)
     return found if budget is None else _beside_results_before(found)
-
-
-def _step_over_data(
-    model: nn.Module,
-    loss: LossFunction | None,
-    batch: tuple[Any, Any],
-    extensions: Sequence[Extension],
-    device: torch.device | str,
-) -> PlannedStep:
-    forward = _forward_of(model, loss, batch[0] if loss is None else batch)
-    accumulated = gradients_are_there(model.parameters())
-    place = torch.device(device)
-    return PlannedStep(model, forward, tuple(extensions), place, gradients=False, accumulated=accumulated)
 
 
 def _beside_results_before(plan: Plan) -> Plan:
@@ -208,7 +192,8 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
 
     model_outputs = {edge.node for edge, forward, _ in graph.outputs if forward.has_parameters}
     returns_loss = graph.roots[0].grad_fn in model_outputs
-    between, entrance = _nodes_between(call.edge.node, model_outputs), graph.losses[0].entrance
+    entrance, nearest = graph.losses[0].entrance, call.edge.node
+    between = set() if nearest in model_outputs else set(nodes_above([nearest], model_outputs))
     link = entrance.rule.link if entrance.made is not None and entrance.made.node in between else None
 
     def forward(copied: nn.Module, fake: Callable[[Any], Any]) -> Tensor:
@@ -234,7 +219,7 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
     unseen = 0
     if not returns_loss:  # there and back, each as large as the loss's input; the link is run
         tensors = 2 * (len(between) - (link is not None))
-        unseen = tensors * call.input.numel() * call.input.element_size()
+        unseen = tensors * call.input.nbytes
     leaves = graph.leaves()
     step = PlannedStep(
         model,
@@ -245,11 +230,6 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
         accumulated=gradients_are_there(leaves),
     )
     return choose_plan(step, budget, lambda plan: plan.beside("between model and loss", unseen))
-
-
-def _nodes_between(start: Node, ends: set[Node]) -> set[Node]:
-    """Return the nodes from ``start`` up to some ends, which are not among them."""
-    return set() if start in ends else set(nodes_above([start], ends))
 
 
 def chunk_sizes_of_pass(graph: Graph, extensions: Sequence[Extension], budget: int) -> ChunkSizes:

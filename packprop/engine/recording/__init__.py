@@ -10,6 +10,7 @@ from packprop.engine.recording.marks import (
     Walks,
     graph_is_kept,
     marks_of,
+    nodes_above,
 )
 from packprop.engine.recording.switch import disable, extend, extended, is_recording_disabled, record
 from packprop.engine.recording.unchanged import SameForEachPass, unchanged
@@ -29,6 +30,7 @@ __all__ = [
     "is_recording_disabled",
     "is_running",
     "marks_of",
+    "nodes_above",
     "record",
     "switch",
     "unchanged",

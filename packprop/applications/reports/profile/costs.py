@@ -24,7 +24,7 @@ from packprop.applications.dataset.parts import readings_of
 from packprop.applications.dataset.state import MergedResults
 from packprop.applications.dataset.stream import BatchStream
 from packprop.applications.reports.profile.layers import ROOT, TOTAL, owner_of
-from packprop.engine.memory import LiveBytes, plan_over_data
+from packprop.engine.memory import LiveBytes, plan_over_data, step_over_data
 from packprop.engine.passes import ChunkSizes, tasks_by_seed
 from packprop.engine.recording import extended
 from packprop.engine.tensors import (
@@ -242,7 +242,8 @@ def memory_use(
     batch = moved(batch, device)
     planned: dict[str, Any]
     try:
-        plan = plan_over_data(model, loss, batch, extensions(), chunk_sizes, memory, device)
+        step = step_over_data(model, loss, batch, extensions(), device)
+        plan = plan_over_data(step, chunk_sizes, memory)
         choices = [{**asdict(line), "chunks": line.chunks} for line in plan.lines]
         planned = {"budget": plan.memory, "planned": plan.peak, "parts": plan.parts, "choices": choices}
     except PackpropError as error:

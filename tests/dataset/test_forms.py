@@ -101,6 +101,13 @@ def test_mappings_that_cannot_be_mapped_are_no_data() -> None:
         )
 
 
+def test_names_that_are_no_keyword_arguments_are_refused_like_any_others() -> None:
+    x, y = torch.randn(6, 3), torch.randint(2, (6,))
+    for inputs in ({0: x, 1: x}, {"self": x, "input": x}):
+        with pytest.raises(BadInput, match=r"batch 1 of the data"):
+            packprop.compute(nn.Linear(3, 2), nn.CrossEntropyLoss(), (inputs, y), [extensions.BatchL2Grad()])
+
+
 def test_a_flat_tuple_of_inputs_and_targets_is_refused_with_the_form_that_works() -> None:
     model, ((kinds, numbers), targets) = two_arguments()
     data: Any = (kinds, numbers, targets)

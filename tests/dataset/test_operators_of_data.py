@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import packprop
@@ -82,6 +83,34 @@ def test_readings_draw_alike() -> None:
     operator @ vector
     assert torch.equal(torch.get_rng_state(), before), "what the user draws is not changed"
     assert_near(whole(operator), whole(operator).mT, "symmetric", 1e-12)
+
+
+def test_products_through_attention_in_a_checkpoint() -> None:
+    """The kernel that is differentiated twice is in force again when the checkpoint calls its functions."""
+    torch.manual_seed(0)
+    weight, head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def attended(x: Tensor) -> Tensor:
+        heads = weight(x).unflatten(-1, (2, 2)).transpose(-2, -3)
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(-2, -3).flatten(-2)
+
+    class Model(nn.Module):
+        def __init__(self, checkpointed: bool) -> None:
+            super().__init__()
+            self.weight, self.head, self.checkpointed = weight, head, checkpointed
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = checkpoint(attended, x, use_reentrant=False) if self.checkpointed else attended(x)
+            out: Tensor = self.head(hidden.mean(1))
+            return out
+
+    data = torch.randn(6, 5, 4), torch.randint(3, (6,))
+    plain, through = (
+        packprop.operators.of_data(Model(each), nn.CrossEntropyLoss(), data, "ggn", batch_size=3)
+        for each in (False, True)
+    )
+    vectors = torch.randn(plain.shape[0], 8)
+    assert_near(through @ vectors, plain @ vectors)
 
 
 def test_buffers_are_put_back() -> None:

@@ -69,6 +69,19 @@ def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path, capfd: pytest.
     assert "name a file in a folder that exists and can be written to" in capfd.readouterr().err
 
 
+def test_a_run_without_figures_has_no_contents() -> None:
+    page = read_page(training_page([{"step": step, "loss": 1.0} for step in range(2)], "run"))
+    assert not page.all("nav")
+
+
+def test_a_folder_named_like_a_run_is_that_of_a_profile(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.jsonl").mkdir()
+    assert cli.main(["page", f"{tmp_path / 'run.jsonl'}/"]) == 2
+    assert "A profile was to be read" in capfd.readouterr().err
+
+
 def test_outliers_are_counted_over_steps(tmp_path: Path) -> None:
     lines = [
         {

@@ -6,31 +6,24 @@ import contextlib
 import copy
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from packprop.applications.dataset.all_samples import as_data_set
 from packprop.applications.dataset.data_facts import data_set_facts, loader_facts
 from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.digests import seed_from, spot_check
-from packprop.applications.dataset.messages import described, shapes
-from packprop.engine.tensors import tensors_in
+from packprop.applications.dataset.messages import described
 from packprop.errors import BadInput
 
 BATCH_SIZE = 128
 """Samples in a batch if the data come sample by sample."""
-
-INSTEAD = (
-    "give a tensor of inputs [n, ...] and a tensor of targets [n, ...], as (inputs, targets); for a model of "
-    "several arguments a tuple or a mapping of such tensors, as ((a, b), targets); of a batch whose tensors "
-    "have different lengths, such as one of graphs, a list of batches, [(inputs, targets)]; or, as batches "
-    "without targets, dictionaries of the model's arguments by name"
-)
 
 
 @dataclass(frozen=True)
@@ -152,7 +145,7 @@ def source_of(asked: str, data: Any, batch_size: int | None, whole: bool) -> Sou
     if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
         why, instead = "it is no number of samples", "give a whole number of at least 1, or leave it out"
         raise BadInput(asked, f"batch_size={batch_size!r}", why, instead)
-    data, where = _as_data_set(asked, data, whole), ""
+    data, where = as_data_set(asked, data, whole), ""
     if isinstance(data, Dataset):
         size = batch_size or BATCH_SIZE
         has_indices = isinstance(data, Sized) and not isinstance(data, IterableDataset)
@@ -169,37 +162,6 @@ def source_of(asked: str, data: Any, batch_size: int | None, whole: bool) -> Sou
         where, why = f"batch_size={batch_size} with ", "these data come in batches already"
         instead = "leave the batch size out, or give a Dataset or a pair of tensors"
     raise BadInput(asked, f"{where}data {described(data)}", why, instead)
-
-
-def _as_data_set(asked: str, data: Any, whole: bool) -> Any:
-    """Return tensors of all samples as a data set, and other data as they are.
-
-    Raises:
-        BadInput: For tensors of unequal length, or more than inputs and targets.
-    """
-    if not isinstance(data, (tuple, list)) or not data or (whole and isinstance(data, list)):
-        return data  # without targets apart, a list holds batches
-    alone = all(isinstance(each, Tensor) for each in data)
-    if not alone and (whole or not _is_pair(data)):
-        return data
-    sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors_in(data)}
-    if len(sizes) != 1 or (len(data) != 2 and not whole):
-        why = "they are not a pair whose first axes hold the same number of samples"
-        raise BadInput(asked, f"data, tensors {shapes(data)}", why, INSTEAD)
-    if alone:
-        return TensorDataset(*data)
-    inputs, targets = data
-    several = StackDataset(**inputs) if isinstance(inputs, Mapping) else StackDataset(*inputs)
-    return StackDataset(several, targets)
-
-
-def _is_pair(data: tuple[Any, ...] | list[Any]) -> bool:
-    """Tell whether data are several inputs and their targets; two batches hold their own targets each."""
-    if not isinstance(data, tuple) or len(data) != 2 or not isinstance(data[1], Tensor):
-        return False
-    inputs = data[0].values() if isinstance(data[0], Mapping) else data[0]
-    nested = isinstance(data[0], (tuple, list, MutableMapping)) and bool(data[0])  # those that can be mapped
-    return nested and all(isinstance(each, Tensor) for each in inputs)
 
 
 def generator_of_data() -> torch.Generator:

@@ -139,8 +139,9 @@ class QueryGradients:
             names = self._together[next(iter(found.rows))]
             gradients = {name: self._taken(found, name) for name in names if name in found.rows}
             self._require_finite(gradients)
-            if self._projection is None and names[0] not in self._arrays:
-                continue  # no sample of the store depends on it: rows are zero there
+            gradients = {name: each for name, each in gradients.items() if name in self.names}
+            if not gradients:
+                continue  # no sample of the store depends on them: rows are zero there
             zeros = next(iter(gradients.values())).new_zeros(())
             for name in names:  # the batch may use only one of them
                 gradients.setdefault(name, zeros.expand(found.samples, *self._trained[name].shape))
@@ -154,8 +155,9 @@ class QueryGradients:
     def _taken(self, found: Found, name: str) -> Tensor:
         """Take the gradients of a parameter from the results of a batch; keep the order of its entries."""
         dtype, results = found.rows.pop(name)
-        values, *orders = results.values()
-        self.orders[name] = orders[0][0] if orders else None
+        by_extension = {part.whole: values for part, values in results.items()}
+        values = by_extension.pop(self._extension)
+        self.orders[name] = next((order for (order,) in by_extension.values()), None)
         return of_summed_loss(self._extension, values, dtype, found.samples, float(found.terms))
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import inspect
 import os
 import shlex
 import subprocess
@@ -88,7 +87,7 @@ def _compare(options: argparse.Namespace) -> None:
 
 def _page(options: argparse.Namespace) -> None:
     source = Path(options.folder)
-    if source.suffix == ".jsonl":
+    if options.folder.endswith(".jsonl"):  # a path ends in a slash no more
         page = training_page(read_lines(source), source.stem)
         path = write_page(options.output or source.with_suffix(".html"), page)
         print(f"open {path} in a browser", file=sys.stderr)
@@ -157,11 +156,26 @@ def _profiled(options: argparse.Namespace, device: torch.device | None, with_pag
     else:
         model, loss, data = call_factory(factory, options.factory)
     model, loss = moved(device, model, loss)
-    # options have the names of the arguments that they stand for
-    names = inspect.signature(profile).parameters
-    given = {name: value for name, value in vars(options).items() if name in names}
-    given |= {"checkpoint": options.checkpoint or options.resume, "decode": decode, "timeline": with_page}
-    result = profile(model, loss, data, **given)
+    result = profile(
+        model,
+        loss,
+        data,
+        batch_size=options.batch_size,
+        mc_samples=options.mc_samples,
+        exact=options.exact,
+        curvature=options.curvature,
+        largest_factor=options.largest_factor,
+        evaluation=options.evaluation,
+        seed=options.seed,
+        progress=options.progress,
+        memory=options.memory,
+        checkpoint=options.checkpoint or options.resume,
+        every=options.every,
+        compiled=options.compiled,
+        outliers=options.outliers,
+        decode=decode,
+        timeline=with_page,
+    )
     return None if rank else dataclasses.replace(result, settings={**result.settings, **_made(options)})
 
 

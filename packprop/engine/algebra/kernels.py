@@ -57,20 +57,15 @@ def wide_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tens
 def outer_products(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiply ``[b, o, s]`` by ``[b, i, s]``, summed over s: ``[b, o, i]``, written to ``out`` if given."""
     products = products_one_by_one(left, right)
+    if products is None and out is None and _is_faster_swapped(left, right):
+        return torch.bmm(right, left.mT).mT
     if products is None:
-        return _batched_products(left, right, out)
+        return wide_product(left, right.mT, out)
     if out is None:
         out = left.new_empty(left.shape[0], left.shape[1], right.shape[1])
     for row, product in zip(out, products, strict=True):
         row.copy_(product)
     return out
-
-
-def _batched_products(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute ``outer_products`` in one call."""
-    if out is None and _is_faster_swapped(left, right):
-        return torch.bmm(right, left.mT).mT
-    return wide_product(left, right.mT, out)
 
 
 def products_one_by_one(left: Tensor, right: Tensor, by_rows: bool = True) -> Iterator[Tensor] | None:
@@ -92,8 +87,10 @@ def squared_products(left: Tensor, right: Tensor) -> Tensor:
     ``one_by_one`` gives each product to all statistics.
     """
     products = products_one_by_one(left, right)
+    if products is None and _is_faster_swapped(left, right):
+        return sum_of_squares(torch.bmm(right, left.mT)).mT  # sums over rows without gaps
     if products is None:
-        return sum_of_squares(_batched_products(left, right))
+        return sum_of_squares(wide_product(left, right.mT))
     total = left.new_zeros(left.shape[1], right.shape[1])
     for product in products:
         total.addcmul_(product, product)

@@ -110,7 +110,7 @@ def test_products_through_attention_in_a_checkpoint() -> None:
         for each in (False, True)
     )
     vectors = torch.randn(plain.shape[0], 8)
-    assert_near(through @ vectors, plain @ vectors)
+    assert_near(through @ vectors, plain @ vectors, "products", tolerance=1e-4)
 
 
 def test_buffers_are_put_back() -> None:

@@ -344,8 +344,9 @@ class MergedResults(Counts):
 
     def restore_what_is_shared(self, saved: Mapping[str, Any]) -> None:
         """Restore the part for a rank whose own batches are all yet to come."""
-        terms = saved["terms"] if saved["reduction"] == "sum" else 0.0
-        self.restore({**self.saved(), **saved, "terms": terms})
+        self.rotations = {(position, name): value for position, name, value in saved["rotations"]}
+        self.reduction, self.weights = saved["reduction"], TermWeights(*saved["weights"])
+        self.terms = saved["terms"] if self.reduction == "sum" else 0.0
 
     def grows(self, key: Key) -> bool:
         """Tell whether a result grows with the data; it is then a list of pieces."""

@@ -60,7 +60,7 @@ from packprop.engine.tensors.traced import decided
 from packprop.errors import PackpropError
 
 
-def bits_of(graph: Graph) -> dict[Node, int]:
+def bits_by_node(graph: Graph) -> dict[Node, int]:
     """Return a bit for each use, by its node: as bits of a number, sets of uses are fast."""
     return {use.anchors[0]: 1 << place for place, use in enumerate(graph.uses)}
 
@@ -71,7 +71,7 @@ def dependence(graph: Graph) -> dict[Node, int]:
     Raises:
         PackpropError: If a branch of the graph has been summed already.
     """
-    bits = bits_of(graph)
+    bits = bits_by_node(graph)
     masks: dict[Node, int] = {}
     for node in graph.order:
         if node.name() == EAGER:
@@ -276,7 +276,7 @@ def choose_routes(graph: Graph, known_losses: bool, per_sample: bool, create_gra
     Raises:
         PackpropError: If a branch of the graph has been summed already, or third derivatives are wrong.
     """
-    routes = Routes(bits=bits_of(graph), masks=dependence(graph))
+    routes = Routes(bits=bits_by_node(graph), masks=dependence(graph))
     all_known = known_losses and not graph.without_loss
     nonlinear = nonlinear_nodes(graph, routes.masks) if all_known else NonlinearNodes(unknown=-1)
     coupled = not all_known and decided(
@@ -323,7 +323,7 @@ def require_third_derivatives(graph: Graph, leaves: Sequence[Tensor]) -> None:
     Raises:
         PackpropError: If such a node lies between the roots and one of the leaves.
     """
-    own = bits_of(graph)
+    own = bits_by_node(graph)
     bits = sum(own[use.anchors[0]] for use in _uses_of(graph, leaves))
     for node, mask in dependence(graph).items():
         if mask & bits and is_wrong_in_third_order(node):

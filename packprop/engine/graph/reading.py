@@ -322,7 +322,8 @@ class Reading:
 
     def reclassify(self, use: ReachedUse, samples: int) -> bool:
         """Tell whether an undecided use, behind which samples meet, is made of parameters alone: keep this."""
-        (node, *_), name = use.anchors, name_of_node(use.anchors[0])
+        node = use.anchors[0]
+        name = name_of_node(node)
         is_product = name in PRODUCTS - ENTRY_BY_ENTRY and not _is_contracted(node, use.places)
         is_layer = is_product and possible_layouts(use.shapes[0], samples)  # it has room for the samples
         is_weight = set(use.places).issubset(WEIGHTS.get(name, ()))  # of a layer whose input is known

@@ -101,7 +101,10 @@ class Accumulator:
     def _added_at_once(
         self, leaf: Tensor, contributions: list[Contribution], tasks: Sequence[Task], build: Build
     ) -> bool:
-        """Take the statistics of all samples, which fitted in an earlier pass; tell whether they still fit."""
+        """Take the statistics of all samples at once, each at a single use; tell whether they fit.
+
+        An earlier pass has taken the same ones in one chunk: nothing is prepared, joined, split or noted.
+        """
         try:
             structure = build(contributions, slice(None), self._chunk_sizes.held)
             values = evaluate_together(structure, [task.row.statistic for task in tasks])
@@ -150,7 +153,7 @@ class Accumulator:
                 chunk = torch.tensor(chosen[start:stop], device="cpu") % samples
             structure: Statistical | None = None
             try:
-                given = None if kept is None else kept.take(extent)
+                given = None if kept is None else kept.take(extent)  # a first pass has kept none of it
                 structure = build(contributions, chunk, self._chunk_sizes.held) if given is None else given
                 if isinstance(structure, Outer):
                     structure = self._written_in_place(leaf, structure, tasks, columns, extent)

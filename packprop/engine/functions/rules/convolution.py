@@ -69,13 +69,14 @@ class Geometry:
 
     def gradients(self, images: Tensor, cotangent: Tensor) -> Tensor:
         """Return per-sample gradients ``[1, n, *p]`` from one image for each sample, without unfolding."""
-        if self.transposed:  # the convolution from cotangents to inputs swaps the two
+        given, arriving = images, cotangent
+        if self.transposed:  # it is the convolution from cotangents to inputs
+            given, arriving = cotangent, images
             beyond = [extra // step for extra, step in zip(self.output_padding, self.stride, strict=True)]
             if any(beyond):  # that convolution has more outputs than there are inputs: pad the inputs
-                images = F.pad(images, [width for extra in reversed(beyond) for width in (0, extra)])
-            images, cotangent = cotangent, images
+                arriving = F.pad(images, [width for extra in reversed(beyond) for width in (0, extra)])
         return grouped_gradients(
-            images, cotangent, self.weight_shape, self.stride, self.padding, self.dilation, self.groups
+            given, arriving, self.weight_shape, self.stride, self.padding, self.dilation, self.groups
         )
 
     def inner_products(self, images: Tensor, cotangent: Tensor, direction: Tensor) -> Tensor:

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.engine.algebra import kronecker
+from packprop.engine.algebra.factors import Approximation, homogeneous_sum, input_gram
+from packprop.engine.algebra.order import fold_to
+from packprop.engine.algebra.structures import Outer
 from packprop.errors import BadInput, PackpropWarning
 from tests.cases import BY_NAME
 from tests.references.running import assert_near, backward
@@ -88,3 +91,15 @@ def test_what_is_not_finite_is_warned_of() -> None:
     with pytest.warns(PackpropWarning, match="NaN or infinite"), packprop.backpack(extensions.EKFAC()):
         loss(model(x), torch.zeros(2, 2)).backward()
     assert model.weight.ekfac.values.isnan().all()
+
+
+@pytest.mark.parametrize("approximation", ["mixed", "expand", "reduce"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_inputs_with_a_one_are_summed_as_their_moment_is(approximation: Approximation, groups: int) -> None:
+    x = torch.randn(4, 3, groups, 5, dtype=torch.float64)
+    with_one = torch.cat([x, x.new_ones(4, 3, groups, 1)], -1)
+    moment = input_gram(Outer(with_one, None, fold_to(torch.Size([groups, 6]))), approximation)
+    found = homogeneous_sum(Outer(x, None, fold_to(torch.Size([groups, 5]))), approximation)
+    assert found is not None
+    assert moment is not None
+    assert torch.allclose(found, moment[-1])

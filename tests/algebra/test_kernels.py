@@ -13,6 +13,7 @@ from packprop.engine.algebra.one_by_one import evaluate_together
 from packprop.engine.algebra.order import fold_to
 from packprop.engine.algebra.statistics import moments, summed_grad
 from packprop.engine.algebra.structures import Outer
+from tests.references.running import assert_near
 
 
 def laid_out(by_rows: bool, rows: int, columns: int) -> Tensor:
@@ -55,6 +56,17 @@ def test_depthwise_convolutions_of_large_images_go_sample_by_sample(dtype: torch
         cotangent = torch.zeros(1, 4, side, side, dtype=dtype)
         shape = torch.Size([4, 4 // groups, 3, 3])
         assert kernels._is_faster_by_channels_last(cotangent, shape, groups) == expected
+
+
+def test_gradients_sample_by_sample_are_those_of_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    images, cotangent = torch.randn(3, 4, 12, 12), torch.randn(3, 4, 12, 12)
+    given = images, cotangent, torch.Size([4, 1, 3, 3]), (1, 1), (1, 1), (1, 1), 4
+    ways = []
+    for one_by_one in (True, False):
+        monkeypatch.setattr(kernels, "_is_faster_by_channels_last", lambda *_, found=one_by_one: found)
+        ways.append(kernels.grouped_gradients(*given))
+    assert ways[0].shape == (1, 3, 4, 1, 3, 3)
+    assert_near(*ways, "gradients", tolerance=1e-5)
 
 
 def test_deviations_one_by_one_keep_their_digits(monkeypatch: pytest.MonkeyPatch) -> None:

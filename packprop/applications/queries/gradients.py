@@ -139,7 +139,7 @@ class QueryGradients:
             names = self._together[next(iter(found.rows))]
             gradients = {name: self._taken(found, name) for name in names if name in found.rows}
             self._require_finite(gradients)
-            gradients = {name: each for name, each in gradients.items() if name in self.names}
+            gradients = {name: each for name, each in gradients.items() if self._counts(name)}
             if not gradients:
                 continue  # no sample of the store depends on them: rows are zero there
             zeros = next(iter(gradients.values())).new_zeros(())
@@ -163,7 +163,10 @@ class QueryGradients:
     @property
     def names(self) -> list[str]:
         """The parameters whose gradients count: those of the store, if rows are not projected."""
-        return [name for name in self._trained if self._projection is not None or name in self._arrays]
+        return [name for name in self._trained if self._counts(name)]
+
+    def _counts(self, name: str) -> bool:
+        return self._projection is not None or name in self._arrays
 
     @property
     def _expected(self) -> dict[str, torch.Size]:

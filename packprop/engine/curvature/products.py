@@ -37,7 +37,7 @@ from packprop.engine.curvature.second_order import (
 from packprop.engine.curvature.seeds import loss_hessians
 from packprop.engine.graph.graph import Graph
 from packprop.engine.graph.hooks import hooks_below
-from packprop.engine.graph.pull import derivatives
+from packprop.engine.graph.pull import as_dense, derivatives
 from packprop.engine.tensors.hooks import Hooks
 from packprop.errors import BadInput
 
@@ -45,8 +45,8 @@ Matrix = Literal["ggn", "hessian"]
 
 
 @dataclass(eq=False)
-class Hessian:
-    """The Hessian of the roots in some parameters; it keeps the gradient.
+class _OfRoots:
+    """A matrix of second derivatives of the roots of a graph in some parameters.
 
     Args:
         roots: The roots of the graph.
@@ -58,14 +58,18 @@ class Hessian:
     seeds: Sequence[Tensor | None]
     parameters: Sequence[Tensor]
 
+
+@dataclass(eq=False)
+class Hessian(_OfRoots):
+    """The Hessian of the roots in some parameters; it keeps the gradient."""
+
     @functools.cached_property
     def gradients(self) -> list[Tensor | None]:
         """The gradient in each parameter, with its graph; ``None`` if the roots do not depend on it."""
         if not any(root.requires_grad for root in self.roots):
             return [None] * len(self.parameters)
         with torch.enable_grad():
-            found = derivatives(self.roots, self.parameters, self.seeds, create_graph=True)
-        return [each.to_dense() if each is not None and each.is_sparse else each for each in found]
+            return as_dense(derivatives(self.roots, self.parameters, self.seeds, create_graph=True))
 
     def multiply(self, vectors: Vectors) -> list[Tensor | None]:
         """Return ``H v``."""
@@ -77,20 +81,14 @@ class Hessian:
 
 
 @dataclass(eq=False)
-class GaussNewton:
+class GaussNewton(_OfRoots):
     """The matrix ``sum_t J_t^T H_t J_t``, over tensors t between some parameters and the roots.
 
     Args:
-        roots: The roots of the graph.
-        seeds: The gradient of each; ``None`` for 1.
-        parameters: The parameters.
         tensors: The tensors t, or their edges.
         hessians: For each t the product with ``H_t``.
     """
 
-    roots: Sequence[Tensor]
-    seeds: Sequence[Tensor | None]
-    parameters: Sequence[Tensor]
     tensors: Sequence[Any]
     hessians: Sequence[Callable[[Tensor], Tensor]]
 

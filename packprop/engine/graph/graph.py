@@ -17,7 +17,7 @@ from packprop.engine.functions.node_rules import entries_of_node
 from packprop.engine.graph.links import Entrance, entrance_of
 from packprop.engine.graph.search import upstream_of
 from packprop.engine.graph.site import Site
-from packprop.engine.recording.marks import EXTENDED, ForwardCall, RecordedLoss
+from packprop.engine.recording.marks import ForwardCall, RecordedLoss, known_modules
 from packprop.engine.tensors.hooks import Hooks
 from packprop.engine.tensors.layout import Layout
 from packprop.engine.tensors.names import named_parameters
@@ -214,7 +214,7 @@ class Graph:
     @property
     def known_modules(self) -> list[nn.Module]:
         """All extended modules, those that were called first."""
-        return list({id(module): module for module in [*self.modules, *EXTENDED]}.values())
+        return known_modules(self.forwards)
 
     def leaves(self) -> list[Tensor]:
         """Return every trainable leaf that enters a use, once."""

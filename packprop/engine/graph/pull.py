@@ -117,6 +117,11 @@ def _aligned(column: Tensor) -> Tensor:
     return column.clone() if column.storage_offset() % 2 else column
 
 
+def as_dense(products: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return products with all of their entries, also where PyTorch gives the nonzero rows of a table alone."""
+    return [each.to_dense() if each is not None and each.is_sparse else each for each in products]
+
+
 def pull_columns(
     outputs: Sequence[Any],
     ends: Sequence[Any],
@@ -135,7 +140,7 @@ def pull_columns(
         products = derivatives(
             outputs, ends, given, create_graph=create_graph, retain_graph=retain_graph, batched=batched
         )
-        return [each.to_dense() if each is not None and each.is_sparse else each for each in products]
+        return as_dense(products)
 
     if not batched:
         return pull(seeds, False, retain_graph)

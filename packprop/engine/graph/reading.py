@@ -57,7 +57,7 @@ from packprop.engine.functions.saved import keeps_elsewhere
 from packprop.engine.graph.completeness import shapes_of
 from packprop.engine.graph.graph import EAGER, Graph, ReachedUse
 from packprop.engine.graph.search import Trail, nodes_above
-from packprop.engine.recording.marks import EXTENDED, ForwardCall
+from packprop.engine.recording.marks import ForwardCall, known_modules
 from packprop.engine.recording.unrecorded import is_compiled_region
 from packprop.engine.tensors.dry import is_dry_run, is_of_batch, storage_key
 from packprop.engine.tensors.layout import possible_layouts
@@ -113,8 +113,7 @@ class Constants:
         """Return the parameters and buffers of extended models."""
         if self._given is not None:
             return [tensor for reference in self._given if (tensor := reference()) is not None]
-        called = [module for forward in self._forwards if (module := forward.module()) is not None]
-        modules = {id(module): module for module in [*called, *EXTENDED]}.values()
+        modules = known_modules(self._forwards)
         return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
     @functools.cached_property
@@ -248,11 +247,9 @@ class Reading:
         known = self.answers[node] = self._constants.are_known(node)
         if known is False:
             return "use"
-        may_meet = (
-            known is None and is_dry_run() and not self._is_one_sample
-        )  # in a batch of one, no samples do
-        if may_meet and (self._keeps_shape(node, given) or _is_contracted(node, given)):  # they most likely do
-            return "parameters"
+        if known is None and is_dry_run() and not self._is_one_sample:  # of one sample, nothing meets
+            is_likely = self._keeps_shape(node, given) or _is_contracted(node, given)
+            return "parameters" if is_likely else "undecided"
         return "parameters" if known and name not in HIDING else "undecided"
 
     @functools.cached_property

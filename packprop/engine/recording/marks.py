@@ -109,6 +109,12 @@ class ForwardCall:
         return module is None or next(module.parameters(), None) is not None
 
 
+def known_modules(forwards: Iterable[ForwardCall]) -> list[nn.Module]:
+    """Return all extended modules, those of some calls first."""
+    called = [module for forward in forwards if (module := forward.module()) is not None]
+    return list({id(module): module for module in [*called, *EXTENDED]}.values())
+
+
 @dataclass(eq=False)
 class RecordedLoss:
     """One call of a loss function, left on the node that it made.

@@ -17,7 +17,7 @@ from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.errors import BadInput
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Seed:
     """The seed vectors that a sweep starts from; extensions with equal seeds share a sweep.
 
@@ -40,6 +40,12 @@ class Seed:
     entries: tuple[int, ...] | None = None
     by_token: bool = False
     fresh: bool = False
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Seed) and vars(self) == vars(other))
+
+    def __hash__(self) -> int:
+        return hash(self.kind)  # a pass looks seeds up often, and has few of one kind
 
 
 GRADIENT = Seed("gradient")

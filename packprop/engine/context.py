@@ -165,16 +165,18 @@ class Backpack(OwnMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if torch.compiler.is_compiling():
-            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        call = None
+        make: Callable[..., BackwardCall]
         if func is Tensor.backward:
-            call = BackwardCall(*args, **kwargs)
+            make = BackwardCall
         elif func is torch.autograd.backward:
-            call = BackwardCall.of_function(*args, **kwargs)
-        if call is None or self._running or is_dry_run() or _local.active[-1] is not self:
+            make = BackwardCall.of_function
+        else:
             return func(*args, **kwargs)
+        is_other = torch.compiler.is_compiling() or is_dry_run() or _local.active[-1] is not self
+        if self._running or is_other:
+            return func(*args, **kwargs)
+        call = make(*args, **kwargs)
         self._running = self._seen = True
         try:
             if any(extension.keeps_graph for extension in self.extensions):

@@ -83,13 +83,15 @@ def _outer_sq_norm(structure: Outer) -> Tensor | None:
     Positions may cancel. So the products have a wider precision than the pass, if there is one. Their rounding
     is then no more than the rounding of gradients to their own precision would add to the squares.
     """
-    if structure.formed or not norms_by_products(structure.extents):
+    if structure.formed:
         return None
     if structure.shape[1] == 1:
         cotangent, x = structure.wide_cotangent, structure.x
         if cotangent.shape[0] == cotangent.shape[3] == 1 and not torch.is_grad_enabled():
             return (norms_of(cotangent) * norms_of(x)).square_().flatten()
         return (square_norms(cotangent.squeeze(2)).sum(0) * square_norms(x.squeeze(1))).sum(1)
+    if not norms_by_products(structure.extents):
+        return None
     cotangent, x = structure.factors
     samples = len(x)
     step = samples_in_products(structure.extents, samples)

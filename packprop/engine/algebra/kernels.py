@@ -104,7 +104,7 @@ def second_moment(rows: Tensor) -> Tensor:
     makes use of symmetry.
     """
     transposed = rows.mT
-    kernel = _kernel_for(transposed[None], transposed[None])
+    kernel = _kernel_for(transposed, transposed)
     if kernel is None:
         return wide_product(transposed, rows)
     transposed = transposed.contiguous()
@@ -230,7 +230,7 @@ def _is_faster_by_channels_last(cotangent: Tensor, shape: torch.Size, groups: in
 def _kernel_for(
     left: Tensor, right: Tensor, by_rows: bool = False
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Multiply two matrices ``[o, s]`` and ``[i, s]``, faster in its own call than in a batch.
+    """Multiply two matrices ``[o, s]`` and ``[i, s]``, or each two of a batch, faster than in one call for all.
 
     This calls the one private operator: ``torch.ops.mkldnn._linear_pointwise``, which torch itself uses in
     compiled models. Public products go to MKL. On processors that Intel did not make, MKL takes a slower path,
@@ -243,7 +243,7 @@ def _kernel_for(
     fits = (
         device_kind(left) == device_kind(right)
         and left.dtype == right.dtype
-        and worth_a_call(left.shape[2], left.shape[1] * right.shape[1], left.dtype, device_kind(left))
+        and worth_a_call(left.shape[-1], left.shape[-2] * right.shape[-2], left.dtype, device_kind(left))
         and not (torch.is_grad_enabled() and (left.requires_grad or right.requires_grad))
     )
     library: Any = torch.ops.mkldnn
@@ -254,7 +254,7 @@ def _kernel_for(
 
     if not fits:
         return None
-    is_swapped = not by_rows and left.stride(2) != 1 and right.shape[1] < left.shape[1]
+    is_swapped = not by_rows and left.stride(-1) != 1 and right.shape[-2] < left.shape[-2]
     return (lambda a, b: product(b, a).mT) if is_swapped else product
 
 

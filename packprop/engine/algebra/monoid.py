@@ -48,8 +48,17 @@ class Monoid:
         """Tell whether the value grows with every partial result."""
         return self.axis is not None
 
+    @property
+    def keeps_one(self) -> bool:
+        """Tell whether the value of one partial result is what it was made of."""
+        return self.grows or self.result is _itself
+
     def __repr__(self) -> str:
         return self.name
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def concatenate(axis: int) -> Monoid:
@@ -88,7 +97,7 @@ def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a if b is None else b if a is None else a + b
 
 
-SUM = Monoid("SUM", _add, lambda total: total)
+SUM = Monoid("SUM", _add, _itself)
 """Add up values."""
 
 CAT = {axis: concatenate(axis) for axis in (0, 1)}
@@ -97,13 +106,13 @@ CAT = {axis: concatenate(axis) for axis in (0, 1)}
 ADD_IN_PLACE = replace(CAT[0], name="ADD(0)", adds=True)
 """Join values along the leading axis; add up those that have the same place there."""
 
-SINGLE = Monoid("SINGLE", _refuse, lambda value: value)
+SINGLE = Monoid("SINGLE", _refuse, _itself)
 """Keep the one value; refuse to merge."""
 
-KEEP = Monoid("KEEP", lambda a, b: a, lambda value: value)
+KEEP = Monoid("KEEP", lambda a, b: a, _itself)
 """Keep the first value; all are equal."""
 
-MOMENTS = Monoid("MOMENTS", _merge_moments, lambda partial: partial)
+MOMENTS = Monoid("MOMENTS", _merge_moments, _itself)
 """Merge moments as Chan et al. (1979) do."""
 
 

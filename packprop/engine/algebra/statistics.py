@@ -129,8 +129,11 @@ def batch_sq(structure: Quadratic) -> Tensor:
 
 def sq_norm(structure: Structure) -> Tensor:
     """Return squared norms of per-sample gradients, summed over columns, ``[n]``."""
-    fast = _fast("sq_norm", structure)
-    return square_norms(flat_rows(structure)).sum(0) if fast is None else fast
+    fast: Tensor | None = _fast("sq_norm", structure)
+    if fast is not None:
+        return fast
+    norms = square_norms(flat_rows(structure))
+    return norms.squeeze(0) if len(norms) == 1 else norms.sum(0)
 
 
 def gram(structure: Structure) -> Tensor:

@@ -55,7 +55,7 @@ class _OfUse(_Formed):
         return widened(self.given_cotangent)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # a frozen one takes six times as long to make, and each use makes some in each pass
 class Outer(_OfUse):
     """An affine use, ``y[n,s,g,o] = sum_i W[g,o,i] x[n,s,g,i]``.
 

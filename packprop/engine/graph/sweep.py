@@ -96,8 +96,8 @@ class Watch:
 
     def _finish(self, use: ReachedUse) -> None:
         arrived = self._pending.pop(use)
-        cotangents = ArrivedCotangents([arrived.get(index) for index in range(len(use.shapes))])
-        if all(cotangent is None for cotangent in cotangents):
+        cotangents = ArrivedCotangents(map(arrived.get, range(len(use.shapes))))
+        if not [each for each in cotangents if each is not None]:
             return
         self._visiting = True
         try:

@@ -10,6 +10,7 @@ the time of a pass through a small model. A clipped pass keeps the collector: it
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,11 +93,14 @@ class _Work:
         """The task that keeps per-sample gradients of one column, if there is one."""
         self.condenses = any(task.shows_cotangents for task in tasks)
         """True if NaN in a cotangent shows in some result, which is smaller."""
+        self._keeps_one = all(task.row.over_v.keeps_one and task.row.over_n.keeps_one for task in tasks)
         self.left = {id(site.leaf): (use, site) for use in uses for site in use.sites}
         """The leaves that the sweep has not reached, by identity, each with its use."""
 
     def whole(self, values: list[Any]) -> list[Any]:
         """Return the results that consist of these values of the statistics, of all samples and columns."""
+        if self._keeps_one:
+            return values
         rows = [task.row for task in self.tasks]
         return [whole(value, row.over_v, row.over_n) for value, row in zip(values, rows, strict=True)]
 
@@ -124,7 +128,8 @@ class DirectPass:
         self._has_rows = any(row.statistic is per_sample_grad for row in rows)
         self._finite = FiniteCheck()
         self._gradients: dict[int, Tensor] = {}
-        self._values: dict[int, dict[Extension, dict[int, Any]]] = {}
+        self._numbers = Counter(task.extension for tasks in self._tasks.values() for task in tasks)
+        self._values: dict[int, dict[Extension, list[Any]]] = {}
         self._spare: dict[tuple[Extension, int], Tensor] | None = None
 
     @property
@@ -241,17 +246,16 @@ class DirectPass:
         self._keep(leaf, work, values)
 
     def _keep(self, leaf: Tensor, work: _Work, values: list[Any]) -> None:
-        """Keep results of a leaf, by the numbers of their rows, until it has all of them."""
-        known = self._values.setdefault(id(leaf), {})
+        """Keep results of a leaf, at the numbers of their rows, until it has all of them."""
+        known = self._values.get(id(leaf))
+        if known is None:
+            known = self._values[id(leaf)] = {each: [None] * number for each, number in self._numbers.items()}
         for task, value in zip(work.tasks, values, strict=True):
-            known.setdefault(task.extension, {})[task.index] = value
+            known[task.extension][task.index] = value
 
     def _save(self, leaf: Tensor) -> None:
         """Save the values of a leaf, which are complete."""
-        known = self._values.pop(id(leaf))
-        results = {each: [own[index] for index in range(len(own))] for each, own in known.items()}
-        known.clear()
-        self._saver.save(leaf, results)
+        self._saver.save(leaf, self._values.pop(id(leaf)))
 
     def _statistics(self, work: _Work, contribution: Contribution) -> list[Any]:
         """Return the results of some tasks for one leaf; keep its gradient if packprop sums it."""

@@ -73,14 +73,17 @@ class ResultSaver:
             samples = counts.get(extension, self._graph.samples)
             if extension.subsampling is not None and extension not in counts:
                 samples = len(extension.subsampling)
-            value = extension.finish(self._of_loss_meant(leaf, extension, values), samples)
+            meant = values if self._loss_scale is None else self._of_loss_meant(leaf, extension, values)
+            value = extension.finish(meant, samples)
             if value is None:
                 self._skipped.setdefault(extension, []).append(self._graph.name(leaf))
                 continue
             if without_correlations(extension, value, leaf.shape):
                 self._diagonal.setdefault(extension, []).append(self._graph.name(leaf))
             dtype = extension.dtype_of(leaf.dtype)
-            if not callable(value):  # products keep the tensors that they read as they are
+            if isinstance(value, Tensor):
+                value = _saved(value, dtype)
+            elif not callable(value):  # products keep the tensors that they read as they are
                 value = map_tensors(functools.partial(_saved, dtype=dtype), value)
             home = self._graph.home(leaf)
             if home is not leaf and _is_of_parameter(extension, value, leaf):
@@ -95,8 +98,7 @@ class ResultSaver:
     def _of_loss_meant(self, leaf: Tensor, extension: Extension, values: list[Any]) -> list[Any]:
         """Rescale the results of rows to the loss without the factor ``loss_scale``."""
         scale = self._loss_scale
-        if scale is None:
-            return values
+        assert scale is not None
         if isinstance(scale, Tensor):
             scale = scale.to(leaf.device, wider_dtype(scale.dtype, leaf.device.type) or scale.dtype)
         factor = 1 / scale

@@ -196,8 +196,8 @@ def _ran_again(
     return True
 
 
-REPEATED = ("gradient", "ggn", "empirical", "none", "hessian")
-"""Kinds of seeds for which a kept walk serves: their values do not hold the graph."""
+REPEATED = ("gradient", "ggn", "empirical", "none", "hessian", "graph")
+"""Kinds of seeds for which a kept walk serves, unless their values hold the graph."""
 
 
 def _may_repeat(options: PassOptions, call: BackwardCall, joint: JointPass | None) -> bool:

@@ -61,7 +61,7 @@ class Factors(Extension):
     def finish(self, values: list[Any], samples: int) -> list[Tensor] | None:
         """Return ``B``, and ``A`` divided by the number of samples; ``None`` if one of them was skipped."""
         cotangents, inputs = values
-        if (cotangents is not None and not cotangents.numel()) or (inputs is not None and not inputs.numel()):
+        if is_skipped(cotangents) or is_skipped(inputs):
             return None
         if inputs is None:
             return [cotangents]

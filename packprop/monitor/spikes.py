@@ -83,7 +83,7 @@ class Spike:
         step: The number of the step: of ``monitor.step()``, or of the call of ``check`` if there is none.
         what: ``"loss"`` or ``"norm"``.
         value: The value.
-        usual: The median of recent steps.
+        usual: The median of recent steps; NaN if there was none.
         samples: Those of the step with the largest gradients, largest first.
     """
 
@@ -94,7 +94,8 @@ class Spike:
     samples: tuple[SpikeSample, ...]
 
     def __str__(self) -> str:
-        lines = [f"step {self.step}: {self.what} {self.value:.4g}, where {self.usual:.4g} is usual"]
+        usual = "" if math.isnan(self.usual) else f", where {self.usual:.4g} is usual"
+        lines = [f"step {self.step}: {self.what} {self.value:.4g}{usual}"]
         for each in self.samples:
             times = "" if each.times is None else f", {each.times:.3g} times the median"
             lines.append(f"  {each.sample}: gradient {each.norm:.3g}{times}")
@@ -120,14 +121,18 @@ class Range:
         self.values: deque[float] = deque(maxlen=RECENT)
 
     def left_by(self, value: float) -> float | None:
-        """Return the median of the range, if the value leaves it; otherwise add the value."""
-        if len(self.values) >= FEWEST or (self.values and not math.isfinite(value)):
-            middle = median(self.values)
+        """Return the median of the range, NaN if it is empty, if the value leaves it; otherwise add the value.
+
+        A value that is not finite leaves every range.
+        """
+        middle = median(self.values) if self.values else math.nan
+        if not math.isfinite(value):
+            return middle
+        if len(self.values) >= FEWEST:
             deviation = max(NORMAL * median(abs(each - middle) for each in self.values), 1e-3 * abs(middle))
-            if not value <= middle + self._reach * deviation:
+            if value > middle + self._reach * deviation:
                 return middle
-        if math.isfinite(value):
-            self.values.append(value)
+        self.values.append(value)
         return None
 
 

@@ -89,7 +89,8 @@ class CheckedRows:
             stops += [min(each + step, stop) for each in first]
             expected += [ZEROS] * len(first) if values is None else values
         self._starts, self._stops = np.array(starts, np.int64), np.array(stops, np.int64)
-        self._expected, self._unread = expected, np.ones(len(starts), bool)
+        self.expected, self._unread = expected, np.ones(len(starts), bool)
+        """The checksums of its blocks."""
 
     def __len__(self) -> int:
         return len(self.all)
@@ -127,7 +128,7 @@ class CheckedRows:
                 yield self._said(block)
 
     def _is_right(self, block: int) -> bool:
-        rows, expected = self.all[self._starts[block] : self._stops[block]], self._expected[block]
+        rows, expected = self.all[self._starts[block] : self._stops[block]], self.expected[block]
         if expected == ZEROS:
             return not rows.reshape(-1).view(np.uint8).any()
         return checksum(rows) == expected

@@ -67,6 +67,8 @@ class StoredArray:
                 return self._between(start, max(start, stop))
             return self._chosen(np.arange(start, stop, step))
         if not np.ndim(rows):
+            if np.asarray(rows).dtype == bool:
+                raise IndexError(f"rows[{rows}] is neither a row nor a mask of all rows")
             number = operator.index(rows)  # type: ignore[arg-type]  # it has no axes
             return self._chosen(np.array([number]))[0]
         chosen = np.asarray(rows)
@@ -105,6 +107,10 @@ class StoredArray:
         rows = pieces[0].view() if len(pieces) == 1 else np.concatenate(pieces)
         rows.flags.writeable = False
         return rows
+
+    def checksums(self) -> list[list[int]]:
+        """Return the checksums of all rows, block by block for each shard, without reading a row."""
+        return [part.expected for part in self._parts]
 
     def damages(self) -> Iterator[str]:
         """Yield the places of changed rows; this reads all."""

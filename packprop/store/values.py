@@ -160,6 +160,13 @@ def identifiers_of(asked: str, given: Any, start: int, samples: int, header: Sha
             f"they are not one whole number for each of {samples} samples",
             "give a list or tensor of whole numbers [n]; keep names in a table of your own",
         )
+    if samples and numbers.max() > np.iinfo(np.int64).max:
+        raise BadInput(
+            asked,
+            f"identifier {numbers.max()}",
+            "identifiers are whole numbers below 2^63",
+            "give smaller ones, and keep the large ones in a table of your own",
+        )
     return torch.from_numpy(numbers.astype(np.int64))
 
 

@@ -152,6 +152,21 @@ def test_a_data_set_that_takes_many_samples_at_once() -> None:
     assert_all_near(found["sum_grad_squared"], expected["sum_grad_squared"], "halves", 1e-5)
 
 
+class Shortened(TensorDataset):
+    """Hides its last samples."""
+
+    def __len__(self) -> int:
+        return 4
+
+
+def test_a_data_set_says_how_many_samples_it_has() -> None:
+    model, (x, y) = small()
+    found = packprop.compute(
+        model, nn.CrossEntropyLoss(), Shortened(x, y), extensions.SumGradSquared(), progress=False
+    )
+    assert found.samples == 4
+
+
 @one_in(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_data_gives_the_same(form: str) -> None:

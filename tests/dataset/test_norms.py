@@ -40,6 +40,29 @@ def test_norms_of_a_mean_over_terms() -> None:
         torch.testing.assert_close(torch.cat([each.flatten() for each in gradients]).norm(), norm)
 
 
+class Scaled(nn.Module):
+    """A parameter of one number, and one of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.wave = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.scale * (x.to(self.wave.dtype) @ self.wave).abs()
+        return out
+
+
+def test_norms_of_a_number_and_of_complex_numbers() -> None:
+    model, loss = Scaled(), nn.CrossEntropyLoss()
+    result = packprop.compute(model, loss, (X, Y), extensions.BatchGrad(), batch_size=4, progress=False)
+    expected = []
+    for x, y in zip(X, Y, strict=True):
+        gradients = torch.autograd.grad(loss(model(x[None]), y[None]), [*model.parameters()])
+        expected.append(sum(each.abs().square().sum() for each in gradients).sqrt())
+    torch.testing.assert_close(result.norms(), torch.stack(expected))
+
+
 def test_values_without_norms_say_what_to_ask_for() -> None:
     result = packprop.compute(
         nn.Linear(4, 3), nn.CrossEntropyLoss(), (X, Y), extensions.Variance(), progress=False

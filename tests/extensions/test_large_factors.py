@@ -304,3 +304,17 @@ def test_helpers_take_a_vector_for_a_diagonal_matrix(places: tuple[int, ...]) ->
     assert_near(*inverses, "inverse")
     assert_near(kronecker.trace(mixed), kronecker.trace(plain), "trace")
     assert_near(kronecker.logdet(mixed, 0.1), kronecker.logdet(plain, 0.1), "logdet")
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("make", [kflr, ekfac])
+def test_factors_without_rows_are_not_too_large(make: Any) -> None:
+    torch.manual_seed(0)
+    used, none = nn.Linear(3, 2), nn.Linear(3, 0)
+    x, target = torch.randn(4, 3), torch.randint(2, (4,))
+    extension = make()
+    with warnings.catch_warnings(), packprop.backpack(extension):
+        warnings.simplefilter("error", PackpropWarning)
+        nn.functional.cross_entropy(torch.cat([used(x), none(x)], 1), target).backward()
+    for parameter in (*used.parameters(), *none.parameters()):
+        assert isinstance(getattr(parameter, extension.savefield), list | kronecker.Eigen)

@@ -38,6 +38,11 @@ def joined(x: Tensor, weight: Tensor) -> Tensor:
     return torch.cat([weight.expand(len(x), -1), x], 1)
 
 
+def turned(x: Tensor, weight: Tensor) -> Tensor:
+    """A parameter with its axes in another order, counted from the end."""
+    return x * weight.permute(0, -1, 1)
+
+
 EXAMPLES: list[tuple[Callable[..., Any], Make]] = [
     (torch.einsum, lambda n: ("io,ni->no", p(1, 4), R(n, 3))),
     (F.linear, lambda n: (R(n, 3), p(4, 3), p(4))),
@@ -73,6 +78,7 @@ EXAMPLES: list[tuple[Callable[..., Any], Make]] = [
     (torch.add, lambda n: {"input": R(n, 2, 3), "other": p(2, 3), "alpha": 2}),
     (Tensor.__radd__, lambda n: (R(n, 3), p(3))),
     (torch.sub, lambda n: (R(n, 2, 3), p(2, 1))),
+    (turned, lambda n: (R(n, 2, 4, 3), p(2, 3, 4))),
     (torch.rsub, lambda n: (R(n, 2, 3), p(2, 1))),
     (torch.mul, lambda n: (R(2, n, 3), p(2, 1, 3))),
     (torch.div, lambda n: (R(n, 2, 3), p(2, 1))),

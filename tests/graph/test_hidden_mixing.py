@@ -440,3 +440,64 @@ def test_pools_over_pixels_are_looked_at_once() -> None:
     with packprop.backpack(extensions.BatchGrad()):
         nn.functional.cross_entropy(model(x), y).backward()
     assert [*located._KNOWN[model].locations]
+
+
+class Switched(nn.Module):
+    """A function between two layers that another argument turns into one that mixes samples."""
+
+    def __init__(self, function: Callable[[Tensor, bool], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(3, 4), nn.Linear(4, 3), function
+
+    def forward(self, x: Tensor, mixes: bool) -> Tensor:
+        out: Tensor = self.last(self.function(self.first(x), mixes))
+        return out
+
+
+def written(h: Tensor, mixes: bool) -> Tensor:
+    """The sum of each sample in its first entry; or all sums in the first sample."""
+    h, sums = h.clone(), h.sum(1)
+    h[0 if mixes else slice(None), slice(None) if mixes else 0] = sums
+    return h
+
+
+def placed(h: Tensor, mixes: bool) -> Tensor:
+    """Rows that are written one by one, beside those from which they come."""
+    out = torch.zeros_like(h)
+    for place, row in enumerate([1, 2, 0, 3] if mixes else range(4)):
+        out[place] = h[row].tanh()
+    return out + h
+
+
+def sampled(h: Tensor, mixes: bool) -> Tensor:
+    """Pixels in a column, one for each sample, that a grid chooses."""
+    places = torch.linspace(-1, 1, 4, dtype=h.dtype)[[0, 0, 1, 2] if mixes else [0, 1, 2, 3]]
+    grid = torch.stack([torch.zeros_like(places), places], -1)[None, :, None]
+    pixels = nn.functional.grid_sample(h.T[None, :, :, None], grid, mode="nearest", align_corners=True)
+    return h + pixels[0, :, :, 0].T
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        written,
+        placed,
+        sampled,
+        lambda h, mixes: torch.renorm(h, 2, 1, 1e-3 if mixes else 1e3),
+        lambda h, mixes: h + torch.cdist(*[h - (1 - mixes) * h.detach()] * 2).sum(1, keepdim=True),
+        lambda h, mixes: h + (h * float(mixes)).cumprod(0),
+    ],
+    ids=["view", "rows", "grid", "renorm", "distances", "products"],
+)
+@pytest.mark.parametrize("before", [1, 4])
+def test_a_function_that_mixes_samples_in_a_later_pass(
+    function: Callable[[Tensor, bool], Tensor], before: int
+) -> None:
+    torch.manual_seed(0)
+    model = packprop.extend(Switched(function).double())
+    x, y = torch.randn(4, 3).double(), torch.randint(3, (4,))
+    for _ in range(before):
+        with packprop.backpack(extensions.BatchGrad()):
+            nn.functional.cross_entropy(model(x, False), y).backward()
+    with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
+        nn.functional.cross_entropy(model(x, True), y).backward()

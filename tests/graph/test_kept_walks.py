@@ -178,6 +178,19 @@ def test_values_of_later_passes(name: str, served: Served, monkeypatch: pytest.M
     assert served.direct == (name not in NOT_DIRECT)
 
 
+@pytest.mark.parametrize("make", [extensions.KFRA, lambda: extensions.HBP(curv_type="hessian")])
+def test_averaged_factors_of_later_passes(
+    make: Callable[[], Extension], served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(
+        lambda: [make(), extensions.BatchL2Grad()], nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    )
+    for _ in range(FIRST):
+        run.check(monkeypatch)
+    assert served.kept == FIRST - 1
+    assert not served.direct
+
+
 def test_extensions_may_change_from_pass_to_pass(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of squares is one statistic of gradients and of columns of the GGN alike."""
     run = Run(first_order)

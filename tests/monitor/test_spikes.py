@@ -26,7 +26,7 @@ def test_the_range() -> None:
     for _ in range(60):
         assert known.left_by(2.0 + 0.1 * float(torch.randn((), generator=generator))) is None
     assert known.left_by(2.3) is None
-    for far in (3.0, math.inf, math.nan):
+    for far in (3.0, math.inf, -math.inf, math.nan):
         assert known.left_by(far) == pytest.approx(2.0, abs=0.1)
     assert known.left_by(1.0) is None  # falling is no spike
     assert not any(value > 2.9 for value in known.values)
@@ -34,6 +34,7 @@ def test_the_range() -> None:
 
 def test_the_first_steps_make_no_spike() -> None:
     known = Range(reach=6.0)
+    assert math.isnan(known.left_by(math.nan) or 0.0)  # but for one that is not finite
     assert [known.left_by(value) for value in (5.0, 1.0, 9.0)] == [None] * 3
     assert known.left_by(math.nan) == 5.0
     assert FEWEST > 3

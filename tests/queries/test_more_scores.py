@@ -145,3 +145,5 @@ def test_refusals_of_optimizers() -> None:
         packprop.optimizer_curvature(model, "adam")  # type: ignore[arg-type]  # it is refused
     with pytest.raises(BadInput, match="parameter 'bias'"):
         packprop.optimizer_curvature(model, torch.optim.SGD([model.weight], lr=0.1))
+    with pytest.raises(BadInput, match="maximize"):
+        packprop.optimizer_curvature(model, torch.optim.SGD(model.parameters(), lr=0.1, maximize=True))

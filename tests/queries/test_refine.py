@@ -229,6 +229,16 @@ def test_no_convergence_is_told_and_what_was_found_is_kept(tmp_path: Path) -> No
     assert found.to_dict()["residuals"] == found.residuals.tolist()
 
 
+def test_a_checkpoint_belongs_to_the_rows_of_a_store(tmp_path: Path) -> None:
+    model, loss, data = problem("convolution")
+    written(tmp_path / "store", model, loss, data)
+    written(tmp_path / "other", model, loss, (data[0].flip(0), data[1]))
+    refine = Refinement(data, checkpoint=tmp_path / "work", progress=False)
+    refined(tmp_path / "store", model, loss, data, refine=refine)
+    with pytest.raises(BadInput, match="store: rows"):
+        refined(tmp_path / "other", model, loss, data, refine=refine)
+
+
 def test_bad_input(tmp_path: Path) -> None:
     model, loss, data = problem("convolution")
     written(tmp_path / "store", model, loss, data)

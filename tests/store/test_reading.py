@@ -62,7 +62,7 @@ def test_rows_by_index(array: Any, index: Any) -> None:
     assert torch.equal(stored.torch(), values)
 
 
-@pytest.mark.parametrize("index", [7, -8, [0, 7], [[0]], torch.ones(3, dtype=torch.bool)], ids=str)
+@pytest.mark.parametrize("index", [7, -8, [0, 7], [[0]], True, torch.ones(3, dtype=torch.bool)], ids=str)
 def test_rows_that_are_not_there(array: Any, index: Any) -> None:
     with pytest.raises(IndexError):
         array[0][index]

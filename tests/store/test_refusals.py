@@ -387,6 +387,7 @@ def test_no_store(tmp_path: Path, make: Callable[[Path], Any]) -> None:
         (dict(a=torch.ones(2, 3), identifiers=[1]), "one whole number for each of 2"),
         (dict(a=torch.ones(2, 3), identifiers=[0.5, 1.0]), "one whole number for each of 2"),
         (dict(a=torch.ones(2, 3), identifiers=["a", "b"]), "one whole number for each of 2"),
+        (dict(a=torch.ones(2, 3), identifiers=[2**63 + 5, 2**63 + 6]), "whole numbers below 2"),
     ],
     ids=str,
 )

@@ -103,7 +103,8 @@ class Result(Mapping[Any, dict[str, Any]]):
         scale = self.samples if self.reduction == "mean" else 1
         squares = [*self.tables.get("batch_l2", {}).values()]
         rows = () if squares else self.tables.get("grad_batch", {}).values()
-        squares += [each.to(accumulation_dtype(each.dtype)).flatten(1).square().sum(1) for each in rows]
+        wide = [each.to(accumulation_dtype(each.dtype)).unsqueeze(-1) for each in rows]
+        squares += [each.flatten(1).abs().square().sum(1) for each in wide]
         if squares:
             return scale * torch.stack([each.to(squares[0].device) for each in squares]).sum(0).sqrt()
         raise BadInput(

@@ -43,7 +43,7 @@ class Samples:
     @property
     def tensors(self) -> Sequence[Tensor] | None:
         """Return tensors whose leading axes hold the samples, if there is nothing else to a sample."""
-        methods = ("__getitem__", "__getitems__")  # a loader calls the second one if there is one
+        methods = ("__len__", "__getitem__", "__getitems__")  # a loader calls the last one if there is one
         plain = all(getattr(type(self.data), m, None) is getattr(TensorDataset, m, None) for m in methods)
         return self.data.tensors if plain else None
 

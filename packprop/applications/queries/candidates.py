@@ -31,6 +31,7 @@ from packprop.engine.memory import byte_text
 from packprop.engine.tensors import random_numbers_from, random_states, tensor_of
 from packprop.errors import BadInput, PackpropError
 from packprop.store.reading import BLOCK, Store
+from packprop.store.schema import checksum_of
 from packprop.store.search import Found, better, bytes_of_a_row, summed_products
 from packprop.types import GRADIENT, Extension, Row
 
@@ -110,6 +111,7 @@ class StoredSamples:
             "quantity": self.quantity,
             "samples": self._store.samples,
             "identifiers": digest(self._store.identifiers),
+            "rows": checksum_of([array.checksums() for array in self.arrays.values()]),
             "asked for": self._wanted.facts(),
         }
 

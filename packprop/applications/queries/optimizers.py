@@ -37,7 +37,7 @@ def optimizer_curvature(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
         optimizer: One of Adam, AdamW, RMSprop, Adagrad, SGD, after a step.
 
     Raises:
-        BadInput: For another optimizer, a trained parameter that it has not stepped, or a rate of 0.
+        BadInput: For another optimizer, ``maximize=True``, a parameter without a step, or a rate of 0.
     """
     known = [*ADAPTIVE, torch.optim.SGD]
     kind = next((each for each in known if isinstance(optimizer, each)), None)
@@ -55,6 +55,9 @@ def optimizer_curvature(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
             why = "the optimizer does not have it, has not stepped it, or its learning rate is 0"
             instead = "give the optimizer as it was in training, or set requires_grad=False on the parameter"
             raise BadInput(ASKED, f"parameter {name!r}", why, instead)
+        if group.get("maximize"):
+            why = "the optimizer has maximize=True: its step raises the loss, which no curvature says"
+            raise BadInput(ASKED, f"parameter {name!r}", why, "minimise the negative of the loss")
         found[name] = _divisor(kind, group, state, parameter) / float(group["lr"])
     return found
 

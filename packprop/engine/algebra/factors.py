@@ -54,7 +54,7 @@ def cotangent_gram(
             flat = cotangent[:, :, 0].flatten(2)
         else:
             flat = cotangent.sum(2, dtype=accumulation_dtype(cotangent.dtype)).flatten(2)
-    flat = flat.reshape(-1, flat.shape[-1])
+    flat = flat.flatten(0, 1)
     if flat.shape[1] <= LARGEST_FACTOR:
         return second_moment(flat)
     if otherwise == "diagonal":
@@ -186,7 +186,7 @@ def rotated_sum_sq(structure: Structure, first: Sequence[Any]) -> Tensor:
 
 
 def is_skipped(factor: Tensor | None) -> bool:
-    """Tell whether no factor is missing that would have been too large."""
+    """Tell whether an empty tensor stands for a factor that would have been too large."""
     return factor is not None and factor.dim() == 1 and not factor.numel()
 
 

@@ -75,7 +75,7 @@ def eigenvectors(factor: Tensor) -> Tensor:
     eigenvectors of a diagonal matrix, given as a vector, are unit vectors: a vector of ones.
     """
     factor = factor.detach()
-    if factor.dim() == 1:
+    if factor.dim() == 1 or not factor.numel():
         return torch.ones_like(factor)
     if has_fault(~factor.isfinite().all()):
         return torch.full_like(factor, math.nan)

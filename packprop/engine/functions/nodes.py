@@ -209,6 +209,10 @@ def has_option(node: Node, name: str) -> bool:
 def saved_option(node: Node, name: str) -> Any:
     """Return a saved value that is not a tensor, such as ``dim``; autograd shows negative numbers unsigned."""
     value = getattr(node, f"_saved_{name}")
+    return type(value)(map(_signed, value)) if type(value) in (list, tuple) else _signed(value)
+
+
+def _signed(value: Any) -> Any:
     return value - 2**64 if isinstance(value, int) and value >= 2**63 else value
 
 

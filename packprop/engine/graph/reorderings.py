@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 from packprop.engine.functions.entry import plain_options
 from packprop.engine.functions.nodes import (
     function_of,
+    is_change_of_view,
     is_from_outside,
     is_identity,
     made_by,
@@ -36,6 +37,18 @@ BY_ROWS = BY_DATA | names_of_nodes(
     """
 )
 """Functions that take rows as data say: by indices, masks, or the places of sparse entries."""
+
+
+UNSEEN = names_of_nodes("Cdist EuclideanDist Renorm Cumprod GridSampler2D GridSampler3D")
+"""Functions whose values decide which entries meet in their derivatives, without a trace that NaN leaves."""
+
+
+def may_change_unseen(node: Node) -> bool:
+    """Tell whether other samples may meet at such a node in a later pass, and no option of it would show that.
+
+    A change in place through a view shows neither the view nor the entries that it left as they were.
+    """
+    return is_change_of_view(node) or name_of_node(node) in UNSEEN
 
 
 def axes_reordered(node: Any) -> frozenset[int] | None:

@@ -29,7 +29,13 @@ from packprop.engine.graph.completeness import (
 from packprop.engine.graph.graph import Graph, ReachedLoss, ReachedUse
 from packprop.engine.graph.hooks import hooks_on
 from packprop.engine.graph.reading import Reading
-from packprop.engine.graph.reorderings import BY_ROWS, axes_reordered, is_opaque, own_options
+from packprop.engine.graph.reorderings import (
+    BY_ROWS,
+    axes_reordered,
+    is_opaque,
+    may_change_unseen,
+    own_options,
+)
 from packprop.engine.graph.search import SAME_AS, Trail, depth_first, leaves_above, nodes_above
 from packprop.engine.graph.site import Site
 from packprop.engine.graph.terms import find_open_places, settle_terms
@@ -140,6 +146,9 @@ def _note_order(graph: Graph, trail: Trail) -> None:
         else:
             axes = axes_reordered(node)
             graph.orders_by_values |= name_of_node(node) in BY_ROWS
+            graph.hides_order |= may_change_unseen(node) and not any(
+                each in parameters for each in trail.neighbours[node]
+            )
         if axes is None:
             graph.hides_order = True
         elif axes:

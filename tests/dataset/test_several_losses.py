@@ -221,3 +221,30 @@ def test_batches_of_inputs_alone_are_a_list() -> None:
     assert found.samples == 7
     with pytest.raises(PackpropError, match="dictionaries of the model's arguments"):
         compute(Quantized(), None, given, extensions.Variance())
+
+
+def test_a_penalty_beside_a_sum_counts_once_or_is_refused() -> None:
+    """Each batch would add it once more; under a mean, batches have weights that sum to one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    data = torch.randn(SIZE, 4).double(), torch.randn(SIZE, 2).double()
+
+    def penalised(reduction: str) -> Callable[[Tensor, Tensor], Tensor]:
+        def loss(f: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(f, y, reduction=reduction) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+        return loss
+
+    def found(reduction: str, size: int) -> packprop.Result:
+        asked = extensions.DiagHessian()
+        return packprop.compute(model, penalised(reduction), data, asked, batch_size=size, progress=False)
+
+    whole, parts = found("mean", SIZE), found("mean", 2)
+    assert parts.loss == pytest.approx(whole.loss)
+    assert_all_near(parts["diag_h"], whole["diag_h"], "mean", 1e-10)
+    found("sum", SIZE)
+    with pytest.raises(PackpropError, match="penalty that is added to a sum"):
+        found("sum", 2)
+    product = packprop.operators.of_data(model, penalised("sum"), data, matrix="hessian", batch_size=2)
+    with pytest.raises(PackpropError, match="penalty that is added to a sum"):
+        product @ torch.ones(product.shape[1]).double()

@@ -230,10 +230,16 @@ def counted_terms(
         targets: Its targets.
 
     Raises:
-        PackpropError: If the divisor is not known, or the weights differ.
+        PackpropError: If the divisor is not known, the weights differ, or each batch adds a penalty to a sum.
     """
     reduction, divisor, weights = loss_terms(graph)
     terms, is_first = number_of_terms(divisor), not before.own
+    if graph.terms and reduction == "sum" and not is_first:
+        raise not_one_loss(
+            "a penalty that is added to a sum",
+            "every batch adds it once more, and the loss of all samples has it once",
+            "leave the penalty out, and add it and its curvature to the results; or use reduction='mean'",
+        )
     before.add(weights, terms)
     if is_first and loss is not None and outputs is not None:
         before.of_more = _weights_of_more(loss, outputs, targets, graph.samples)

@@ -62,7 +62,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 """Attributes of modules that hold functions which run with them."""
 
 MOST, DEEPEST = 5000, 40
-"""Values in one description, and their maximum nesting."""
+"""The most values in one description, and their deepest nesting."""
 
 OF_MODULE = {*vars(nn.Module()), "training"}
 """Attributes that every module has."""

@@ -40,7 +40,7 @@ KEPT = 2
 """Checkpoints that stay in the folder."""
 
 WriteError = (OSError, safetensors.SafetensorError)
-"""The error of a full disk."""
+"""The errors of writing a file, as to a full disk."""
 
 
 class Damaged(Exception):
@@ -101,7 +101,7 @@ class Folder:
         """Keep other runs out inside ``with``. The system takes the lock off when the process ends in any way.
 
         Raises:
-            LockedElsewhere: If another run does.
+            LockedElsewhere: If another run has locked it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         return contextlib.closing(Lock(self.path))

@@ -68,7 +68,7 @@ class WhereItPays(Policy):
         return self._left() * kind.replay_seconds * SAVED > costs
 
     def keeps(self, kind: Kind) -> bool:
-        """Go on if it is faster than passes are."""
+        """Keep a graph until its time is known, and then if it is faster than passes."""
         return kind.replays < MEASURED or kind.replay_seconds < kind.pass_seconds
 
 

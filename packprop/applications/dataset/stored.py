@@ -43,7 +43,7 @@ class StoredResults:
     ) -> dict[Part, list[Any]]:
         """Keep the results of one parameter for the store, and return the others.
 
-        As in ``MergedResults``, they get the scale of a loss that is summed over its terms.
+        As in ``MergedResults``, kept results have the scale of a loss that is summed over its terms.
         """
         for part, found in results.items():
             extension = part.whole

@@ -41,7 +41,7 @@ class Ends(NamedTuple):
     Args:
         largest: Samples with the largest products.
         smallest: Samples with the smallest products.
-        groups: Products added up over groups ``[q, g]``, if that is wanted.
+        groups: Products added up over groups ``[q, g]``, if ``Wanted.groups`` asks for them.
         samples: The number of all samples.
         terms: The divisors of their losses, added up.
     """
@@ -58,7 +58,7 @@ class Wanted(NamedTuple):
 
     Args:
         k: The number of samples at each end.
-        groups: The group of each sample, if sums over groups are wanted.
+        groups: The group of each sample; ``None`` for no sums over groups.
     """
 
     k: int
@@ -93,7 +93,7 @@ class StoredSamples:
         self._at_once = min(BLOCK // 2, budget // 2)
 
     def room(self, budget: int) -> int:
-        """Return a quarter: queries are made in another one, and rows take the other half.
+        """Return a quarter of the budget: making queries takes another one, and rows take the other half.
 
         Raises:
             BadInput: If no row fits.
@@ -159,7 +159,7 @@ class ReadSamples:
         _require_order(self._asked, batches.source.data)
 
     def room(self, budget: int) -> int:
-        """Return a third: queries are made in another one; vectors on the device take the last one."""
+        """Return a third of the budget: making queries takes another one, vectors on the device the last."""
         return budget // 3
 
     def facts(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from packprop.types import GRADIENT, Extension, Row
 
 
 class EntryOrders(Extension):
-    """Return the order of the entries of each parameter's matrix."""
+    """The order of the entries of each parameter's matrix."""
 
     savefield = "entry_order"
     rows = (Row(GRADIENT, entry_order_of, over_n=KEEP, over_v=KEEP, degree=0),)

@@ -97,7 +97,7 @@ class StoredArray:
     def numpy(self) -> np.ndarray:
         """Return all rows, as numpy has them; bfloat16 as float32.
 
-        If there is one shard, it compares them with their checksums, and maps them into memory without a copy.
+        It compares them with their checksums. If there is one shard, it maps them into memory without a copy.
         """
         if self.dtype == torch.bfloat16:
             return self.torch().float().numpy()

@@ -33,7 +33,7 @@ FENCE = 3.0
 """An outlier is so many interquartile ranges above the upper quartile: "far out" (Tukey 1977)."""
 
 MOST_OUTLIERS = 8
-"""The number of logged outliers."""
+"""The most outliers that are logged."""
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def load_mnist(root: str | Path | None = None) -> tuple[Tensor, Tensor]:
         Grey values from 0 to 255 ``[n, 28, 28]`` as bytes, classes from 0 to 9 ``[n]``.
 
     Raises:
-        BadInput: If ``root`` is given and does not hold the files.
+        BadInput: If ``root``, or the folder that the variable names, does not hold the files.
         PackpropError: If there is neither MNIST nor scikit-learn.
     """
     named = root if root is not None else os.environ.get(MNIST_FOLDER)

@@ -30,9 +30,9 @@ def clipped_gradients(
     a mean loss, or its part of a sum. So this is the step of Abadi et al. (2016), except for the noise, which
     you add. A penalty that no sample enters is added unclipped.
 
-    One backward pass does it. It forms per-sample gradients only if they take no more memory than the tensors
-    that they are made of. It keeps the inputs of all functions with parameters, and the gradients at their
-    outputs, until it knows all norms; autograd would free these along the way. See NOTE [Clipping]
+    One backward pass does it. It keeps per-sample gradients only if they take no more memory than the tensors
+    that they are made of. Otherwise it keeps these, the inputs of a function and the gradients at its outputs,
+    until it knows all norms; autograd would free them along the way. See NOTE [Clipping]
     (``engine/passes/clipping.py``).
 
     A table that is looked up with ``sparse=True`` gets a sparse gradient of its nonzero rows, as without

@@ -245,7 +245,7 @@ class KeptWalk:
     def meets_hooks(self, everywhere: bool) -> bool:
         """Tell whether the user has put hooks on nodes of the graph that this walk is bound to.
 
-        A look at a node leaves something behind that autograd calls in the pass, so it costs time twice.
+        A look at a node costs time twice: it leaves a dictionary of hooks that autograd reads in the pass.
 
         Args:
             everywhere: Whether packprop sweeps through the graph by itself, without any hook. Otherwise only

@@ -111,7 +111,7 @@ class _Part:
     feed: Feed
 
     def is_separate(self) -> bool:
-        """Tell whether it is a sum over samples for all values; refused if it is none for the present ones."""
+        """Tell whether it is a sum over samples for all values; raise if it is none for the present ones."""
         nodes = self._nodes()
         for node, places in nodes:
             if has_kinks(node, places):

@@ -44,7 +44,7 @@ from packprop.errors import PackpropError
 
 
 def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
-    """Raise if there is nowhere to feed samples in."""
+    """Raise if there is nowhere to feed samples in, no axis for them, or no sample in the batch."""
     if not outputs:
         raise PackpropError(
             graph.asked,
@@ -104,7 +104,7 @@ def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list
 
 
 def declared_axis(graph: Graph) -> int | None:
-    """The ``sample_axis`` that was declared for the models of a pass; refused if several were."""
+    """The ``sample_axis`` that was declared for the models of a pass; raise if several were."""
     declared = [forward.declared for forward in graph.forwards] + [loss.call.declared for loss in graph.losses]
     said = sorted({each for each in declared if each is not None})
     if len(said) > 1:
@@ -133,8 +133,8 @@ def _rows_of(output: ModelOutput) -> Rows | None:
 def _taken_in_turn(found: Sequence[Rows | None], declared: int | None) -> list[Rows | None]:
     """The rows of several losses, where parts that they take of one tensor are as if merged.
 
-    Axes in front that all take the same entry of, as a loop over rows of ``out[-1]`` does, are no axes of rows,
-    unless the axis that is declared to hold the samples is counted from there.
+    Leading axes of which all losses take one and the same entry, as in a loop over rows of ``out[-1]``, are no
+    axes of rows, unless a declared ``sample_axis`` is counted from there.
     """
     taken: dict[tuple[Node, int], set[tuple[int, ...]]] = defaultdict(set)
     for rows in found:
@@ -300,7 +300,7 @@ def _disagreement(
 def _layouts_of_documents(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Layout]:
     """The places where the inputs of the losses hold the documents that were declared.
 
-    Refused if they were not declared for all losses, or not for each position.
+    Raise if they were not declared for all losses or not for each position, or if a number is negative.
     """
     if is_dry_run():
         raise without_plan()

@@ -101,7 +101,7 @@ class RowSearch:
     def layouts(self, fitting: Fitting) -> list[Candidate]:
         """The layout of rows at each place; none where samples meet in a row.
 
-        ``fitting``: Layouts of which each says where rows are looked for: it takes each for a sample.
+        ``fitting``: Layouts that take each row for a sample: they say where to look for rows.
         """
         places = [
             (use, index, layout)
@@ -170,7 +170,7 @@ class RowSearch:
 
 
 def _joined(number: Tensor, digit: Tensor) -> Tensor:
-    """The number with one more digit, or what speaks against any."""
+    """The number with one more digit; the mark of either if one has a mark, ``MIXED`` first."""
     return torch.where((number >= 0) & (digit >= 0), number + digit, torch.minimum(number, digit))
 
 

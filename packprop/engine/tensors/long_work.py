@@ -151,10 +151,10 @@ def doing(what: str, count: float) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def waiting(said: str, shown: bool = True) -> Iterator[None]:
-    """Tell how long the work inside has taken, which cannot say how far it is.
+    """Tell how long the work inside has taken, if nothing knows how much of it is left.
 
-    A terminal shows it from a few seconds on, and forgets it afterwards. Other outputs get one line, after a
-    minute.
+    A terminal shows it from a few seconds on, and clears the line in the end. Other outputs get one line, after
+    a minute.
     """
     done = threading.Event()
     thread = threading.Thread(target=_tell, args=(said, done), daemon=True)

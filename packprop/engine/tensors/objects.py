@@ -118,7 +118,7 @@ class _Copying(TorchFunctionMode):
 
 
 def is_object(value: Any) -> bool:
-    """Tell whether a value is neither a tensor, nor plain, nor a collection."""
+    """Tell whether to take a value apart: no tensor, plain value, collection, module, generator or class."""
     others = (Tensor, tuple, list, Mapping, Apart, _Rest, type, nn.Module, *generator_classes())
     return type(value) not in PLAIN and not isinstance(value, others)
 

@@ -7,10 +7,9 @@ chunks of columns) runs three times at most; see also NOTE [Repeated columns]. A
 are where they usually are, unless a real pass of the same shapes has found them. It does not see memory inside
 a kernel.
 
-A plan holds for a training loop. The first step has to find the samples. In the other steps the results of the
-step before are there until the first of their own are. Without a budget, results that are overwritten in place
-are there until their turn comes (NOTE [Results in place]); then packprop runs a second step. The peak is the
-largest of all.
+A plan holds for a training loop. The first step has to find the samples. Each later step holds the results of
+the step before until its first own result. Results that it overwrites in place, as without a budget, stay until
+their turn comes (NOTE [Results in place]); the dry run then runs a second step. The peak is the largest of all.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class Plan:
 
 
 def facts_of(graph: Graph, extensions: Sequence[Extension], device: str) -> Iterator[tuple[str, str]]:
-    """Yield words and values: what a pass must have in common with its plan, the first difference first."""
+    """Yield words and values that a pass must share with its plan; errors name the first that differs."""
     yield "extensions ", ", ".join(extension.name for extension in extensions)
     yield "parameters on ", device
     yield "uses of parameters: ", str(sum(len(use.shapes) for use in graph.uses))

@@ -55,7 +55,7 @@ Outlying = tuple[str, int, int, float]
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of a monitor, by steps; of a step that was written twice the last one.
+    """Return the last line of each step in a monitor's file, in the order of steps.
 
     Raises:
         BadInput: If there is no such file, or a line of it is none of a monitor's.

@@ -320,7 +320,7 @@ def _added(history: Sequence[int], first: int, after: int) -> int:
 def phases_of(noted: Noted, extensions: Sequence[Extension], alone: Sequence[Noted]) -> list[Phase]:
     """Return the parts of a pass of all extensions, distinguished by the sweeps that each takes ``alone``.
 
-    None where these do not add up, so that a part might get the name of another.
+    The list is empty if the sweeps do not add up: a part might get the name of another.
     """
     if noted.forward is None:
         return []

@@ -27,7 +27,7 @@ PAGE = "profile.html"
 
 
 def check_folder(folder: str | Path) -> None:
-    """Refuse a folder that files cannot be written into; it need not exist yet, and this writes nothing.
+    """Refuse a folder that files cannot be written into; it need not exist yet, and no file stays in it.
 
     Raises:
         BadInput: With the reason that the operating system gives.

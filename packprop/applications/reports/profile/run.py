@@ -118,7 +118,7 @@ def profile(
     with _evaluating(model, evaluation):
         with batches.explained():
             if checkpoint is not None:
-                batches.described(Describer())  # generators have their states kept before a batch is drawn
+                batches.described(Describer())  # keeps the states of generators before a batch is drawn
             first = batches.first()
             if outliers and first is not None:
                 check_decode(decode, first)

@@ -84,7 +84,7 @@ class GrowingArray:
         self._file: int | None = None
 
     def put(self, start: int, rows: Tensor) -> None:
-        """Write some rows ``[n, *shape]``, of this precision and on the processor, from row ``start`` on."""
+        """Write some rows ``[n, *shape]``, of this precision and on the CPU, from row ``start`` on."""
         file, place = self._opened(), self.offset + start * self.row_bytes
         rest = memoryview(as_array(rows.contiguous()).reshape(-1).view(np.uint8).data)
         while rest:

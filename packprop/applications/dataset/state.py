@@ -60,7 +60,7 @@ class Counts:
 
     @property
     def counts(self) -> Counts:
-        """These numbers alone, on the processor."""
+        """These numbers alone, on the CPU."""
         found = {each.name: getattr(self, each.name) for each in fields(Counts)}
         return Counts(**{**found, "loss": float(self.loss)})
 

@@ -141,7 +141,7 @@ class Refiner:
         most: int,
         keep: Callable[[ConjugateGradients], None],
     ) -> dict[str, Tensor]:
-        """Return products ``[q, *p]`` by parameter, on the processor; release ``rows``.
+        """Return products ``[q, *p]`` by parameter, on the CPU; release ``rows``.
 
         Args:
             rows: Gradients ``[q, *p]`` by parameter.

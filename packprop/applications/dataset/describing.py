@@ -354,7 +354,7 @@ def _is_code(kind: type, name: str) -> bool:
 
 
 def _functions(member: Any) -> Iterator[FunctionType]:
-    """Return the functions of the user in an entry of a class."""
+    """Yield the functions of the user in an entry of a class."""
     inside = (getattr(member, name, None) for name in ("__func__", "fget", "func", "__wrapped__"))
     for part in (member, *inside):
         if isinstance(part, FunctionType) and package_of(part) is None:

@@ -111,7 +111,7 @@ class Folder:
         return sorted(name for name in os.listdir(self.path) if not NAMES.fullmatch(name))
 
     def numbers(self) -> list[int]:
-        """Return the checkpoints that are there, the last one first."""
+        """Return the checkpoints in the folder, the last one first."""
         found = [NAMES.fullmatch(name) for name in os.listdir(self.path)]
         return sorted((int(m[2]) for m in found if m and m[1] == "checkpoint"), reverse=True)
 

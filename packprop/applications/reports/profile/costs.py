@@ -1,10 +1,10 @@
 """The pass over one batch: its memory, operation by operation, and the costs of each quantity in each layer.
 
 # NOTE [Costs of layers]
-Each quantity is asked for alone, once to count bytes and once more to take the time, which is wall time. What
-lies between the end of one layer's work and that of the next belongs to the next one: the way back to it, and
-what is made of what arrives there. Quantities that are asked for together share that way, so that the pass
-takes less time than the sum.
+The report computes each quantity alone, once to count bytes and once more to take the time, which is wall time.
+The work between the end of one layer's work and that of the next belongs to the next one: the way back to it,
+and the use of what arrives there. Quantities of one pass share that way, so the pass takes less time than the
+sum.
 """
 
 from __future__ import annotations

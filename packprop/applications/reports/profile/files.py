@@ -81,7 +81,7 @@ def read_files(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read the files of a profile: the entries of the JSON file, and the tensors.
 
     Raises:
-        BadInput: If they are not there, are no files of a profile, or were written in another format.
+        BadInput: If they are missing, are no files of a profile, or were written in another format.
     """
     asked = f"A profile was to be read from {str(folder)!r}."
     paths = [Path(folder) / name for name in NAMES]

@@ -86,7 +86,7 @@ def profile(
             if these are at most 32.
         curvature: Compute the GGN trace and Kronecker factors.
         largest_factor: Leave out Kronecker factors with a longer side than this.
-        evaluation: Switch the model to evaluation mode meanwhile, so that dropout is off and batch
+        evaluation: Switch the model to evaluation mode for the pass, so that dropout is off and batch
             normalisation does not mix samples.
         seed: Seed of the Monte Carlo draws.
         progress: Show a progress bar on standard error, if that is a terminal.

@@ -44,7 +44,7 @@ class Said:
 def said_of(
     asked: str, model: nn.Module, loss: LossFunction | None, inputs: Any, targets: Any, device: torch.device
 ) -> Said:
-    """Run a model on one sample, whose leading axis is there.
+    """Run a model on one sample, with a leading axis of extent one.
 
     Args:
         asked: The call of the user, for errors.

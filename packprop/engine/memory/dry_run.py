@@ -69,8 +69,8 @@ class PlannedStep:
         extensions: The extensions of the step.
         device: The device of the step.
         gradients: Says that the step also computes ``.grad``.
-        freed: Says that an extension hook takes the values of each parameter away as soon as they are there.
-        accumulated: Says that ``.grad`` of an earlier pass is there when the step begins.
+        freed: Says that an extension hook takes the values of each parameter away as soon as they are saved.
+        accumulated: Says that ``.grad`` holds gradients of an earlier pass when the step begins.
         mesh: The mesh that shards the model, if there is one.
     """
 

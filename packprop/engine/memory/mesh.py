@@ -1,4 +1,4 @@
-"""Models that are sharded over devices: the memory of one device, although none of them is there.
+"""Models that are sharded over devices: the memory of one device, on a machine that has none.
 
 # NOTE [Planned shards]
 Under ``fully_shard`` a device holds a shard of each parameter, of its gradient and of each result of its shape;

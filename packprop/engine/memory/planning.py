@@ -72,8 +72,8 @@ def plan(
             parameters, activations and results; ``None`` plans the default chunks, without a budget.
         device: The device of the step; by default that of the parameters.
         gradients: Says that the step also computes ``.grad``, as ``backward()`` does; ``compute`` does not.
-        freed: Says that an extension hook takes the values of each parameter away as soon as they are there.
-        accumulated: Says that ``.grad`` of an earlier pass is there when a step begins: you add up gradients
+        freed: Says that an extension hook takes the values of each parameter away as soon as they are saved.
+        accumulated: Says that ``.grad`` holds gradients when a step begins: you add up gradients
             over several passes, or zero them by ``zero_grad(set_to_none=False)``.
         mesh_shape: The devices that ``fully_shard`` shards the model over, as for ``init_device_mesh``: shards,
             or copies and shards. The plan is then that of one device, for its own batch; NOTE [Planned shards]

@@ -104,7 +104,7 @@ def check_graph(graph: Graph, of_samples: bool = True) -> None:
 
     Args:
         graph: Gets its samples located.
-        of_samples: Whether quantities of single samples are asked for; else the batch is taken as a whole.
+        of_samples: Whether quantities are made of single samples; else the batch counts as one sample.
     """
     if not graph.uses:
         require_complete(graph)

@@ -99,7 +99,7 @@ class GrowingArray:
             os.ftruncate(file, needed)
 
     def show(self, rows: int) -> None:
-        """Say in the file that it has so many rows, which must be there; touch nothing else in it."""
+        """Say in the file that it has so many rows, which it must hold; touch nothing else in it."""
         with opened(self.path, os.O_RDWR) as file:
             os.pwrite(file, header_of(rows, self.shape, self.dtype), 0)
 

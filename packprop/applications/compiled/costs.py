@@ -20,7 +20,7 @@ TURNS = 5
 """The maximum number of runs of each of two ways, to see which is faster."""
 
 LONGEST = 1.0
-"""Seconds from which on no further turn starts."""
+"""No further turn starts after these seconds."""
 
 
 def seconds_in_turns(runs: Sequence[Run], tensors: Sequence[Tensor]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Descriptions of values, as JSON has them, that two processes can compare: equal values have equal ones.
+"""Descriptions of values, in JSON, that two processes can compare: equal values have equal descriptions.
 
 Plain values stand for themselves. Tensors have digests, containers their entries, functions their code and its
 references. An installed thing has its name, a class of the user the code that is called, an object its class

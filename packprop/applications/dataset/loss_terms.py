@@ -43,7 +43,7 @@ TELL = (
     "attribute reduction='mean' or 'sum'; tell what it divides by with @packprop.register_loss(MyLoss); and "
     "extend the module: packprop.extend(MyLoss())"
 )
-"""Advice on a loss that is none of torch's."""
+"""Advice on a loss that torch does not define."""
 
 ROUNDING = 4
 """The relative difference of factors on losses that counts as rounding, in units of their precision: 3 % in

@@ -65,7 +65,7 @@ class Wanted(NamedTuple):
     groups: Any = None
 
     def facts(self) -> list[Any]:
-        """Return this as JSON has it."""
+        """Return this as a value of JSON."""
         return [self.k, None if self.groups is None else tensor_of(self.groups).tolist()]
 
 
@@ -105,7 +105,7 @@ class StoredSamples:
         return budget // 4
 
     def facts(self) -> dict[str, Any]:
-        """Describe the search, as JSON has it."""
+        """Describe the search, as a value of JSON."""
         return {
             "quantity": self.quantity,
             "samples": self._store.samples,
@@ -163,7 +163,7 @@ class ReadSamples:
         return budget // 3
 
     def facts(self) -> dict[str, Any]:
-        """Describe the search, as JSON has it."""
+        """Describe the search, as a value of JSON."""
         known = identity_of(self._objective.model, self._objective.loss, [], self._batches)
         return {"data": known["data"], BATCHES: known[BATCHES], "asked for": self._wanted.facts()}
 

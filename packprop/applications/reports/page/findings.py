@@ -21,7 +21,7 @@ TAIL = 0.05
 """The part of the samples in the finding on their share of the gradients."""
 
 FAR = 1.1
-"""A peak of so many times the planned one is a surprise worth a finding."""
+"""The page reports a peak of more than this times the planned one."""
 
 
 LONG = 0.1

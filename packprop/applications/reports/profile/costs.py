@@ -2,9 +2,9 @@
 
 # NOTE [Costs of layers]
 The report computes each quantity alone, once to count bytes and once more to take the time, which is wall time.
-The work between the end of one layer's work and that of the next belongs to the next one: the way back to it,
-and the use of what arrives there. Quantities of one pass share that way, so the pass takes less time than the
-sum.
+What happens between the end of the work on one layer and on the next counts for the next one: the way back to
+it, and the use of what arrives there. Quantities of one pass share that way, so the pass takes less time than
+the sum.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def memory_use(
 
 
 def thinned(history: Sequence[int], points: int = POINTS) -> list[tuple[int, int]]:
-    """Return at most so many points of a timeline, each the highest of its stretch, at its own place.
+    """Return at most ``points`` points of a timeline, each the highest of its stretch, at its own place.
 
     >>> thinned([1, 5, 2, 3, 9, 4], points=2)
     [(1, 5), (4, 9)]

@@ -178,7 +178,7 @@ def require_length(asked: str, array: GrowingArray, rows: int) -> None:
 
 
 def as_array(values: Tensor) -> np.ndarray:
-    """Return a tensor's entries as numpy has them: those of bfloat16 as their bits."""
+    """Return a tensor's entries as a numpy array: those of bfloat16 as their bits."""
     values = values.detach().resolve_conj().resolve_neg()
     return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
 

@@ -113,7 +113,7 @@ def _blocks(
 
 
 def bytes_of_a_row(arrays: Mapping[str, Any], queries: int) -> int:
-    """Return the bytes of a search for so many queries for each current row: at most one array at a time."""
+    """Return the bytes of a search for ``queries`` queries for each current row, one array at a time."""
     rows = 0
     for array in arrays.values():
         entries, width = max(1, array.shape[1:].numel()), accumulation_dtype(array.dtype)

@@ -30,7 +30,7 @@ QUANTILES = {"5": 0.05, "25": 0.25, "median": 0.5, "75": 0.75, "95": 0.95, "max"
 """The logged quantiles of the norms of samples' gradients."""
 
 FENCE = 3.0
-"""An outlier is so many interquartile ranges above the upper quartile: "far out" (Tukey 1977)."""
+"""An outlier is this many interquartile ranges above the upper quartile: "far out" (Tukey 1977)."""
 
 MOST_OUTLIERS = 8
 """The most outliers that are logged."""

@@ -65,7 +65,7 @@ def clipped_gradients(
         The context, which also holds ``norms``, ``layer_norms``, ``fraction`` and ``bound`` after a pass.
 
     Raises:
-        BadInput: For arguments that are none of these. In the backward pass, if packprop cannot tell whether
+        BadInput: For any other arguments. In the backward pass, if packprop cannot tell whether
             the loss is a mean, if it is not what ``reduction`` says, or for a name without bound.
         PackpropError: In the backward pass, before any work, for mixed samples, hooks inside the model,
             sharded or complex parameters, ``create_graph`` and ``inputs``.

@@ -19,7 +19,7 @@ LARGEST = 5
 
 
 CUDA_BLOCK = 512
-"""CUDA's allocator rounds to so many bytes."""
+"""CUDA's allocator rounds sizes up to a multiple of these bytes."""
 
 
 class Peak(NamedTuple):

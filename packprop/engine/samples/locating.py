@@ -41,7 +41,7 @@ MANY = 256
 
 
 FAULTS = 8
-"""Walks with one key that did not hold for so many passes are not made again."""
+"""packprop keeps no further walk with a key once walks with it have failed in this many passes."""
 
 
 MANY_WALKS = 16

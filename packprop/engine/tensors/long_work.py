@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 clock = time.perf_counter
 
 LONG = 60.0
-"""Seconds of work from which on a warning appears."""
+"""A warning appears for work that takes more seconds than this."""
 
 SHOWN = 5.0
 """Seconds after which a terminal shows the progress of the work."""

@@ -56,7 +56,7 @@ from packprop.types import Extension
 Forward = Callable[[nn.Module, Callable[[Any], Any]], Tensor]
 """Computes the loss, given a copy of the model and a function that turns ``TensorSpec`` into tensors.
 
-Shapes that depend on the number of samples go through the function, too."""
+Shapes that depend on the number of samples also go through the function."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ A gate that is zero keeps samples apart that are mixed in the next step, when it
 that: ``0 * x`` is zero. But ``0 * nan`` is NaN. So packprop feeds NaN in at the loss in the rows of some
 samples, and zeros in the others: what comes back as NaN depends on those samples for some values of all that
 multiplies it. Functions that drop entries by their values (a rectifier, ``where``, a maximum along an axis, a
-pool) would hide NaN, too; in these sweeps they pass on to every entry that they might have taken. If no row of
+pool) would also hide NaN; in these sweeps they pass on to every entry that they might have taken. If no row of
 another sample comes back as NaN, the samples are separate by what the functions are. packprop keeps this for
 passes of the same functions, options and shapes, unless a node does not show what its function computes
 (``is_opaque``). Each sample is fed NaN in half of the sweeps, no two in the same ones, so that any sample is
@@ -13,12 +13,12 @@ fed once without any other: k sweeps are enough for as many samples as there are
 (Sperner 1928), 4 sweeps for 6 samples, 7 for 32, 10 for 128. Two random halves are enough for functions and
 options that packprop has examined at other shapes. Indices that the model computes from values stay unchecked.
 
-If NaN comes back in another sample's row, values keep the samples apart, and every pass is fed random numbers.
-Where a trainable parameter hides the mixing, the pass is refused: the parameter's own gradient for one sample
-is made of others. This is so if the numbers in other samples' rows, which are zero, have a derivative in it;
-where a function on the way has no second derivative, if other numbers come back while zeros of the parameter
-are changed. That costs several times the pass: it is done in the first one, again when a buffer or a frozen
-parameter has changed, and in the 2nd, 4th, 8th pass and so on, for what data alone hide.
+If NaN comes back in another sample's row, values keep the samples apart, and packprop feeds random numbers in
+every pass. It refuses the pass if a trainable parameter hides the mixing: the parameter's own gradient for one
+sample is made of others. This is so if the numbers in other samples' rows, which are zero, have a derivative in
+it; or, where a function on the way has no second derivative, if other numbers come back while zeros of the
+parameter are changed. This check costs several times the pass: packprop makes it in the first pass, again when
+a buffer or a frozen parameter has changed, and in the 2nd, 4th, 8th pass and so on, for what data alone hide.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ DEFAULT = QUANTITIES[:6]
 
 
 class Monitor:
-    """Measures one step in ``every`` of a training loop, and logs the numbers.
+    """Measures a training loop in some of its steps, and logs the numbers.
 
     Put ``with monitor.step():`` around the forward pass, ``loss.backward()`` and, for update ratios, the
     optimizer's step. A step may have several backward passes (gradient accumulation). Steps without monitoring

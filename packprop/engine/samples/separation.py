@@ -15,8 +15,8 @@ tells whether it holds for all, so that packprop may keep its result.
 A mixture of experts takes rows of many samples out of their order, and gives some of them to each expert; the
 rows of packed sequences belong to samples by their lengths, and by the order that they were sorted in. No axis
 holds the samples in order any more, and there may be any number of rows of a sample, or none. That does not mix
-them. The sweeps of NOTE [Separation] also tell whose row each is: fed ``2^k`` and then ``2^-k``, a row of one
-sample comes back with a quotient of ``2^2k``, and a row in which two samples meet with another one. There are
+samples. The sweeps of NOTE [Separation] also tell whose row each is: fed ``2^k`` and then ``2^-k``, a row of
+one sample comes back with a quotient of ``2^2k``, and a row in which two samples meet, with another. There are
 fewer powers than there may be samples: several digits then identify a sample, with two sweeps for each. If only
 zeros come back, as behind a weight of zeros, packprop feeds NaN in as in NOTE [Hidden mixing]: for each binary
 digit to the samples that have it, and to the others. Rows that no sample reaches may be anybody's.

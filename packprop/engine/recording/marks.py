@@ -2,7 +2,7 @@
 
 # NOTE [Hooks on tensors]
 Autograd keeps the hooks of a tensor on the node that made it, even when nobody holds the tensor any more, and
-nothing shows them there. packprop differentiates a graph more often than its user asked for, and must keep these
+nothing shows them there. packprop differentiates a graph more often than its user does, and must keep these
 hooks quiet (NOTE [Quiet hooks]). So once this file is imported, ``Tensor.register_hook`` leaves the dictionary
 of the hooks in the ``metadata`` of that node, and ``retain_grad`` leaves a reference to its tensor. Both do
 what they did before.

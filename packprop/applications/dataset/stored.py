@@ -120,7 +120,7 @@ def stored_results(
     resume: bool = False,
     losses: bool = False,
 ) -> StoredResults | None:
-    """Return the writer for a store: an open one, or one that is made in a folder.
+    """Return the writer for a store, an open one or one that is made in a folder; ``None`` without a store.
 
     ``resume`` continues a store in that folder. ``losses`` also stores losses of samples.
 

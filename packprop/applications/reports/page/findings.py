@@ -64,7 +64,7 @@ def noise_scale(values: ProfileValues) -> float | None:
 
 
 def scale_interval(values: ProfileValues) -> tuple[float, float] | None:
-    """Return the range of the noise scale; bounds are those of ``reports/profile/uncertainty.py``."""
+    """Return the range of the noise scale by ``reports/profile/uncertainty.py``; ``None`` if not known."""
     norms = values.norms_of(values.total)
     interval = signal_to_noise_interval(values.total, norms)
     if interval is None:

@@ -45,7 +45,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # a
 
     @property
     def last(self) -> Values | None:
-        """The values of the last step that was monitored."""
+        """The values of the last monitored step; ``None`` before the first."""
         return None if self._between.monitor is None else self._between.monitor.last
 
     def on_step_begin(

@@ -132,7 +132,7 @@ def _update(squares: Any) -> float | None:
 
 
 def _sharpness(passes: Sequence[PassValues], samples: int) -> float | None:
-    """Return ``g^T H g / g^T g``; each pass stands for the whole step, along its own gradient."""
+    """Return ``g^T H g / g^T g`` of the step, each pass along its own gradient; ``None`` if g is zero."""
     bends = [(each.samples, each.bend) for each in passes if each.bend is not None]
     square = sum(float(bend[1]) for _, bend in bends)
     if not square > 0:

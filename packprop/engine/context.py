@@ -45,7 +45,7 @@ _local = _Local()
 
 
 def innermost() -> Backpack | None:
-    """Return the innermost active context of this thread."""
+    """Return the innermost active context of this thread; ``None`` outside of all."""
     return _local.active[-1] if _local.active else None
 
 

@@ -71,7 +71,7 @@ class Outline(NamedTuple):
 
     @property
     def module(self) -> nn.Module | None:
-        """The module that made its first marked output."""
+        """The module that made its first marked output; ``None`` without one."""
         return next((forward.module() for forward, _ in self.outputs.values()), None)
 
     def place(self, node: Node) -> int:

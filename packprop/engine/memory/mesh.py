@@ -50,7 +50,7 @@ class Mesh:
 def mesh_of(
     asked: str, shape: int | Sequence[int] | None, units: Iterable[type[nn.Module]] | None
 ) -> Mesh | None:
-    """Make the mesh that a user means.
+    """Make the mesh that a user means; ``None`` without a shape.
 
     Raises:
         BadInput: If the shape is not made of positive numbers, or units are given without one.

@@ -45,7 +45,7 @@ def looser(chunk_sizes: ChunkSizes, loosest: ChunkSizes, name: str) -> list[Chun
 
 
 def budget_of(memory: int | str | None) -> int | None:
-    """Return the bytes of a budget.
+    """Return the bytes of a budget; ``None`` for ``None``.
 
     Raises:
         BadInput: If it is no positive number of bytes.

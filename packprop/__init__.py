@@ -116,7 +116,7 @@ _HOMES = {
     "token_influence": "packprop.applications.queries.token_influence",
     "tracin": "packprop.applications.queries.checkpoints",
 }
-# Modules that are asked for as attributes: name -> where they are.
+# Modules that attributes load: name -> path.
 _MODULES = {
     "compat": "packprop.compat",
     "distributed": "packprop.distributed",

@@ -1,8 +1,8 @@
 """Support for code written for BackPACK: after ``install()``, ``import backpack`` finds packprop.
 
-Every documented name is there, under every module path that leads to it. docs/compat.md lists the names, and
+It has every documented name, under every module path that leads to it. docs/compat.md lists the names, and
 the numbers that differ because the older library's are wrong. ``averaged`` holds two extensions of packprop
-that few ask for.
+that few need.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class ModuleCall:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module, as long as it lives."""
+        """The module; ``None`` once it is gone."""
         return self.reference()
 
     def release(self, _: Any = None) -> None:

@@ -145,7 +145,7 @@ BASES: dict[str, type[Catalogued]] = {
     **dict.fromkeys(("KFAC", "KFLR"), KroneckerRoot),
     "PCHMP": PositiveCurvature,
 }
-"""Further base classes of each extension, beyond those of second order."""
+"""The second base class of some extensions; that of all others is ``SecondOrder``."""
 
 
 def is_available(name: str) -> bool:

@@ -43,7 +43,7 @@ def hessian_vector_product(
     """Return ``H v`` with H the Hessian of a scalar in all of ``params`` together (Pearlmutter 1994).
 
     Args:
-        f: The scalar; its graph must still be there.
+        f: The scalar; its graph must not be freed yet.
         params: Tensors that ``f`` was computed from.
         v: One tensor for each of them, of the same shapes.
         grad_params: The gradient of ``f`` in ``params``, if it was computed before with ``create_graph=True``:
@@ -74,7 +74,7 @@ def ggn_vector_product(loss: Tensor, output: Tensor, model: nn.Module, v: Vector
     """Return ``G v`` with ``G = J^T H J`` the generalized Gauss-Newton matrix of a model.
 
     Args:
-        loss: The scalar loss; its graph must still be there.
+        loss: The scalar loss; its graph must not be freed yet.
         output: The loss's input.
         model: The model; the parameters are those that require gradients, in the order of ``parameters()``.
         v: One tensor for each of them, of the same shapes.
@@ -95,7 +95,7 @@ def ggn_vector_product_from_plist(
     """Return ``G v`` with G the block of the generalized Gauss-Newton matrix that belongs to some parameters.
 
     Args:
-        loss: The scalar loss; its graph must still be there.
+        loss: The scalar loss; its graph must not be freed yet.
         output: The loss's input.
         plist: The parameters of the block.
         v: One tensor for each of them, of the same shapes.

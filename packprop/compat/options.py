@@ -13,7 +13,7 @@ from packprop.errors import BadInput
 
 
 class UnknownChoice(BadInput, AttributeError):
-    """Raised for an option that is none of the names; an ``AttributeError``, as in BackPACK."""
+    """Raised for an option that has none of the names; an ``AttributeError``, as in BackPACK."""
 
 
 class _Choice:
@@ -23,7 +23,7 @@ class _Choice:
 
     @classmethod
     def check_exists(cls, strategy: Any) -> None:
-        """Refuse anything that is none of the names.
+        """Refuse anything but the names.
 
         Raises:
             UnknownChoice: An ``AttributeError``, and a ``ValueError``.

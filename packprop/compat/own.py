@@ -219,7 +219,7 @@ class BackpropExtension(_KeepsCalls):
         )
 
     def extension_for(self, module: nn.Module) -> ModuleExtension | None:
-        """Return the module extension for a module.
+        """Return the module extension for a module; ``None`` if its class has none.
 
         Raises:
             Unsupported: If its class has none, and the fail mode makes this an error.

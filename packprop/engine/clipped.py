@@ -30,9 +30,9 @@ def clipped_gradients(
     a mean loss, or its part of a sum. So this is the step of Abadi et al. (2016), except for the noise, which
     you add. A penalty that no sample enters is added unclipped.
 
-    One backward pass does it. It forms per-sample gradients only if they take no more memory than the tensors
-    that they are made of. It keeps the inputs of all functions with parameters, and the gradients at their
-    outputs, until it knows all norms; autograd would free these along the way. See NOTE [Clipping]
+    One backward pass does it. It keeps per-sample gradients only if they take no more memory than the tensors
+    that they are made of. Otherwise it keeps these, the inputs of a function and the gradients at its outputs,
+    until it knows all norms; autograd would free them along the way. See NOTE [Clipping]
     (``engine/passes/clipping.py``).
 
     A table that is looked up with ``sparse=True`` gets a sparse gradient of its nonzero rows, as without
@@ -65,7 +65,7 @@ def clipped_gradients(
         The context, which also holds ``norms``, ``layer_norms``, ``fraction`` and ``bound`` after a pass.
 
     Raises:
-        BadInput: For arguments that are none of these. In the backward pass, if packprop cannot tell whether
+        BadInput: For any other arguments. In the backward pass, if packprop cannot tell whether
             the loss is a mean, if it is not what ``reduction`` says, or for a name without bound.
         PackpropError: In the backward pass, before any work, for mixed samples, hooks inside the model,
             sharded or complex parameters, ``create_graph`` and ``inputs``.

@@ -45,7 +45,7 @@ _local = _Local()
 
 
 def innermost() -> Backpack | None:
-    """Return the innermost active context of this thread."""
+    """Return the innermost active context of this thread; ``None`` outside of all."""
     return _local.active[-1] if _local.active else None
 
 
@@ -66,7 +66,7 @@ def backpack(
             every trainable parameter under its ``savefield``, and overwrites the value of an earlier pass.
         extension_hook: Called with each module that owns parameters as soon as all their values are saved.
         memory: The most bytes of tensor storage that may be alive at once in a step, including parameters,
-            activations and results (``"600MiB"``, a number), or a ``Plan``. With a budget, packprop runs the
+            activations and results (``"600MiB"``, a number), or a ``Plan``. A budget makes packprop run the
             model once more for each new shape, without data, to find chunks that fit.
         retain_graph: Accepted for existing code, without effect. To keep the graph, call
             ``backward(retain_graph=True)``.
@@ -77,17 +77,17 @@ def backpack(
             ``scaler.get_scale()`` or ``scaler.scale(torch.ones((), device=...))`` of a gradient scaler.
         ranks: The processes whose samples enter the values, where several processes train: ``"own"`` for this
             process, ``"all"`` for all of them, or ``packprop.AllRanks(...)`` with options.
-            For values of all ranks, packprop saves them and calls the hook when the backward pass is over.
+            packprop saves values of all ranks, and calls the hook, when the backward pass is over.
         probes: Indices of samples (or a mask) that do not count in ``.grad`` and in the values, as if the loss
             were taken over the other samples alone. Values of the probes, as if the loss were taken over them
             alone, are saved under the same names with the suffix ``_probes``. ``batch_dot_probes``: ``[n, m]``
             has the inner products between training samples and probes.
 
     Raises:
-        BadInput: For a class instead of an instance, or anything that is not an extension; for a budget that is
-            not a number of bytes, or is given with ``ranks``; for ``ranks`` without a process group. In the
-            backward pass, before any work: for a budget that no choice of chunks keeps to, or a plan that was
-            made for something else.
+        BadInput: For a class instead of an instance, or anything that is not an extension; for a hook that
+            cannot be called; for a budget that is not a number of bytes, or is given with ``ranks``; for
+            ``ranks`` without a process group. In the backward pass, before any work: for a budget that no
+            choice of chunks keeps to, or a plan for something else.
     """
     return Backpack(extensions, extension_hook, memory, debug, loss_scale, ranks, probes)
 

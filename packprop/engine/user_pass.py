@@ -226,7 +226,7 @@ class _Pass:
 
     @property
     def _is_plain(self) -> bool:
-        """Tell whether ``backward()`` was called without options, and is not traced."""
+        """Tell whether ``backward()`` has neither ``create_graph`` nor ``inputs``, and is not traced."""
         return not (self.call.create_graph or self.call.leaves is not None or is_traced())
 
     def saves_nothing(self) -> bool:
@@ -238,14 +238,14 @@ class _Pass:
         return alone and saved_nothing(graph, options.extensions, self.saver, *how)
 
     def settled(self, drawn: dict[Seed, list[Columns]], chunk_sizes: Callable[[Graph], ChunkSizes]) -> Request:
-        """Locate the samples, refuse what cannot be computed, and return what the pass is asked for."""
+        """Locate the samples, refuse what cannot be computed, and return the request of the pass."""
         joint = self.joint
         with self._swept():
             check_graph(self.graph, self.options.are_of_samples or (joint is not None and joint.finds_samples))
         return self.request(drawn, chunk_sizes)
 
     def request(self, drawn: dict[Seed, list[Columns]], chunk_sizes: Callable[[Graph], ChunkSizes]) -> Request:
-        """Return what a pass through a graph is asked for in which the samples are located."""
+        """Return the request of a pass through a graph whose samples have been located."""
         options, graph, joint = self.options, self.graph, self.joint
         extensions, groups = by_groups(graph, options.probes, options.extensions, self._is_plain)
         clip = None

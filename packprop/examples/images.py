@@ -131,9 +131,9 @@ def read_idx(path: str | Path) -> Tensor:
 def load_mnist(root: str | Path | None = None) -> tuple[Tensor, Tensor]:
     """Load the training images of MNIST or, if they are not available, scikit-learn's digits in their format.
 
-    It looks in this order: IDX files in ``root``, in the folder that the environment variable
-    ``PACKPROP_MNIST`` names, in ``./data/MNIST/raw``; a download by torchvision to ``./data``, if it is
-    installed; the digits, enlarged to 20 x 20 inside 28 x 28, with one warning.
+    It reads the IDX files in ``root``; without it, those in the folder that the environment variable
+    ``PACKPROP_MNIST`` names. Without both, it looks for IDX files in ``./data/MNIST/raw``, then downloads them
+    by torchvision to ``./data``; else it enlarges the digits to 20 x 20 inside 28 x 28, and warns once.
 
     Args:
         root: Folder with the IDX files.
@@ -142,7 +142,7 @@ def load_mnist(root: str | Path | None = None) -> tuple[Tensor, Tensor]:
         Grey values from 0 to 255 ``[n, 28, 28]`` as bytes, classes from 0 to 9 ``[n]``.
 
     Raises:
-        BadInput: If ``root`` is given and does not hold the files.
+        BadInput: If ``root``, or the folder that the variable names, does not hold the files.
         PackpropError: If there is neither MNIST nor scikit-learn.
     """
     named = root if root is not None else os.environ.get(MNIST_FOLDER)

@@ -25,7 +25,7 @@ Per = Literal["sample", "token"]
 class ByUnit(Extension):
     """An extension with rows for samples, or for tokens; quantities of tokens have an attribute of their own.
 
-    It is the attribute of samples and ``_token``.
+    Its name is that of the attribute for samples, with the suffix ``_token``.
     """
 
     per: Per

@@ -4,7 +4,7 @@ A sample's gradient is a row of ``grad_batch``. The rows sum to ``.grad``, so th
 the factor ``1/N``. A factor on the loss multiplies the rows, and its square multiplies their squares.
 
 With ``per="token"``, rows are gradients of single tokens: of single terms of the loss, see
-``packprop/extensions/by_token.py``. Their attribute is the same name and ``_token``.
+``packprop/extensions/by_token.py``. Their attribute has the same name with the suffix ``_token``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Diagonals of the Hessian of the loss as reduced, in the parameters.
 
-See NOTE [Hessian diagonal] (``engine/curvature/routes.py``) for the routes to them. On graphs that are
-piecewise linear above the last layer, they equal those of the GGN, and cost the same.
+See NOTE [Hessian diagonal] (``engine/curvature/routes.py``) for the routes to them. If all nodes
+between the uses and the loss are (piecewise) linear, they equal those of the GGN, and cost the same.
 """
 
 from __future__ import annotations

@@ -2,25 +2,24 @@
 
 # NOTE [Kronecker factors]
 ``B kron A`` approximates a weight's block in the order of its entries ``[o, i]``, returned as ``[B, A]``
-(grouped
-convolutions: ``B`` over all output channels, ``A`` averaged over groups). ``B = sum_v sum_n s s^T`` is ``[o,
-o]`` with s a cotangent, and carries the scale of the loss as reduced; ``A = 1/N sum_n x x^T`` is ``[i, i]``
-with x an input. A bias, and every other parameter that is no matrix applied to inputs (scales and shifts of
-normalisation, raw parameters), has a block of its own ``[B]``, which is exact for the columns of its seed: ``B
-= sum_v sum_n j j^T`` with j the gradient of a sample.
+(grouped convolutions: ``B`` over all output channels, ``A`` averaged over groups).
+``B = sum_v sum_n y y^T`` is ``[o, o]`` with y a cotangent, and carries the scale of the loss as reduced;
+``A = 1/N sum_n x x^T`` is ``[i, i]`` with x an input. A bias, and every other parameter that is no matrix
+applied to inputs (scales and shifts of normalisation, raw parameters), has a block of its own ``[B]``, which is
+exact for the columns of its seed: ``B = sum_v sum_n j j^T`` with j a column's gradient for one sample.
 
-If several positions s (pixels, time steps) share a weight:
+If several positions (pixels, time steps) share a weight:
 ``"mixed"``: ``A`` sums ``x x^T`` over positions, ``B`` takes cotangents summed over positions, as in BackPACK;
-``"expand"``: every position counts as a sample: ``A`` averages over positions, ``B`` sums ``s s^T`` over them;
+``"expand"``: every position counts as a sample: ``A`` averages over positions, ``B`` sums ``y y^T`` over them;
 ``"reduce"``: averages inputs and sums cotangents over positions first (both Eschenhagen et al. 2023).
 
 # NOTE [Fresh draws]
 Eigenvectors fit the draws that they come from. The squares of these draws are too large along the first
 eigenvectors and too small along the last, which matter most to a damped inverse. So sampled corrected
 eigenvalues come from other draws. A factor's eigenvectors then do not depend on the draws of its eigenvalues,
-and the mean of the eigenvalues is the diagonal of the exact block in this basis. An eigenvalue is one number,
-where a factor is a mean over all of them: it needs more draws, and gets ``EIGENVALUE_DRAWS`` times as many.
-``benchmarks/attribution`` measures what influence gains by it.
+and the mean of the eigenvalues is the diagonal of the exact block in this basis. An eigenvalue is a mean
+over draws alone, a factor over other entries as well: so an eigenvalue gets ``EIGENVALUE_DRAWS`` times as many
+draws. ``benchmarks/attribution`` measures what influence gains by it.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Projected(Extension):
         seed: Chooses the matrices.
 
     Raises:
-        BadInput: If you project anything else, or a dimension or seed is no whole number.
+        BadInput: If you project anything else, dimension or seed is no whole number, or ``kind`` is unknown.
     """
 
     of: Extension = field(default_factory=BatchGrad)

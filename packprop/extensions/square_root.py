@@ -16,8 +16,8 @@ from packprop.types import ENTRYWISE, Extension, Row
 class SqrtGGNExact(Extension):
     """Root of the GGN block, ``sqrt_ggn_exact``: ``[c, n, *p]``, one column for each model output.
 
-    They come in the order of the entries of the loss's input: under cross entropy of ``[n, c, *t]`` class by
-    class, and for each class position by position.
+    Columns come in the order of the entries of the loss's input; under cross entropy always class by class, and
+    for each class position by position, as in ``[n, c, *t]``.
 
     Sums over positions use at least float32; packprop rounds each column to the parameter's precision once.
 

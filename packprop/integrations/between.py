@@ -27,8 +27,8 @@ class StepBetween:
     """Watches from one call to another.
 
     A trainer that fails in a step tells nobody. After a backward pass that failed, and after the function that
-    runs the step has been left, backward passes are plain ones; when the next trainer begins a step, the one
-    that failed is forgotten, and its model as it was.
+    runs the step has been left, backward passes are plain ones. When the next trainer begins a step, packprop
+    forgets the one that failed, and restores its model.
 
     Args:
         options: Arguments of ``Monitor``. The model comes with the first step.

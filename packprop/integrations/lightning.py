@@ -44,7 +44,7 @@ class MonitorCallback(Callback):  # type: ignore[misc,unused-ignore]  # as the l
 
     @property
     def last(self) -> Values | None:
-        """The values of the last step that was monitored."""
+        """The values of the last monitored step; ``None`` before the first."""
         return None if self._between.monitor is None else self._between.monitor.last
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

@@ -29,7 +29,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # a
     Args:
         every: Steps from one monitored step to the next.
         prefix: The prefix of the names in the trainer's logs.
-        trainer_log: Puts numbers among the trainer's logs, in its next line of them.
+        trainer_log: Puts numbers among the trainer's logs, in its next line with a loss.
         options: As in ``packprop.Monitor``: ``quantities``, ``log``, ``window``, ``ranks`` and so on.
 
     Raises:
@@ -45,7 +45,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # a
 
     @property
     def last(self) -> Values | None:
-        """The values of the last step that was monitored."""
+        """The values of the last monitored step; ``None`` before the first."""
         return None if self._between.monitor is None else self._between.monitor.last
 
     def on_step_begin(

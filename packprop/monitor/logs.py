@@ -32,7 +32,7 @@ class JsonLines:
         path: The file. Its lines stay.
 
     Raises:
-        BadInput: If it is a folder, or in a folder that is not there.
+        BadInput: If it is a folder, or in a folder that does not exist.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -30,10 +30,10 @@ QUANTILES = {"5": 0.05, "25": 0.25, "median": 0.5, "75": 0.75, "95": 0.95, "max"
 """The logged quantiles of the norms of samples' gradients."""
 
 FENCE = 3.0
-"""An outlier is so many interquartile ranges above the upper quartile: "far out" (Tukey 1977)."""
+"""An outlier is this many interquartile ranges above the upper quartile: "far out" (Tukey 1977)."""
 
 MOST_OUTLIERS = 8
-"""The number of logged outliers."""
+"""The most outliers that are logged."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _update(squares: Any) -> float | None:
 
 
 def _sharpness(passes: Sequence[PassValues], samples: int) -> float | None:
-    """Return ``g^T H g / g^T g``; each pass stands for the whole step, along its own gradient."""
+    """Return ``g^T H g / g^T g`` of the step, each pass along its own gradient; ``None`` if g is zero."""
     bends = [(each.samples, each.bend) for each in passes if each.bend is not None]
     square = sum(float(bend[1]) for _, bend in bends)
     if not square > 0:

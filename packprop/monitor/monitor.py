@@ -1,4 +1,4 @@
-"""``Monitor``: measurements of every so many steps of a training loop."""
+"""``Monitor``: measurements of a training loop, in some of its steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DEFAULT = QUANTITIES[:6]
 
 
 class Monitor:
-    """Measures every so many steps of a training loop, and logs the numbers.
+    """Measures a training loop in some of its steps, and logs the numbers.
 
     Put ``with monitor.step():`` around the forward pass, ``loss.backward()`` and, for update ratios, the
     optimizer's step. A step may have several backward passes (gradient accumulation). Steps without monitoring
@@ -57,8 +57,8 @@ class Monitor:
     Args:
         model: The model, extended or not.
         every: Steps from one monitored step to the next, or a time (``"5min"``); the first step is monitored.
-        quantities: A name from ``packprop.monitor.QUANTITIES``, or a list of them. Each is logged under its
-            name for all parameters together, and under ``name/layer`` for each module that owns parameters:
+        quantities: One of these names, or a list of them. Numbers of all parameters together have the name
+            alone, those of a module that owns parameters ``name/layer`` (none of outliers and of sharpness):
 
             - ``"gradient_norm"``: of the step's gradient, as the sum of its passes, without penalties that no
               sample enters.

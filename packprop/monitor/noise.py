@@ -14,7 +14,7 @@ separately. The second may be negative if the signal could be zero: then there i
 
 Leaving out one sample changes both in a known way, which also takes ``g_i . g``. So their covariance comes from
 the jackknife (Efron and Stein 1981) over samples, or over steps. The interval of the ratio is that of Fieller
-(1954): all ratios that a test of Student would not refuse. It has no upper end if the denominator may be zero.
+(1954): all ratios that Student's test would not reject. It has no upper end if the denominator may be zero.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def packprop_version() -> str | None:
 
 
 def described_extension(extension: Extension) -> dict[str, Any]:
-    """Return name, attribute and options of an extension, as JSON has them."""
+    """Return name, attribute and options of an extension, as values of JSON."""
     options: dict[str, Any] = {}
     if dataclasses.is_dataclass(extension):
         options = {

@@ -42,7 +42,7 @@ def require_place(asked: str, folder: Path) -> None:
 
 @contextlib.contextmanager
 def writable(asked: str, folder: Path, shard: Path) -> Iterator[None]:
-    """Begin a store in a folder inside, and lock the folder of a shard.
+    """Explain errors of the code inside, which begins a store in a folder and locks the folder of a shard.
 
     Raises:
         BadInput: If the system does not let it.

@@ -84,7 +84,7 @@ class GrowingArray:
         self._file: int | None = None
 
     def put(self, start: int, rows: Tensor) -> None:
-        """Write some rows ``[n, *shape]``, of this precision and on the processor, from row ``start`` on."""
+        """Write some rows ``[n, *shape]``, of this precision and on the CPU, from row ``start`` on."""
         file, place = self._opened(), self.offset + start * self.row_bytes
         rest = memoryview(as_array(rows.contiguous()).reshape(-1).view(np.uint8).data)
         while rest:
@@ -99,7 +99,7 @@ class GrowingArray:
             os.ftruncate(file, needed)
 
     def show(self, rows: int) -> None:
-        """Say in the file that it has so many rows, which must be there; touch nothing else in it."""
+        """Say in the file that it has so many rows, which it must hold; touch nothing else in it."""
         with opened(self.path, os.O_RDWR) as file:
             os.pwrite(file, header_of(rows, self.shape, self.dtype), 0)
 
@@ -178,7 +178,7 @@ def require_length(asked: str, array: GrowingArray, rows: int) -> None:
 
 
 def as_array(values: Tensor) -> np.ndarray:
-    """Return a tensor's entries as numpy has them: those of bfloat16 as their bits."""
+    """Return a tensor's entries as a numpy array: those of bfloat16 as their bits."""
     values = values.detach().resolve_conj().resolve_neg()
     return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
 

@@ -83,7 +83,7 @@ class StoredArray:
             yield from block
 
     def blocks(self, rows: int | None = None) -> Iterator[Tensor]:
-        """Iterate over all rows in order, so many at once ``[rows, ...]``; by default about 32 MiB."""
+        """Iterate over all rows in order, ``rows`` at a time ``[rows, ...]``; by default about 32 MiB."""
         step = rows or max(1, BLOCK // max(1, self.header.row_bytes))
         for start in range(0, len(self), step):
             yield self[start : start + step]
@@ -97,9 +97,9 @@ class StoredArray:
         return self[:]
 
     def numpy(self) -> np.ndarray:
-        """Return all rows, as numpy has them; bfloat16 as float32.
+        """Return all rows as a numpy array; bfloat16 as float32.
 
-        If there is one shard, it compares them with their checksums, and maps them into memory without a copy.
+        It compares them with their checksums. If there is one shard, it maps them into memory without a copy.
         """
         if self.dtype == torch.bfloat16:
             return self.torch().float().numpy()

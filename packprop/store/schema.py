@@ -55,7 +55,7 @@ def fitted(kind: Any, value: Any, name: str = "it") -> Any:
         name: The name of the value, for messages.
 
     Raises:
-        Unfit: For a value that is none of that type, an entry that is missing, and one that is unknown.
+        Unfit: For a value of another type, an entry that is missing, and one that is unknown.
     """
     if kind is Any:
         return value

@@ -77,7 +77,7 @@ def summed_products(
 
 
 def _flat(asked: str, arrays: Mapping[str, Any], queries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return queries ``[q, p]`` by array, on the processor, in the precision of their products."""
+    """Return queries ``[q, p]`` by array, on the CPU, in the precision of their products."""
     counts = {len(query) if query.dim() else 0 for query in queries.values()}
     for name, array in arrays.items():
         if tuple(queries[name].shape[1:]) != tuple(array.shape[1:]) or len(counts) != 1:
@@ -113,7 +113,7 @@ def _blocks(
 
 
 def bytes_of_a_row(arrays: Mapping[str, Any], queries: int) -> int:
-    """Return the bytes of a search for so many queries for each current row: at most one array at a time."""
+    """Return the bytes of a search for ``queries`` queries for each current row, one array at a time."""
     rows = 0
     for array in arrays.values():
         entries, width = max(1, array.shape[1:].numel()), accumulation_dtype(array.dtype)

@@ -78,7 +78,7 @@ def put(rows: dict[Key, Tensor], extension: Extension, name: str, value: Tensor,
 
 
 def converted(asked: str, key: Key, value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return values on the processor, in the stored precision.
+    """Return values on the CPU, in the stored precision.
 
     Raises:
         BadInput: For anything that is no tensor of numbers, or numbers too large for the precision.

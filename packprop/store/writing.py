@@ -72,7 +72,7 @@ class StoreWriter:
         shards: The number of parts; ``None``: the number of ranks, or 1.
         resume: Go on with an existing store.
         seconds: Seconds after which a chunk is finished.
-        notes: Notes that belong to the store, as JSON has them; a resumed store refuses other notes.
+        notes: Notes that belong to the store, as JSON can hold them; a resumed store refuses other notes.
 
     Raises:
         BadInput: For extensions without rows of samples, a folder that holds something else, or a store of

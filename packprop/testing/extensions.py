@@ -43,7 +43,7 @@ def check_extension(
 
     Raises:
         CheckFailed: An ``AssertionError`` that names law, parameter and largest relative error.
-        BadInput: For anything that is no instance of an extension.
+        BadInput: For anything that is no instance of an extension, or a ``savefield`` that every tensor has.
     """
     check_extensions("check_extension(...) was called.", extension)
     ledger = Ledger(f"check_extension({extension.name})", tolerance)

@@ -82,7 +82,7 @@ class Loops:
         whole = torch.autograd.grad(loss.sum(), self.leaves, retain_graph=True, allow_unused=True)
         reached = {name: g for name, g in zip(names, whole, strict=True) if g is not None}
         self.gradient = dict(zip(reached, strided(list(reached.values())), strict=True))
-        """Return the gradient of the loss in the parameters that it depends on ``[*p]``."""
+        """The gradient of the loss in the parameters that it depends on ``[*p]``."""
 
     @property
     def used(self) -> list[str]:

@@ -120,7 +120,7 @@ def subsampled(extension: Extension, chosen: list[int]) -> Extension:
 
 
 class _FixedChunks(ChunkSizes):
-    """Return chunk sizes with fixed numbers of samples and columns at once, or as many columns as fit."""
+    """Chunk sizes with fixed numbers of samples and columns at once, or as many columns as fit."""
 
     at_once: tuple[int, int | None] = (1, 1)
 

@@ -138,9 +138,9 @@ def _check_structure(
 def _possible_layouts(
     graph: Graph,
 ) -> Iterator[tuple[list[list[Layout]], Callable[[Tensor], Tensor] | None]]:
-    """Return layouts of the uses: the real ones, and, if possible, with two rows as one sample.
+    """Yield layouts of the uses: the real ones, and, if possible, those with two rows as one sample.
 
-    With the latter comes what makes gradients of pairs ``[v, n, *p]`` of those of single samples.
+    The others come with a function that makes gradients of pairs ``[v, n, *p]`` of those of single samples.
     """
     yield [use.layouts for use in graph.uses], None
     half, left = divmod(graph.samples, 2)

@@ -28,7 +28,7 @@ A tie goes to the compiler: its code leaves Python free for other threads.
 """
 
 COSTLY = 10.0
-"""Seconds of compiling from which on you hear that it was for nothing."""
+"""A warning says that compiling was for nothing if it took more seconds than this."""
 
 WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of ``torch.compile`` that make CUDA graphs."""

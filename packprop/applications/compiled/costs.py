@@ -20,7 +20,7 @@ TURNS = 5
 """The maximum number of runs of each of two ways, to see which is faster."""
 
 LONGEST = 1.0
-"""Seconds from which on no further turn starts."""
+"""No further turn starts after these seconds."""
 
 
 def seconds_in_turns(runs: Sequence[Run], tensors: Sequence[Tensor]) -> list[float]:
@@ -40,7 +40,7 @@ def seconds_in_turns(runs: Sequence[Run], tensors: Sequence[Tensor]) -> list[flo
 def peak_of(run: Run, tensors: Sequence[Tensor]) -> int:
     """Return the most bytes allocated at once in a run, with those of its inputs and their gradients.
 
-    Only PyTorch's profiler sees the allocations of compiler-generated code, on the processor.
+    Only PyTorch's profiler sees the allocations of compiler-generated code on the CPU.
     """
     gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     there = sum(each.untyped_storage().nbytes() for each in tensors_in([*tensors, *gradients]))

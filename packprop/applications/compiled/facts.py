@@ -3,12 +3,12 @@
 # NOTE [What a description holds]
 Containers, configurations and any other objects are described by their classes and contents, numbers with their
 types, arrays by their bytes, objects that are not written in Python by what pickle would write. Classes and
-objects that show no contents equal themselves alone; a function does, too, and its attributes, defaults and the
-variables that it closes over must be as they were. A description keeps what it names alive, so that nothing
+objects that show no contents equal themselves alone. So do functions, and their attributes, defaults and the
+variables that they close over must be as they were. A description keeps what it names alive, so that nothing
 else can take its identity. Objects of more parts than ``MOST_PARTS``, and arrays of more than
-``MOST_BYTES``, are unlike everything, even themselves: a pass that may depend on them is not replayed. Of what
-is not public (private attributes, hooks, what functions close over) they equal themselves alone, because such
-tables are mostly large and fixed.
+``MOST_BYTES``, are unlike everything, even themselves: a pass that may depend on them is not replayed. If they
+are not public (private attributes, hooks, variables that functions close over), they equal themselves alone,
+because such tables are mostly large and fixed.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def tidy(graph: GraphModule) -> GraphModule:
 
 
 def constants_of(graph: GraphModule) -> Iterator[Tensor]:
-    """Return the tensors that a graph holds beside its inputs."""
+    """Yield the tensors that a graph holds beside its inputs."""
     for node in graph.graph.nodes:
         if node.op == "get_attr":
             value = operator.attrgetter(node.target)(graph)

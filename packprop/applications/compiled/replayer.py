@@ -34,9 +34,9 @@ MOST = 8
 """The number of kinds of calls that packprop traces; others run eagerly from then on."""
 
 WORTH = 32
-"""Replays from which on calls of another kind than the first are worth a compiler.
+"""Replays after which a kind of calls, other than the first, is worth a compiler.
 
-The last batch of an epoch is smaller, and comes once in each.
+The last batch of an epoch is smaller, and comes only once in each.
 """
 
 MEASURED = 5
@@ -46,7 +46,7 @@ NOISE = 1.05
 """The factor by which a replay may be slower than a pass, for the fastest of each."""
 
 SEEN = 64
-"""The number of kinds of calls that packprop remembers before it traces them."""
+"""The number of kinds of calls from which on packprop forgets untraced ones."""
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Policy:
         return kind.is_first or kind.replays >= WORTH
 
     def keeps(self, kind: Kind) -> bool:
-        """Tell whether to go on with replays, unless ordinary passes are faster; asked after each replay."""
+        """Tell whether to go on with replays, as they are not slower than passes; asked after each replay."""
         return kind.replays < MEASURED or kind.replay_seconds < NOISE * kind.pass_seconds
 
 

@@ -91,7 +91,7 @@ class CompiledStep:
 
     @property
     def graph(self) -> Graph | None:
-        """The latest traced graph; ``None`` before the second call of a kind."""
+        """The graph of the newest kind of calls that was traced; ``None`` if there is none yet."""
         graphs = [kind.traced.graph.graph for kind in self.kinds if kind.traced is not None]
         return graphs[-1] if graphs else None
 

@@ -79,7 +79,7 @@ class BatchPass:
 
     Args:
         asked: The call of the user, for messages.
-        model: The model, which is extended meanwhile.
+        model: The model, which is extended during the pass.
         loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
         merged: Takes the results of batches.
         extensions: The extensions of the pass.

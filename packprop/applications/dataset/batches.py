@@ -195,7 +195,7 @@ class Batches:
         return self.source.has_state or isinstance(self.source, Samples)
 
     def loader_state(self) -> Any:
-        """Return the loader's own position; before its first batch that may be an old one."""
+        """Return the loader's own position; ``None`` before its first batch, when that may be an old one."""
         if not self.source.has_state or not self.count or self.ended:
             return None
         with drawing_from(self._draws):

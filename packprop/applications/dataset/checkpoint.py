@@ -53,7 +53,7 @@ class Moment(NamedTuple):
 
 
 class Every:
-    """A frequency of something along the way.
+    """The time, or the number of batches or steps, from one event of a run to the next.
 
     Args:
         asked: Batches or steps, or a time as ``"30s"``, ``"5min"``, ``"1h"``.

@@ -60,7 +60,7 @@ class Code:
 
 @functools.cache
 def code_of(code: CodeType) -> Code:
-    """Describe code; names of files and of local variables, lines, comments and docstrings do not count."""
+    """Describe code; files, lines, comments, docstrings, and names of locals but arguments do not count."""
     found = Code()
     taken = [
         f"{code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}",

@@ -90,7 +90,7 @@ def compute(
         device: The device of batches; by default that of the model's parameters.
         memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), with
             parameters, activations of a batch and results. packprop makes a plan for the first batch, and again
-            for each batch that is larger than those before.
+            for each batch that is larger along some axis than those before.
         checkpoint: A folder that keeps the run, made if it is missing. If a run ends, in whatever way,
             ``compute`` with the same arguments continues it, and ends with the same values. A folder of a
             complete run gives its values at once. packprop reads batches that come as they are, from a loader
@@ -109,9 +109,9 @@ def compute(
             that. Each rank writes a shard.
         losses: Store also the loss of each sample, as ``store["loss"]`` ``[n]``: summed over the sample's
             terms, with their weights, and not divided by anything.
-        compiled: Let graphs replace passes if that pays (``packprop.compile``): in small models, from a hundred
-            batches of one shape on. The last digits may then differ from run to run. So this does not happen
-            with a checkpoint, a memory budget, or losses. ``Result.replays`` describes the effect.
+        compiled: Let graphs replace passes if that pays (``packprop.compile``): mostly in small models, with a
+            hundred batches or more to come. The last digits may then differ from run to run. So this does not
+            happen with a checkpoint, a budget, losses, or sharded parameters. ``Result.replays`` describes it.
 
     Raises:
         BadInput: For extensions that need all samples in one batch, or that read the data twice if packprop can
@@ -255,7 +255,7 @@ def _require_mergeable(extensions: Sequence[Extension]) -> None:
 
 
 def _require_rereadable(batches: Batches, chosen: Sequence[Extension]) -> None:
-    """Refuse data that can be read once, if an extension goes over them twice.
+    """Refuse data that can be read only once, if an extension goes over them twice.
 
     Raises:
         BadInput: With the name of the extension.

@@ -1,4 +1,4 @@
-"""Descriptions of values, as JSON has them, that two processes can compare: equal values have equal ones.
+"""Descriptions of values, in JSON, that two processes can compare: equal values have equal descriptions.
 
 Plain values stand for themselves. Tensors have digests, containers their entries, functions their code and its
 references. An installed thing has its name, a class of the user the code that is called, an object its class
@@ -62,7 +62,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 """Attributes of modules that hold functions which run with them."""
 
 MOST, DEEPEST = 5000, 40
-"""Values in one description, and their maximum nesting."""
+"""The most values in one description, and their deepest nesting."""
 
 OF_MODULE = {*vars(nn.Module()), "training"}
 """Attributes that every module has."""
@@ -354,7 +354,7 @@ def _is_code(kind: type, name: str) -> bool:
 
 
 def _functions(member: Any) -> Iterator[FunctionType]:
-    """Return the functions of the user in an entry of a class."""
+    """Yield the functions of the user in an entry of a class."""
     inside = (getattr(member, name, None) for name in ("__func__", "fget", "func", "__wrapped__"))
     for part in (member, *inside):
         if isinstance(part, FunctionType) and package_of(part) is None:

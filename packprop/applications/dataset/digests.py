@@ -14,11 +14,11 @@ PIECE = 2**24
 """Bytes of a tensor that are read at once."""
 
 SPOTS = 1024
-"""The number of a tensor's entries that stand for all, to notice a change of the data."""
+"""The least number of a long tensor's entries that stand for all, to notice a change of the data."""
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a short text that no other tensor shares, whatever device it is on.
+    """Return a digest of a tensor's bytes, in the order of its entries; it is the same on every device.
 
     For a ``DTensor`` all ranks must ask at once, and get the same.
     """
@@ -31,9 +31,9 @@ def digest(tensor: Tensor) -> str:
 
 
 def spot_check(values: Any) -> str:
-    """Return a short text of shapes, types and some entries of tensors, which are too many to read whole.
+    """Return a digest of the shapes and types of tensors, and of some of their entries.
 
-    They may be anywhere in collections and objects.
+    The tensors may be anywhere in collections and objects.
     """
     found = hashlib.blake2b(digest_size=8)
     for tensor in tensors_in(apart(values)):
@@ -44,7 +44,7 @@ def spot_check(values: Any) -> str:
 
 
 def bytes_digest(content: bytes) -> str:
-    """Return a short text that no other bytes share."""
+    """Return a digest of bytes."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 

@@ -40,7 +40,7 @@ KEPT = 2
 """Checkpoints that stay in the folder."""
 
 WriteError = (OSError, safetensors.SafetensorError)
-"""The error of a full disk."""
+"""The errors of writing a file, as to a full disk."""
 
 
 class Damaged(Exception):
@@ -101,7 +101,7 @@ class Folder:
         """Keep other runs out inside ``with``. The system takes the lock off when the process ends in any way.
 
         Raises:
-            LockedElsewhere: If another run does.
+            LockedElsewhere: If another run has locked it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         return contextlib.closing(Lock(self.path))
@@ -111,7 +111,7 @@ class Folder:
         return sorted(name for name in os.listdir(self.path) if not NAMES.fullmatch(name))
 
     def numbers(self) -> list[int]:
-        """Return the checkpoints that are there, the last one first."""
+        """Return the checkpoints in the folder, the last one first."""
         found = [NAMES.fullmatch(name) for name in os.listdir(self.path)]
         return sorted((int(m[2]) for m in found if m and m[1] == "checkpoint"), reverse=True)
 

@@ -24,7 +24,7 @@ WITHOUT = (str, bytes, bytearray, int, float, complex, Tensor, np.ndarray, type,
 """Types that hold no generator."""
 
 MOST = 5000
-"""The number of values in the search."""
+"""The most values that one search visits."""
 
 
 def generators_in(values: Iterable[Any]) -> Iterator[Any]:

@@ -19,7 +19,7 @@ from packprop.store.describing import packprop_version
 from packprop.types import Extension
 
 Identity = dict[str, Any]
-"""Facts by name, as JSON has them."""
+"""Facts by name, as values of JSON."""
 
 UNTOLD = "what cannot be told"
 """The name of a fact that does not count: places of values that have no description."""

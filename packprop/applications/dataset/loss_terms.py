@@ -8,7 +8,7 @@ batches. So packprop reads the weight of each term in the backward pass: the fac
 function, over its divisor. Times the terms of the batch, it is the same in all batches of one loss. Batches of
 one size may hide that it depends on the size. If anything follows the loss function, packprop calls the loss
 once more on the first batch, with the last sample twice, and compares. Options of the loss function that are no
-values of samples, such as weights of classes, must be the same in all batches, too.
+values of samples, such as weights of classes, must also be the same in all batches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TELL = (
     "attribute reduction='mean' or 'sum'; tell what it divides by with @packprop.register_loss(MyLoss); and "
     "extend the module: packprop.extend(MyLoss())"
 )
-"""Advice on a loss that is none of torch's."""
+"""Advice on a loss that torch does not define."""
 
 ROUNDING = 4
 """The relative difference of factors on losses that counts as rounding, in units of their precision: 3 % in
@@ -249,7 +249,7 @@ def counted_terms(
 def _weights_of_more(loss: LossFunction, outputs: Any, targets: Any, samples: int) -> dict[str, Any]:
     """Return the weights of the loss with the last sample twice; see NOTE [Weights of terms].
 
-    Return none if they cannot be had: outputs and targets need not have a row for each sample.
+    Return nothing if that fails: outputs and targets need not have a row for each sample.
     """
 
     def more(tensor: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def of_data(
         progress: Show a bar for each reading on standard error, if that is a terminal.
 
     Raises:
-        BadInput: For data that packprop can read only once, a parameter that is there twice, requires no
+        BadInput: For data that packprop can read only once, a parameter that occurs twice, requires no
             gradient or is none of the model's. Products raise it for a budget that is too small, and batches
             that do not work.
         PackpropError: Products raise it if samples meet in the model (batch normalisation in training mode),

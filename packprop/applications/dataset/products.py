@@ -155,7 +155,7 @@ class DataProduct:
         graph.release(keep=False)
 
     def _counted(self, vectors: list[Tensor], sums: list[Tensor], batch: Any) -> LiveBytes:
-        """Return a count of bytes that knows what is there all the time."""
+        """Return a count of bytes that includes what stays in memory throughout."""
         live = LiveBytes()
         fixed = [each.tensor.detach() for each in self.snapshots]
         live.own([*fixed, *vectors, *sums, *tensors_in(batch)], "")
@@ -219,7 +219,7 @@ class DataProduct:
         """Return how many vectors fit at once into the rest of the budget.
 
         Args:
-            before: Bytes that are there beside them.
+            before: Bytes of everything else in memory.
             each: Bytes that one takes in a product.
             batch: The batch, for messages.
 

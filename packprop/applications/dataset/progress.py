@@ -59,7 +59,7 @@ class Meter:
 
     Args:
         budget: The most bytes for tensors; ``None`` without a budget.
-        device: The device of the tensors. On a processor it measures the process: its growth since the run
+        device: The device of the tensors. It measures the process if that is a CPU: its growth since the run
             began, or, without a budget, all of it.
     """
 

@@ -56,7 +56,7 @@ class Ranks:
             self.rank = torch.distributed.get_rank(all_ranks.group)
             self.world = torch.distributed.get_world_size(all_ranks.group)
         self.in_step = False
-        """Tell whether the others wait for this rank's message."""
+        """True while the others wait for this rank's message."""
         self._begun: Callable[[], list[int]] | None = None
 
     def arrive(self) -> None:

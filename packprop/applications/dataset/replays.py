@@ -22,7 +22,7 @@ MEASURED = 3
 """Passes, and replays, with known times before any decision."""
 
 MANY = 100
-"""Batches to come from which on packprop traces a pass."""
+"""packprop traces a pass only if at least so many batches are still to come."""
 
 PASSES_TO_TRACE, TRACE_SECONDS = 50, 4.0
 """The time of tracing: so many passes, but no more than so long. ``benchmarks/results/compiled.json`` has 5 to
@@ -68,7 +68,7 @@ class WhereItPays(Policy):
         return self._left() * kind.replay_seconds * SAVED > costs
 
     def keeps(self, kind: Kind) -> bool:
-        """Go on if it is faster than passes are."""
+        """Keep a graph until its time is known, and then if it is faster than passes."""
         return kind.replays < MEASURED or kind.replay_seconds < kind.pass_seconds
 
 

@@ -210,7 +210,7 @@ class Run:
         self._stream.add(batch, self._chunk_sizes.of(batch), parts, self._reading == 1, number, counts)
 
     def _end_step(self) -> None:
-        """Hear of the other ranks; write a checkpoint if it is due."""
+        """Wait for the messages of the other ranks; write a checkpoint if it is due."""
         self._others_go_on, due = self._ranks.end_step()
         self._ranks.in_step = False
         if due:
@@ -299,7 +299,7 @@ class Run:
         return f"all batches once, and the first {batches:,} batches of a second reading"
 
     def _said_batches(self, counts: list[int], number: int) -> int:
-        """Return how many batches all ranks have done, if the next one is of a number."""
+        """Return the number of batches that all ranks have done; ``number`` is that of the next one."""
         source = self._batches.source
         return min(number, len(source)) if isinstance(source, Samples) else sum(counts)
 

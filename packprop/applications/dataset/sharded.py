@@ -91,5 +91,5 @@ def require_whole_parameters(asked: str, model: nn.Module) -> None:
 
 
 def _divided(model: nn.Module) -> str | None:
-    """Return the name of the first parameter of which this process holds a part."""
+    """Return the name of the first parameter of which this process holds a part; ``None`` without one."""
     return next((name for name, each in named_parameters(model) if is_distributed(each)), None)

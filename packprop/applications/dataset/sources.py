@@ -140,7 +140,7 @@ def source_of(asked: str, data: Any, batch_size: int | None, whole: bool) -> Sou
         whole: Says that the model takes whole batches, so that there are no targets apart.
 
     Raises:
-        BadInput: For data of another form, or a batch size that is none, or is not wanted.
+        BadInput: For data of another form, or a batch size that is no positive number, or not needed.
     """
     if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
         why, instead = "it is no number of samples", "give a whole number of at least 1, or leave it out"

@@ -60,7 +60,7 @@ class Counts:
 
     @property
     def counts(self) -> Counts:
-        """These numbers alone, on the processor."""
+        """These numbers alone, on the CPU."""
         found = {each.name: getattr(self, each.name) for each in fields(Counts)}
         return Counts(**{**found, "loss": float(self.loss)})
 
@@ -113,7 +113,7 @@ class MergedResults(Counts):
         partial: Merged results by extension, row and parameter name.
         rotations: Results of the first reading for the second, by extension and parameter name; see NOTE
             [Second reading].
-        whole: Says that no batch is half merged; whoever adds batches says so when one is.
+        whole: Says that no batch is half merged; ``add`` clears it, and the run sets it between two batches.
     """
 
     extensions: Sequence[Extension]
@@ -301,7 +301,7 @@ class MergedResults(Counts):
         return known
 
     def result(self) -> Result:
-        """Return values of the loss over all samples so far; the partial results are gone then."""
+        """Return values of the loss over all samples so far; this uses the partial results up."""
         values: dict[str, dict[str, Value]] = {}
         names = list(dict.fromkeys(name for _, _, name in self.partial))
         for position, extension in enumerate(self.extensions):
@@ -324,7 +324,7 @@ class MergedResults(Counts):
         return Result(values, self.samples, float(self.loss) * self.scale, self.reduction)
 
     def saved(self) -> dict[str, Any]:
-        """Return everything in values that files can hold; the order of merging decides how ranks round it."""
+        """Return everything as values that files can hold, in the order of merging, which decides rounding."""
         return {
             "partial": [[*key, value] for key, value in self.partial.items()],
             "rotations": [[*key, value] for key, value in self.rotations.items()],
@@ -375,7 +375,7 @@ def _in_order(
 
 
 def _require_same_rows(extension: Extension, name: str, axis: int, pieces: Sequence[Tensor]) -> None:
-    """Refuse pieces that cannot be joined along an axis: batches of other numbers of tokens."""
+    """Refuse pieces that cannot be joined along an axis, as of batches with different numbers of tokens."""
     shapes = [[*piece.shape[:axis], *piece.shape[axis + 1 :]] for piece in pieces]
     if any(shape != shapes[0] for shape in shapes):
         raise PackpropError(

@@ -43,7 +43,7 @@ class StoredResults:
     ) -> dict[Part, list[Any]]:
         """Keep the results of one parameter for the store, and return the others.
 
-        As in ``MergedResults``, they get the scale of a loss that is summed over its terms.
+        As in ``MergedResults``, kept results have the scale of a loss that is summed over its terms.
         """
         for part, found in results.items():
             extension = part.whole
@@ -120,7 +120,7 @@ def stored_results(
     resume: bool = False,
     losses: bool = False,
 ) -> StoredResults | None:
-    """Return the writer for a store: an open one, or one that is made in a folder.
+    """Return the writer for a store, an open one or one that is made in a folder; ``None`` without a store.
 
     ``resume`` continues a store in that folder. ``losses`` also stores losses of samples.
 

@@ -42,7 +42,7 @@ class ChunkSizesByBatch:
 
     @property
     def first(self) -> ChunkSizes | None:
-        """Return those of the first batch."""
+        """Return the chunk sizes of the first batch; ``None`` before it."""
         return self._planned[0][1] if self._planned else None
 
     def saved(self) -> list[Any]:

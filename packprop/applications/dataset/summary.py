@@ -56,7 +56,7 @@ COLUMNS = Line._fields
 
 
 def lines_of(tables: Mapping[str, Mapping[str, Any]]) -> Iterator[Line]:
-    """Return a line for each tensor in tables ``quantity -> parameter -> value``."""
+    """Yield a line for each tensor in tables ``quantity -> parameter -> value``."""
     for quantity, by_name in tables.items():
         for parameter, value in by_name.items():
             for part, tensor in _parts(value):

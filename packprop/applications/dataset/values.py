@@ -15,7 +15,7 @@ from packprop.engine.algebra import Eigen, EntryOrder, Fold, Moments, fold_swapp
 from packprop.store.schema import Size, Unfit, fitted
 
 Plain = Any
-"""Numbers, texts, lists and dictionaries, as JSON has them."""
+"""Values of JSON: numbers, texts, lists and dictionaries."""
 
 
 TUPLES: dict[str, Any] = {"Moments": Moments, "Eigen": Eigen}

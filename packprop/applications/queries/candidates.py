@@ -42,7 +42,7 @@ class Ends(NamedTuple):
     Args:
         largest: Samples with the largest products.
         smallest: Samples with the smallest products.
-        groups: Products added up over groups ``[q, g]``, if that is wanted.
+        groups: Products added up over groups ``[q, g]``, if ``Wanted.groups`` asks for them.
         samples: The number of all samples.
         terms: The divisors of their losses, added up.
     """
@@ -59,14 +59,14 @@ class Wanted(NamedTuple):
 
     Args:
         k: The number of samples at each end.
-        groups: The group of each sample, if sums over groups are wanted.
+        groups: The group of each sample; ``None`` for no sums over groups.
     """
 
     k: int
     groups: Any = None
 
     def facts(self) -> list[Any]:
-        """Return this as JSON has it."""
+        """Return this as a value of JSON."""
         return [self.k, None if self.groups is None else tensor_of(self.groups).tolist()]
 
 
@@ -94,7 +94,7 @@ class StoredSamples:
         self._at_once = min(BLOCK // 2, budget // 2)
 
     def room(self, budget: int) -> int:
-        """Return a quarter: queries are made in another one, and rows take the other half.
+        """Return a quarter of the budget: making queries takes another one, and rows take the other half.
 
         Raises:
             BadInput: If no row fits.
@@ -106,7 +106,7 @@ class StoredSamples:
         return budget // 4
 
     def facts(self) -> dict[str, Any]:
-        """Describe the search, as JSON has it."""
+        """Describe the search, as a value of JSON."""
         return {
             "quantity": self.quantity,
             "samples": self._store.samples,
@@ -161,11 +161,11 @@ class ReadSamples:
         _require_order(self._asked, batches.source.data)
 
     def room(self, budget: int) -> int:
-        """Return a third: queries are made in another one; vectors on the device take the last one."""
+        """Return a third of the budget: making queries takes another one, vectors on the device the last."""
         return budget // 3
 
     def facts(self) -> dict[str, Any]:
-        """Describe the search, as JSON has it."""
+        """Describe the search, as a value of JSON."""
         known = identity_of(self._objective.model, self._objective.loss, [], self._batches)
         return {"data": known["data"], BATCHES: known[BATCHES], "asked for": self._wanted.facts()}
 

@@ -33,8 +33,8 @@ class Checkpoint:
 
     Args:
         store: The store that you wrote with these values, or its folder.
-        state: What ``model.state_dict()`` was. It shares memory with the model, which goes on training: keep a
-            copy, as ``copy.deepcopy(model.state_dict())``, or what ``torch.save`` wrote.
+        state: The values, from ``model.state_dict()``. It shares memory with the model, which goes on training:
+            keep a copy, as ``copy.deepcopy(model.state_dict())``, or what ``torch.save`` wrote.
         rate: The factor on products: the learning rate, times the number of steps that the checkpoint stands
             for. Leave it at 1 if ``curvature`` has the learning rate, as ``optimizer_curvature`` does.
         curvature: As for ``influence``: ``optimizer_curvature`` at that moment, for steps of AdamW.

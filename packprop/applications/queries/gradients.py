@@ -26,7 +26,7 @@ from packprop.types import GRADIENT, Extension, Row
 
 
 class EntryOrders(Extension):
-    """Return the order of the entries of each parameter's matrix."""
+    """The order of the entries of each parameter's matrix."""
 
     savefield = "entry_order"
     rows = (Row(GRADIENT, entry_order_of, over_n=KEEP, over_v=KEEP, degree=0),)
@@ -126,7 +126,7 @@ class QueryGradients:
         return 8 * self._projection.dimension if self._projection is not None else 0
 
     def of(self, batch: tuple[Any, Any]) -> tuple[int, dict[str, Tensor]]:
-        """Return the number of queries in a batch, and their rows ``[q, ...]``, on the processor, by array.
+        """Return the number of queries in a batch, and their rows ``[q, ...]``, on the CPU, by array.
 
         Raises:
             PackpropError: For a gradient that is not finite.

@@ -171,7 +171,7 @@ def _candidates(
 
 
 def _groups(batches: Batches, gradients: QueryGradients, most: int) -> Iterator[dict[str, Tensor]]:
-    """Return rows of queries ``[q, ...]`` by array, of as many batches as fit."""
+    """Yield rows of queries ``[q, ...]`` by array, of as many batches as fit."""
     waiting: list[dict[str, Tensor]] = []
     number = 0
     for batch in batches:

@@ -108,7 +108,7 @@ class Refiner:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """A description of the work, beside model, loss and data; as JSON has it."""
+        """A description of the work, beside model, loss and data, as a value of JSON."""
         describer, refinement = Describer(), self._refinement
         blocks = None if self._preconditioner is None else vars(self._preconditioner)
         return {
@@ -141,7 +141,7 @@ class Refiner:
         most: int,
         keep: Callable[[ConjugateGradients], None],
     ) -> dict[str, Tensor]:
-        """Return products ``[q, *p]`` by parameter, on the processor; release ``rows``.
+        """Return products ``[q, *p]`` by parameter, on the CPU; release ``rows``.
 
         Args:
             rows: Gradients ``[q, *p]`` by parameter.

@@ -27,16 +27,16 @@ class Influence:
         largest: Samples with the largest inner products, ``products``, ``identifiers`` and ``rows``, each
             ``[q, k]``, largest first: those that help the query most.
         smallest: Those with the smallest, smallest first: if products are negative, they harm the query.
-        samples: Samples in the store.
+        samples: Samples in the store, or in the data.
         terms: The divisors of their losses, added up.
-        quantity: Attribute of the gradients in the store.
+        quantity: Attribute of the gradients in the store; ``"gradients"`` of data.
         curvature: The preconditioner of queries' gradients; ``None`` if there was none.
         damping: Its damping.
-        readings: The number of readings of the store.
+        readings: The number of groups of queries: packprop searched the store, or the data, once for each.
         refined_by: ``"ggn"`` or ``"hessian"``, the matrix that refined the queries, or ``None``.
         residuals: For each refined query ``[q]``: ``|b - A x| / |b|``.
-        groups: Products added up over groups of samples ``[q, g]``, if you asked for them.
-        data_readings: The number of readings of the data for refining.
+        groups: Products added up over groups of samples ``[q, g]``, if you gave ``groups``.
+        data_readings: The number of readings of the data that refined the queries.
         checkpoints: The number of checkpoints that the products are added up over.
     """
 

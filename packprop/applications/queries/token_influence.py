@@ -115,7 +115,7 @@ def token_influence(
 def _vectors(
     objective: Objective, queries: Data, inverse: Inverse, memory: int | str | None, batch_size: int | None
 ) -> dict[str, Tensor]:
-    """Return the vectors of all queries ``[q, *p]`` by parameter, on the processor."""
+    """Return the vectors of all queries ``[q, *p]`` by parameter, on the CPU."""
     if isinstance(inverse.refine, Refinement) and inverse.refine.checkpoint is not None:
         raise BadInput(
             ASKED,

@@ -87,7 +87,7 @@ def _compare(options: argparse.Namespace) -> None:
 
 def _page(options: argparse.Namespace) -> None:
     source = Path(options.folder)
-    if options.folder.endswith(".jsonl"):  # a path ends in a slash no more
+    if options.folder.endswith(".jsonl"):  # a Path would drop a slash at the end
         page = training_page(read_lines(source), source.stem)
         path = write_page(options.output or source.with_suffix(".html"), page)
         print(f"open {path} in a browser", file=sys.stderr)

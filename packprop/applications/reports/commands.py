@@ -96,7 +96,7 @@ def positive(text: str) -> int:
 
 
 def print_result(found: Any, as_json: bool, width: int) -> None:
-    """Print a result on standard output: as JSON, or as tables as wide as the terminal, but for narrow ones."""
+    """Print a result on standard output: as JSON, or as tables; on a terminal, ``width`` columns or more."""
     console = Console(file=sys.stdout)
     if as_json:
         print(found.to_json(), end="")

@@ -67,7 +67,7 @@ def coverage(model: nn.Module, batch: Any) -> Coverage:
         A value that prints.
 
     Raises:
-        BadInput: If ``model`` is no module or not initialised, or ``batch`` is none of the above.
+        BadInput: If ``model`` is no module or not initialised, or ``batch`` has another form.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))

@@ -119,7 +119,7 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Tell whether every trainable parameter gets every per-sample quantity."""
+        """Tell whether every trainable parameter is used, and gets gradients of samples."""
         return self.refusal is None and all(p.state in ("used", "frozen") for p in self.parameters.values())
 
     @property

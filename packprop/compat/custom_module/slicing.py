@@ -11,7 +11,7 @@ class Slicing(nn.Module):
     """``x[slice_info]``; extended, it lets a loss see one part of a model's output at a time.
 
     Args:
-        slice_info: The text in the brackets: a slice, an index, a tuple of them.
+        slice_info: The index in the brackets: a slice, a number, a tuple of them.
     """
 
     def __init__(self, slice_info: Any) -> None:

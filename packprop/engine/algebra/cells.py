@@ -245,5 +245,5 @@ def _tied_sq_norm(structure: Tied) -> Tensor | None:
 
 
 def _blocks(count: int, step: int) -> list[slice]:
-    """Yield slices of an axis, ``step`` indices in each."""
+    """Return slices of an axis, ``step`` indices in each."""
     return [slice(start, start + step) for start in chunk_starts(count, step)]

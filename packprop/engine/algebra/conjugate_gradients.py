@@ -82,7 +82,7 @@ class ConjugateGradients:
         return self._are_solved
 
     def step(self, product: Rows) -> None:
-        """Take one product with a block of directions ``[m, p]``, m at most q, and improve all solutions.
+        """Take one product with a block of directions ``[m, p]``, and improve all solutions.
 
         Raises:
             NotPositive: If A turns out to have a negative eigenvalue; this changes nothing.

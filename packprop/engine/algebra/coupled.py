@@ -13,7 +13,7 @@ share ``u_o``:
 with D and b the eigenvalues, and x_i an input along the eigenvector i. If cotangents and inputs are
 independent, as Kronecker factors assume, these are the entries of the true block. For each o the matrix is a
 diagonal with one more row and column. r has at most length 1, by Cauchy and Schwarz, so the matrix is positive,
-also if eigenvalues are drawn. Its damped inverse is exact, by the complement of the diagonal.
+even if eigenvalues are drawn. Its damped inverse is exact, by the complement of the diagonal.
 ``benchmarks/attribution`` measures what influence gains by it.
 """
 

@@ -186,7 +186,7 @@ def rotated_sum_sq(structure: Structure, first: Sequence[Any]) -> Tensor:
 
 
 def is_skipped(factor: Tensor | None) -> bool:
-    """Tell whether an empty tensor stands for a factor that would have been too large."""
+    """Tell whether a factor is the empty tensor that stands for one that would have been too large."""
     return factor is not None and factor.dim() == 1 and not factor.numel()
 
 

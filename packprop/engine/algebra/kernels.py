@@ -15,16 +15,16 @@ from packprop.engine.tensors.precision import accumulation_dtype, widened
 from packprop.engine.tensors.traced import is_traced
 
 WORTH_A_CALL = 12 * 2**20
-"""Multiplications for each thread from which on a product is faster in its own call than in a batch.
+"""Multiplications for each thread that make a product faster in its own call than in a batch.
 
 The threads share the products of a batch at no cost; in a call for one small product they wait.
 """
 
 LONG_ROW = 4096
-"""Entries from which on a norm is computed in pieces."""
+"""The number of entries at which packprop begins to compute norms in pieces."""
 
 WORTH_BLOCKS = 2**28
-"""Multiplications from which on packprop computes a symmetric product in blocks, up to the diagonal."""
+"""The multiplications at which packprop begins to compute symmetric products in blocks, up to the diagonal."""
 
 BLOCKS = 4
 """Blocks of rows; these leave out three eighths of the multiplications. More would be too small to be fast."""
@@ -33,10 +33,10 @@ LONG = 256
 """Sums of fewer terms take less time than copying their results does."""
 
 LARGE_IMAGE = 100
-"""Pixels from which on gradients of filters for single channels are computed sample by sample."""
+"""The pixels at which packprop begins to compute gradients of filters for single channels sample by sample."""
 
 FULL = 16
-"""MKL fills rows of so many numbers in single precision, or a multiple of it, fastest."""
+"""MKL fills rows fastest whose length in single precision is a multiple of this."""
 
 SMALL_ROW = 2**14
 """Entries of a row below which all rows are squared at once: calls would cost more than reading the rows."""
@@ -186,7 +186,7 @@ def grouped_gradients(
 ) -> Tensor:
     """Return gradients of a convolution's weight ``[*p]`` for each image, by one call: ``[1, n, *p]``.
 
-    The samples become groups of a convolution of one image; the gradients are those of its weight.
+    The samples become groups of a convolution of one image, unless a depthwise one is faster image by image.
 
     Args:
         images: Inputs ``[n, g*c, *space]``.
@@ -230,7 +230,7 @@ def _is_faster_by_channels_last(cotangent: Tensor, shape: torch.Size, groups: in
 def _kernel_for(
     left: Tensor, right: Tensor, by_rows: bool = False
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Multiply two matrices ``[o, s]`` and ``[i, s]``, or each two of a batch, faster than in one call for all.
+    """Return a product of ``[o, s]`` and ``[i, s]`` that is faster than one call for a batch; else ``None``.
 
     This calls the one private operator: ``torch.ops.mkldnn._linear_pointwise``, which torch itself uses in
     compiled models. Public products go to MKL. On processors that Intel did not make, MKL takes a slower path,

@@ -62,7 +62,7 @@ def _itself(value: Any) -> Any:
 
 
 def concatenate(axis: int) -> Monoid:
-    """Partial results are lists of pieces, joined once at the end along ``axis``."""
+    """Return the monoid whose partial results are lists of pieces, joined once at the end along ``axis``."""
 
     def result(pieces: list[Tensor]) -> Tensor:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
@@ -256,7 +256,7 @@ def whole(value: Any, over_v: Monoid, over_n: Monoid) -> Any:
 
 
 class _Running:
-    """Merge the partial results so far; add in place to a sum that only this object refers to."""
+    """The merged partial results so far; a sum that only this object refers to grows in place."""
 
     def __init__(self, monoid: Monoid) -> None:
         self._monoid = monoid

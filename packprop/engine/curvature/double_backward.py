@@ -212,7 +212,7 @@ Entries = tuple[Node, int] | None
 
 
 def term_gradients(graph: Graph, leaves: Sequence[Tensor], create_graph: bool = False) -> list[Tensor | None]:
-    """Return gradients of these terms in some leaves; ``None`` for a leaf in no term."""
+    """Return gradients of the terms without samples in some leaves; ``None`` for a leaf in no such term."""
     if not any(id(leaf) in graph.in_terms for leaf in leaves):
         return [None] * len(leaves)
     with torch.set_grad_enabled(create_graph):
@@ -225,7 +225,7 @@ def term_gradients(graph: Graph, leaves: Sequence[Tensor], create_graph: bool = 
 def term_diagonals(
     graph: Graph, leaves: Sequence[Tensor], create_graph: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each leaf in such a term with the diagonal ``[*p]`` of the Hessian of these terms.
+    """Yield each leaf in a term without samples, with the diagonal ``[*p]`` of the Hessian of these terms.
 
     If each entry of a leaf enters functions of its own, as in most penalties, one product with ones gives the
     whole diagonal. Otherwise the gradient is differentiated entry by entry.

@@ -286,7 +286,7 @@ def ggn_product(
     """Return ``ggnvp`` as a function for many calls, which keeps its graphs; and the loss.
 
     Raises:
-        PackpropError: If a function in the graph is not twice differentiable. The product may also raise this.
+        PackpropError: If ``graph`` gives no pair of tensors, or a function in it is not twice differentiable.
     """
     found, kernels = _evaluated(graph)
     if not isinstance(found, (tuple, list)) or [isinstance(each, Tensor) for each in found] != [True, True]:

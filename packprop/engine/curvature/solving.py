@@ -37,9 +37,9 @@ def solve(
 ) -> Solution:
     """Solve ``A x = b`` with a positive operator, by block conjugate gradients (O'Leary 1980; Martens 2010).
 
-    Each step is one product with a block of at most as many vectors as there are right-hand sides. For an
-    operator of a data set, this is one reading of the data. More right-hand sides need fewer steps. The damping
-    of the operator is part of A.
+    Each step is one product with a block of at most as many vectors as there are right-hand sides; operators of
+    a data set read the data once for it. More right-hand sides need fewer steps. The damping of the operator is
+    part of A.
 
     Args:
         operator: A GGN, or another operator that is positive with its damping.

@@ -145,7 +145,7 @@ def gradient_by_token(graph: Graph) -> list[Columns]:
     for loss, value, factor in zip(losses, values, factors, strict=True):
         if factor is None:
             continue
-        with torch.enable_grad():  # through this loss alone: its input may lead to those of others, too
+        with torch.enable_grad():  # through this loss alone: its input may also lead to those of others
             (gradient,) = derivatives([value], [loss.call.edge], [factor], create_graph=create_graph)
         if gradient is not None:
             entrance = Entrance(loss.entrance.rule, loss.call.edge)

@@ -185,7 +185,7 @@ class JointPass:
                     saver.save(leaf, self._values(name, merged), counts)
 
     def _partial(self, name: str) -> Iterator[tuple[tuple[str, int, int], Any]]:
-        """Return this rank's results for one parameter, at the scale of the loss of all ranks."""
+        """Yield this rank's results for one parameter, at the scale of the loss of all ranks."""
         results = self._results.pop(name, {})
         for place, extension in enumerate(self._extensions):
             for index, (row, value) in enumerate(zip(extension.rows, results.get(extension, []), strict=False)):
@@ -226,7 +226,7 @@ def _sees_penalties(extension: Extension) -> bool:
 
 
 def _parameters(graph: Graph) -> Iterator[tuple[str, Tensor]]:
-    """Return parameters of the modules that were called, else of all extended ones, by a name for all ranks."""
+    """Yield parameters of the modules that were called, else of all extended ones, by a name for all ranks."""
     seen: set[str] = set()
     for module in graph.modules or list(EXTENDED):
         for name, parameter in (*named_wholes(module), *named_parameters(module)):

@@ -58,8 +58,8 @@ def merge_over_ranks(
         monoid_of: The monoid of the partial result under a key.
         group: The ranks; ``None`` for all.
         gather: Gathers partial results that grow from all ranks, in their order; else each rank keeps its own.
-        absent: The number of this rank's samples that have rows of zeros in partial results of other ranks
-            only.
+        absent: The number of this rank's samples: it adds as many rows of zeros to results that only other
+            ranks have.
 
     Returns:
         A partial result under every key that any rank has, the same on all ranks unless it is not gathered.
@@ -93,7 +93,7 @@ def merged_in_turn(
 
 
 def in_buckets(items: Iterable[Value], entries: Callable[[Value], int], enough: int) -> Iterator[list[Value]]:
-    """Yield some items at once, as many as have ``enough`` entries together."""
+    """Yield lists of items, in order: each but the last has ``enough`` entries or more."""
     bucket: list[Value] = []
     total = 0
     for item in items:
@@ -281,10 +281,10 @@ def arrive(group: Group, timeout: float = PATIENCE) -> None:
 
 
 def require_well(group: Group, failure: str = "") -> None:
-    """Wait until all ranks say that they can go on, or with which failure not; all must come here.
+    """Wait until every rank has told whether it can go on; ``failure`` says why this one cannot.
 
     Raises:
-        RefusedElsewhere: If another rank cannot.
+        RefusedElsewhere: On every rank, if one cannot go on.
     """
     is_nccl = torch.distributed.get_backend(group) == "nccl"
     failed = torch.tensor(int(bool(failure)), device="cuda" if is_nccl else "cpu")

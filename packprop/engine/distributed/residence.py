@@ -144,7 +144,7 @@ class Residence:
 
 
 def group_of(units: Iterable[ShardedUnit]) -> torch.distributed.ProcessGroup | None:
-    """Return the ranks that share the parameters of some units.
+    """Return the ranks that share the parameters of some units; ``None`` for all ranks.
 
     Raises:
         PackpropError: If that is not one group for all of them.

@@ -36,14 +36,14 @@ class AllRanks:
             as if there were one loss over all samples: under a mean its number of terms divided by that of all
             ranks, under a sum 1. ``"samples"``: its number of samples divided by that of all ranks.
             ``"equal"``: 1 divided by the number of ranks, as in the gradients of ``DistributedDataParallel``
-            and ``fully_shard``. Or a positive number, for a loss that is already weighted.
+            and ``fully_shard``. Or a number of at least 0, for a loss that is already weighted.
         gather: Gives every rank the rows of all samples, in the order of ranks.
         group: The ranks that have samples of their own, and share parameters if any do; ``None`` for all.
-        timeout: Seconds to wait for the other ranks before each pass; with gloo, the error then names the ranks
-            that did not come.
+        timeout: Seconds to wait for the other ranks before each pass with gloo; the error names the ranks that
+            did not come. Other backends wait by their own timeout.
 
     Raises:
-        BadInput: For a share that is neither a name nor a positive number.
+        BadInput: For a share that is neither a name nor a number of at least 0; for a timeout of 0 or less.
     """
 
     share: Share | float = "terms"
@@ -176,7 +176,7 @@ def losses_of(graph: Graph) -> tuple[LossTerms, ...]:
 
 
 def agreed(ranks: AllRanks, own: Statement) -> list[Statement]:
-    """Return the statements of all ranks, which fit together.
+    """Return the statements of all ranks, which fit together; nothing if this rank itself has refused.
 
     Raises:
         PackpropError: On every rank, if one of them cannot take part, or they ask for different values.

@@ -68,8 +68,8 @@ def eager_backward(
             `(weights * fn(*inputs)).sum()`, which is also right for parameters.
         keep: Kept for the backward pass: the gradients, exact (`"exact"`), rounded to a dtype, or on the
             `"cpu"` (pinned, asynchronous); or the inputs, to `"recompute"`.
-        memory: In place of `keep`, the most bytes (`"64MiB"`) to keep on the inputs' device; of exact, cpu
-            (from an accelerator), recompute and `torch.bfloat16`, packprop takes the first that fits.
+        memory: The most bytes (`"64MiB"`) to keep on the inputs' device, in place of `keep`: packprop takes
+            the first of exact, cpu (from an accelerator), recompute and `torch.bfloat16` that fits.
         hook: A function to call in the backward pass with the scaled gradients of the inputs that have
             one, in order; it returns the gradients that go on (one tensor, or as many as it got), or None.
         check: Check that samples do not mix and that pieces add up; costs time and memory.

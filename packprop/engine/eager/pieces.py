@@ -229,7 +229,7 @@ def freed(tensor: Tensor) -> bool:
 # Autocast keeps low-precision copies of parameters, with their piece of graph, for the rest of the
 # forward pass. A branch that used such a copy would lead into the graph around it; a branch that left
 # its own copy there would hand out a freed graph. Hooks on saved tensors, which checkpointing and
-# offloading set, would make the branch be evaluated twice, or its tensors be moved.
+# offloading set, would evaluate the branch twice, or move its tensors.
 
 
 def surroundings(autocast: Autocast, backward: bool = False) -> AbstractContextManager[Any]:

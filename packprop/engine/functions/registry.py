@@ -89,7 +89,7 @@ def rule_for(node: Node) -> Rule | None:
 
 
 def checked(call: NodeCall, rule: Rule) -> Entry | None:
-    """Return the entry that a rule makes.
+    """Return the entry that a rule makes; ``None`` if it makes none.
 
     Raises:
         BadInput: If a user's rule returns something else.

@@ -71,7 +71,7 @@ class Outline(NamedTuple):
 
     @property
     def module(self) -> nn.Module | None:
-        """The module that made its first marked output."""
+        """The module that made its first marked output; ``None`` without one."""
         return next((forward.module() for forward, _ in self.outputs.values()), None)
 
     def place(self, node: Node) -> int:
@@ -245,7 +245,7 @@ class KeptWalk:
     def meets_hooks(self, everywhere: bool) -> bool:
         """Tell whether the user has put hooks on nodes of the graph that this walk is bound to.
 
-        A look at a node leaves something behind that autograd calls in the pass, so it costs time twice.
+        A look at a node costs time twice: it leaves a dictionary of hooks that autograd reads in the pass.
 
         Args:
             everywhere: Whether packprop sweeps through the graph by itself, without any hook. Otherwise only

@@ -28,7 +28,7 @@ def require_linear_backward(asked: str, starts: Iterable[Node | None]) -> None:
 
     A backward pass is linear. So packprop can pull rows of samples, columns of curvature and other vectors back
     through it in place of the gradient. A backward function that clips, normalises or rounds is no derivative.
-    One that runs a backward pass of its own is refused, too.
+    packprop also refuses one that runs a backward pass of its own.
     """
     starts = list(starts)
     types = {each.dtype for node in nodes_above(starts) for each in made_by(node)}
@@ -95,7 +95,7 @@ def _can_be_tried(made: Sequence[Any]) -> bool:
 def _products(asked: str, node: Any, given: Sequence[Tensor]) -> list[Tensor]:
     """Return what a node's backward function makes of vectors; nothing if it raises an exception.
 
-    Refused if it runs a backward pass of its own.
+    Raise an error if it runs a backward pass of its own.
     """
     try:
         with torch.no_grad(), _NoNestedBackward():

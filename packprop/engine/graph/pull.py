@@ -118,7 +118,7 @@ def _aligned(column: Tensor) -> Tensor:
 
 
 def as_dense(products: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return products with all of their entries, also where PyTorch gives the nonzero rows of a table alone."""
+    """Return products with all of their entries, even where PyTorch gives only the nonzero rows of a table."""
     return [each.to_dense() if each is not None and each.is_sparse else each for each in products]
 
 

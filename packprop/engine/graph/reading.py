@@ -318,7 +318,7 @@ class Reading:
         )
 
     def reclassify(self, use: ReachedUse, samples: int) -> bool:
-        """Tell whether an undecided use, behind which samples meet, is made of parameters alone: keep this."""
+        """Tell whether an undecided use, behind which samples meet, is made of parameters alone; note it."""
         node = use.anchors[0]
         name = name_of_node(node)
         is_product = name in PRODUCTS - ENTRY_BY_ENTRY and not _is_contracted(node, use.places)

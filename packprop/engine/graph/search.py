@@ -59,7 +59,7 @@ class Trail:
     Args:
         neighbours: The upstream neighbours of each node; for a use, those that lead to data.
         order: Nodes, each after all that lie upstream of it.
-        names: The name of each node, in the order in which they were met, as their numbers in ``places``.
+        names: The name of each node, in the order of the walk; ``places`` has its number in this order.
         inputs: The ``next_functions`` of each node, read once.
         extents: Extents that nodes have saved.
         consumed: Leaves, each with a node that takes it.

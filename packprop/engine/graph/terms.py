@@ -17,9 +17,9 @@ there. It meets none if all of this holds; otherwise it stays missing:
 packprop locates samples, and checks that they are separate, from the places where a loss begins: the inputs of
 recorded losses. A term whose function packprop has not seen begins somewhere else: a loss called as a plain
 function, a penalty on a second output, on activations or on derivatives of the model. The check would miss uses
-that only such a term reaches. So packprop feeds samples in there as well, also if no loss was recorded: at the
+that only such a term reaches. So packprop feeds samples in there as well, even if no loss was recorded: at the
 output of the model that the path meets first; or at the outputs of the first use, if that output is a scalar or
-there is none. Where the samples are there, only the rest of the graph shows. A loss of the user's own may also
+there is none. Only the rest of the graph shows where the samples are there. A loss of the user's own may also
 read tensors of the model that are none of its arguments: they are found in the same way, from the loss on, and
 count as arguments.
 """

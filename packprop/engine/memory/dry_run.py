@@ -7,10 +7,9 @@ chunks of columns) runs three times at most; see also NOTE [Repeated columns]. A
 are where they usually are, unless a real pass of the same shapes has found them. It does not see memory inside
 a kernel.
 
-A plan holds for a training loop. The first step has to find the samples. In the other steps the results of the
-step before are there until the first of their own are. Without a budget, results that are overwritten in place
-are there until their turn comes (NOTE [Results in place]); then packprop runs a second step. The peak is the
-largest of all.
+A plan holds for a training loop. The first step has to find the samples. Each later step holds the results of
+the step before until its first own result. Results that it overwrites in place, as without a budget, stay until
+their turn comes (NOTE [Results in place]); the dry run then runs a second step. The peak is the largest of all.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ from packprop.types import Extension
 Forward = Callable[[nn.Module, Callable[[Any], Any]], Tensor]
 """Computes the loss, given a copy of the model and a function that turns ``TensorSpec`` into tensors.
 
-Shapes that depend on the number of samples go through the function, too."""
+Shapes that depend on the number of samples also go through the function."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,8 @@ class PlannedStep:
         extensions: The extensions of the step.
         device: The device of the step.
         gradients: Says that the step also computes ``.grad``.
-        freed: Says that an extension hook takes the values of each parameter away as soon as they are there.
-        accumulated: Says that ``.grad`` of an earlier pass is there when the step begins.
+        freed: Says that an extension hook takes the values of each parameter away as soon as they are saved.
+        accumulated: Says that ``.grad`` holds gradients of an earlier pass when the step begins.
         mesh: The mesh that shards the model, if there is one.
     """
 

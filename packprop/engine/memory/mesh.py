@@ -1,4 +1,4 @@
-"""Models that are sharded over devices: the memory of one device, although none of them is there.
+"""Models that are sharded over devices: the memory of one device, on a machine that has none.
 
 # NOTE [Planned shards]
 Under ``fully_shard`` a device holds a shard of each parameter, of its gradient and of each result of its shape;
@@ -50,7 +50,7 @@ class Mesh:
 def mesh_of(
     asked: str, shape: int | Sequence[int] | None, units: Iterable[type[nn.Module]] | None
 ) -> Mesh | None:
-    """Make the mesh that a user means.
+    """Make the mesh that a user means; ``None`` without a shape.
 
     Raises:
         BadInput: If the shape is not made of positive numbers, or units are given without one.

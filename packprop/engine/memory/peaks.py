@@ -19,7 +19,7 @@ LARGEST = 5
 
 
 CUDA_BLOCK = 512
-"""CUDA's allocator rounds to so many bytes."""
+"""CUDA's allocator rounds sizes up to a multiple of these bytes."""
 
 
 class Peak(NamedTuple):
@@ -36,7 +36,7 @@ class Peak(NamedTuple):
     items: list[tuple[str, int]]
 
     def beside(self, kind: str, size: int) -> Peak:
-        """Return the same peak, with something of the step before that is there all the time."""
+        """Return the same peak, with something of the step before that stays in memory throughout."""
         parts = {**self.parts, kind: self.parts.get(kind, 0) + size}
         items = sorted([*self.items, (f"{kind}: of the step before", size)], key=lambda item: -item[1])
         return Peak(self.size + size, parts, items[:LARGEST])

@@ -75,7 +75,7 @@ def forms_gradients(structure: Statistical) -> bool:
 
 
 def _formed_in_turn(structure: Statistical) -> bool:
-    """Tell whether per-sample gradients were there one at a time."""
+    """Tell whether per-sample gradients were formed one at a time."""
     return isinstance(structure, Outer) and not structure.formed and "matrices" in vars(structure)
 
 
@@ -92,7 +92,7 @@ def _algorithm(structure: Statistical) -> str:
 ASKED = "A plan was asked for."
 
 RESULTS_BEFORE = "results of the batches before"
-"""The kind of tensors that is there all the time in a pass over a batch of a data set."""
+"""The kind of tensors that stays in memory throughout a pass over a batch of a data set."""
 
 
 class BudgetTooSmall(BadInput):
@@ -117,7 +117,7 @@ class Plan:
         results: Bytes of all results.
         extensions: Names of the extensions.
         freed: Says that it counts on an extension hook that takes values away.
-        accumulated: Says that it counts gradients of an earlier pass, which are there when a step begins.
+        accumulated: Says that it counts gradients of an earlier pass, which are in memory when a step begins.
         facts: What a pass with this plan has in common with it; see ``facts_of``.
         mesh: The mesh that shards the model, if there is one: then the plan is that of one device.
     """
@@ -138,7 +138,7 @@ class Plan:
     mesh: Mesh | None = None
 
     def beside(self, kind: str, size: int) -> Plan:
-        """Return the same plan, with something that is there all the time."""
+        """Return the same plan, with something that stays in memory throughout."""
         return replace(self, peak=self.peak + size, parts={**self.parts, kind: size}) if size else self
 
     def require_fit(self, graph: Graph, extensions: Sequence[Extension], hooked: bool = False) -> None:
@@ -176,7 +176,7 @@ class Plan:
         return plain_text(*self._tables(), width=112)
 
     def _tables(self) -> tuple[Table, Table]:
-        """Return the table of parameters, and that of what is there at the peak."""
+        """Return the table of parameters, and that of the tensors at the peak."""
         import_rich()
         from rich.table import Table
 
@@ -199,7 +199,7 @@ class Plan:
 
 
 def facts_of(graph: Graph, extensions: Sequence[Extension], device: str) -> Iterator[tuple[str, str]]:
-    """Yield words and values: what a pass must have in common with its plan, the first difference first."""
+    """Yield words and values that a pass must share with its plan; errors name the first that differs."""
     yield "extensions ", ", ".join(extension.name for extension in extensions)
     yield "parameters on ", device
     yield "uses of parameters: ", str(sum(len(use.shapes) for use in graph.uses))

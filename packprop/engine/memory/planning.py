@@ -68,12 +68,12 @@ def plan(
             ``compute`` takes; its data do not matter.
         extensions: An instance from ``packprop.extensions``, or a list of them.
         more: More of them, if you give them one by one.
-        memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), with
-            parameters, activations and results; ``None`` shows the memory of the default.
+        memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), including
+            parameters, activations and results; ``None`` plans the default chunks, without a budget.
         device: The device of the step; by default that of the parameters.
-        gradients: Computes ``.grad`` along, as ``backward()`` does; ``compute`` does not.
-        freed: Says that an extension hook takes the values of each parameter away as soon as they are there.
-        accumulated: Says that ``.grad`` of an earlier pass is there when a step begins: you add up gradients
+        gradients: Says that the step also computes ``.grad``, as ``backward()`` does; ``compute`` does not.
+        freed: Says that an extension hook takes the values of each parameter away as soon as they are saved.
+        accumulated: Says that ``.grad`` holds gradients when a step begins: you add up gradients
             over several passes, or zero them by ``zero_grad(set_to_none=False)``.
         mesh_shape: The devices that ``fully_shard`` shards the model over, as for ``init_device_mesh``: shards,
             or copies and shards. The plan is then that of one device, for its own batch; NOTE [Planned shards]
@@ -82,8 +82,8 @@ def plan(
             entries of every ``nn.ModuleList``.
 
     Raises:
-        BadInput: For a class in place of an extension; if the budget is no number of bytes, or less than any
-            choice of chunks takes; for a model that ``fully_shard`` was called on already.
+        BadInput: For an argument of another kind, such as a class in place of an extension; if the budget is
+            less than any choice of chunks takes; for a model that ``fully_shard`` was called on already.
         PackpropError: If the forward pass decides by data.
     """
     require_model(ASKED, model)
@@ -144,7 +144,7 @@ def step_over_data(
 
 
 def chunk_sizes_over_data(step: PlannedStep, memory: int | str | None) -> ChunkSizes:
-    """Choose the chunk sizes for such a batch."""
+    """Choose the chunk sizes for a batch of a data set."""
     budget = budget_of(memory)
     if budget is None:
         keep_freed_pages()
@@ -154,7 +154,7 @@ def chunk_sizes_over_data(step: PlannedStep, memory: int | str | None) -> ChunkS
 
 
 def plan_over_data(step: PlannedStep, chunk_sizes: ChunkSizes, memory: int | str | None) -> Plan:
-    """Plan the pass over such a batch, with known chunk sizes.
+    """Plan the pass over a batch of a data set, with known chunk sizes.
 
     Under a budget its peak holds the results of the batches before, which are there all the time.
 

@@ -45,7 +45,7 @@ def looser(chunk_sizes: ChunkSizes, loosest: ChunkSizes, name: str) -> list[Chun
 
 
 def budget_of(memory: int | str | None) -> int | None:
-    """Return the bytes of a budget.
+    """Return the bytes of a budget; ``None`` for ``None``.
 
     Raises:
         BadInput: If it is no positive number of bytes.
@@ -69,8 +69,7 @@ def choose_plan(
     """Find the first of the choices that fits, then for each kind of chunk as much as still fits.
 
     If the smallest chunks do not fit, another choice may: see ``_least``. ``whole`` adds to a plan the memory
-    beside the
-    step: the budget is for both.
+    beside the step: the budget is for both.
 
     The choices make everything smaller, and often one thing alone sets the peak. Columns that take no memory
     need not be swept one by one because of a large layer, nor need small layers take another algorithm with it.
@@ -108,7 +107,7 @@ def choose_plan(
 
 
 def _least(peak: Callable[[ChunkSizes], int], candidates: Sequence[ChunkSizes], enough: int) -> ChunkSizes:
-    """Find the choice of the smallest peak, or one whose peak is ``enough``.
+    """Find the choice of the smallest peak, or one whose peak is at most ``enough``.
 
     That need not be the one of the smallest chunks: the sum of several chunks is there beside the value of the
     next, and an algorithm that holds less of a large use may hold more of a small one. So the search tries each

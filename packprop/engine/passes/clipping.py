@@ -28,7 +28,7 @@ from packprop.engine.tensors.names import named_modules, named_parameters
 from packprop.errors import BadInput, PackpropError
 
 Per = Literal["all", "module", "parameter"]
-"""The parameters that share a bound: all of them, those of one module, or none."""
+"""The parameters that share a bound: all of them, or those of a module; or each has a bound of its own."""
 
 Reduction = Literal["mean", "sum"]
 """A loss as the mean or the sum of the losses of its samples."""

@@ -3,9 +3,9 @@
 # NOTE [Stepping aside]
 Attention modules compute otherwise where nothing is differentiated and no torch-function mode is in force: an
 encoder then leaves padded positions out, and returns zeros there. Recording is such a mode, so it would change
-what a frozen encoder computes. There is nothing to record in such a call. So packprop takes its modes off for
-as long as it lasts; if the inputs depend on the samples, so do the outputs, of the modules inside, too. Where
-there is another mode, PyTorch takes the slow path without packprop, too, and the modes stay.
+what a frozen encoder computes. There is nothing to record in such a call, nor in calls of modules inside it.
+So packprop takes its modes off until the call ends. If another mode is in force, PyTorch takes the slow path
+in any case, and packprop's modes stay.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class OwnMode(TorchFunctionMode):
 
 @dataclass
 class Absence:
-    """A call of a module, in a Python frame, during which the modes are off.
+    """A call of a module, made by the Python frame ``owner``, during which the modes are off.
 
     Args:
         modes: The modes that were taken off, the outermost first.
-        depth: How many calls of the module are running, one inside the other.
+        depth: Number of calls of the module that are running, one inside the other.
     """
 
     module: nn.Module
@@ -69,7 +69,7 @@ current = _Current()
 
 
 def step_aside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Take the modes off, in a hook before a call of a module that would compute otherwise beside them."""
+    """Take the modes off before a call of a module that would compute otherwise under them; a hook."""
     if is_compiling() or is_traced_over():
         return
     end_stale_absence()
@@ -82,7 +82,7 @@ def step_aside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def step_back(module: nn.Module, args: Any, output: Any) -> None:
-    """Put the modes back, in a hook after the call that they were taken off for."""
+    """Put the modes back after the call that they were taken off for; a hook."""
     if (absence := current.absence) is not None and module is absence.module:
         absence.depth -= 1
         if not absence.depth:
@@ -117,7 +117,7 @@ def _modes_in_force() -> list[Any]:
 def _chooses_freely(module: nn.Module, inputs: Any) -> bool:
     """Tell whether the values of a module would depend on packprop's modes, and on no other one.
 
-    The mode of ``make_fx`` is none: it only keeps notes.
+    The mode of ``make_fx`` does not count: it only keeps notes.
     """
     tensors: Iterator[Tensor] = tensors_in((list(module.parameters()), inputs))
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

@@ -1,8 +1,8 @@
 """Marks that recording leaves on the nodes of the autograd graph, where a backward pass finds them.
 
 # NOTE [Hooks on tensors]
-Autograd keeps the hooks of a tensor on the node that made it, where nothing shows them, also when nobody holds
-the tensor any more. packprop differentiates a graph more often than its user asked for, and must keep these
+Autograd keeps the hooks of a tensor on the node that made it, even when nobody holds the tensor any more, and
+nothing shows them there. packprop differentiates a graph more often than its user does, and must keep these
 hooks quiet (NOTE [Quiet hooks]). So once this file is imported, ``Tensor.register_hook`` leaves the dictionary
 of the hooks in the ``metadata`` of that node, and ``retain_grad`` leaves a reference to its tensor. Both do
 what they did before.
@@ -75,9 +75,9 @@ class ForwardCall:
     """A call of an extended model.
 
     Args:
-        module: The module that was called, or nothing.
-        declared: The axis of what the loss takes that was declared to hold the samples, if one was.
-        args: What went in, tensors without their data.
+        module: Returns the module that was called; ``None`` if it is gone.
+        declared: The axis of the loss's input that was declared to hold the samples, if one was.
+        args: Its positional arguments, with tensors replaced by their specifications.
         leaves: Inputs that are leaves and require gradients: they are data, not parameters.
         storages: Where the memory of the inputs begins.
     """
@@ -123,7 +123,7 @@ class RecordedLoss:
         edge: That of its input, which had this ``shape`` and ``version`` when it was called.
         held: Whether the arguments are kept although a backward pass frees the graph.
         released: Whether the arguments were dropped.
-        without_input: Whether numbers that are not there took the place of the input, to save its memory.
+        without_input: Whether one NaN, expanded, took the place of the input, to save its memory.
         number: Larger than that of any loss that was called before.
         declared: The axis of its input that was declared to hold the samples, if one was.
         documents: The document of each position of its input, if that was declared.
@@ -157,7 +157,7 @@ class RecordedLoss:
         return [get_gradient_edge(tensor) for tensor in tensors if tensor.grad_fn is not None]
 
     def drop_input(self) -> None:
-        """Put NaN of the input's shape, of which one is in memory, in the place of the input."""
+        """Replace the input by a single NaN, expanded to its shape."""
         given = self.input
         stand_in = given.new_full((), torch.nan).expand(given.shape)
         self.args = tuple(stand_in if value is given else value for value in self.args)
@@ -171,7 +171,7 @@ class RecordedLoss:
 
 
 def unmarked_loss(node: Node) -> RecordedLoss | None:
-    """Return the loss that a node tells without a mark, if its input has an edge."""
+    """Return the loss that a node shows without a mark, if its input has an edge."""
     read = loss_of_node(node)
     return None if read is None else RecordedLoss(*read, read[1][0].shape, version(read[1][0]))
 
@@ -208,7 +208,7 @@ Tensor.retain_grad = _retained  # type: ignore[assignment,method-assign]  # nor 
 
 
 def nodes_above(nodes: Iterable[Node | None], ends: Iterable[Node | None] = ()) -> Iterator[Node]:
-    """Some nodes and everything that they were computed from, each once; not ``ends``, nor what is behind."""
+    """Yield nodes and all that they were computed from, each once; not ``ends``, nor what is behind them."""
     stack = [node for node in dict.fromkeys(nodes) if node is not None]
     seen = {*stack, *ends}
     while stack:

@@ -36,8 +36,8 @@ class LossRecorder(OwnMode):
     Args:
         owner: The Python frame of the call that ends it; ``None`` if something else does.
         module: The loss module of that call.
-        sample_axis: The axis of what these losses take that holds the samples.
-        documents: The document of each position of what they take.
+        sample_axis: The axis of these losses' inputs that holds the samples.
+        documents: The document of each position of these inputs.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class LossRecorder(OwnMode):
         super().__init__()
         self.owner, self.sample_axis, self.documents, self.module = owner, sample_axis, documents, module
         self.outer = current.recorder
-        if self.outer is not None:  # its declarations hold here, too
+        if self.outer is not None:  # its declarations also hold here
             self.sample_axis = self.outer.sample_axis if sample_axis is None else sample_axis
             self.documents = self.outer.documents if documents is None else documents
         self.has_loss = False
-        """Says that a loss was recorded."""
+        """True once a loss was recorded."""
 
     def start(self) -> LossRecorder:
         """Begin to see losses, in place of the recorder that did so before."""
@@ -63,7 +63,7 @@ class LossRecorder(OwnMode):
         return self
 
     def stop(self) -> None:
-        """See losses no longer; the recorder from before does so again."""
+        """Stop seeing losses; the recorder from before sees them again."""
         end_stale_absence()  # modes come off in the order in which they were put on
         current.recorder = self.outer
         if self.outer is not None:

@@ -18,7 +18,7 @@ from packprop.engine.recording.recorder import LossRecorder, current, mark_loss,
 from packprop.engine.recording.unrecorded import is_traced_over, note_compiled
 from packprop.errors import BadInput, PackpropError
 
-# What goes in comes out, and a type checker knows it for what it is.
+# `extend` returns its argument, and a type checker keeps its class.
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -33,7 +33,7 @@ def extend(
     A model tells packprop the names of its parameters, the axis of the samples, and where its output ends. A
     loss module keeps what it was given until the backward pass. The forward pass does not change: the module,
     its parameters, its ``state_dict`` and its outputs stay what they are. You may call submodules alone.
-    A copy (``deepcopy``, pickle) is extended, too. Extending twice changes nothing; ``restore`` undoes it.
+    A copy (``deepcopy``, pickle) is also extended. Extending twice changes nothing; ``restore`` undoes it.
 
     A model need not be extended where a loss function of torch or an extended loss shows where it ends. Its
     parameters then have no names in errors, and the samples are rows along axis 0.
@@ -45,7 +45,7 @@ def extend(
         module: Any module, as its author wrote it, or a loss module.
         use_converter: Accepted for existing code; nothing needs to be converted.
         debug: Accepted for existing code.
-        sample_axis: The axis of what the loss takes that holds the samples, 0 if you leave it out: 1 for a
+        sample_axis: The axis of the loss's input that holds the samples, 0 if you leave it out: 1 for a
             model that returns ``[t, n, c]``. If you flatten positions in front of the loss, it is the axis of
             the tensor that you flatten. The model's inputs play no part. The declaration belongs to calls of
             this module, not of its children.
@@ -114,7 +114,7 @@ def _refuse_scripting() -> None:
 
 
 def restore(module: Module) -> Module:
-    """Undo ``extend`` on a module and its submodules; returns it."""
+    """Undo ``extend`` on a module and its submodules; return it."""
     for child in module.modules():
         EXTENDED.discard(child)
         child.__dict__.pop(AXIS, None)
@@ -163,12 +163,12 @@ def _extended(model: nn.Module, walks: Walks | None) -> Iterator[None]:
 
 
 def is_extended(module: nn.Module) -> bool:
-    """Tell whether ``extend`` was called on this module."""
+    """Tell whether a module has the hooks of ``extend``."""
     return HANDLES in module.__dict__
 
 
 def _is_left_alone() -> bool:
-    """Tell whether nothing is marked: under ``disable``, without gradients, or while a compiler runs."""
+    """Tell whether nothing is marked: under ``disable``, without gradients, while a compiler or tracer runs."""
     if (compiles := is_compiling()) or is_traced_over():
         if compiles:
             note_compiled()
@@ -265,10 +265,10 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
     Args:
         inputs: Accepted for existing code; nothing needs to be said of inputs.
         sample_axis: As in ``extend``, for losses inside.
-        documents: The number of the document, or of any other group, of each position of what the losses inside
-            take, whole numbers from 0 on, ``[n, t]`` or ``[n * t]``. Groups are the samples, and there is a row
-            of results for each number: documents that are packed into rows, graphs of different sizes, pairs.
-            Each pass checks that they are kept apart.
+        documents: The number of the document, or of any other group, at each position of the losses' inputs:
+            whole numbers from 0 on, ``[n, t]`` or ``[n * t]``. Groups are the samples, and there is a row of
+            results for each number: documents that are packed into rows, graphs of different sizes, pairs.
+            Each pass checks that they stay apart.
 
     Raises:
         BadInput: If ``sample_axis`` or ``documents`` is no declaration; at the end, if ``documents`` were

@@ -1,4 +1,4 @@
-"""A model that is run for once, and is afterwards as it was."""
+"""Passes that leave a model as it was."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ def unchanged(model: nn.Module, asked: str) -> Iterator[None]:
 
 
 def _written_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """Parameters that a forward pass writes to: of torch's modules an embedding with max_norm alone does so."""
+    """Yield parameters that a forward pass writes to; of torch's modules only embeddings with max_norm do."""
     for module in modules:
         if getattr(module, "max_norm", None) is not None:
             yield from module.parameters(recurse=False)
 
 
 class SameForEachPass:
-    """Puts back what forward passes write to, so that each begins as the first one did.
+    """Restores whatever forward passes write to, so that each pass begins as the first one did.
 
-    That is running statistics, vectors of power iterations and other buffers, and tables with ``max_norm``,
-    which are refused, but too late. All are copied for the first pass; then those alone that it has written to.
+    These are running statistics, vectors of power iterations and other buffers, and tables with ``max_norm``,
+    which packprop refuses too late. The first pass copies all; later ones restore those that it has written to.
 
     Args:
         modules: The model, and the loss if that is a module.
@@ -79,7 +79,7 @@ class SameForEachPass:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """Inside, one pass is run."""
+        """Restore everything after the one pass that runs inside."""
         kept = [*self._all()] if self._kept is None else self._kept
         try:
             yield

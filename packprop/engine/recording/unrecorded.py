@@ -35,7 +35,7 @@ _traced = _Traced()
 
 
 def is_traced_over() -> bool:
-    """Tell whether ``torch.jit.trace`` runs a module in order to take it down, so that nothing is recorded."""
+    """Tell whether ``torch.jit.trace`` is tracing a module, so that nothing is recorded."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]  # torch's own
 
 

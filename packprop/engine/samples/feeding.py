@@ -70,8 +70,8 @@ class ModelOutput:
 def model_outputs(graph: Graph) -> list[ModelOutput]:
     """The places where samples are fed in: the inputs of the losses, or without losses outputs of the model.
 
-    Those of recorded losses come first; then their other arguments, if the model made these, too; then where
-    paths without any loss meet the model, see NOTE [Open paths].
+    The inputs of recorded losses come first; then their other arguments, if the model made these as well; then
+    the places where paths without any loss meet the model, see NOTE [Open paths].
     """
     calls = [(loss.call, loss.call.edge) for loss in graph.losses]
     outputs = [ModelOutput.at(edge, describe(call.function, call.args, call.kwargs)) for call, edge in calls]
@@ -149,9 +149,9 @@ class Feed:
 
 
 def sizes_of(rows: Tensor) -> Tensor:
-    """The size of the entries of each row ``[n, *]`` on the average ``[n]``, on the processor.
+    """The average size of the entries of each row ``[n, *]``: ``[n]``, on the CPU.
 
-    Zero where that is below the smallest normal number: what is left of them says nothing.
+    Zero where that is below the smallest normal number: too few of its digits are left.
     """
     rows = rows.unsqueeze(-1)
     rest, wide = tuple(range(1, rows.dim())), accumulation_dtype(rows.dtype)

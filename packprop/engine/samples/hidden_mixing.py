@@ -5,20 +5,20 @@ A gate that is zero keeps samples apart that are mixed in the next step, when it
 that: ``0 * x`` is zero. But ``0 * nan`` is NaN. So packprop feeds NaN in at the loss in the rows of some
 samples, and zeros in the others: what comes back as NaN depends on those samples for some values of all that
 multiplies it. Functions that drop entries by their values (a rectifier, ``where``, a maximum along an axis, a
-pool) would hide NaN, too; in these sweeps they pass on to every entry that they might have taken. If no row of
+pool) would also hide NaN; in these sweeps they pass on to every entry that they might have taken. If no row of
 another sample comes back as NaN, the samples are separate by what the functions are. packprop keeps this for
 passes of the same functions, options and shapes, unless a node does not show what its function computes
 (``is_opaque``). Each sample is fed NaN in half of the sweeps, no two in the same ones, so that any sample is
 fed once without any other: k sweeps are enough for as many samples as there are ways to choose k / 2 of k
-(Sperner 1928), 4 sweeps for 6 samples, 7 for 32, 10 for 128. At other shapes of functions and options that were
-looked at, two random halves are enough. What is left are indices that the model computes from values.
+(Sperner 1928), 4 sweeps for 6 samples, 7 for 32, 10 for 128. Two random halves are enough for functions and
+options that packprop has examined at other shapes. Indices that the model computes from values stay unchecked.
 
-If NaN comes back in another sample's row, values keep the samples apart, and every pass is fed random numbers.
-Where a trainable parameter hides the mixing, the pass is refused: the parameter's own gradient for one sample
-is made of others. This is so if the numbers in other samples' rows, which are zero, have a derivative in it;
-where a function on the way has no second derivative, if other numbers come back while zeros of the parameter
-are changed. That costs several times the pass: it is done in the first one, again when a buffer or a frozen
-parameter has changed, and in the 2nd, 4th, 8th pass and so on, for what data alone hide.
+If NaN comes back in another sample's row, values keep the samples apart, and packprop feeds random numbers in
+every pass. It refuses the pass if a trainable parameter hides the mixing: the parameter's own gradient for one
+sample is made of others. This is so if the numbers in other samples' rows, which are zero, have a derivative in
+it; or, where a function on the way has no second derivative, if other numbers come back while zeros of the
+parameter are changed. This check costs several times the pass: packprop makes it in the first pass, again when
+a buffer or a frozen parameter has changed, and in the 2nd, 4th, 8th pass and so on, for what data alone hide.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ _DIFFERENTIABLE = SweepOptions(needs_inputs=False, create_graph=True)
 
 @dataclass
 class Look:
-    """The passes in which values keep the samples apart, and when the next is looked at for hidden mixing.
+    """Passes in which values keep the samples apart: tells in which of them to look for hidden mixing again.
 
     Args:
         constants: Buffers and frozen parameters, as they were.
-        passes: How many passes there were since they changed: the 1st, 2nd, 4th and so on are looked at.
+        passes: Number of passes since they changed: packprop looks at the 1st, 2nd, 4th and so on.
     """
 
     constants: list[tuple[int, int, int]]
     passes: int = 1
 
     def is_due(self, graph: Graph) -> bool:
-        """Tell whether the next pass has to be looked at; it counts as a pass."""
+        """Count the next pass, and tell whether to look at it."""
         constants = constants_of(graph)
         if constants != self.constants:
             self.constants, self.passes = constants, 0
@@ -72,7 +72,7 @@ def constants_of(graph: Graph) -> list[tuple[int, int, int]]:
 
 
 def parts(samples: int, every: bool) -> list[Tensor]:
-    """Some samples for each sweep ``[n]``: two random halves, or ``every`` sample once without any other."""
+    """Masks ``[n]`` of samples to feed, by sweep: random halves, or enough to tell any two samples apart."""
     if not every:
         order = torch.randperm(samples, generator=torch.Generator().manual_seed(samples), device="cpu")
         return [order < samples // 2, order >= samples // 2]
@@ -188,7 +188,7 @@ def _zeros_changed(leaves: Sequence[Tensor], generator: torch.Generator) -> Iter
 
 
 def _leaf_that_moves(leak: Tensor, leaves: Sequence[Tensor], generator: torch.Generator) -> Tensor | None:
-    """The first leaf that numbers, which are zero, have a derivative in."""
+    """The first leaf in which the zeros of ``leak`` have a derivative that is not zero."""
     weights = torch.randn(leak.shape, generator=generator, device="cpu").to(leak.device, leak.dtype)
     slopes = torch.autograd.grad(leak, leaves, weights, retain_graph=True, allow_unused=True)
     pairs = zip(leaves, slopes, strict=True)

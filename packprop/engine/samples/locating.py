@@ -41,7 +41,7 @@ MANY = 256
 
 
 FAULTS = 8
-"""Walks with one key that did not hold for so many passes are not made again."""
+"""packprop keeps no further walk with a key once walks with it have failed in this many passes."""
 
 
 MANY_WALKS = 16
@@ -71,10 +71,10 @@ class _Memory:
 
     Args:
         locations: Where the samples are, if this holds for all values.
-        examined: Those that were looked at for mixing that values hide: there is none.
-        looks: When passes whose values keep the samples apart are looked at again.
-        structures: Structures that were looked at so, at some shapes, for any two samples.
-        separate_losses: Those whose losses are sums over samples for all values.
+        examined: Passes in which values hide no mixing.
+        looks: For passes whose values keep the samples apart: when to look for hidden mixing again.
+        structures: Structures of ``examined`` passes, whatever their shapes.
+        separate_losses: Passes whose losses are sums over samples for all values.
     """
 
     locations: dict[int, _SampleLocations] = field(default_factory=dict)
@@ -104,7 +104,7 @@ def check_graph(graph: Graph, of_samples: bool = True) -> None:
 
     Args:
         graph: Gets its samples located.
-        of_samples: Whether quantities of single samples are asked for; else the batch is taken as a whole.
+        of_samples: Whether quantities are made of single samples; else the batch counts as one sample.
     """
     if not graph.uses:
         require_complete(graph)
@@ -203,7 +203,7 @@ def kept_walk(outlined: Outline) -> KeptWalk | None:
 def keep_walk(graph: Graph, outlined: Outline) -> None:
     """Keep the walk through a graph if it holds for every later one with this outline.
 
-    Walks hold parameters. Those that the model has no longer leave with the walks that hold them.
+    It drops walks that hold parameters which the model no longer has.
     """
     module = outlined.module
     if module is None or not may_be_kept(graph, outlined):
@@ -229,7 +229,7 @@ def keep_walk(graph: Graph, outlined: Outline) -> None:
 
 
 def copy_sample_locations(copy: nn.Module, original: nn.Module) -> None:
-    """Take over for the copy of a module what passes through the original have shown."""
+    """Give the copy of a module the findings of passes through the original."""
     memory = _KNOWN.get(original)
     if memory is not None:
         _KNOWN[copy] = deepcopy(memory)

@@ -2,21 +2,21 @@
 
 # NOTE [Mixing in the loss]
 Rows of a gradient belong to samples only if the gradient in one sample's output does not depend on the outputs
-of others: then the loss is a sum of terms. So the gradient at the model's output is differentiated again, along
-random numbers in the rows of some samples, and must be zero in the rows of the others. Only the graph of the
-loss is gone through. Losses that have a rule are known to be sums. What is computed from their values
-is looked at in the same way, with these values in the place of the model's output: entries of a loss that was
-not reduced belong to samples, while one number for the whole batch belongs to none, so that nothing but what is
-linear in it gives a sum of terms. So are the places where paths meet the model beside all losses; see NOTE
-[Open paths]. As for the model, what is found is kept if NaN instead of the numbers finds no dependence either;
-see NOTE [Hidden mixing].
+of others: then the loss is a sum of terms. So packprop differentiates the gradient at the model's output again,
+along random numbers in the rows of some samples; the result must be zero in the rows of the others. It goes
+through the graph of the loss alone. Losses that have a rule are known to be sums. packprop checks what is
+computed from their values in the same way, with these values in the place of the model's output: entries of a
+loss that was not reduced belong to samples, while one number for the whole batch belongs to none, so that only
+what is linear in it gives a sum of terms. The same goes for places where paths meet the model beside all
+losses; see NOTE [Open paths]. packprop keeps the finding, as for the model, if NaN instead of the numbers finds
+no dependence either; see NOTE [Hidden mixing].
 
-Second derivatives are blind to kinks, and some functions have none. So a function that may be linear by parts
-(an absolute value, a maximum, a distance, a function of the user's whose gradient leads nowhere) is refused if
-an entry that it makes depends on more than one sample, whatever the values are; a sum of absolute values, if an
-entry that it takes does. So are functions that PyTorch cannot differentiate twice, or whose second derivative
-is not finite. Not seen is a choice that leaves no trace on the graph: factors and samples picked by their
-values, as by a comparison with ``where``.
+Second derivatives are blind to kinks, and some functions have none. So packprop refuses a function that may be
+linear by parts (an absolute value, a maximum, a distance, a function of the user's whose gradient leads
+nowhere) if an entry that it makes depends on more than one sample, whatever the values are; and a sum of
+absolute values if an entry that it takes does. It treats functions that PyTorch cannot differentiate twice, or
+whose second derivative is not finite, in the same way. It does not see a choice that leaves no trace on the
+graph: factors and samples picked by their values, as by a comparison with ``where``.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class _Part:
     feed: Feed
 
     def is_separate(self) -> bool:
-        """Tell whether it is a sum over samples for all values; refused if it is none for the present ones."""
+        """Tell whether it is a sum over samples for all values; raise if it is none for the present ones."""
         nodes = self._nodes()
         for node, places in nodes:
             if has_kinks(node, places):

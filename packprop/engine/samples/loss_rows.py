@@ -1,25 +1,25 @@
 """The sample that each row of a loss's input belongs to.
 
 # NOTE [Rows of a loss]
-Sample n is row n of what a loss takes, along axis 0 or the declared ``sample_axis``, as ``vmap`` has it. A loss
+Sample n is row n of what a loss takes, along axis 0 or the declared ``sample_axis``, as in ``vmap``. A loss
 over ``[n t, c]`` takes rows that were flattened: the graph holds the reshape, and the tensor in front of it has
 the samples on that axis. So packprop follows the rows upstream, through functions that keep the leading axis,
 to the nearest reshape that merged axes into it. It reads nothing else from the graph, with one exception:
 several losses that take parts of one tensor (a head in chunks, a loop over rows) take the rows of that tensor.
 
-The model's inputs say nothing here. Whether the rows stay apart on their way through the model is checked
-afterwards, see NOTE [Separation].
+The model's inputs say nothing here. packprop checks afterwards that the rows stay apart on their way through
+the model; see NOTE [Separation].
 
 # NOTE [Documents]
 Rows that several documents are packed into are one sample each, unless ``record(documents=...)`` says which
 document each position of a loss's input belongs to. The documents are the samples then, and the losses have
-layouts of rows (NOTE [Rows of samples]). What is declared is about the losses alone: which rows of a use's
-output belong to which document is found by the sweeps, along one axis or along two that have the shape of the
-declaration. Where a mask lets one document see another, or a layer runs over all positions of a row, rows come
-back that belong to several documents, and the pass is refused. What documents exchange before the first
-parameter is not seen: it is a constant of each.
+layouts of rows (NOTE [Rows of samples]). The declaration is about the losses alone: the sweeps find which rows
+of a use's output belong to which document, along one axis or along neighbouring ones with as many entries as
+the declaration. If a mask lets one document see another, or a layer runs over all positions of a row, rows come
+back that belong to several documents, and packprop refuses the pass. It does not see what documents exchange
+before the first parameter: this is a constant of each.
 
-Data decide where documents are, so they are looked for in every pass.
+Data decide where documents are, so packprop looks for them in every pass.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from packprop.errors import PackpropError
 
 
 def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
-    """Raise if there is nowhere to feed samples in."""
+    """Raise if there is nowhere to feed samples in, no axis for them, or no sample in the batch."""
     if not outputs:
         raise PackpropError(
             graph.asked,
@@ -104,7 +104,7 @@ def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list
 
 
 def declared_axis(graph: Graph) -> int | None:
-    """The ``sample_axis`` that was declared for the models of a pass; refused if several were."""
+    """The ``sample_axis`` that was declared for the models of a pass; raise if several were."""
     declared = [forward.declared for forward in graph.forwards] + [loss.call.declared for loss in graph.losses]
     said = sorted({each for each in declared if each is not None})
     if len(said) > 1:
@@ -133,8 +133,8 @@ def _rows_of(output: ModelOutput) -> Rows | None:
 def _taken_in_turn(found: Sequence[Rows | None], declared: int | None) -> list[Rows | None]:
     """The rows of several losses, where parts that they take of one tensor are as if merged.
 
-    Axes in front that all take the same entry of, as a loop over rows of ``out[-1]`` does, are no axes of rows,
-    unless the axis that is declared to hold the samples is counted from there.
+    Leading axes of which all losses take one and the same entry, as in a loop over rows of ``out[-1]``, are no
+    axes of rows, unless a declared ``sample_axis`` is counted from there.
     """
     taken: dict[tuple[Node, int], set[tuple[int, ...]]] = defaultdict(set)
     for rows in found:
@@ -300,7 +300,7 @@ def _disagreement(
 def _layouts_of_documents(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Layout]:
     """The places where the inputs of the losses hold the documents that were declared.
 
-    Refused if they were not declared for all losses, or not for each position.
+    Raise if they were not declared for all losses or not for each position, or if a number is negative.
     """
     if is_dry_run():
         raise without_plan()

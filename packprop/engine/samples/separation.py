@@ -2,28 +2,28 @@
 
 # NOTE [Separation]
 A sample has a quantity of its own at a use if the cotangent in its rows comes from its own part of the loss
-alone. A backward pass is linear, so this can be checked: random numbers are fed in at the loss, those of sample
-n multiplied by ``2^k`` with a power k of its own, and in a second sweep by ``2^-k``. If the samples are
-separate, the rows of each sample come back multiplied by just that, exactly so in floating point. What leaks
-from one sample into another comes back with the wrong power, and is amplified in one of the two sweeps. The
-powers fit the smallest range on the way: that of float16, wherever autocast has put it. An
-output's shape can hold N samples in several ways; the first one that passes is taken. If none passes, the
-samples are mixed between the use and the loss. The check costs two sweeps. It holds for the values of this
-pass; whether it holds for all, so that its result may be kept, is told by NOTE [Hidden mixing].
+alone. A backward pass is linear, so packprop can check this: it feeds random numbers in at the loss, those of
+sample n multiplied by ``2^k`` with a power k of its own, and in a second sweep by ``2^-k``. If the samples are
+separate, the rows of each sample come back multiplied by exactly that, even in floating point. What leaks from
+one sample into another comes back with the wrong power, and one of the two sweeps amplifies it. The powers fit
+the smallest range on the way: that of float16, wherever autocast has put it. An output's shape can hold N
+samples in several ways; packprop takes the first one that passes. If none passes, the samples are mixed between
+the use and the loss. The check costs two sweeps. It holds for the values of this pass; NOTE [Hidden mixing]
+tells whether it holds for all, so that packprop may keep its result.
 
 # NOTE [Rows of samples]
 A mixture of experts takes rows of many samples out of their order, and gives some of them to each expert; the
 rows of packed sequences belong to samples by their lengths, and by the order that they were sorted in. No axis
-holds the samples in order any more, and there may be any number of rows of a sample, or none. They are not
-mixed for that. The sweeps of NOTE [Separation] tell whose row each is, too: fed ``2^k`` and then ``2^-k``, a
-row of one sample comes back with a quotient of ``2^2k``, and a row in which two samples meet with another one.
-There are fewer powers than there may be samples: a sample is known by several digits then, with two sweeps for
-each. Where only zeros come back, as behind a weight of zeros, NaN is fed in as in NOTE [Hidden mixing]: for
-each binary digit to the samples that have it, and to the others. Rows that no sample reaches may be anybody's.
+holds the samples in order any more, and there may be any number of rows of a sample, or none. That does not mix
+samples. The sweeps of NOTE [Separation] also tell whose row each is: fed ``2^k`` and then ``2^-k``, a row of
+one sample comes back with a quotient of ``2^2k``, and a row in which two samples meet, with another. There are
+fewer powers than there may be samples: several digits then identify a sample, with two sweeps for each. If only
+zeros come back, as behind a weight of zeros, packprop feeds NaN in as in NOTE [Hidden mixing]: for each binary
+digit to the samples that have it, and to the others. Rows that no sample reaches may be anybody's.
 
-Layouts of rows are for functions behind one that reorders rows, where no other layout fits. All other
-functions must have the samples in order: else a batch that was reversed would pass for one in some order. They
-are found anew in each pass: the next batch has other lengths, and goes to other experts.
+Layouts of rows are for functions behind one that reorders rows, where no other layout fits. All other functions
+must have the samples in order: else a batch that was reversed would pass for one in some order. packprop finds
+these layouts anew in each pass: the next batch has other lengths, and goes to other experts.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class RowSearch:
     def layouts(self, fitting: Fitting) -> list[Candidate]:
         """The layout of rows at each place; none where samples meet in a row.
 
-        ``fitting``: Layouts of which each says where rows are looked for: it takes each for a sample.
+        ``fitting``: Layouts that take each row for a sample: they say where to look for rows.
         """
         places = [
             (use, index, layout)
@@ -170,7 +170,7 @@ class RowSearch:
 
 
 def _joined(number: Tensor, digit: Tensor) -> Tensor:
-    """The number with one more digit, or what speaks against any."""
+    """The number with one more digit; the mark of either if one has a mark, ``MIXED`` first."""
     return torch.where((number >= 0) & (digit >= 0), number + digit, torch.minimum(number, digit))
 
 

@@ -55,7 +55,7 @@ class Rows(NamedTuple):
     whole: tuple[Node, int] | None = None
 
     def owners(self, axis: int) -> list[int]:
-        """The index of each row along one of the axes: whole numbers, which hold data in a dry run, too."""
+        """The index of each row along one of the axes, as integers of Python, which even a dry run knows."""
         places = range(math.prod(self.lead)) if self.places is None else self.places
         inner, extent = math.prod(self.lead[axis + 1 :]), self.lead[axis]
         return [place // inner % extent for place in places]
@@ -131,7 +131,7 @@ def _reshaped(
 
 
 def _is_folded_norm(above: GradientEdge, shape: torch.Size) -> bool:
-    """Tell whether it is an instance norm, of which PyTorch makes one of ``[1, n c, t]``, that is unfolded."""
+    """Tell whether a reshape unfolds an instance norm, which PyTorch computes on ``[1, n c, t]``."""
     before = _shape_of(above)
     return name_of_node(above.node) in NORMALISATIONS and before[0] == 1 and len(before) == len(shape)
 

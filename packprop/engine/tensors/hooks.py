@@ -73,7 +73,7 @@ def has_users_hooks(hooks: HookDictionary) -> bool:
 
 
 def undisturbed(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Make tensors differentiable with respect to, without running the hooks on them."""
+    """Keep the hooks on tensors quiet while the block inside differentiates with respect to them."""
     hooked = [tensor for tensor in tensors if is_hooked(tensor)]
     return Hooks(hooked).quiet() if hooked else NOTHING
 
@@ -101,7 +101,7 @@ class Hooks:
         self._retaining = [tensor for tensor in chosen if tensor.retains_grad]
         self._doers = list(doers)
         self.are_inside = bool(inside or self._retaining or self._doers)
-        """Tell whether there are any hooks besides those on leaves, including nodes that do something else."""
+        """True if there are hooks besides those on leaves, or nodes that do something else."""
         self._any = bool(self.dictionaries or self._retaining or self._doers)
         self._quieted: contextlib.ExitStack | None = None
 
@@ -194,7 +194,7 @@ def owner_of(hook: Any) -> Any:
 
 
 def _stand_in(*_: Any) -> None:
-    """Return the function that stands in a hook's place."""
+    """Do nothing, in a hook's place."""
 
 
 def _drop_gradient(tensor: Tensor, _: Any) -> None:

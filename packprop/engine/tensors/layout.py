@@ -12,7 +12,7 @@ class Rows:
     """The sample of each row, if samples have different numbers of rows in any order.
 
     Args:
-        sample_of: The sample of each row ``[k]``, on the processor.
+        sample_of: The sample of each row ``[k]``, on the CPU.
         samples: Number of samples.
     """
 
@@ -24,7 +24,7 @@ class Rows:
         slots = torch.empty_like(order)
         slots[order] = torch.arange(len(order), device="cpu") - before[sample_of[order]]
         self.most = max(1, int(counts.max()))
-        """Rows of the sample that has most of them; one if there are none."""
+        """The largest number of rows of a sample, at least one."""
         self.places = sample_of * self.most + slots
         """The place of each row among those of all samples, each filled up to the most ``[k]``."""
         self.sources = torch.full((samples * self.most,), len(sample_of), device="cpu")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 clock = time.perf_counter
 
 LONG = 60.0
-"""Seconds of work from which on a warning appears."""
+"""A warning appears for work that takes more seconds than this."""
 
 SHOWN = 5.0
 """Seconds after which a terminal shows the progress of the work."""
@@ -151,10 +151,10 @@ def doing(what: str, count: float) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def waiting(said: str, shown: bool = True) -> Iterator[None]:
-    """Tell how long the work inside has taken, which cannot say how far it is.
+    """Tell how long the work inside has taken, if nothing knows how much of it is left.
 
-    A terminal shows it from a few seconds on, and forgets it afterwards. Other outputs get one line, after a
-    minute.
+    A terminal shows it from a few seconds on, and clears the line in the end. Other outputs get one line, after
+    a minute.
     """
     done = threading.Event()
     thread = threading.Thread(target=_tell, args=(said, done), daemon=True)

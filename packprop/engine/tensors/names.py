@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-"""Wrappers that call the module inside them ``module``, as other modules may call what they like."""
+"""Wrappers of a module that they name ``module``; other modules may use this name for anything."""
 
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """The names that ``torch.compile``, the older FSDP and wrappers for checkpoints give the module inside them."""

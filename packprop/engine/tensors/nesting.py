@@ -119,7 +119,7 @@ def _with_mapped_fields(chosen: Callable[[Any], bool], function: Callable[[Any],
 
 
 def cells(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Return the values that a function takes from the one around it."""
+    """Yield the names and values that a function takes from the one around it; ``None`` if not bound yet."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
@@ -128,7 +128,7 @@ def cells(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return attributes that an object holds itself, also in slots."""
+    """Yield the names and values of attributes that an object holds itself, in its ``__dict__`` or in slots."""
     yield from getattr(value, "__dict__", {}).items()
     for each in type(value).__mro__:
         slots = vars(each).get("__slots__", ())

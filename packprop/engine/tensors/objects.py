@@ -5,10 +5,10 @@ A model may take an object: a batch of graphs, a dataclass, an instance of any c
 of a batch, compares them, and plans without their data. So it divides an object into a list of its tensors and
 the rest, and calls the model and the loss with a deep copy that has the tensors in their places.
 ``copy.deepcopy`` finds the tensors in any class. Parameters, and tensors of classes with a ``__deepcopy__``,
-come back as copies: another try puts places instead of these, too, and keeps modules and generators of random
-numbers, whose copies would be others than those of the model and the data. An object that stands in a batch
-twice, as when model and loss both take it, is one object in each call, and the loss meets what the model wrote
-there. The graph of the loss says how many samples there are, as for all batches.
+come back as copies: another try also puts places instead of these, and keeps modules and generators of random
+numbers, whose copies would not be those of the model and the data. An object that stands in a batch twice, as
+when model and loss both take it, is one object in each call, and the loss meets what the model wrote there. The
+graph of the loss says how many samples there are, as for all batches.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class _Copying(TorchFunctionMode):
 
 
 def is_object(value: Any) -> bool:
-    """Tell whether a value is neither a tensor, nor plain, nor a collection."""
+    """Tell whether to take a value apart: no tensor, plain value, collection, module, generator or class."""
     others = (Tensor, tuple, list, Mapping, Apart, _Rest, type, nn.Module, *generator_classes())
     return type(value) not in PLAIN and not isinstance(value, others)
 

@@ -23,7 +23,7 @@ def generator_classes() -> tuple[type, ...]:
 
 
 def device_of_draws(generator: torch.Generator | None, like: Tensor) -> torch.device:
-    """Return where to draw numbers for a tensor: on its own device, or where the generator is that is given."""
+    """Return the device to draw numbers for a tensor on: its own, or that of the given generator."""
     return like.device if generator is None or like.is_meta else generator.device
 
 

@@ -21,7 +21,7 @@ from packprop.engine.tensors.dry import chunk_starts, is_dry_run, storage_key
 from packprop.engine.tensors.setting import setting
 
 STANDING = 2
-"""Columns that stand for all: one alone would be laid out like none."""
+"""Columns that stand for all: one alone would not show how columns lie in memory."""
 
 
 @dataclass

@@ -94,7 +94,7 @@ def _pairs_of(state: Any) -> list[tuple[Tensor, nn.Parameter]] | None:
 
 
 def _states(modules: Iterable[nn.Module]) -> dict[Any, nn.Module]:
-    """Yield what ``fully_shard`` keeps of each call in some modules, with the call's first module."""
+    """Return what ``fully_shard`` keeps of each call in some modules, with the call's first module."""
     sharding = _sharding()
     kind = getattr(sharding, "FSDPModule", ())
     if not kind:
@@ -113,12 +113,12 @@ def has_sharded_units(model: nn.Module) -> bool:
 
 
 def unit_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules inside the model that ``fully_shard`` was called on."""
+    """Return the first module of each call of ``fully_shard`` in the model, perhaps the model itself."""
     return [*_states([model]).values()]
 
 
 def reshard(model: nn.Module) -> None:
-    """Release the whole parameters of a model's units: of the outermost one, after a forward pass."""
+    """Release the whole parameters of all units; a forward pass leaves those of the outermost one whole."""
     for unit in _states([model]).values():
         unit.reshard()  # type: ignore[operator]  # a module that fully_shard was called on
 
@@ -162,12 +162,12 @@ def class_before_sharding(module: nn.Module) -> type[nn.Module]:
 
 
 def shards_by_whole(modules: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
-    """Return the module's shards by the identity of each whole parameter, if both have one mesh."""
+    """Return the shard of each whole parameter, by its identity; skip calls with several meshes."""
     return {id(whole): shard for state in _states(modules) for whole, shard in _pairs_of(state) or ()}
 
 
 def named_wholes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Return whole parameters by the names of their shards, if both have one mesh."""
+    """Yield the names of shards with their whole parameters; skip calls with several meshes."""
     pairs = [pair for state in _states([module]) for pair in _pairs_of(state) or ()]
     if pairs:
         names = {id(parameter): name for name, parameter in named_parameters(module)}
@@ -221,7 +221,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def whole_from(part: Tensor, shard: Tensor) -> Tensor:
-    """Return this rank's part of a tensor of the whole parameter's shape, as a ``DTensor``."""
+    """Return the ``DTensor`` of the whole parameter's shape of which this rank holds ``part``."""
     from torch.distributed.tensor import DTensor
 
     mesh, placements = shard.device_mesh, shard.placements  # type: ignore[attr-defined]  # a DTensor

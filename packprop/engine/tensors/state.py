@@ -44,7 +44,7 @@ def _references(holder: list[UntypedStorage]) -> int:
 
 @functools.cache
 def _storages_count() -> bool:
-    """Tell whether this version of PyTorch does so."""
+    """Tell whether this version of PyTorch counts references to a storage from C++."""
     tensor = torch.empty(0, device="cpu")
     storages = [tensor.untyped_storage()]
     held = _references(storages)

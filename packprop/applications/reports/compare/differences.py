@@ -55,7 +55,7 @@ class Difference:
 
     @property
     def change(self) -> float | None:
-        """The second value less the first."""
+        """The second value less the first; ``None`` if one is missing."""
         return None if self.first is None or self.second is None else self.second - self.first
 
     @property

@@ -60,7 +60,7 @@ def chart_of_layers(rows: Sequence[Mapping[str, Any]]) -> alt.Chart:
 
 
 def specification(chart: Any, height: int) -> dict[str, Any]:
-    """Make a chart of Altair that takes the given width, in the colours of the page."""
+    """Return the Vega-Lite specification of a chart that fills the width of the page, in the page's colours."""
     plain = chart.configure(
         background="transparent",
         font="system-ui, sans-serif",
@@ -127,5 +127,5 @@ def largest_layers(layers: Sequence[Layer], sizes: Mapping[str, float]) -> list[
 
 
 def of_how_many(shown: int, known: int) -> str:
-    """Name the layers that a figure has no room for; nothing if there are none."""
+    """Tell how many of the layers a figure shows; nothing if it has room for all."""
     return "" if shown == known else f" Of {known} layers, the {shown} with the largest values are shown."

@@ -21,7 +21,7 @@ TAIL = 0.05
 """The part of the samples in the finding on their share of the gradients."""
 
 FAR = 1.1
-"""A peak of so many times the planned one is a surprise worth a finding."""
+"""The page reports a peak of more than this times the planned one."""
 
 
 LONG = 0.1
@@ -64,7 +64,7 @@ def noise_scale(values: ProfileValues) -> float | None:
 
 
 def scale_interval(values: ProfileValues) -> tuple[float, float] | None:
-    """Return the range of the noise scale; bounds are those of ``reports/profile/uncertainty.py``."""
+    """Return the range of the noise scale by ``reports/profile/uncertainty.py``; ``None`` if not known."""
     norms = values.norms_of(values.total)
     interval = signal_to_noise_interval(values.total, norms)
     if interval is None:

@@ -11,7 +11,7 @@ from packprop.applications.reports.profile.costs import MemoryUse
 from packprop.engine.memory import byte_text
 
 ROOM = 1.6
-"""A budget of more than so many times everything else is named, and not drawn."""
+"""The page names a budget of more than this times everything else, and does not draw it."""
 
 LETTER = 0.021
 """The width of a letter of a label, as a part of the width of the figure on a phone."""

@@ -11,7 +11,7 @@ from packprop.applications.reports.page.figure import FIRST, Figure, chart_of, l
 from packprop.applications.reports.profile.table import number_text
 
 LOGARITHMIC = 20
-"""The ratio of the largest to the smallest value from which on an axis is logarithmic."""
+"""An axis is logarithmic if the largest value is more than this times the smallest."""
 
 
 def over_steps(lines: Sequence[Mapping[str, Any]], key: str, title: str, unit: str, text: str) -> Figure | None:

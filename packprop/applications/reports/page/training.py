@@ -47,7 +47,7 @@ SHOWN = 20
 """The number of outlying samples in the list."""
 
 SPIKE = 5
-"""A gradient of so many times the median is a finding."""
+"""The page reports a gradient of more than this times the median."""
 
 Line = Mapping[str, Any]
 Outlying = tuple[str, int, int, float]
@@ -55,10 +55,10 @@ Outlying = tuple[str, int, int, float]
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of a monitor, by steps; of a step that was written twice the last one.
+    """Return the last line of each step in a monitor's file, in the order of steps.
 
     Raises:
-        BadInput: If there is no such file, or a line of it is none of a monitor's.
+        BadInput: If there is no such file, it has no lines, or a monitor did not write one of them.
     """
     where = f"the file {str(path)!r}"
     try:

@@ -1,10 +1,10 @@
 """The pass over one batch: its memory, operation by operation, and the costs of each quantity in each layer.
 
 # NOTE [Costs of layers]
-Each quantity is asked for alone, once to count bytes and once more to take the time, which is wall time. What
-lies between the end of one layer's work and that of the next belongs to the next one: the way back to it, and
-what is made of what arrives there. Quantities that are asked for together share that way, so that the pass
-takes less time than the sum.
+The report computes each quantity alone, once to count bytes and once more to take the time, which is wall time.
+What happens between the end of the work on one layer and on the next counts for the next one: the way back to
+it, and the use of what arrives there. Quantities of one pass share that way, so the pass takes less time than
+the sum.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def memory_use(
 
 
 def thinned(history: Sequence[int], points: int = POINTS) -> list[tuple[int, int]]:
-    """Return at most so many points of a timeline, each the highest of its stretch, at its own place.
+    """Return at most ``points`` points of a timeline, each the highest of its stretch, at its own place.
 
     >>> thinned([1, 5, 2, 3, 9, 4], points=2)
     [(1, 5), (4, 9)]
@@ -320,7 +320,7 @@ def _added(history: Sequence[int], first: int, after: int) -> int:
 def phases_of(noted: Noted, extensions: Sequence[Extension], alone: Sequence[Noted]) -> list[Phase]:
     """Return the parts of a pass of all extensions, distinguished by the sweeps that each takes ``alone``.
 
-    None where these do not add up, so that a part might get the name of another.
+    The list is empty if the sweeps do not add up: a part might get the name of another.
     """
     if noted.forward is None:
         return []

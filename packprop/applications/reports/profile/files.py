@@ -27,7 +27,7 @@ PAGE = "profile.html"
 
 
 def check_folder(folder: str | Path) -> None:
-    """Refuse a folder that files cannot be written into; it need not exist yet, and this writes nothing.
+    """Refuse a folder that files cannot be written into; it need not exist yet, and no file stays in it.
 
     Raises:
         BadInput: With the reason that the operating system gives.
@@ -81,7 +81,7 @@ def read_files(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read the files of a profile: the entries of the JSON file, and the tensors.
 
     Raises:
-        BadInput: If they are not there, are no files of a profile, or were written in another format.
+        BadInput: If they are missing, are no files of a profile, or were written in another format.
     """
     asked = f"A profile was to be read from {str(folder)!r}."
     paths = [Path(folder) / name for name in NAMES]

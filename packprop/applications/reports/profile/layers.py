@@ -80,7 +80,7 @@ def factor_key(layer: Layer, name: str) -> str:
 
 
 def spectrum_of(factor: Tensor, terms: int) -> tuple[Spectrum, Tensor | None]:
-    """Return rank and condition of a sum of outer products, and its eigenvalues in ascending order."""
+    """Return rank and condition of a sum of outer products, and its ascending eigenvalues, if it has any."""
     size = factor.shape[1]
     if len(factor) < size:
         return Spectrum(size, built=False), None

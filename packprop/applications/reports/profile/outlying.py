@@ -52,8 +52,8 @@ class OutlyingSample:
         picture: Name of its picture among ``Profile.tensors``: bytes ``[height, width]`` or
             ``[height, width, 3]``.
         pieces: The same text token by token, if ``decode`` gave it so.
-        token_losses: The loss of each token of the targets, if cross entropy of the model's outputs over the
-            tokens is the loss; ``None`` in it for tokens that it leaves out.
+        token_losses: The loss of each token of the targets, if the loss is cross entropy of the model's outputs
+            over the tokens; ``None`` in it for tokens without a loss.
     """
 
     place: int
@@ -90,7 +90,7 @@ class ReadableBatches(Batches):
 
     @property
     def stamp(self) -> str | None:
-        """Return a text that no data with other samples, or another order, share; ``None`` if not known."""
+        """Return a digest of some values of the data, in their order; ``None`` if it is not known."""
         if isinstance(self.source, Samples):
             known: str | None = self.source.facts()["some values"]
             return known
@@ -261,7 +261,7 @@ def picture_of(sample: Tensor) -> Tensor | None:
 
 
 def text_of(sample: Tensor) -> str:
-    """Return the first entries of a sample: of whole numbers, such as tokens, or others."""
+    """Return the first entries of a sample as text, floating-point numbers to three digits."""
     entries = sample.detach().flatten()
     first = entries[:TOKENS].tolist()
     words = " ".join(f"{entry:.3g}" if entries.is_floating_point() else str(entry) for entry in first)

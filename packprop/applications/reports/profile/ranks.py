@@ -40,7 +40,7 @@ class Narrow:
 
 
 def narrow_factors(values: ProfileValues) -> list[Narrow]:
-    """Return the factors with a telling rank, one for each layer and side; see the note above."""
+    """Return the factors whose rank says something, one for each layer and side; see the note above."""
     found: dict[tuple[str, str], Narrow] = {}
     for layer in values.layers:
         if layer.kind.startswith("Embedding"):

@@ -86,7 +86,7 @@ def profile(
             if these are at most 32.
         curvature: Compute the GGN trace and Kronecker factors.
         largest_factor: Leave out Kronecker factors with a longer side than this.
-        evaluation: Switch the model to evaluation mode meanwhile, so that dropout is off and batch
+        evaluation: Switch the model to evaluation mode for the pass, so that dropout is off and batch
             normalisation does not mix samples.
         seed: Seed of the Monte Carlo draws.
         progress: Show a progress bar on standard error, if that is a terminal.
@@ -118,7 +118,7 @@ def profile(
     with _evaluating(model, evaluation):
         with batches.explained():
             if checkpoint is not None:
-                batches.described(Describer())  # generators have their states kept before a batch is drawn
+                batches.described(Describer())  # keeps the states of generators before a batch is drawn
             first = batches.first()
             if outliers and first is not None:
                 check_decode(decode, first)

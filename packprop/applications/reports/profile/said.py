@@ -33,7 +33,7 @@ class Said:
         loss: The loss of this sample alone; ``None`` if the model could not be run on it alone.
         output: The outputs in words; ``None`` if they are no classes.
         token_losses: The loss of each token of the targets, if the sample is a text; ``None`` in it for a token
-            that the loss leaves out.
+            without a loss.
     """
 
     loss: float | None = None
@@ -44,7 +44,7 @@ class Said:
 def said_of(
     asked: str, model: nn.Module, loss: LossFunction | None, inputs: Any, targets: Any, device: torch.device
 ) -> Said:
-    """Run a model on one sample, whose leading axis is there.
+    """Run a model on one sample, with a leading axis of extent one.
 
     Args:
         asked: The call of the user, for errors.
@@ -111,7 +111,7 @@ def _readings(logits: Tensor, labels: Tensor) -> Iterator[tuple[list[float | Non
 
 
 def _token_losses(logits: Tensor, labels: Tensor) -> Iterator[tuple[list[float | None], int]]:
-    """Return them for logits ``[t, c]`` and labels ``[t]``, if these are classes and not all left out."""
+    """Yield them for logits ``[t, c]`` and labels ``[t]``, if these are classes and not all left out."""
     counted = labels != IGNORED
     known = labels[counted]
     if not len(known) or int(known.min()) < 0 or int(known.max()) >= logits.shape[1]:

@@ -127,7 +127,7 @@ def _condition(layer: Layer, side: str) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """Format a number with three digits in at most six characters."""
+    """Format a number to three digits or more, or to two and an exponent if it is very small or large."""
     if value is None:
         return "-"
     if value == 0 or not math.isfinite(value):

@@ -16,7 +16,7 @@ from packprop.applications.reports.profile.layers import Layer
 from packprop.applications.reports.profile.table import number_text
 
 WIDE = 2.0
-"""An interval reaches so many standard errors to either side."""
+"""An interval reaches this many standard errors to either side."""
 
 
 def standard_error(values: Tensor) -> float | None:

@@ -22,7 +22,7 @@ from packprop.engine.functions.nodes import CONVOLUTIONS
 from packprop.engine.functions.registry import rule_of
 
 MANY_CHANNELS = 16
-"""Number of channels in a group from which on packprop computes moments of patches from shifts of the input.
+"""The fewest channels in a group for which packprop computes moments of patches from shifts of the input.
 
 With fewer channels the calls take more time than the products.
 """

@@ -44,6 +44,8 @@ class Lock:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._file.close()
+            if not isinstance(error, BlockingIOError):
+                raise
             raise LockedElsewhere((folder / LOCK).read_text(errors="replace") or "another process") from error
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()}".encode())

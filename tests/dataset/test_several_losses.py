@@ -231,7 +231,8 @@ def test_a_penalty_beside_a_sum_counts_once_or_is_refused() -> None:
 
     def penalised(reduction: str) -> Callable[[Tensor, Tensor], Tensor]:
         def loss(f: Tensor, y: Tensor) -> Tensor:
-            return F.mse_loss(f, y, reduction=reduction) + 0.1 * sum(p.square().sum() for p in model.parameters())
+            penalty = sum(p.square().sum() for p in model.parameters())
+            return F.mse_loss(f, y, reduction=reduction) + 0.1 * penalty
 
         return loss
 

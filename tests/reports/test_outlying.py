@@ -245,6 +245,9 @@ def test_a_model_that_wants_more_than_one_sample_says_nothing_of_one() -> None:
 
 
 def test_pictures() -> None:
+    plain = picture_of(torch.full((4, 4), 7.0))
+    assert plain is not None
+    assert not plain.any()
     grey = picture_of(torch.tensor([[0.0, 1.0] * 2] * 4))
     assert grey is not None
     assert grey.tolist() == [[0, 255] * 2] * 4

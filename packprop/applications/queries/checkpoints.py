@@ -100,10 +100,10 @@ def tracin(
         _load(moment, checkpoint.state, len(found))
         options: dict[str, Any] = {"curvature": checkpoint.curvature, "damping": checkpoint.damping}
         options |= {"quantity": quantity, "memory": memory, "batch_size": batch_size, "device": device}
-        found.append(influence(store, moment, loss, queries, k=1, groups=each_alone, **options))
-        products = found[-1].groups
-        assert products is not None
-        sums = sums + checkpoint.rate * products
+        moments = influence(store, moment, loss, queries, k=1, groups=each_alone, **options)
+        assert moments.groups is not None
+        sums = sums + checkpoint.rate * moments.groups
+        found.append(dataclasses.replace(moments, groups=None))
     rows = [sums.topk(min(k, len(each_alone)), dim=1, largest=largest) for largest in (True, False)]
     largest, smallest = (Found(values, stores[0].identifiers[places], places) for values, places in rows)
     by_group = None

@@ -251,7 +251,7 @@ def picture_of(sample: Tensor) -> Tensor | None:
     if not bool(values.isfinite().all()):
         return None
     if low < 0 or high > 1:
-        values = (values - low) / (high - low)
+        values = (values - low) / (high - low).clamp(min=torch.finfo(values.dtype).tiny)
     if max(values.shape[-2:]) > SIDE:
         height, width = (max(1, round(size * SIDE / max(values.shape[-2:]))) for size in values.shape[-2:])
         values = F.adaptive_avg_pool2d(values.view(1, -1, *values.shape[-2:]), (height, width))[0]

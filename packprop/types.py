@@ -145,6 +145,11 @@ class Extension:
         first = 0.0 if rows[-1].after is not None else None
         return (*(row.degree if first is None else first for row in rows[:-1]), rows[-1].degree)
 
+    @property
+    def takes_hessian(self) -> bool:
+        """Tell whether it takes second derivatives of the whole loss, which contains penalties."""
+        return any(row.seed.kind.startswith("hessian") for row in self.rows)
+
     def dtype_of(self, parameter: torch.dtype) -> torch.dtype:
         """Return the precision of values: that of sums, or that of the parameter if they are rounded to it."""
         return parameter if self.rounded else accumulation_dtype(parameter)

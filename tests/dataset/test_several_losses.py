@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import packprop
-from packprop import PackpropError, backpack, extensions
+from packprop import PackpropError, PackpropWarning, backpack, extensions
 from packprop.engine.functions.losses.description import LOSSES
 from packprop.functions import Loss
 from tests.dataset.small import EXACT, SIZE, compute
@@ -246,6 +247,17 @@ def test_a_penalty_beside_a_sum_counts_once_or_is_refused() -> None:
     found("sum", SIZE)
     with pytest.raises(PackpropError, match="penalty that is added to a sum"):
         found("sum", 2)
-    product = packprop.operators.of_data(model, penalised("sum"), data, matrix="hessian", batch_size=2)
-    with pytest.raises(PackpropError, match="penalty that is added to a sum"):
-        product @ torch.ones(product.shape[1]).double()
+    for size in (SIZE, 2):
+        product = packprop.operators.of_data(model, penalised("sum"), data, matrix="hessian", batch_size=size)
+        with (
+            nullcontext()
+            if size == SIZE
+            else pytest.raises(PackpropError, match="penalty that is added to a sum")
+        ):
+            for _ in range(2):
+                product @ torch.ones(product.shape[1]).double()
+    asked = extensions.BatchL2Grad()
+    with pytest.warns(PackpropWarning, match="counts it once for each batch"):
+        found_norms = packprop.compute(model, penalised("sum"), data, asked, batch_size=2, progress=False)
+    plain = packprop.compute(model, nn.MSELoss(reduction="sum"), data, asked, progress=False)
+    torch.testing.assert_close(found_norms.norms(), plain.norms())

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from packprop.applications.compiled.passes import Outcome
-from packprop.applications.dataset.loss_terms import counted_terms, is_scaled, loss_terms, number_of_terms
+from packprop.applications.dataset.loss_terms import (
+    counted_terms,
+    is_scaled,
+    loss_terms,
+    number_of_terms,
+    settle_penalty,
+)
 from packprop.applications.dataset.parts import Part, drawn_in_each_reading
 from packprop.applications.dataset.ranks import Ranks
 from packprop.applications.dataset.state import MergedResults
@@ -135,6 +141,8 @@ class BatchPass:
             before = self.merged.weights
             reduction, terms, weights = counted_terms(graph, before, self.loss, outputs, targets)
             del outputs
+            if merges and self.merged.samples and not self.second:
+                settle_penalty(graph, reduction, any(each.takes_hessian for each in self.extensions))
             found = Found(graph.samples, reduction, terms, weights, {})
             with _quiet_without(terms):
                 take = functools.partial(self._merge, graph.samples, terms) if merges else found.take

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ from packprop.engine.tensors import (
     random_states,
     together,
 )
-from packprop.errors import PackpropError
+from packprop.errors import PackpropError, PackpropWarning
 
 TELL = (
     "write it as a module without parameters that takes the model's output and the targets, with an "
@@ -230,20 +231,36 @@ def counted_terms(
         targets: Its targets.
 
     Raises:
-        PackpropError: If the divisor is not known, the weights differ, or each batch adds a penalty to a sum.
+        PackpropError: If the divisor is not known, or the weights differ.
     """
     reduction, divisor, weights = loss_terms(graph)
     terms, is_first = number_of_terms(divisor), not before.own
-    if graph.terms and reduction == "sum" and not is_first:
-        raise not_one_loss(
-            "a penalty that is added to a sum",
-            "every batch adds it once more, and the loss of all samples has it once",
-            "leave the penalty out, and add it and its curvature to the results; or use reduction='mean'",
-        )
     before.add(weights, terms)
     if is_first and loss is not None and outputs is not None:
         before.of_more = _weights_of_more(loss, outputs, targets, graph.samples)
     return reduction, terms, weights
+
+
+def settle_penalty(graph: Graph, reduction: str, of_hessian: bool) -> None:
+    """Refuse a further batch that adds a penalty to a sum once more; warn of it if only the loss contains it.
+
+    Raises:
+        PackpropError: For ``of_hessian``: second derivatives of the whole loss contain the penalty.
+    """
+    if not graph.terms or reduction != "sum":
+        return
+    if of_hessian:
+        raise not_one_loss(
+            "a penalty that is added to a sum",
+            "every batch adds it once more, and the loss of all samples has it once",
+            "leave the penalty out, and add its curvature to the result; or use reduction='mean'",
+        )
+    warnings.warn(
+        "Each batch adds a penalty to its sum of losses. The loss of the result counts it once for each batch; "
+        "gradients of samples, and what is made of them, do not contain it.",
+        PackpropWarning,
+        stacklevel=2,
+    )
 
 
 def _weights_of_more(loss: LossFunction, outputs: Any, targets: Any, samples: int) -> dict[str, Any]:

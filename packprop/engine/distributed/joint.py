@@ -127,7 +127,7 @@ class JointPass:
                 ),
                 losses=losses_of(graph) if self._ranks.share == "terms" else (),
                 is_whole=not graph.without_loss,
-                has_penalties=bool(graph.terms) and any(_sees_penalties(each) for each in self._extensions),
+                has_penalties=bool(graph.terms) and any(each.takes_hessian for each in self._extensions),
                 leaves={self._names[id(leaf)]: leaf.numel() for leaf in graph.leaves()},
             )
             self._own |= {self._names[id(leaf)]: leaf for leaf in graph.leaves()}
@@ -219,10 +219,6 @@ def _unmergeable(extension: Extension) -> tuple[str, str] | None:
                 own,
             )
     return None
-
-
-def _sees_penalties(extension: Extension) -> bool:
-    return any(row.seed.kind.startswith("hessian") for row in extension.rows)
 
 
 def _parameters(graph: Graph) -> Iterator[tuple[str, Tensor]]:

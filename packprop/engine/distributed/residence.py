@@ -172,7 +172,7 @@ def swept(
     """Let sweeps go through sharded parameters inside; leave before the user's own pass. See NOTE [Rounds]."""
     if not graph.units:
         return contextlib.nullcontext()
-    twice = any(row.seed.kind.startswith("hessian") for extension in extensions for row in extension.rows)
+    twice = any(extension.takes_hessian for extension in extensions)
     timeout = PATIENCE if ranks is None else ranks.timeout
     return Residence(graph, twice or not graph.holds_inputs, timeout)
 
@@ -204,7 +204,7 @@ def require_sharded(
                 "it goes through the graph outside of all sweeps, where parameters are not put together",
                 "use DistributedDataParallel, or another extension",
             )
-        if graph.terms and any(row.seed.kind.startswith("hessian") for row in extension.rows):
+        if graph.terms and extension.takes_hessian:
             raise PackpropError(
                 ASKED,
                 f"extension {extension.name}, where a penalty is added to the loss",

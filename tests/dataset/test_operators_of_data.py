@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import packprop
-from packprop import operators
+from packprop import extensions, operators
 from packprop.engine.memory import LiveBytes
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from tests.dataset.matrices import PROBLEMS, classes, convolution, dense, problem
@@ -130,6 +130,41 @@ def test_buffers_are_put_back() -> None:
         with pytest.raises(PackpropError, match="BatchNorm1d"):
             operator @ torch.ones(operator.shape[0], dtype=torch.float64)
     assert not mixing[1].running_mean.any()
+
+
+class Observed(nn.Module):
+    """Divides by the largest entry so far, as an observer of a quantised model does."""
+
+    most: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+        self.register_buffer("most", torch.tensor(2.0).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.most.copy_(torch.maximum(self.most, x.detach().abs().max()))
+        out: Tensor = self.layer(x / self.most)
+        return out
+
+
+def test_buffers_that_a_later_batch_changes_are_put_back() -> None:
+    torch.manual_seed(0)
+    model, loss, (x, y) = Observed(), nn.CrossEntropyLoss(), classes(4)
+    x = (x / x.abs().max()).index_fill(0, torch.tensor([8]), 5.0)
+    asked = extensions.SumGradSquared()
+    found = [
+        packprop.compute(model, loss, [(x[at], y[at]) for at in places], asked, progress=False)
+        for places in ([slice(0, 4), slice(4, 7), slice(7, 10)], [slice(7, 10), slice(0, 4), slice(4, 7)])
+    ]
+    assert float(model.most) == 2.0
+    assert found[0].loss == pytest.approx(found[1].loss)
+    for name, value in found[0]["sum_grad_squared"].items():
+        assert_near(value, found[1]["sum_grad_squared"][name], name)
+    operator = operators.of_data(model, loss, (x, y), batch_size=4, progress=False)
+    vector = torch.randn(operator.shape[0], dtype=torch.float64)
+    assert torch.equal(operator @ vector, operator @ vector)
+    assert float(model.most) == 2.0
 
 
 @pytest.mark.parametrize("change", ["other storage", "in the forward pass"])

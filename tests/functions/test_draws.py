@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import packprop
+from packprop import extensions
 from tests.references.running import assert_near
 
 
@@ -142,3 +144,26 @@ def test_gaussian_draws_by_quadrature(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = torch.full((2, 2, 3), 0.5).double()
     hessian = enumerated_hessian(columns, weights)[..., 0, 0]
     assert_near(hessian, 2 * scale, "the expected outer product")
+
+
+def test_small_curvature_of_a_loss_without_a_rule() -> None:
+    """Entries far below the largest of the batch are there: single precision has room for both."""
+    torch.manual_seed(0)
+    classes = 300
+    x, y = torch.randn(6, 4), torch.randint(classes, (6,))
+
+    class Own(nn.Module):
+        def forward(self, f: Tensor, target: Tensor) -> Tensor:
+            return (f.logsumexp(1) - f.gather(1, target[:, None])[:, 0]).sum()
+
+    found = []
+    for loss in (Own(), nn.CrossEntropyLoss(reduction="sum")):
+        torch.manual_seed(0)
+        model = packprop.extend(nn.Linear(4, classes))
+        with torch.no_grad():
+            model.weight.mul_(6)
+        value = packprop.extend(loss)(model(x), y)
+        with packprop.backpack(extensions.DiagGGNExact()):
+            value.backward()
+        found.append(model.bias.diag_ggn_exact)
+    assert float(((found[0] - found[1]) / found[1]).abs().max()) < 0.02

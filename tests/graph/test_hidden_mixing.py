@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -473,7 +474,7 @@ def sampled(h: Tensor, mixes: bool) -> Tensor:
     """Pixels in a column, one for each sample, that a grid chooses."""
     places = torch.linspace(-1, 1, 4, dtype=h.dtype)[[0, 0, 1, 2] if mixes else [0, 1, 2, 3]]
     grid = torch.stack([torch.zeros_like(places), places], -1)[None, :, None]
-    pixels = nn.functional.grid_sample(h.T[None, :, :, None], grid, mode="nearest", align_corners=True)
+    pixels = F.grid_sample(h.T[None, :, :, None], grid, mode="nearest", align_corners=True)
     return h + pixels[0, :, :, 0].T
 
 
@@ -486,8 +487,11 @@ def sampled(h: Tensor, mixes: bool) -> Tensor:
         lambda h, mixes: torch.renorm(h, 2, 1, 1e-3 if mixes else 1e3),
         lambda h, mixes: h + torch.cdist(*[h - (1 - mixes) * h.detach()] * 2).sum(1, keepdim=True),
         lambda h, mixes: h + (h * float(mixes)).cumprod(0),
+        lambda h, mixes: h + (h - (1 - mixes) * h.detach()).std(0, keepdim=True),
+        lambda h, mixes: h + F.pdist(h - (1 - mixes) * h.detach()).sum(),
+        lambda h, mixes: h + (h - (1 - mixes) * h.detach()).norm(3, dim=0),
     ],
-    ids=["view", "rows", "grid", "renorm", "distances", "products"],
+    ids=["view", "rows", "grid", "renorm", "distances", "products", "deviation", "pairs", "norm"],
 )
 @pytest.mark.parametrize("before", [1, 4])
 def test_a_function_that_mixes_samples_in_a_later_pass(

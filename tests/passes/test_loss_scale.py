@@ -94,6 +94,22 @@ def test_values_are_those_of_the_loss_that_is_meant(name: str, as_tensor: bool) 
         assert_near(gradient, SCALE * gradients[key], key)
 
 
+@pytest.mark.parametrize("scale", [torch.tensor(8192.0).half(), torch.tensor(3.0).bfloat16()], ids=str)
+def test_a_scale_in_sixteen_bits(scale: Tensor) -> None:
+    """Its inverse and its square need more."""
+    expected, _ = values(extensions.BatchL2Grad, 1.0, 1.0)
+    found, _ = values(extensions.BatchL2Grad, float(scale), scale)
+    for key, value in found.items():
+        assert_near(value, expected[key], key, 1e-6)
+    model, x = packprop.extend(nn.Linear(3, 2)), torch.randn(5, 3)
+    norms = []
+    for factor, told in ((1.0, 1.0), (float(scale), scale)):
+        with packprop.clipped_gradients(max_norm=1.0, loss_scale=told) as clipped:
+            (factor * nn.functional.cross_entropy(model(x), torch.tensor([0, 1, 1, 0, 1]))).backward()
+        norms.append(clipped.norms)
+    assert_near(norms[1], norms[0], "norms", 1e-6)
+
+
 class Reads(TorchDispatchMode):
     """Counts how often an entry of a tensor is brought to Python: on a device that is waited for."""
 

@@ -87,7 +87,6 @@ class DataProduct:
         self._budget, self._device, self._progress = budget_of(memory), torch.device(objective.device), progress
         batches.described(Describer())  # generators in the data have to draw the same in each reading
         self._draws = random_states()
-        self._same = SameForEachPass(objective.modules)
         self._room = room
         self._sizes: list[tuple[int, int]] = []
         self._may_have_rows = True
@@ -110,6 +109,7 @@ class DataProduct:
         sums = [torch.zeros_like(vector, dtype=accumulation_dtype(vector.dtype)) for vector in given]
         merged = MergedResults([], weights=self._weights)
         said = f"packprop, reading {self.readings + 1}"
+        same = SameForEachPass(self._objective.modules)
         with contextlib.ExitStack() as stack:
             stack.enter_context(extended(*self._objective.modules))
             stack.enter_context(self._batches.explained())
@@ -121,7 +121,7 @@ class DataProduct:
             advance = stack.enter_context(bar)
             for number, batch in enumerate(self._batches):
                 if not is_empty(batch):
-                    with self._same.around(), sdpa_kernel(SDPBackend.MATH):
+                    with same.around(), sdpa_kernel(SDPBackend.MATH):
                         self._add(sums, given, batch, number, merged)
                 advance(merged.samples)
         if not merged.samples:

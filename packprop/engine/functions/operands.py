@@ -6,6 +6,7 @@ Such operands leave no edge on the graph, but may hold samples. A node in no tab
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -114,6 +115,11 @@ def adds_up_entries(node: Node, dependent: Sequence[int]) -> bool:
     name = name_of_node(node)
     adds = name in ("SmoothL1Loss", "HuberLoss") or (name in NORMS and _exponent(node) == 1)
     return adds and len(dependent) == 1
+
+
+def is_norm_without_nan(node: Node) -> bool:
+    """Tell whether a norm drops even NaN where it is zero: those with exponents 1, 2 and infinity do not."""
+    return name_of_node(node) in NORMS and _exponent(node) not in (1.0, 2.0, math.inf)
 
 
 def _exponent(node: Node) -> float:

@@ -20,7 +20,14 @@ from packprop.engine.functions.nodes import (
     names_of_nodes,
     saved_option,
 )
-from packprop.engine.functions.operands import BY_DATA, EXPANDING, MATRIX_PRODUCTS, is_sparse, takes_sparse
+from packprop.engine.functions.operands import (
+    BY_DATA,
+    EXPANDING,
+    MATRIX_PRODUCTS,
+    is_norm_without_nan,
+    is_sparse,
+    takes_sparse,
+)
 from packprop.engine.tensors.dry import is_dry_run
 
 ALONG_AXIS = names_of_nodes(
@@ -39,7 +46,7 @@ BY_ROWS = BY_DATA | names_of_nodes(
 """Functions that take rows as data say: by indices, masks, or the places of sparse entries."""
 
 
-UNSEEN = names_of_nodes("Cdist EuclideanDist Renorm Cumprod GridSampler2D GridSampler3D")
+UNSEEN = names_of_nodes("Cdist EuclideanDist Pdist Std StdMean Renorm Cumprod GridSampler2D GridSampler3D")
 """Functions whose values decide which entries meet in their derivatives, without a trace that NaN leaves."""
 
 
@@ -48,7 +55,7 @@ def may_change_unseen(node: Node) -> bool:
 
     A change in place through a view shows neither the view nor the entries that it left as they were.
     """
-    return is_change_of_view(node) or name_of_node(node) in UNSEEN
+    return is_change_of_view(node) or name_of_node(node) in UNSEEN or is_norm_without_nan(node)
 
 
 def axes_reordered(node: Any) -> frozenset[int] | None:

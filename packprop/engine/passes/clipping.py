@@ -25,6 +25,7 @@ from packprop.engine.graph.graph import Graph
 from packprop.engine.passes.loss_terms import reduction_of
 from packprop.engine.passes.probes import Groups, require_no_other_pass
 from packprop.engine.tensors.names import named_modules, named_parameters
+from packprop.engine.tensors.precision import widest
 from packprop.errors import BadInput, PackpropError
 
 Per = Literal["all", "module", "parameter"]
@@ -184,7 +185,8 @@ def settled(clipping: Clipping, graph: Graph, is_plain: bool, training: Groups |
         # a mean that the user takes by hand keeps its scale: its divisor counts the probes
         own = (len(training.training) if own != 1 and recorded == "mean" else own) * training.of_training
     if clipping.loss_scale is not None:
-        own = own / clipping.loss_scale
+        scale = clipping.loss_scale
+        own = own / (widest(scale, scale.device) if isinstance(scale, Tensor) else scale)
     return Clip(_groups(clipping, graph), own, clipping.tell, training)
 
 

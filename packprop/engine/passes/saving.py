@@ -16,7 +16,7 @@ from packprop.engine.algebra.kronecker import Eigen
 from packprop.engine.algebra.monoid import rescale
 from packprop.engine.graph.graph import Graph
 from packprop.engine.tensors.nesting import map_tensors
-from packprop.engine.tensors.precision import wider_dtype
+from packprop.engine.tensors.precision import widest
 from packprop.engine.tensors.sharding import placed_like
 from packprop.engine.tensors.state import taken_over
 from packprop.errors import BadInput, PackpropWarning
@@ -100,7 +100,7 @@ class ResultSaver:
         scale = self._loss_scale
         assert scale is not None
         if isinstance(scale, Tensor):
-            scale = scale.to(leaf.device, wider_dtype(scale.dtype, leaf.device.type) or scale.dtype)
+            scale = widest(scale, leaf.device)
         factor = 1 / scale
         return [rescale(value, factor, degree) for value, degree in zip(values, extension.degrees, strict=True)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from packprop.engine.recording.switch import extend, extended
 from packprop.engine.tensors.random import random_states, set_random_states
 from packprop.engine.tensors.sharding import is_distributed
+from packprop.engine.tensors.state import version
 from packprop.errors import BadInput
 
 
@@ -67,7 +69,7 @@ class SameForEachPass:
     """Restores whatever forward passes write to, so that each pass begins as the first one did.
 
     These are running statistics, vectors of power iterations and other buffers, and tables with ``max_norm``,
-    which packprop refuses too late. The first pass copies all; later ones restore those that it has written to.
+    which packprop refuses too late. Nothing else may write to them between the passes.
 
     Args:
         modules: The model, and the loss if that is a module.
@@ -75,31 +77,59 @@ class SameForEachPass:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [child for module in modules for child in module.modules()]
-        self._kept: list[tuple[nn.Module, str, Tensor, Tensor]] | None = None
+        self._kept: list[_Kept] | None = None
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         """Restore everything after the one pass that runs inside."""
+        is_first = self._kept is None
         kept = [*self._all()] if self._kept is None else self._kept
         try:
             yield
         finally:
-            if self._kept is None:
-                # waits for the device; versions do not tell: batch normalisation leaves them as they are
-                self._kept = [
-                    (module, name, tensor, copy)
-                    for module, name, tensor, copy in kept
-                    if getattr(module, name, None) is not tensor or not torch.equal(tensor, copy)
-                ]
-            for module, name, tensor, copy in self._kept:
-                tensor.detach().copy_(copy)
-                setattr(module, name, tensor)
+            self._kept = kept
+            for each in kept:
+                each.restore(is_first)
 
-    def _all(self) -> Iterator[tuple[nn.Module, str, Tensor, Tensor]]:
+    def _all(self) -> Iterator[_Kept]:
         for module in self._modules:
             written = {id(parameter) for parameter in _written_parameters([module])}
             parameters = [each for each in module.named_parameters(recurse=False) if id(each[1]) in written]
             for name, tensor in [*module.named_buffers(recurse=False), *parameters]:
                 is_plain = tensor.layout is torch.strided and not is_distributed(tensor)
                 if is_plain and not nn.parameter.is_lazy(tensor):
-                    yield module, name, tensor, tensor.detach().clone()
+                    yield _Kept(module, name, tensor, tensor.detach().clone(), version(tensor))
+
+
+@dataclass
+class _Kept:
+    """A tensor of a module, with a copy of its values.
+
+    Args:
+        version: Its version after the last pass.
+        is_written: Whether some pass has written to it.
+    """
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    copy: Tensor
+    version: int
+    is_written: bool = False
+
+    def restore(self, is_first: bool) -> None:
+        """Restore the tensor if a pass has written to it; the first pass compares its values."""
+        is_there = getattr(self.module, self.name, None) is self.tensor
+        if not (is_there and version(self.tensor) == self.version):
+            self.is_written = True
+        elif not self.is_written and (is_first or self._is_statistic):  # waits for the device
+            self.is_written = not torch.equal(self.tensor, self.copy)
+        if self.is_written:
+            self.tensor.detach().copy_(self.copy)
+            setattr(self.module, self.name, self.tensor)
+            self.version = version(self.tensor)
+
+    @property
+    def _is_statistic(self) -> bool:
+        """Tell whether batch normalisation may write to the tensor: it leaves versions as they are."""
+        return self.module.training and getattr(self.module, "track_running_stats", False)

@@ -29,6 +29,12 @@ def wider_dtype(dtype: torch.dtype, device: str) -> torch.dtype | None:
     return torch.float64 if dtype == torch.float32 and device != "mps" else None
 
 
+def widest(values: Tensor, device: torch.device) -> Tensor:
+    """Return values on a device in its widest precision: factors whose squares and inverses are wanted."""
+    dtype = accumulation_dtype(values.dtype)
+    return values.to(device, wider_dtype(dtype, device.type) or dtype)
+
+
 def result_dtype(vectors: Tensor, products: Tensor) -> torch.dtype:
     """Return the precision of products with ``vectors``: theirs, or that of ``products`` for whole numbers."""
     return vectors.dtype if vectors.is_floating_point() or vectors.is_complex() else products.dtype

@@ -158,7 +158,10 @@ def matrix_root(hessian: Tensor) -> Root:
             f"is {values.min().item():.3g})",
             "use a loss that is convex in the model's output, or ask for Hessian quantities",
         )
-    columns = (vectors * values.where(values > tolerance, 0).sqrt().unsqueeze(-2)).movedim(-1, 0)  # [k, n, c]
+    # rounding of zero has a huge derivative of its root; where no root is differentiated it adds only rounding
+    of_sample = tolerance * values.abs().amax(-1, keepdim=True) / largest
+    kept = values.where(values > (of_sample if torch.is_grad_enabled() else 0.0), 0)
+    columns = (vectors * kept.sqrt().unsqueeze(-2)).movedim(-1, 0)  # [k, n, c]
 
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
         shape = (draws, hessian.shape[0], columns.shape[0])

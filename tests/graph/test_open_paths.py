@@ -169,3 +169,25 @@ class TestRowsOfAnotherBatch:
             own = own + model(rows[sample == n]).square().sum() / 72
             (expected,) = torch.autograd.grad(own, [model.weight])
             torch.testing.assert_close(model.weight.grad_batch[n], expected)
+
+
+AGGREGATES = [
+    lambda out: F.mse_loss(out.mean(), torch.zeros(())),
+    lambda out: F.huber_loss(out.sum(), torch.ones(())),
+    lambda out: F.cross_entropy(out.mean(0), torch.tensor(1)),
+]
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+@pytest.mark.parametrize("aggregate", AGGREGATES, ids=["mean", "sum", "classes"])
+def test_a_loss_of_a_number_of_the_batch_does_not_make_it_one_sample(aggregate: Any, is_module: bool) -> None:
+    class Own(nn.Module):
+        def forward(self, out: Tensor, y: Tensor) -> Tensor:
+            total: Tensor = (out - y).square().sum(1).mean() + aggregate(out)
+            return total
+
+    model = packprop.extend(nn.Linear(3, 2))
+    loss = packprop.extend(Own()) if is_module else Own()
+    value = loss(model(torch.randn(5, 3)), torch.randn(5, 2))
+    with pytest.raises(PackpropError, match="sample"), packprop.backpack(extensions.BatchGrad()):
+        value.backward()

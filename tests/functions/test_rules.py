@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packprop import backpack, extensions
 from packprop.engine.functions.node_calls import _is_sum
 from packprop.engine.functions.nodes import name_of_node
 from packprop.engine.functions.registry import RULES
 from packprop.testing import check_use
+from tests.references.running import assert_near
 from tests.references.tensors import R, p
 from tests.selection import often, one_in
 
@@ -83,6 +85,7 @@ EXAMPLES: list[tuple[Callable[..., Any], Make]] = [
     (torch.mul, lambda n: (R(2, n, 3), p(2, 1, 3))),
     (torch.div, lambda n: (R(n, 2, 3), p(2, 1))),
     (Tensor.__truediv__, lambda n: (p(3), R(n, 3))),
+    (torch.div, lambda n: {"input": p(3), "other": R(n, 3), "rounding_mode": None}),
     (joined, lambda n: (R(n, 3), p(1, 2))),
     (torch.logaddexp, lambda n: (R(n, 3), p(3))),
     (torch.hypot, lambda n: (R(n, 3), p(3).detach().exp().requires_grad_())),
@@ -172,6 +175,23 @@ def test_no_rule_is_left_out() -> None:
     elsewhere = {"_grouped_product", "_summed_in_chunks", "_rms_norm", "_parameter_of_layer"}
     left = {rule.entry_of.__name__ for rule in RULES.values() if rule.entry_of not in checked}
     assert left - elsewhere == set()
+
+
+@pytest.mark.parametrize("mode", ["floor", "trunc"])
+def test_a_rounded_quotient_has_no_slope(mode: Any) -> None:
+    """Nor has one of a table's rows, of which the samples then take nothing."""
+    x, shift = R(4, 3) + 2, p(3)
+    table = p(5, 3)
+    rounded = torch.div(shift * 10, x, rounding_mode=mode) + torch.div(shift, x, rounding_mode=mode)
+    shared = torch.div(F.embedding(torch.arange(3), table), R(3, 3), rounding_mode=mode)
+    out = rounded + (x[:, None] * shared).sum(1) + x * shift
+    with backpack(extensions.BatchGrad(), extensions.DiagHessian()):
+        F.mse_loss(out, torch.zeros_like(out), reduction="sum").backward()
+    slopes = 2 * out.detach() * x
+    assert_near(shift.grad_batch, slopes, "shift")
+    assert_near(shift.diag_h, (2 * x**2).sum(0), "shift")
+    assert not table.grad_batch.any()
+    assert not table.diag_h.any()
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])

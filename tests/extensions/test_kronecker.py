@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,6 +50,35 @@ def test_terms_without_weight_take_no_part_in_the_empirical_fisher() -> None:
     backward(problem, extensions.KFAC(fisher="empirical"))
     for factors in results(problem, "kfac").values():
         assert all(bool(factor.isfinite().all()) for factor in factors)
+
+
+WEIGHTED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mse": (F.mse_loss, {"reduction": "sum"}),  # a mean is divided by the sum of the weights
+    "huber": (F.huber_loss, {}),
+    "huber-sum": (F.huber_loss, {"reduction": "sum"}),
+    "bce": (F.binary_cross_entropy_with_logits, {}),
+}
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "exact", "sampled"])
+@pytest.mark.parametrize(("function", "options"), WEIGHTED.values(), ids=WEIGHTED)
+def test_a_weight_is_a_factor_on_each_term(function: Any, options: dict[str, Any], fisher: str) -> None:
+    """A weight of two on each term is the factor two on the loss."""
+    found = []
+    for is_weighted in (False, True):
+        torch.manual_seed(0)
+        model, x, y = packprop.extend(nn.Linear(4, 3)), torch.randn(5, 4), torch.rand(5, 3)
+        more = {"weight": torch.full((5, 3), 2.0)} if is_weighted else {}
+        factor = 1.0 if is_weighted else 2.0
+        with packprop.record():
+            loss = factor * function(model(x), y, **options, **more)
+        exact = fisher == "exact"
+        asked = extensions.KFLR() if exact else extensions.KFAC(fisher=fisher)
+        with packprop.backpack(asked):
+            loss.backward()
+        found.append(model.weight.kflr if exact else model.weight.kfac)
+    for plain, weighted in zip(*found, strict=True):
+        torch.testing.assert_close(weighted, plain)
 
 
 def test_a_loss_of_unknown_scale_has_no_empirical_fisher() -> None:

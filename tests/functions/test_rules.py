@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from packprop import backpack, extend, extensions
 from packprop.engine.functions.node_calls import _is_sum
 from packprop.engine.functions.nodes import name_of_node
 from packprop.engine.functions.registry import RULES
 from packprop.testing import check_use
+from tests.references.running import assert_near
 from tests.references.tensors import R, p
 from tests.selection import often, one_in
 
@@ -83,6 +85,7 @@ EXAMPLES: list[tuple[Callable[..., Any], Make]] = [
     (torch.mul, lambda n: (R(2, n, 3), p(2, 1, 3))),
     (torch.div, lambda n: (R(n, 2, 3), p(2, 1))),
     (Tensor.__truediv__, lambda n: (p(3), R(n, 3))),
+    (torch.div, lambda n: {"input": p(3), "other": R(n, 3), "rounding_mode": None}),
     (joined, lambda n: (R(n, 3), p(1, 2))),
     (torch.logaddexp, lambda n: (R(n, 3), p(3))),
     (torch.hypot, lambda n: (R(n, 3), p(3).detach().exp().requires_grad_())),
@@ -172,6 +175,39 @@ def test_no_rule_is_left_out() -> None:
     elsewhere = {"_grouped_product", "_summed_in_chunks", "_rms_norm", "_parameter_of_layer"}
     left = {rule.entry_of.__name__ for rule in RULES.values() if rule.entry_of not in checked}
     assert left - elsewhere == set()
+
+
+class Positions(nn.Module):
+    """Adds rows of a table that all samples share, rounded, to a layer."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.table, self.layer, self.mode = nn.Embedding(5, 3), nn.Linear(3, 3), mode
+        self.register_buffer("places", torch.arange(3))
+        self.register_buffer("divisors", torch.rand(3, 3) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.div(self.table(self.places), self.divisors, rounding_mode=self.mode)
+        return self.layer(x) + x * rows
+
+
+@pytest.mark.parametrize("mode", ["floor", "trunc"])
+def test_a_rounded_quotient_has_no_slope(mode: Any) -> None:
+    x, shift = R(4, 3) + 2, p(3)
+    out = torch.div(shift * 10, x, rounding_mode=mode) + torch.div(shift, x, rounding_mode=mode) + x * shift
+    with backpack(extensions.BatchGrad(), extensions.DiagHessian()):
+        F.mse_loss(out, torch.zeros_like(out), reduction="sum").backward()
+    assert_near(shift.grad_batch, 2 * out.detach() * x, "shift")
+    assert_near(shift.diag_h, (2 * x**2).sum(0), "shift")
+
+
+@pytest.mark.parametrize("mode", ["floor", "trunc"])
+def test_rounded_rows_of_a_table_have_no_slope(mode: str) -> None:
+    model = extend(Positions(mode))
+    with backpack(extensions.BatchGrad()):
+        F.mse_loss(model(torch.randn(4, 3, 3)), torch.zeros(4, 3, 3)).backward()
+    assert model.layer.weight.grad_batch.any()
+    assert not model.table.weight.grad_batch.any()
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])

@@ -72,6 +72,23 @@ def test_results_share_no_memory_with_the_gradient(monkeypatch: pytest.MonkeyPat
                     torch.testing.assert_close(total, expected)
 
 
+@pytest.mark.parametrize("first", [0, 3], ids=["from the first pass", "in a direct pass"])
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_a_hook_on_several_leaves_runs_once(monkeypatch: pytest.MonkeyPatch, mode: Any, first: int) -> None:
+    monkeypatch.setattr(gradient, "WORTH_SUMMING", 0)
+    model = packprop.extend(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    x, y, seen = torch.randn(6, 7, 4), torch.randn(6, 7, 3), list[Any]()
+    for step in range(6):
+        if step == first:
+            leaves = list(model.parameters())
+            torch.autograd.graph.register_multi_grad_hook(leaves, lambda given: seen.append(given), mode=mode)
+        with packprop.backpack(BatchGrad()):
+            nn.functional.mse_loss(model(x), y).backward()
+    assert len(seen) == 6 - first
+    if mode == "all":
+        assert all(each is not None for given in seen for each in given)
+
+
 def test_a_monitor_of_a_step_that_clips() -> None:
     """The gradient of the monitor's own passes is not the user's, which the step changes in place."""
     norms = []

@@ -212,6 +212,11 @@ def saved_option(node: Node, name: str) -> Any:
     return type(value)(map(_signed, value)) if type(value) in (list, tuple) else _signed(value)
 
 
+def is_rounded(node: Node) -> bool:
+    """Tell whether a node is a quotient that was rounded: its derivative is zero."""
+    return has_option(node, "rounding_mode") and saved_option(node, "rounding_mode") is not None
+
+
 def _signed(value: Any) -> Any:
     return value - 2**64 if isinstance(value, int) and value >= 2**63 else value
 

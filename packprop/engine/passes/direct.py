@@ -201,7 +201,9 @@ class DirectPass:
         """Run the user's own pass, and take statistics of the gradient along with it."""
         graph, notes = self._request.graph, self._notes
         assert notes is not None
-        work = _Work(tasks, graph.uses, ends=True, summed=set(map(id, notes.summed)))
+        restricts = bool(notes.summed) and not graph.hooks.are_any
+        summed = notes.summed if restricts else []
+        work = _Work(tasks, graph.uses, ends=True, summed=set(map(id, summed)))
 
         def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
             with autocast.switched(False):
@@ -210,14 +212,14 @@ class DirectPass:
         watch = Watch(graph.uses, visit, graph.hooks)
         complete = False
         try:
-            backward(notes.others if notes.summed else None)
+            backward(notes.others if restricts else None)
             complete = True
         finally:
             watch.close(complete)
         for _, site in work.left.values():
             self._save_zeros(site.leaf, work)
-        summed = [leaf for leaf in notes.summed if id(leaf) in self._gradients]
-        hand_over([(leaf, self._gradients.pop(id(leaf))) for leaf in summed])
+        reached = [leaf for leaf in summed if id(leaf) in self._gradients]
+        hand_over([(leaf, self._gradients.pop(id(leaf))) for leaf in reached])
 
     def _visit(self, work: _Work, use: ReachedUse, cotangents: list[Tensor | None]) -> None:
         """Take the statistics of the leaves of a use; save them if the values of these leaves end with them."""

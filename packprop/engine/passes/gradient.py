@@ -225,10 +225,11 @@ def summed_leaves(
     that autograd does not compute the sum again. At the end, packprop hands the sums to their leaves
     through the leaves' own nodes, so that hooks on them run. It adds the gradients of terms that no sample
     enters. User hooks on tensors or modules in between, and processes that exchange gradients when a pass
-    ends, would miss gradients in a restricted pass. In these cases packprop restricts nothing.
+    ends, would miss gradients in a restricted pass, and a hook on several leaves would run in both passes. In
+    these cases packprop restricts nothing.
     """
     graph = request.graph
-    if graph.hooks.are_inside or request.create_graph:
+    if graph.hooks.are_any or request.create_graph:
         return [], []
     chosen: dict[int, Tensor] = {}
     for use in graph.uses:

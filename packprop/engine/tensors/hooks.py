@@ -102,7 +102,8 @@ class Hooks:
         self._doers = list(doers)
         self.are_inside = bool(inside or self._retaining or self._doers)
         """True if there are hooks besides those on leaves, or nodes that do something else."""
-        self._any = bool(self.dictionaries or self._retaining or self._doers)
+        self.are_any = bool(self.dictionaries or self._retaining or self._doers)
+        """True if there are hooks at all, or nodes that do something else."""
         self._quieted: contextlib.ExitStack | None = None
 
     def require_none(self) -> None:
@@ -111,7 +112,7 @@ class Hooks:
         Raises:
             NotTraceable: If there are any.
         """
-        if self._any:
+        if self.are_any:
             raise not_traceable(
                 "a hook on a tensor, a node, a parameter or a module that is called in the backward pass",
                 "a replay calls no Python function, so the hook would not be called again",
@@ -123,7 +124,7 @@ class Hooks:
 
     def quiet(self) -> AbstractContextManager[None]:
         """Silence every hook inside."""
-        return self._switched(True) if self._any and self._quieted is None else NOTHING
+        return self._switched(True) if self.are_any and self._quieted is None else NOTHING
 
     def heard(self) -> AbstractContextManager[None]:
         """Let every hook run again inside ``quiet``."""
@@ -131,7 +132,7 @@ class Hooks:
 
     def refusing_changes(self, error: Callable[[], PackpropError]) -> AbstractContextManager[None]:
         """Make a hook that changes a gradient raise an error inside."""
-        return self._replaced(lambda hook: partial(_unchanging, hook, error)) if self._any else NOTHING
+        return self._replaced(lambda hook: partial(_unchanging, hook, error)) if self.are_any else NOTHING
 
     @contextlib.contextmanager
     def _switched(self, quiet: bool) -> Iterator[None]:

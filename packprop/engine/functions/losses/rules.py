@@ -180,9 +180,12 @@ def _l1_loss(input: Tensor, target: Tensor, reduction: str = "mean", weight: Ten
 
 
 @_rule_of(F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss)
-def _generic_entries(input: Tensor, reduction: str = "mean", **options: Any) -> Loss:
+def _generic_entries(
+    input: Tensor, reduction: str = "mean", weight: Tensor | None = None, **options: Any
+) -> Loss:
     """Describe a loss with one term for each entry, whose curvature double backward computes."""
-    return Loss(None, 1.0, float(input.numel()) if reduction == "mean" else 1.0, None)
+    each: Tensor | float = 1.0 if weight is None else weight
+    return Loss(None, each, float(input.numel()) if reduction == "mean" else 1.0, None)
 
 
 @register_loss(F.gaussian_nll_loss, F.multilabel_soft_margin_loss, F.multi_margin_loss)

@@ -8,7 +8,7 @@ from torch import Tensor
 from packprop.engine.functions.building import broadcast, scaled
 from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.node_calls import NodeCall
-from packprop.engine.functions.nodes import names_of_nodes
+from packprop.engine.functions.nodes import is_rounded, names_of_nodes
 from packprop.engine.functions.operands import ENTRY_BY_ENTRY
 from packprop.engine.functions.registry import rule_of
 
@@ -37,7 +37,7 @@ def _product(call: NodeCall) -> Entry:
 
 @rule_of("Div")
 def _quotient(call: NodeCall) -> Entry:
-    if call.place:
+    if call.place or is_rounded(call.node):
         return broadcast(call)
     other = call.saved("other")
     return scaled(call, lambda: other().reciprocal(), linear=True)

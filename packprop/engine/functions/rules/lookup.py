@@ -14,7 +14,7 @@ from packprop.engine.algebra.structures import Lookup, Structure
 from packprop.engine.functions.building import rowwise, samplewise
 from packprop.engine.functions.entry import Cotangents, Entry, Samples, Scratch, StructureOf
 from packprop.engine.functions.node_calls import Computed, NodeCall, operand_at
-from packprop.engine.functions.nodes import made_by, name_of_node
+from packprop.engine.functions.nodes import is_rounded, made_by, name_of_node
 from packprop.engine.functions.rearranging import before_rearranging
 from packprop.engine.functions.registry import rule_of
 from packprop.engine.tensors.layout import Layout
@@ -103,6 +103,8 @@ def _scale(node: Any, call: NodeCall) -> Callable[[Tensor], Tensor] | None:
     given = [place for place, (above, _) in enumerate(node.next_functions) if above is not None]
     name = name_of_node(node)
     if not (name == "Mul" and len(given) == 1) and not (name == "Div" and given == [0]):
+        return None
+    if is_rounded(node):
         return None
     (place,), shape = given, torch.Size(made_by(node)[0].shape)
     above, number = node.next_functions[place]

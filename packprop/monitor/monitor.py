@@ -130,6 +130,9 @@ class Monitor:
                 raise BadInput(ASKED, f"{name}={number!r}", "it is a number of things", "give 1 or more")
         self._model, self._quantities = model, frozenset(quantities)
         self._every, self._begun = Every(every, ASKED), -math.inf
+        if not self._every.batches and not self._every.seconds:
+            why, instead = "a time of zero names no step", "give 1 for every step"
+            raise BadInput(ASKED, f"every={every!r}", why, instead)
         if self._every.seconds and ranks != "own":
             why = "each rank has a clock of its own"
             raise BadInput(ASKED, f"every={every!r} with ranks", why, "give a number of steps")

@@ -412,3 +412,6 @@ def test_every_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("soon", 0, -1, True, 1.5):
         with pytest.raises(BadInput, match="neither a time nor a number"):
             Monitor(nn.Linear(3, 2), every=wrong)
+    for nothing in ("0s", "0.0min"):
+        with pytest.raises(BadInput, match="time of zero"):
+            Monitor(nn.Linear(3, 2), every=nothing)

@@ -274,7 +274,7 @@ class Describer:
         return self._classes.setdefault(key, (described, found))
 
     def module(self, module: nn.Module, where: str) -> dict[str, Any]:
-        """Describe the class and the options of a module, without its tensors and the modules inside it."""
+        """Describe the class and the options of a module, without its mode, its tensors and its submodules."""
         self._left = MOST
         kind = class_before_sharding(module)
         described, code = self._class(kind, CALLED, where)
@@ -292,10 +292,13 @@ class Describer:
         tensors = {**dict(named_parameters(module)), **dict(named_buffers(module))}
         children = dict(named_modules(module))
         return {
-            **self.module(children.pop(""), where),
-            **{name: self.module(each, f"{where}.{name}") for name, each in children.items()},
+            **self._module_with_mode(children.pop(""), where),
+            **{name: self._module_with_mode(each, f"{where}.{name}") for name, each in children.items()},
             **{name: f"{kind_of(tensor)} {self.digest(tensor)}" for name, tensor in tensors.items()},
         }
+
+    def _module_with_mode(self, module: nn.Module, where: str) -> dict[str, Any]:
+        return {**self.module(module, where), "in training mode": module.training}
 
     def _object(self, value: Any, where: str, read: set[str] | None, called: Iterable[str] = CALLED) -> Any:
         """Describe the class of an object, and its attributes: those that user code reads, or public ones."""

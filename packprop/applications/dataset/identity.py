@@ -45,7 +45,7 @@ def identity_of(
     Args:
         model: Names, shapes, precision and values of its parameters and buffers count, which of them are
             trained, which modules are in training mode; classes, options and code of modules.
-        loss: Its name, its code, its options, and the values of its tensors.
+        loss: Its name, its code, its options, the modes of its modules, and the values of its tensors.
         extensions: Their names, code and options; of a generator that there is one.
         data: Their number, some of them, and the code that reads them. They keep the generators in the data,
             the model and the loss; those of extensions are kept elsewhere.

@@ -133,8 +133,7 @@ class Monitor:
         self._model, self._quantities = model, frozenset(quantities)
         self._every, self._begun = Every(every, ASKED), -math.inf
         if not self._every.batches and not self._every.seconds:
-            why, instead = "a time of zero names no step", "give 1 for every step"
-            raise BadInput(ASKED, f"every={every!r}", why, instead)
+            raise BadInput(ASKED, f"every={every!r}", "a time of zero names no step", "give 1 for each step")
         if self._every.seconds and ranks != "own":
             why = "each rank has a clock of its own"
             raise BadInput(ASKED, f"every={every!r} with ranks", why, "give a number of steps")

@@ -330,7 +330,7 @@ def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.M
         ({"quantities": []}, "not a list"),
         ({"window": 0}, "window=0"),
         ({"mc_samples": -1}, "mc_samples=-1"),
-        ({"confidence": 95}, "probability"),
+        ({"confidence": 95}, "no number between 0 and 1"),
         ({"per": "token"}, "independent"),
         ({"log": "tensorboard"}, "SummaryWriter"),
         ({"log": 3}, "type int"),

@@ -44,7 +44,7 @@ def require_draws(name: str, mc_samples: object) -> None:
         raise BadInput(
             f"{name}(mc_samples={mc_samples!r}) was asked for.",
             "mc_samples",
-            "it is the number of Monte Carlo draws",
+            "it is no number of Monte Carlo draws",
             "give a whole number of at least 1",
         )
 

@@ -31,7 +31,8 @@ class StepBetween:
     forgets the one that failed, and restores its model.
 
     Args:
-        options: Arguments of ``Monitor``. The model comes with the first step.
+        options: Arguments of ``Monitor``. The model comes with the first step; another model gets a monitor of
+            its own.
         trainer: A function to call with the values of a monitored step and its number: the trainer's own
             logger. ``None`` to call nothing.
     """
@@ -41,6 +42,7 @@ class StepBetween:
         self._step: MonitoredStep | None = None
         self._run: object = None
         self.monitor: Monitor | None = None
+        self._model: nn.Module | None = None
 
     def begin(
         self,
@@ -64,11 +66,11 @@ class StepBetween:
         Raises:
             BadInput: For arguments that ``Monitor`` refuses.
         """
-        if self.monitor is None:
-            log = self._options.pop("log", None)
+        if self.monitor is None or self._model is not model:
+            log = self._options.get("log")
             logs = [*log] if isinstance(log, Sequence) and not isinstance(log, str) else [log]
             known = [each for each in (*logs, self._trainer) if each is not None]
-            self.monitor = Monitor(model, log=known, **self._options)
+            self.monitor, self._model = Monitor(model, **self._options | {"log": known}), model
         self.abandon()
         left = _opened.between
         if left is not None and left._run is not run:

@@ -127,9 +127,13 @@ class Monitor:
         _check(model, quantities, confidence, per)
         for name, number in {"window": window, "mc_samples": mc_samples or 1}.items():
             if type(number) is not int or number < 1:
-                raise BadInput(ASKED, f"{name}={number!r}", "it is a number of things", "give 1 or more")
+                raise BadInput(
+                    ASKED, f"{name}={number!r}", "it is no whole number of at least 1", "give 1 or more"
+                )
         self._model, self._quantities = model, frozenset(quantities)
         self._every, self._begun = Every(every, ASKED), -math.inf
+        if not self._every.batches and not self._every.seconds:
+            raise BadInput(ASKED, f"every={every!r}", "a time of zero names no step", "give 1 for each step")
         if self._every.seconds and ranks != "own":
             why = "each rank has a clock of its own"
             raise BadInput(ASKED, f"every={every!r} with ranks", why, "give a number of steps")
@@ -384,7 +388,9 @@ def _check(model: Any, quantities: Any, confidence: Any, per: Any) -> None:
             f"choose from {', '.join(QUANTITIES)}",
         )
     if isinstance(confidence, bool) or not isinstance(confidence, float) or not 0 < confidence < 1:
-        raise BadInput(ASKED, f"confidence={confidence!r}", "it is a probability", "give 0.95, for example")
+        raise BadInput(
+            ASKED, f"confidence={confidence!r}", "it is no number between 0 and 1", "give 0.95, for example"
+        )
     if per != "sample":
         raise BadInput(
             ASKED,

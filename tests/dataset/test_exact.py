@@ -32,7 +32,7 @@ def test_empty_batches_count_for_nothing() -> None:
     assert (found.samples, found.loss) == (SIZE, pytest.approx(expected.loss))
     for savefield in expected:
         assert_all_near(found[savefield], expected[savefield], savefield)
-    with pytest.raises(BadInput, match="no samples were in any batch"):
+    with pytest.raises(BadInput, match="the data hold no sample"):
         compute(model, nn.CrossEntropyLoss(), [empty, empty], *asked)
 
 

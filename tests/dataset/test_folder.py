@@ -82,6 +82,10 @@ OTHERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     ),
     "weights of classes": (lambda _: {"loss": nn.CrossEntropyLoss(torch.ones(2).double())}, "its loss: weight"),
     "function": (lambda _: {"loss": nn.functional.cross_entropy}, "its loss: "),
+    "mode of the loss": (
+        lambda _: {"loss": nn.CrossEntropyLoss().eval()},
+        "its loss: in training mode: True there, False here",
+    ),
     "form of data": (lambda _: {"data": small_one()[1]}, "its data: "),
     "budget": (lambda _: {"memory": "1GiB"}, "its memory: None there, 1GiB here"),
 }

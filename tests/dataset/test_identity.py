@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -13,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from packprop import BadInput, PackpropWarning
 from packprop.applications.dataset.code import version_of
+from packprop.applications.dataset.describing import Describer
 from tests.selection import often, one_in, thorough
 
 PROGRAM = '''
@@ -352,6 +355,14 @@ def test_the_same_objects_go_on_in_the_same_process(tmp_path: Path) -> None:
         space["packprop"].compute(
             model, space["loss"], data, [space["Variance"]()], checkpoint=tmp_path, progress=False
         )
+
+
+def test_modes_of_hidden_modules_count() -> None:
+    hidden = nn.Sequential(nn.Dropout())
+    described = [Describer().of([hidden.train(mode)], "it") for mode in (True, False)]
+    hidden.train()[0].eval()
+    described.append(Describer().of([hidden], "it"))
+    assert all(first != second for first, second in itertools.combinations(described, 2))
 
 
 def test_random_states_are_left_alone(tmp_path: Path) -> None:

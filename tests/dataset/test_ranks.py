@@ -75,7 +75,7 @@ SAID = {
     "other factors": ("multiplies the loss by",) * 2,
     "sampler that pads": ("it gives 1 of them twice",) * 2,
     "unknown ranks": ("it does not say whose samples",) * 2,
-    "nothing": ("no samples were in any batch",) * 2,
+    "nothing": ("the data hold no sample",) * 2,
     "and goes on": ("23", "23"),
 }
 

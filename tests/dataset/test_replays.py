@@ -172,6 +172,62 @@ def test_what_cannot_be_traced_is_no_matter() -> None:
             assert torch.equal(own["batch_l2"][name], value)
 
 
+class Options:
+    shift = 1.0
+
+
+SCALE, TABLE = [1.0], {"scale": 1.0}
+
+
+def scaled(outputs: Tensor, targets: Tensor) -> Tensor:
+    factor = SCALE[0] * TABLE["scale"] * Options.shift
+    return nn.functional.cross_entropy(outputs * factor, targets)
+
+
+class Changing(list[Any]):
+    """Batches between which something changes that the loss reads."""
+
+    def __init__(self, given: Any, change: Any) -> None:
+        super().__init__(given)
+        self.change = change
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            self.change(1.0 + (number % 50 >= 40))
+            yield batch
+
+
+CHANGES: dict[str, Any] = {
+    "list": lambda by: SCALE.__setitem__(0, by),
+    "table": lambda by: TABLE.update(scale=by),
+    "class": lambda by: setattr(Options, "shift", by),
+    "global": lambda by: globals().update(SCALE=[by]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_loss_reads_may_change_between_batches(change: str) -> None:
+    torch.manual_seed(0)
+    given = [data(4) for _ in range(2 * BATCHES)]
+    model = network()
+    own, other = (
+        packprop.compute(
+            model,
+            scaled,
+            Changing(given, CHANGES[change]),
+            [extensions.SumGradSquared()],
+            progress=False,
+            compiled=compiled,
+        )
+        for compiled in (True, False)
+    )
+    CHANGES[change](1.0)
+    assert own.replays is not None
+    assert own.loss == pytest.approx(other.loss, rel=1e-12)
+    for name, value in other["sum_grad_squared"].items():
+        assert_near(own["sum_grad_squared"][name], value, name, 1e-9)
+
+
 def test_faulty_data_are_found() -> None:
     given, targets = data(4 * BATCHES)
     given[4 * (BATCHES - 3)] = math.nan

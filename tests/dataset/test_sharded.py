@@ -195,7 +195,7 @@ def test_what_cannot_be_had_is_refused_on_all_ranks() -> None:
         "functions": ("belongs to the graph of one backward pass",) * 2,
         "no loss of torch": ("write it with loss functions of torch",) * 2,
         "mixes on one": ("it has refused its part of the pass", "Quantities of single samples"),
-        "no samples": ("no samples were in any batch",) * 2,
+        "no samples": ("the data hold no sample",) * 2,
         "plan": ("packprop.plan(..., mesh_shape=(2,), units=[Linear])",) * 2,
         "and goes on": ("23",) * 2,
     }

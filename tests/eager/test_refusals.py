@@ -155,7 +155,7 @@ BAD_INPUT: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "samples in doubt": (
         lambda: eager_backward(lambda x, y: x.sum(1), X, torch.ones(D, N), chunks=2, axes=[0, 1]),
         "axes=[0, 1]",
-        "in doubt which axis",
+        "nothing tells which axis",
         "transpose",
     ),
     "too many weights": (

@@ -63,6 +63,19 @@ def test_the_next_trainer_runs(failed: StepBetween) -> None:
     assert log.steps == [0, 1, 2]
 
 
+def test_another_model_gets_a_monitor_of_its_own() -> None:
+    begun = StepBetween({"every": 1, "log": None}, None)
+    for scale in (1, 2):
+        model = nn.Linear(4, 3)
+        begun.begin(model, 0, run=object())
+        (scale * LOSS(model(X), Y)).backward()
+        begun.end()
+        assert begun.monitor is not None
+        assert begun.monitor.last is not None
+        norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+        assert begun.monitor.last["gradient_norm"] == pytest.approx(float(norm))
+
+
 def test_backward_passes_that_follow_are_plain(failed: StepBetween) -> None:
     model = mixed()
     LOSS(model(X), Y).backward()

@@ -330,7 +330,7 @@ def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.M
         ({"quantities": []}, "not a list"),
         ({"window": 0}, "window=0"),
         ({"mc_samples": -1}, "mc_samples=-1"),
-        ({"confidence": 95}, "probability"),
+        ({"confidence": 95}, "no number between 0 and 1"),
         ({"per": "token"}, "independent"),
         ({"log": "tensorboard"}, "SummaryWriter"),
         ({"log": 3}, "type int"),
@@ -412,3 +412,6 @@ def test_every_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("soon", 0, -1, True, 1.5):
         with pytest.raises(BadInput, match="neither a time nor a number"):
             Monitor(nn.Linear(3, 2), every=wrong)
+    for nothing in ("0s", "0.0min"):
+        with pytest.raises(BadInput, match="time of zero"):
+            Monitor(nn.Linear(3, 2), every=nothing)

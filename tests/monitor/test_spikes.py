@@ -253,7 +253,7 @@ def test_norms_have_a_range_of_their_own() -> None:
     [
         ({"on_spike": "print"}, "cannot be called"),
         ({"decode": 3}, "cannot be called"),
-        ({"reach": 0}, "deviations"),
+        ({"reach": 0}, "no positive number"),
     ],
 )
 def test_bad_input(options: dict[str, Any], why: str) -> None:

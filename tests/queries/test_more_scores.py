@@ -84,6 +84,29 @@ def test_refusals_of_samples_on_themselves(tmp_path: Path) -> None:
         packprop.self_influence(tmp_path / "projected", curvature=result, damping=0.1)
 
 
+def test_complex_gradients_are_refused(tmp_path: Path) -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4, dtype=torch.complex128))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.to(torch.complex128) @ self.weight.mT).real
+
+    model, data = Complex(), (torch.randn(SIZE, 4).double(), torch.randint(3, (SIZE,)))
+    folder = tmp_path / "store"
+    packprop.compute(model, LOSS, data, [BatchGrad()], store=folder, progress=False)
+    calls: list[Any] = [
+        lambda: packprop.self_influence(folder),
+        lambda: packprop.influence(folder, model, LOSS, data),
+        lambda: packprop.influence(data, model, LOSS, data),
+        lambda: packprop.token_influence(model, LOSS, data, data),
+    ]
+    for call in calls:
+        with pytest.raises(BadInput, match="inner products of complex rows have no order"):
+            call()
+
+
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.3, weight_decay=0.1),
     "adam": lambda p: torch.optim.Adam(p, lr=0.02, betas=(0.0, 0.9)),
@@ -107,6 +130,8 @@ def test_a_step_is_the_gradient_times_the_inverse(name: str) -> None:
         LOSS(model(x), y).backward()
         optimizer.step()
     found = packprop.optimizer_curvature(model, optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 5)  # it wraps the step
+    assert torch.equal(packprop.optimizer_curvature(model, optimizer)["0.weight"], found["0.weight"])
     group = optimizer.param_groups[0]
     for (key, after), was in zip(model.named_parameters(), before.parameters(), strict=True):
         assert after.grad is not None
@@ -116,6 +141,18 @@ def test_a_step_is_the_gradient_times_the_inverse(name: str) -> None:
         if name == "adamw":
             step = step - group["lr"] * decay * was.detach()
         assert_near(gradient / found[key], step, key, 1e-6)
+
+
+def test_a_subclass_that_keeps_the_step() -> None:
+    class Named(torch.optim.RMSprop):
+        """It is made before any of its parent, whose step PyTorch then wraps once more."""
+
+    model = nn.Linear(2, 2)
+    for kind in (Named, torch.optim.RMSprop):
+        optimizer = kind(model.parameters(), lr=0.5)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert packprop.optimizer_curvature(model, optimizer).keys() == {"weight", "bias"}
 
 
 def test_products_foretell_a_step_of_adam(tmp_path: Path) -> None:
@@ -143,6 +180,13 @@ def test_refusals_of_optimizers() -> None:
         packprop.optimizer_curvature(model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(BadInput, match="Adam"):
         packprop.optimizer_curvature(model, "adam")  # type: ignore[arg-type]  # it is refused
+
+    class Signed(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            pass
+
+    with pytest.raises(BadInput, match="Signed"):
+        packprop.optimizer_curvature(model, Signed(model.parameters(), lr=0.1))
     with pytest.raises(BadInput, match="parameter 'bias'"):
         packprop.optimizer_curvature(model, torch.optim.SGD([model.weight], lr=0.1))
     with pytest.raises(BadInput, match="maximize"):

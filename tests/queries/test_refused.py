@@ -116,7 +116,7 @@ def test_queries(tmp_path: Path) -> None:
     (model, x, y), _ = written(tmp_path / "store")
     for wrong, words in [
         ([], "it held no batch"),
-        ([(x[:0], y[:0])], "no samples were in any batch"),
+        ([(x[:0], y[:0])], "the data hold no sample"),
         ((x, y[:3]), "not a pair whose first axes"),
         ([(x[:, :, :3], y)], "loss\\(model\\(inputs\\), targets\\) works"),
         (5, "it is neither a data set"),

@@ -170,9 +170,9 @@ def test_bad_input(tmp_path: Path) -> None:
 
     with pytest.raises(BadInput, match="its samples have 3, 4 tokens"):
         packprop.token_influence(Short(), flattened, batches, queries)
-    with pytest.raises(BadInput, match="no samples were in any batch"):
+    with pytest.raises(BadInput, match="the data hold no sample"):
         packprop.token_influence(model, flattened, [(words[:0], targets[:0])], queries)
-    with pytest.raises(BadInput, match="no samples were in any batch"):
+    with pytest.raises(BadInput, match="the data hold no sample"):
         packprop.token_influence(model, flattened, (words, targets), [(words[:0], targets[:0])])
     with pytest.raises(BadInput, match="give fewer queries"):
         packprop.token_influence(model, flattened, (words, targets), queries, memory=1000)

@@ -187,7 +187,7 @@ def test_refusals() -> None:
         of_data(given, (x, y), groups=[0, 1])
     with pytest.raises(BadInput, match="only a store has several kinds of gradients"):
         of_data(given, (x, y), quantity="grad_batch")
-    with pytest.raises(BadInput, match="no samples were in any batch"):
+    with pytest.raises(BadInput, match="the data hold no sample"):
         of_data(given, [(x[:0], y[:0])])
     with pytest.raises(BadInput, match="which is more than its part, 10 B"):
         of_data(given, (x, y), memory=30)

@@ -99,7 +99,7 @@ def test_what_cannot_be_read_again_is_said() -> None:
     assert "they can be read once" in once.missing["outlying"]
     drawn = found_in(Drawn())
     assert drawn.outlying == []
-    assert "they are others each time that they are read" in drawn.missing["outlying"]
+    assert "they differ from one reading to the next" in drawn.missing["outlying"]
     assert found_in((INPUTS, CLASSES)).missing.keys() == {"memory"}
 
 

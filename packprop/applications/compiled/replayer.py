@@ -94,6 +94,10 @@ class Policy:
         """Tell whether to trace the next pass; asked before each one."""
         return True
 
+    def holds(self) -> bool:
+        """Tell whether graphs stand for passes now; asked before each use of one."""
+        return True
+
     def compiles(self, kind: Kind) -> bool:
         """Tell whether to compile the graph; asked before the check of the graph, and after each replay."""
         return kind.is_first or kind.replays >= WORTH
@@ -130,6 +134,8 @@ class Replayer:
         """Run the pass; return the loss ``[]``, cut from its graph."""
         state = self._state(inputs, targets)
         kind = self._kinds.get(state.key)
+        if kind is not None and kind.traced is not None and not self._policy.holds():
+            return self._run(inputs, targets)
         if kind is not None and kind.runner is not None:
             return self._replay(kind, kind.runner, state, inputs, targets)
         if kind is None:

@@ -80,6 +80,7 @@ class Describer:
         changes: Says that code was met that changes something around it, such as a global counter.
         generators: Generators so far, whose states can be kept.
         versions: Versions of the packages of the classes and functions so far.
+        around: The objects with names that code reads from around it, by their identity and the name.
     """
 
     def __init__(self) -> None:
@@ -87,6 +88,7 @@ class Describer:
         self.draws = self.changes = False
         self.generators: list[Any] = []
         self.versions: dict[str, str] = {}
+        self.around: dict[tuple[int, str], Mapping[str, Any]] = {}
         self._met: dict[tuple[Any, ...], tuple[str, Any]] = {}
         self._classes: dict[tuple[Any, ...], tuple[dict[str, Any], Code]] = {}
         self._digests: dict[int, tuple[str, Tensor]] = {}
@@ -215,6 +217,7 @@ class Describer:
         """Describe a function: its code, its defaults, and the names around it that it uses."""
         code = code_of(function.__code__)
         self.changes |= code.around
+        self._note_around(function.__globals__, code.scope, code.read)
         around = dict(cells(function)) | {
             name: function.__globals__[name] for name in sorted(code.scope) if name in function.__globals__
         }
@@ -226,6 +229,16 @@ class Describer:
             "names": {name: self.of(each, name, code.read) for name, each in around.items()},
             **self._attributes_of_function(function, code, where),
         }
+
+    def _note_around(self, space: Mapping[str, Any], names: set[str], read: set[str]) -> None:
+        """Note names that code reads; of modules and classes of the user, those inside that it reads."""
+        for name in sorted(names & space.keys()):
+            value = space[name]
+            if not isinstance(value, (type, ModuleType)):
+                self.around[id(space), name] = space
+            elif (package_at(value.__name__) if isinstance(value, ModuleType) else package_of(value)) is None:
+                inside = [each for each in read & vars(value).keys() if not each.startswith("__")]
+                self.around |= {(id(value), each): vars(value) for each in sorted(inside)}
 
     def _attributes_of_function(self, function: Any, code: Code, where: str) -> dict[str, Any]:
         """Describe the contents of a function, such as the one that a decorator has wrapped, if any."""
@@ -268,13 +281,15 @@ class Describer:
                     found.take_in(code)
                     todo += sorted(code.read - names.keys())
                     names |= dict.fromkeys(code.read)
+                if not parts:
+                    self._note_around(vars(each), {name}, set())
                 own = [self._function(part, where) for part in parts]
                 methods[f"{each.__name__}.{name}"] = own or self.of(member, where)
         described = {"class": self._name(kind), **({"methods": methods} if methods else {})}
         return self._classes.setdefault(key, (described, found))
 
     def module(self, module: nn.Module, where: str) -> dict[str, Any]:
-        """Describe the class and the options of a module, without its tensors and the modules inside it."""
+        """Describe the class and the options of a module, without its mode, its tensors and its submodules."""
         self._left = MOST
         kind = class_before_sharding(module)
         described, code = self._class(kind, CALLED, where)
@@ -292,10 +307,13 @@ class Describer:
         tensors = {**dict(named_parameters(module)), **dict(named_buffers(module))}
         children = dict(named_modules(module))
         return {
-            **self.module(children.pop(""), where),
-            **{name: self.module(each, f"{where}.{name}") for name, each in children.items()},
+            **self._module_with_mode(children.pop(""), where),
+            **{name: self._module_with_mode(each, f"{where}.{name}") for name, each in children.items()},
             **{name: f"{kind_of(tensor)} {self.digest(tensor)}" for name, tensor in tensors.items()},
         }
+
+    def _module_with_mode(self, module: nn.Module, where: str) -> dict[str, Any]:
+        return {**self.module(module, where), "in training mode": module.training}
 
     def _object(self, value: Any, where: str, read: set[str] | None, called: Iterable[str] = CALLED) -> Any:
         """Describe the class of an object, and its attributes: those that user code reads, or public ones."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def identity_of(
     Args:
         model: Names, shapes, precision and values of its parameters and buffers count, which of them are
             trained, which modules are in training mode; classes, options and code of modules.
-        loss: Its name, its code, its options, and the values of its tensors.
+        loss: Its name, its code, its options, the modes of its modules, and the values of its tensors.
         extensions: Their names, code and options; of a generator that there is one.
         data: Their number, some of them, and the code that reads them. They keep the generators in the data,
             the model and the loss; those of extensions are kept elsewhere.
@@ -86,6 +86,11 @@ def identity_of(
 def changes_around(model: nn.Module, loss: Any) -> bool:
     """Tell whether code of model or loss changes something around it, such as a global counter."""
     return _describer_of(model, loss).changes
+
+
+def names_around(model: nn.Module, loss: Any) -> list[tuple[Mapping[str, Any], str]]:
+    """Return the names that code of model or loss reads from around it, each with the place that has it."""
+    return [(space, name) for (_, name), space in _describer_of(model, loss).around.items()]
 
 
 def keep_generators(model: nn.Module, loss: Any, data: Batches) -> None:

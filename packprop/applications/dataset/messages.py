@@ -15,7 +15,7 @@ from packprop.errors import BadInput
 
 def no_samples(asked: str, what: str) -> BadInput:
     """Return the error for data whose batches are all empty."""
-    return BadInput(asked, what, "no samples were in any batch", "give at least one")
+    return BadInput(asked, what, "the data hold no sample", "give at least one")
 
 
 def explanation(error: BaseException) -> str:

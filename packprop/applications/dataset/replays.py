@@ -7,7 +7,8 @@ batches if it expects a hundred or more, or hundreds with long passes. It compil
 time than it costs: it may save a third of the time of the replays to come, and the cost grows with the number
 of operations. It drops a graph that is no faster than a pass. All of this follows measured times, so the last
 digits of values may differ from one run to the next. A replay runs no Python code: where model or loss change
-something around them, such as a global counter, packprop traces nothing.
+something around them, such as a global counter, packprop traces nothing. Globals that they read are compared
+with those of the first trace before each replay; while one differs, batches take ordinary passes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from packprop.applications.compiled.replayer import Kind, Policy
 
@@ -44,12 +46,16 @@ class WhereItPays(Policy):
     Args:
         left: The number of batches to come.
         changes: Tells whether code of model or loss changes something that does not belong to them.
+        around: Describes what their code reads, and does not belong to them.
     """
 
     warns = False
 
-    def __init__(self, left: Callable[[], int], changes: Callable[[], bool]) -> None:
-        self._left, self._changes = left, functools.cache(changes)
+    def __init__(
+        self, left: Callable[[], int], changes: Callable[[], bool], around: Callable[[], Any] = tuple
+    ) -> None:
+        self._left, self._changes, self._around = left, functools.cache(changes), around
+        self._traced_around: Any = None
 
     def traces(self, kind: Kind) -> bool:
         """Trace if many more are to come, and their replays save more time than tracing takes."""
@@ -58,7 +64,15 @@ class WhereItPays(Policy):
         taken = kind.pass_seconds
         saved = min(taken / 2, BETWEEN_SECONDS + BETWEEN_SHARE * taken)
         pays = self._left() * saved >= min(PASSES_TO_TRACE * taken, TRACE_SECONDS)
-        return pays and not self._changes()
+        if not pays or self._changes():
+            return False
+        if self._traced_around is None:
+            self._traced_around = self._around()
+        return self.holds()
+
+    def holds(self) -> bool:
+        """Tell whether all that is around is as it was in the first trace."""
+        return bool(self._around() == self._traced_around)
 
     def compiles(self, kind: Kind) -> bool:
         """Compile if it saves more time than it takes."""

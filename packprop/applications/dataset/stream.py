@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 
+from packprop.applications.compiled.facts import facts_of
 from packprop.applications.compiled.replayer import Replayer
 from packprop.applications.dataset.batch_pass import BatchPass
-from packprop.applications.dataset.identity import changes_around
+from packprop.applications.dataset.identity import changes_around, names_around
 from packprop.applications.dataset.parts import Part
 from packprop.applications.dataset.replays import WhereItPays, told
 from packprop.engine.passes import ChunkSizes
@@ -70,8 +72,17 @@ class BatchStream:
         self._same = SameForEachPass(step.modules)
         self._replayer = None
         if left is not None:
-            pays = WhereItPays(left, lambda: changes_around(step.model, step.loss))
+            pays = WhereItPays(left, lambda: changes_around(step.model, step.loss), self._facts_around)
             self._replayer = Replayer(step, "inductor", None, pays)
+
+    @functools.cached_property
+    def _names_around(self) -> list[tuple[Mapping[str, Any], str]]:
+        return names_around(self.step.model, self.step.loss)
+
+    def _facts_around(self) -> Any:
+        """Describe globals, and others from around their code, that model and loss read."""
+        modules = {id(each) for root in self.step.modules for each in root.modules()}
+        return facts_of([space.get(name) for space, name in self._names_around], modules)
 
     def add(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,22 @@ def require_same_model(asked: str, store: Store, model: nn.Module) -> None:
             why,
             "give the model that the store was written with, as it was then",
         )
+
+
+def require_real(asked: str, arrays: Mapping[str, Any]) -> None:
+    """Refuse gradients of complex parameters.
+
+    Raises:
+        BadInput: With the first of them.
+    """
+    for name, array in arrays.items():
+        if array.dtype.is_complex:
+            raise BadInput(
+                asked,
+                f"parameter {name!r}, whose rows are {array.dtype}" if name else f"rows that are {array.dtype}",
+                "inner products of complex rows have no order",
+                "give a model with real parameters",
+            )
 
 
 def queries_without_gradient(rows: Mapping[str, Tensor]) -> list[int]:

@@ -115,7 +115,6 @@ def influence(
     inverse = Inverse(curvature, damping, factored, refine)
     budget = budget_of(memory) or sys.maxsize
     candidates = _candidates(objective, store, Wanted(k, groups), quantity, budget, batch_size)
-    _require_real(candidates.arrays)
     gradients, refiner = vectors_of(objective, candidates.arrays, inverse, budget)
     most = _most_queries(gradients, candidates, budget, refiner)
     batches = objective.batches(queries, batch_size)
@@ -211,14 +210,3 @@ def _most_queries(
         takes, enough = f"it takes {byte_text(refiner.query_bytes)}", -(-refiner.query_bytes // 3) * 4
         raise too_large(ASKED, "one query that is refined", takes, "three quarters of it", enough)
     return min(room // query, budget // 4 * 3 // refiner.query_bytes)
-
-
-def _require_real(arrays: Mapping[str, Any]) -> None:
-    for name, array in arrays.items():
-        if array.dtype.is_complex:
-            raise BadInput(
-                ASKED,
-                f"parameter {name!r}, whose rows are {array.dtype}",
-                "inner products of complex rows have no order",
-                "give a model with real parameters",
-            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -37,10 +38,11 @@ def optimizer_curvature(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
         optimizer: One of Adam, AdamW, RMSprop, Adagrad, SGD, after a step.
 
     Raises:
-        BadInput: For another optimizer, ``maximize=True``, a parameter without a step, or a rate of 0.
+        BadInput: For another optimizer, a subclass with a step of its own, ``maximize=True``, a parameter
+            without a step, or a rate of 0.
     """
     known = [*ADAPTIVE, torch.optim.SGD]
-    kind = next((each for each in known if isinstance(optimizer, each)), None)
+    kind = next((each for each in known if isinstance(optimizer, each) and _steps_as(optimizer, each)), None)
     if kind is None:
         names = ", ".join(each.__name__ for each in known)
         why = "packprop does not know what it divides gradients by"
@@ -60,6 +62,11 @@ def optimizer_curvature(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
             raise BadInput(ASKED, f"parameter {name!r}", why, "minimise the negative of the loss")
         found[name] = _divisor(kind, group, state, parameter) / float(group["lr"])
     return found
+
+
+def _steps_as(optimizer: torch.optim.Optimizer, known: Any) -> bool:
+    """Tell whether an optimizer has the step of a known class; PyTorch wraps steps for its profiler."""
+    return inspect.unwrap(type(optimizer).step) is inspect.unwrap(known.step)
 
 
 @torch.no_grad()

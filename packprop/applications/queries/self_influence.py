@@ -11,7 +11,7 @@ from torch import Tensor
 
 from packprop.applications.dataset.result import Result
 from packprop.applications.queries.blocks import Curvature
-from packprop.applications.queries.checks import gradients_in
+from packprop.applications.queries.checks import gradients_in, require_real
 from packprop.applications.queries.preconditioning import Preconditioner, preconditioner_of, together
 from packprop.engine.memory import budget_of
 from packprop.engine.tensors import accumulation_dtype
@@ -44,12 +44,13 @@ def self_influence(
         memory: Bytes for current rows.
 
     Raises:
-        BadInput: For a store without gradients, curvature that does not fit or is not positive, missing
-            damping, or a budget that is too small.
+        BadInput: For a store without gradients, or with complex ones, curvature that does not fit or is not
+            positive, missing damping, or a budget that is too small.
     """
     opened = store if isinstance(store, Store) else Store(store)
     name = gradients_in(ASKED, opened, quantity)
     arrays = opened.arrays(name)
+    require_real(ASKED, arrays)
     preconditioner = _preconditioner(curvature, damping, arrays)
     budget = budget_of(memory)
     row = 4 * bytes_of_a_row(arrays, 1)  # as stored, widened, and multiplied

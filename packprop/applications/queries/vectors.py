@@ -12,6 +12,7 @@ from packprop.applications.dataset.batches import Data
 from packprop.applications.dataset.given import Objective
 from packprop.applications.dataset.products import ROOM
 from packprop.applications.queries.blocks import Curvature
+from packprop.applications.queries.checks import require_real
 from packprop.applications.queries.gradients import QueryGradients
 from packprop.applications.queries.preconditioning import Preconditioner, preconditioner_of, require_damping
 from packprop.applications.queries.refining import Refinement, Refiner
@@ -46,7 +47,11 @@ def vectors_of(
         arrays: What the vectors multiply, by parameter; of all together by ``""``.
         inverse: The matrix.
         budget: Bytes for current vectors.
+
+    Raises:
+        BadInput: For complex arrays; for an inverse that does not fit.
     """
+    require_real(objective.asked, arrays)
     names = None if "" in arrays else [*arrays]
     preconditioner = _preconditioner(objective, inverse, names)
     raw = inverse.refine is not None

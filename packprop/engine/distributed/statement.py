@@ -59,7 +59,7 @@ class AllRanks:
             raise BadInput(
                 f"AllRanks(share={self.share!r}) was asked for.",
                 "share",
-                "it is not one of those that are known, nor a number that is not negative",
+                "it is neither a known name nor a number of at least 0",
                 f"choose from {', '.join(map(repr, get_args(Share)))}, or give what this rank's loss is "
                 "multiplied by in the loss of all ranks",
             )

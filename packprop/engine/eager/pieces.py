@@ -137,7 +137,7 @@ class Job:
                 raise bad("weights", why, "give one weight per sample")
             return
         if self.axis is not None and len({axis for axis in self.axes if axis is not None}) > 1:
-            why = "with one value per sample, it is in doubt which axis the samples lie on"
+            why = "with one value per sample, nothing tells which axis holds the samples"
             raise bad(f"axes={self.choices['axes']}", why, "transpose, so that one axis is cut")
         self.rows = frozenset(rows)
 

@@ -122,7 +122,7 @@ class ReadableBatches(Batches):
         self.begin_again()
         for number, batch in enumerate(self):
             if number == len(self._spots) or spot_check(self.current) != self._spots[number]:
-                why = "they are others each time that they are read"
+                why = "they differ from one reading to the next"
                 raise _not_found(why, "give a Dataset, or a loader that gives the same batches again")
             end = begin + self._sizes[number]
             for place in places:

@@ -232,14 +232,14 @@ def _check(model: Any, loss: Any, batch_size: Any, mc_samples: Any, largest_fact
     }
     for name, number in numbers.items():
         if not isinstance(number, int) or number < 1:
-            raise BadInput(ASKED, f"{name}={number!r}", "it is a number of things", "give 1 or more")
+            raise BadInput(ASKED, f"{name}={number!r}", "it is no whole number of at least 1", "give 1 or more")
     if not isinstance(seed, int):
         raise BadInput(ASKED, f"seed={seed!r}", "it is not a whole number", "give 0, for example")
 
 
 def _check_outliers(outliers: Any, decode: Any) -> None:
     if not isinstance(outliers, int) or isinstance(outliers, bool) or outliers < 0:
-        raise BadInput(ASKED, f"outliers={outliers!r}", "it is a number of samples", "give 0 or more")
+        raise BadInput(ASKED, f"outliers={outliers!r}", "it is no whole number of at least 0", "give 0 or more")
     if decode is not None and not callable(decode):
         instead = "give a function of the inputs and targets of one sample"
         raise BadInput(ASKED, f"decode, {described(decode)}", "it cannot be called", instead)

@@ -122,9 +122,8 @@ def require_held(asked: str, place: Path, marks: Marks, held: int, samples: int,
         raise BadInput(
             asked,
             f"folder {str(place)!r}",
-            f"the checkpoint was made with another store: the first {samples} samples there are not those of "
-            "this one",
-            "give the store that the checkpoint was made with, or begin both anew; nothing was changed here",
+            "the checkpoint was made with another store, or its rows were replaced since; nothing changed here",
+            "give the store that the checkpoint was made with, or begin both in folders of their own",
         )
 
 

@@ -86,6 +86,14 @@ def written_whole(path: Path) -> Iterator[Path]:
             os.fsync(folder)
 
 
+def write_all(file: int, content: bytes | memoryview, place: int) -> None:
+    """Write all of some bytes from a place on: the system may take only a part of them at once."""
+    rest = memoryview(content)
+    while rest:
+        written = os.pwrite(file, rest, place)
+        place, rest = place + written, rest[written:]
+
+
 @contextlib.contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
     """Open a file of the system inside."""

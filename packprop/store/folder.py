@@ -29,6 +29,9 @@ VERSION = 2
 HEADER, SAMPLES = "header.json", "samples.npy"
 """The files of a shard beside marks and arrays: the header, the identifiers of samples."""
 
+MOST_SHARDS = 10**5
+"""Shards whose names have five digits."""
+
 FILE = re.compile(r"(?!\.{1,2}/)[A-Za-z0-9._-]+/[A-Za-z0-9._-]+\.npy")
 """Names of files of arrays: a folder, and a name in it."""
 
@@ -103,6 +106,7 @@ class ShardHeader:
         notes: The notes that the writer got: the shards of a store agree in it.
         written_by: The version of packprop.
         arrays: The arrays so far.
+        token: A random number that tells the shard from others: the checksums of its marks begin with it.
     """
 
     shard: Size
@@ -112,6 +116,7 @@ class ShardHeader:
     notes: dict[str, Any]
     written_by: str
     arrays: tuple[ArrayHeader, ...]
+    token: Size = 0
 
     def __post_init__(self) -> None:
         """Refuse arrays if two of them are the same.

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from packprop.errors import BadInput
-from packprop.store.files import opened
+from packprop.store.files import opened, write_all
 from packprop.store.schema import Size, Unfit, checksum_of, fitted, parsed
 
 CHUNKS = "chunks.jsonl"
@@ -38,19 +38,21 @@ class Mark:
 class Marks:
     """The marks of a shard, to which you can add more. It ignores a last line that was cut off.
 
-    Each line has a checksum of itself and all lines before it, so that none can be changed or missing.
+    Each line has a checksum of the token, all lines before it, and itself: none can be changed or missing, or
+    come from another store.
 
     Args:
         place: Folder of the shard.
         asked: The call of the user, for messages.
+        token: The number in the header that tells the shard from others.
 
     Raises:
         BadInput: For a line that is no mark, or has changed.
     """
 
-    def __init__(self, place: Path, asked: str) -> None:
+    def __init__(self, place: Path, asked: str, token: int) -> None:
         self._path, self.last, self.most, self.chunks = place / CHUNKS, Mark(), 0, list[Mark]()
-        self._checksum = 0
+        self._history = [(token, 0)]  # the checksum, and the samples, of each line
         content = self._path.read_bytes() if self._path.exists() else b""
         self._end = content.rfind(b"\n") + 1
         for number, line in enumerate(content[: self._end].splitlines(), 1):
@@ -65,34 +67,46 @@ class Marks:
                     "files beside it",
                 ) from error
 
+    @property
+    def checksum(self) -> int:
+        """The checksum of all marks so far."""
+        return self._history[-1][0]
+
+    def keep(self, samples: int, checksum: int) -> bool:
+        """Tell whether the marks had this checksum once, and the first ``samples`` rows are the same since."""
+        for index, (each, _) in enumerate(self._history):
+            if each == checksum:
+                return all(samples <= then for _, then in self._history[index:])
+        return False
+
     def add(self, mark: Mark) -> None:
         """Append a mark, and wait until it is on the disk."""
         content = asdict(mark)
-        checksum = checksum_of(content, self._checksum)
+        checksum = checksum_of(content, self.checksum)
         line = json.dumps({**content, "checksum": checksum}).encode() + b"\n"
         with opened(self._path, os.O_RDWR | os.O_CREAT) as file:
             os.ftruncate(file, self._end)  # a line that was cut off
-            os.pwrite(file, line, self._end)
+            write_all(file, line, self._end)
             os.fsync(file)
         self._end += len(line)
-        self._checksum = checksum
-        self._count(mark)
+        self._count(mark, checksum)
 
     def _take(self, line: bytes) -> None:
         content = parsed(line)
         checksum = content.pop("checksum", None) if isinstance(content, dict) else None
         mark: Mark = fitted(Mark, content)
-        if checksum != checksum_of(content, self._checksum):
+        expected = checksum_of(content, self.checksum)
+        if checksum != expected:
             raise Unfit("the line, or one before it, is not what was written")
         if mark.start > min(mark.samples, self.last.samples):
             raise Unfit(f"a chunk cannot begin at {mark.start}")
-        self._checksum = checksum
-        self._count(mark)
+        self._count(mark, expected)
 
-    def _count(self, mark: Mark) -> None:
+    def _count(self, mark: Mark, checksum: int) -> None:
         while self.chunks and self.chunks[-1].samples > mark.start:  # rows were cut off
             if self.chunks.pop().start < mark.start:
                 raise Unfit(f"a chunk cannot begin at {mark.start}, inside of another one")
         if mark.start < mark.samples:
             self.chunks.append(mark)
         self.last, self.most = mark, max(self.most, mark.samples)
+        self._history.append((checksum, mark.samples))

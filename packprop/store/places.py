@@ -12,6 +12,7 @@ import torch
 
 from packprop.errors import BadInput, PackpropError
 from packprop.store.files import LockedElsewhere
+from packprop.store.marks import Marks
 
 
 def rank_of_process() -> tuple[int, int]:
@@ -65,6 +66,65 @@ def writable(asked: str, folder: Path, shard: Path) -> Iterator[None]:
             f"nothing can be written there: {error.strerror or error}{file}",
             "give a folder that you may write to, on a disk that has room",
         ) from error
+
+
+def closed(folder: Path) -> PackpropError:
+    """Return the error for a writer that is closed."""
+    return PackpropError(
+        f"Values were to be written to the store {str(folder)!r}.",
+        "the writer",
+        "it is closed",
+        "write inside `with StoreWriter(...)`, or open it again with resume=True",
+    )
+
+
+@contextlib.contextmanager
+def taken_by_disk(folder: Path, shard: Path, marks: Marks) -> Iterator[None]:
+    """Explain errors of the code inside, which writes the files of a shard.
+
+    Raises:
+        PackpropError: If the disk does not take them.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise PackpropError(
+            f"Values were to be written to the store {str(folder)!r}.",
+            f"file {error.filename or str(shard)!r}",
+            f"the disk did not take them: {error.strerror or error}",
+            f"make room and go on: the first {marks.last.samples} samples are safe, and resume=True goes on "
+            "from there",
+        ) from error
+
+
+def require_held(asked: str, place: Path, marks: Marks, held: int, samples: int, checksum: int | None) -> None:
+    """Refuse a shard that does not hold the first samples that a checkpoint was made with.
+
+    Args:
+        asked: The call of the user, for messages.
+        place: The folder of the shard.
+        marks: Its marks.
+        held: Its samples, with those that have no mark yet.
+        samples: The samples of the checkpoint.
+        checksum: The checksum of the marks at the checkpoint, if it is known.
+
+    Raises:
+        BadInput: If it holds fewer, never had the checksum, or lost some of these rows since.
+    """
+    if samples > held:
+        raise BadInput(
+            asked,
+            f"folder {str(place)!r}",
+            f"it holds {held} samples, and the checkpoint was made after {samples}",
+            "resume from a checkpoint that is as old as the store, or begin both anew",
+        )
+    if checksum is not None and held and not marks.keep(samples, checksum):
+        raise BadInput(
+            asked,
+            f"folder {str(place)!r}",
+            "the checkpoint was made with another store, or its rows were replaced since; nothing changed here",
+            "give the store that the checkpoint was made with, or begin both in folders of their own",
+        )
 
 
 def file_name(quantity: str, parameter: str, used: set[str]) -> str:

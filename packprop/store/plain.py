@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from packprop.errors import BadInput
-from packprop.store.files import opened
+from packprop.store.files import opened, write_all
 from packprop.store.schema import Unfit
 
 MAGIC = b"\x93NUMPY\x01\x00"
@@ -85,11 +85,8 @@ class GrowingArray:
 
     def put(self, start: int, rows: Tensor) -> None:
         """Write some rows ``[n, *shape]``, of this precision and on the CPU, from row ``start`` on."""
-        file, place = self._opened(), self.offset + start * self.row_bytes
-        rest = memoryview(as_array(rows.contiguous()).reshape(-1).view(np.uint8).data)
-        while rest:
-            written = os.pwrite(file, rest, place)
-            place, rest = place + written, rest[written:]
+        content = as_array(rows.contiguous()).reshape(-1).view(np.uint8).data
+        write_all(self._opened(), content, self.offset + start * self.row_bytes)
 
     def fill(self, rows: int) -> None:
         """Make the file ``rows`` rows long: zeros for those that never came."""
@@ -101,16 +98,23 @@ class GrowingArray:
     def show(self, rows: int) -> None:
         """Say in the file that it has so many rows, which it must hold; touch nothing else in it."""
         with opened(self.path, os.O_RDWR) as file:
-            os.pwrite(file, header_of(rows, self.shape, self.dtype), 0)
+            write_all(file, header_of(rows, self.shape, self.dtype), 0)
 
     def sync(self) -> None:
         """Wait until all written rows are on the disk."""
         with opened(self.path, os.O_RDWR) as file:
             os.fsync(file)
 
+    def drop(self, rows: int) -> None:
+        """Drop all rows from ``rows`` on, none of which was ever shown."""
+        file = self._opened()
+        needed = self.offset + rows * self.row_bytes
+        if os.fstat(file).st_size > needed:
+            os.ftruncate(file, needed)
+
     def cut(self, rows: int) -> None:
-        """Drop all rows from ``rows`` on."""
-        os.ftruncate(self._opened(), self.offset + rows * self.row_bytes)
+        """Drop all rows from ``rows`` on, and say so in the file."""
+        self.drop(rows)
         self.show(rows)
 
     def mapped(self, stop: int, start: int = 0) -> np.ndarray:
@@ -132,7 +136,7 @@ class GrowingArray:
             self.path.parent.mkdir(exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             if os.fstat(self._file).st_size < self.offset:
-                os.pwrite(self._file, header_of(0, self.shape, self.dtype), 0)
+                write_all(self._file, header_of(0, self.shape, self.dtype), 0)
         return self._file
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from packprop.engine.tensors import tensor_of
 from packprop.errors import Absent, BadInput, PackpropError
+from packprop.store.arguments import whole_number
 from packprop.store.checksums import CheckedRows
 from packprop.store.folder import ArrayHeader, is_begun
 from packprop.store.frames import to_frame
@@ -61,6 +62,8 @@ class StoredArray:
         return f"StoredArray({self.header.said}, shape={list(self.shape)}, dtype={self.dtype})"
 
     def __getitem__(self, rows: int | slice | Sequence[int] | Tensor | np.ndarray) -> Tensor:
+        if isinstance(rows, tuple):
+            raise IndexError(f"rows[{rows}]: the index is that of rows alone; read these, and index the tensor")
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
             if step == 1:
@@ -83,10 +86,16 @@ class StoredArray:
             yield from block
 
     def blocks(self, rows: int | None = None) -> Iterator[Tensor]:
-        """Iterate over all rows in order, ``rows`` at a time ``[rows, ...]``; by default about 32 MiB."""
-        step = rows or max(1, BLOCK // max(1, self.header.row_bytes))
-        for start in range(0, len(self), step):
-            yield self[start : start + step]
+        """Iterate over all rows in order, ``rows`` at a time ``[rows, ...]``; by default about 32 MiB.
+
+        Raises:
+            BadInput: If ``rows`` is no whole number of at least 1.
+        """
+        if rows is None:
+            step = max(1, BLOCK // max(1, self.header.row_bytes))
+        else:
+            step = whole_number(f"Blocks of {self.header.said} were read from a store.", "rows", rows, 1)
+        return (self[start : start + step] for start in range(0, len(self), step))
 
     def lent(self, start: int, stop: int) -> Tensor:
         """Return rows from ``start`` to ``stop``, mapped if possible: do not write to them."""

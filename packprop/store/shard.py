@@ -10,8 +10,9 @@ from pathlib import Path
 
 from packprop.errors import BadInput
 from packprop.store.checksums import CheckedRows, checksums
-from packprop.store.folder import SAMPLES, ArrayHeader, ShardHeader
+from packprop.store.folder import HEADER, SAMPLES, ArrayHeader, ShardHeader
 from packprop.store.marks import Mark, Marks
+from packprop.store.places import short
 from packprop.store.plain import GrowingArray, require_length, shown_rows
 
 IDENTIFIERS = ArrayHeader("samples", "", SAMPLES, (), "int64")
@@ -37,7 +38,7 @@ class Shard:
         files = {each.file: self.file(each) for each in (IDENTIFIERS, *self.header.arrays)}
         try:
             shown = {name: shown_rows(asked, file) for name, file in files.items()}
-            self.marks = Marks(place, asked)  # after the header that they need
+            self.marks = Marks(place, asked, self.header.token)  # after the header that they need
             for file in files.values():
                 require_length(asked, file, self.marks.last.samples)
         except OSError as error:
@@ -96,6 +97,41 @@ def cut_mark(asked: str, mark: Mark, chunks: Sequence[Mark], files: Mapping[str,
                 rows.read(slice(chunk.start, mark.samples))
             return with_checksums(mark, chunk.start, files)
     return replace(mark, start=mark.samples)
+
+
+def require_same_store(asked: str, folder: Path, header: ShardHeader) -> None:
+    """Refuse a folder that holds shards of another store.
+
+    Raises:
+        BadInput: With the first difference.
+    """
+    for other in sorted(folder.glob(f"shard-*/{HEADER}")):
+        found = ShardHeader.load(other.parent, asked)
+        if difference := header.difference(found):
+            theirs, ours = (short(getattr(each, difference)) for each in (found, header))
+            raise BadInput(
+                asked,
+                f"folder {str(folder)!r}",
+                f"it holds a store with other {difference}: {theirs} instead of {ours}",
+                "write to a folder of its own, or resume with what the store was begun with",
+            )
+
+
+def require_unmarked(asked: str, folder: Path, shard: Shard) -> None:
+    """Refuse a shard that has safe rows, or was finished.
+
+    Raises:
+        BadInput: With the number of its samples.
+    """
+    last = shard.marks.last
+    if last.samples or last.finished:
+        raise BadInput(
+            asked,
+            f"folder {str(folder)!r}",
+            f"it is not empty: shard {shard.header.shard} of a store is there, with {last.samples} samples",
+            "write to another folder, or delete this; compute(..., checkpoint=...) goes on with the "
+            "store of an interrupted run, StoreWriter(resume=True) with any",
+        )
 
 
 def require_plain_files(asked: str, folder: Path, writes: bool = False) -> None:

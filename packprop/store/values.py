@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from packprop.engine.tensors import named_parameters
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions.projected import Projected
-from packprop.store.folder import ShardHeader, described
+from packprop.store.folder import ArrayHeader, ShardHeader, described
+from packprop.store.places import file_name
 from packprop.store.plain import GrowingArray
 from packprop.types import Extension
 
@@ -75,6 +77,25 @@ def put(rows: dict[Key, Tensor], extension: Extension, name: str, value: Tensor,
     else:
         value = value if factor == 1 else value * factor
         rows[extension.savefield, name] = value.movedim(extension.sample_axis, 0)
+
+
+def described_rows(
+    rows: Mapping[Key, Tensor], extensions: Sequence[Extension], known: Sequence[ArrayHeader]
+) -> list[ArrayHeader]:
+    """Describe new arrays for rows, in files other than those of the known arrays."""
+    used = {each.file.lower() for each in known}
+    headers = []
+    for (quantity, parameter), value in rows.items():
+        kind = next((each for each in extensions if each.savefield == quantity), None)
+        degree = 0.0 if kind is None else kind.degrees[0]
+        projection = asdict(kind.projection) if isinstance(kind, Projected) else None
+        file, shape, dtype = (
+            file_name(quantity, parameter, used),
+            tuple(value.shape[1:]),
+            described(value.dtype),
+        )
+        headers.append(ArrayHeader(quantity, parameter, file, shape, dtype, degree, projection))
+    return headers
 
 
 def converted(asked: str, key: Key, value: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from packprop.errors import BadInput, PackpropError
-from packprop.extensions.projected import Projected
+from packprop.store.arguments import (
+    finite_number,
+    require_precision,
+    require_same_names,
+    shard_numbers,
+    whole_number,
+)
 from packprop.store.describing import (
     described_extension,
     described_model,
@@ -27,17 +33,29 @@ from packprop.store.files import Lock
 from packprop.store.folder import (
     HEADER,
     SAMPLES,
-    ArrayHeader,
     ShardHeader,
-    described,
     folder_of_shard,
     is_begun,
 )
 from packprop.store.marks import CHUNKS, Mark, Marks
-from packprop.store.places import file_name, rank_of_process, require_place, short, writable
+from packprop.store.places import (
+    closed,
+    rank_of_process,
+    require_held,
+    require_place,
+    taken_by_disk,
+    writable,
+)
 from packprop.store.plain import GrowingArray
-from packprop.store.shard import Shard, cut_mark, require_plain_files, with_checksums
-from packprop.store.values import Key, converted, identifiers_of, require_rows, taken_from
+from packprop.store.shard import (
+    Shard,
+    cut_mark,
+    require_plain_files,
+    require_same_store,
+    require_unmarked,
+    with_checksums,
+)
+from packprop.store.values import Key, converted, described_rows, identifiers_of, require_rows, taken_from
 from packprop.types import Extension
 
 CHUNK = 64 * 2**20
@@ -99,16 +117,17 @@ class StoreWriter:
         self._model, self._dtype, self._seconds = model, dtype, seconds
         require_storable(self._asked, self.extensions)
         if dtype is not None:
-            described(dtype)
+            require_precision(self._asked, dtype)
         rank, ranks = rank_of_process()
+        given = rank if shard is None else shard, ranks if shards is None else shards
         self._header = ShardHeader(
-            rank if shard is None else shard,
-            ranks if shards is None else shards,
+            *shard_numbers(self._asked, *given),
             [described_extension(extension) for extension in self.extensions],
             described_model(model),
             json.loads(json.dumps(dict(notes or {}))),
             packprop_version() or "unknown",
             (),
+            secrets.randbits(32),
         )
         self._place = folder_of_shard(self.folder, self._header.shard)
         self._finishing: Future[None] | None = None
@@ -130,37 +149,18 @@ class StoreWriter:
         self._samples = GrowingArray(self._place / SAMPLES, (), torch.int64)
         self._arrays: dict[Key, GrowingArray] = {}
         self._mark = Mark()
-        for other in sorted(self.folder.glob(f"shard-*/{HEADER}")):
-            found = ShardHeader.load(other.parent, self._asked)
-            difference = self._header.difference(found)
-            if difference:
-                theirs, ours = (short(getattr(each, difference)) for each in (found, self._header))
-                raise BadInput(
-                    self._asked,
-                    f"folder {str(self.folder)!r}",
-                    f"it holds a store with other {difference}: {theirs} instead of {ours}",
-                    "write to a folder of its own, or resume with what the store was begun with",
-                )
+        require_same_store(self._asked, self.folder, self._header)
         shard = Shard(self._place, self._asked) if (self._place / HEADER).exists() else None
         if shard is None and is_begun(self._place):
             ShardHeader.load(self._place, self._asked)  # says why
         if shard is not None and not resume:
-            last = shard.marks.last
-            if last.samples or last.finished:
-                raise BadInput(
-                    self._asked,
-                    f"folder {str(self.folder)!r}",
-                    f"it is not empty: shard {self._header.shard} of a store is there, with "
-                    f"{last.samples} samples",
-                    "write to another folder, or delete this; compute(..., checkpoint=...) goes on with the "
-                    "store of an interrupted run, StoreWriter(resume=True) with any",
-                )
+            require_unmarked(self._asked, self.folder, shard)
             # no row was marked: the writer was killed before the end of its first chunk
             for name in (*(each.file for each in shard.header.arrays), SAMPLES, CHUNKS):
                 (self._place / name).unlink(missing_ok=True)
         if shard is None or not resume:
             self._header.save(self._place)
-            self._marks = Marks(self._place, self._asked)
+            self._marks = Marks(self._place, self._asked, self._header.token)
             return
         self._header, self._marks, self._mark = shard.header, shard.marks, shard.marks.last
         self._arrays = {key: shard.file(header) for key, header in shard.arrays.items()}
@@ -184,6 +184,11 @@ class StoreWriter:
         return self._mark.terms
 
     @property
+    def checksum(self) -> int:
+        """The checksum of all marked rows so far, which tells this store from others."""
+        return self._marks.checksum
+
+    @property
     def quantities(self) -> set[str]:
         """The quantities with rows: attributes of extensions, and the names of written values."""
         return {quantity for quantity, _ in self._arrays}
@@ -204,15 +209,20 @@ class StoreWriter:
             terms: The divisor of the batch's loss: the number of samples under most means. packprop multiplies
                 values by it, to their degree, so that values of all batches have one scale.
             unused_are_zero: Treats a parameter without values as unused by this batch, with rows of zeros.
-            values: More values to store, such as losses: tensors ``[n, ...]`` by name.
+            values: More values to store, such as losses: tensors ``[n, ...]`` by name, the same names for all
+                batches.
 
         Raises:
-            BadInput: For values that have no row for each sample, or have other rows than before.
+            BadInput: For values that have no row for each sample, or have other rows or names than before.
             PackpropError: If a parameter has no values, or the disk does not take them.
         """
         self._require_open()
-        self.require_model(f"StoreWriter({str(self.folder)!r}).write(...) was called.", self._model)
+        asked = f"StoreWriter({str(self.folder)!r}).write(...) was called."
+        terms = finite_number(asked, "terms", terms, 0.0)
+        self.require_model(asked, self._model)
         taken = taken_from(self._model, self.extensions, terms, unused_are_zero)
+        known = self.quantities - {extension.savefield for extension in self.extensions}
+        require_same_names(asked, values.keys(), known, self.samples)
         taken |= {(name, ""): value for name, value in values.items()}
         rows = next(iter(taken.values()), None)
         samples = len(rows) if isinstance(rows, Tensor) and rows.dim() else 0
@@ -233,17 +243,20 @@ class StoreWriter:
             PackpropError: If the disk does not take them.
         """
         self._require_open()
+        terms = finite_number(self._asked, "terms", terms)
         start, total = self.samples, self.samples + samples
         numbers = identifiers_of(self._asked, identifiers, start, samples, self._header)
         rows = {key: converted(self._asked, key, value, self._dtype) for key, value in values.items()}
         require_rows(self._asked, rows, samples, self._arrays)
         with self._to_disk():
-            self._make_arrays(rows)
-            self._samples.put(start, numbers)
-            for key, value in rows.items():
-                self._arrays[key].put(start, value)
-                if len(self._arrays) > OPEN_FILES:
-                    self._arrays[key].close()
+            try:
+                self._put(start, numbers, rows)
+            except BaseException:  # zeros of a later batch would leave these rows in place
+                for array in (self._samples, *self._arrays.values()):
+                    array.drop(start)
+                    if len(self._arrays) > OPEN_FILES:
+                        array.close()
+                raise
         self._mark = Mark(total, self._mark.terms + terms)
         self._open_bytes += sum(value.numel() * value.dtype.itemsize for value in rows.values())
         if self._open_bytes >= CHUNK or time.monotonic() - self._began >= self._seconds:
@@ -252,31 +265,46 @@ class StoreWriter:
             if self._finishing is None or self._finishing.done():
                 self._finish_chunk()
 
+    def _put(self, start: int, numbers: Tensor, rows: Mapping[Key, Tensor]) -> None:
+        if self._marks.last.finished:  # readers learn that more is to come
+            self._marks.add(Mark(start, self.terms, start=start))
+        self._make_arrays(rows)
+        self._samples.put(start, numbers)
+        for key, value in rows.items():
+            self._arrays[key].put(start, value)
+            if len(self._arrays) > OPEN_FILES:
+                self._arrays[key].close()
+
     def commit(self) -> None:
         """Finish the open chunk now, and wait until it is on the disk."""
         self._require_open()
         self._finish_chunk()
         self._wait()
 
-    def resume_at(self, samples: int, terms: float) -> None:
+    def resume_at(self, samples: int, terms: float, checksum: int | None = None) -> None:
         """Go back to the first ``samples`` samples, which had so many ``terms``, as a checkpoint says.
 
+        Args:
+            samples: The samples that stay.
+            terms: Their terms.
+            checksum: The ``checksum`` of the writer that the checkpoint was made with, after its ``commit``;
+                with it, packprop refuses a store with other rows, and changes nothing there.
+
         Raises:
-            BadInput: If fewer than these are safe.
+            BadInput: If it holds fewer than these, or others, or for anything but such numbers.
             PackpropError: If remaining rows of a chunk that it cuts have changed.
         """
+        self._require_open()
+        samples = whole_number(self._asked, "samples", samples)
+        terms = finite_number(self._asked, "terms", terms)
         self._wait()
-        if samples > self._mark.samples:
-            raise BadInput(
-                self._asked,
-                f"folder {str(self._place)!r}",
-                f"it holds {self._mark.samples} samples, and the checkpoint was made after {samples}",
-                "resume from a checkpoint that is as old as the store, or begin both anew",
-            )
+        require_held(self._asked, self._place, self._marks, self.samples, samples, checksum)
+        if samples > self._marks.last.samples:
+            self.commit()
         mark, last = Mark(samples, terms), self._marks.last
         with self._to_disk():
             # first: only rows without a mark can be cut off
-            if last.finished or (samples, terms) != (last.samples, last.terms):
+            if (samples, terms) != (last.samples, last.terms):
                 self._marks.add(cut_mark(self._asked, mark, self._marks.chunks, self._files))
             self._mark = mark
             for array in (self._samples, *self._arrays.values()):
@@ -303,7 +331,10 @@ class StoreWriter:
         if self._lock is None:
             return
         try:
-            self.commit()
+            self._wait()
+            last = self._marks.last
+            if is_complete or (self.samples, self.terms) != (last.samples, last.terms):
+                self.commit()
             if is_complete:
                 with self._to_disk():
                     self._marks.add(Mark(self._mark.samples, self._mark.terms, True, self._mark.samples))
@@ -323,15 +354,7 @@ class StoreWriter:
         new = [key for key in rows if key not in self._arrays]
         if not new:
             return
-        used = {each.file.lower() for each in self._header.arrays}
-        headers = []
-        for quantity, parameter in new:
-            value, file = rows[quantity, parameter], file_name(quantity, parameter, used)
-            kind = next((each for each in self.extensions if each.savefield == quantity), None)
-            degree = 0.0 if kind is None else kind.degrees[0]
-            projection = asdict(kind.projection) if isinstance(kind, Projected) else None
-            shape, dtype = tuple(value.shape[1:]), described(value.dtype)
-            headers.append(ArrayHeader(quantity, parameter, file, shape, dtype, degree, projection))
+        headers = described_rows({key: rows[key] for key in new}, self.extensions, self._header.arrays)
         arrays = [GrowingArray(self._place / each.file, each.shape, each.precision) for each in headers]
         for array in arrays:  # the header needs all rows: zeros for earlier samples
             array.fill(self.samples)
@@ -371,27 +394,7 @@ class StoreWriter:
 
     def _require_open(self) -> None:
         if self._lock is None:
-            raise PackpropError(
-                f"Values were to be written to the store {str(self.folder)!r}.",
-                "the writer",
-                "it is closed",
-                "write inside `with StoreWriter(...)`, or open it again with resume=True",
-            )
+            raise closed(self.folder)
 
-    @contextlib.contextmanager
-    def _to_disk(self) -> Iterator[None]:
-        """Write files inside.
-
-        Raises:
-            PackpropError: If the disk does not take them.
-        """
-        try:
-            yield
-        except OSError as error:
-            raise PackpropError(
-                f"Values were to be written to the store {str(self.folder)!r}.",
-                f"file {error.filename or str(self._place)!r}",
-                f"the disk did not take them: {error.strerror or error}",
-                f"make room and go on: the first {self._marks.last.samples} samples are safe, and "
-                "resume=True goes on from there",
-            ) from error
+    def _to_disk(self) -> contextlib.AbstractContextManager[None]:
+        return taken_by_disk(self.folder, self._place, self._marks)

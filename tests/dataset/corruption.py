@@ -231,7 +231,7 @@ def edited(file: Path, source: random.Random) -> None:
         content = {name: value for name, value in found.items() if name not in ("format", "checksum")}
         file.write_text(json.dumps({**found, "checksum": checksum_of(content)}))
     elif file.name == "chunks.jsonl":
-        before, lines = 0, []
+        before, lines = json.loads((file.parent / "header.json").read_text())["token"], []
         for line in file.read_text().splitlines():
             found = {name: value for name, value in json.loads(line).items() if name != "checksum"}
             if source.random() < 0.5:

@@ -119,7 +119,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda facts: facts.update(format=3), "in format 3, not in format 6"),
+        (lambda facts: facts.update(format=3), "in format 3, not in format 7"),
         (lambda facts: facts.update(what="a store"), "it is 'a store'"),
         (lambda facts: facts["identity"].update({"version of torch": "1.0"}), "version of torch: 1.0 there"),
         (lambda facts: facts["identity"].update({"version of packprop": "9"}), "version of packprop: 9 there"),

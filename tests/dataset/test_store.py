@@ -306,3 +306,44 @@ def test_samples_are_identified_by_what_the_data_yield(tmp_path: Path) -> None:
             else:
                 packprop.compute(named, nn.CrossEntropyLoss(), batches, writer.extensions, **options)
     assert packprop.Store(tmp_path / "store").identifiers.tolist() == [7, 8, 9, *range(len(x) - 3)]
+
+
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("batches", [0, 1])
+def test_a_continued_run_refuses_the_store_of_another(tmp_path: Path, batches: int, finished: bool) -> None:
+    """Even if that has the same shapes: nothing in it changes, and the run's own store goes on."""
+    loss, asked = nn.CrossEntropyLoss(), extensions.BatchGrad()
+    models = {name: small()[0] for name in "ab"}
+    data = small()[1]
+
+    def run(name: str, store: str, calls: int = 100) -> None:
+        really = StoreWriter.add
+
+        def add(*given: Any) -> None:
+            nonlocal calls
+            calls -= 1
+            if calls < 0:
+                raise KeyboardInterrupt
+            really(*given)
+
+        options: dict[str, Any] = {"store": tmp_path / store, "checkpoint": tmp_path / f"kept {name}"}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StoreWriter, "add", add)
+            compute(models[name], loss, data, asked, batch_size=3, every=1, **options)
+
+    with pytest.raises(KeyboardInterrupt):
+        run("a", "a", batches)
+    if finished:
+        run("b", "b")
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            run("b", "b", 2)
+    before = Store(tmp_path / "b")
+    rows = before["grad_batch", "0.bias"].torch()
+    with pytest.raises(BadInput, match="the checkpoint was made with another store"):
+        run("a", "b")
+    after = Store(tmp_path / "b")
+    assert (after.verify(), after.finished) == (before.samples, finished)
+    assert torch.equal(after["grad_batch", "0.bias"].torch(), rows)
+    run("a", "a")
+    assert Store(tmp_path / "a").finished

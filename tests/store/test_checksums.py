@@ -159,7 +159,7 @@ def test_rows_that_came_after_others_are_zero_before(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "store", nn.Linear(1, 1), []) as writer:
         writer.write(a=torch.ones(9))
         writer.commit()
-        writer.write(b=torch.ones(9))
+        writer.add({("b", ""): torch.ones(9)}, 9)
     store = Store(tmp_path / "store")
     assert store.verify() == 18
     assert store["b"].torch().tolist() == [0] * 9 + [1] * 9

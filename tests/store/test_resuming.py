@@ -36,7 +36,8 @@ end = int(sys.argv[2])
 while writer.samples < end:
     start = writer.samples
     rows = torch.arange(start, start + 1 + start % 5).double()
-    writer.write(a=rows[:, None].expand(-1, 300), **({"b": rows} if start > 50 else {}))
+    given = {("a", ""): rows[:, None].expand(-1, 300)} | ({("b", ""): rows} if start > 50 else {})
+    writer.add(given, len(rows), 1.0)
     print(writer.samples, flush=True)
 writer.close()
 """
@@ -129,7 +130,7 @@ def test_rows_after_a_step_back_are_not_those_that_were_there(tmp_path: Path) ->
         writer.write(a=torch.ones(4), b=torch.ones(4))
         writer.commit()
         writer.resume_at(1, 1.0)
-        writer.write(a=torch.full((3,), 2.0))
+        writer.add({("a", ""): torch.full((3,), 2.0)}, 3)
     store = Store(tmp_path / "store")
     assert store["a"].torch().tolist() == [1, 2, 2, 2]
     assert store["b"].torch().tolist() == [1, 0, 0, 0]
@@ -144,7 +145,7 @@ def test_a_line_that_was_cut_off(tmp_path: Path) -> None:
     model, *_ = problem()
     with StoreWriter(tmp_path / "store", model, [BatchGrad()], resume=True) as writer:
         assert writer.samples == 3
-    assert [json.loads(line)["samples"] for line in chunks.read_text().splitlines()] == [3] * 5
+    assert [json.loads(line)["samples"] for line in chunks.read_text().splitlines()] == [3] * 4
 
 
 def test_shards_are_read_as_one(tmp_path: Path) -> None:

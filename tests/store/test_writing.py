@@ -135,7 +135,7 @@ def test_rows_that_are_left_out_later_are_zeros_too(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "store", nn.Linear(1, 1), []) as writer:
         for step in range(3):
             a, b = torch.full((2, 2), 1.0 + step), torch.full((2,), 5.0)
-            writer.write(**({"a": a, "b": b} if step == 1 else {"a": a}))
+            writer.add({("a", ""): a, ("b", ""): b} if step == 1 else {("a", ""): a}, 2)
     store = Store(tmp_path / "store")
     assert store["b"].torch().tolist() == [0, 0, 5, 5, 0, 0]
     assert store["a"].torch()[:, 0].tolist() == [1, 1, 2, 2, 3, 3]

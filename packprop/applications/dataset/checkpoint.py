@@ -21,7 +21,7 @@ from packprop.store.files import LockedElsewhere
 from packprop.store.schema import Unfit, fitted
 from packprop.store.shard import require_plain_files
 
-FORMAT = {"what": "a packprop checkpoint of a data set", "format": 6}
+FORMAT = {"what": "a packprop checkpoint of a data set", "format": 7}
 """The first facts of each checkpoint."""
 
 SHARE = 50

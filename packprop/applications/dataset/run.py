@@ -311,8 +311,10 @@ class Run:
             "ended": self._batches.ended,
             "now": self._moment.draws,
             "begin": self._draws.begin,
-            "stored": self._moment.stored,
+            "stored": None,
         }
+        if self._stream.step.stored is not None and self._moment.stored is not None:
+            place["stored"] = (*self._moment.stored, self._stream.step.stored.writer.checksum)
         results = self._results.saved()
         if self._ranks.rank:  # all ranks have the same results of a first reading
             results["rotations"] = []

@@ -42,7 +42,10 @@ class RunFacts(Facts):
 
 @dataclass(frozen=True)
 class SavedPlace:
-    """The place in the data that one rank continues from, and its draws."""
+    """The place in the data and in the store that one rank continues from, and its draws.
+
+    ``stored`` are samples, terms, and the checksum of the store.
+    """
 
     batches: Size
     digest: str
@@ -52,7 +55,7 @@ class SavedPlace:
     ended: bool
     now: dict[str, Tensor]
     begin: dict[str, Tensor]
-    stored: tuple[Size, float] | None
+    stored: tuple[Size, float, Size] | None
     may_have_more: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

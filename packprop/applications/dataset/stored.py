@@ -63,11 +63,14 @@ class StoredResults:
     def go_to(self, place: Sequence[Any]) -> None:
         """Go back to a place; later rows are gone.
 
+        Args:
+            place: Samples, terms, and the checksum that the writer had then.
+
         Raises:
-            BadInput: If fewer samples are safe.
+            BadInput: If fewer samples are safe, or the store is another one.
         """
         self._values = {}
-        self.writer.resume_at(place[0], place[1])
+        self.writer.resume_at(*place)
 
     def end_batch(self, batch: Any, samples: int, terms: float) -> None:
         """Store the kept results of a batch."""

@@ -1,0 +1,100 @@
+"""Checks of arguments that stores take."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Set
+from typing import Any
+
+import numpy as np
+import torch
+
+from packprop.errors import BadInput
+from packprop.store.folder import MOST_SHARDS, described
+from packprop.store.plain import name_of
+
+
+def whole_number(asked: str, name: str, value: Any, least: int = 0) -> int:
+    """Return an argument as a whole number of at least ``least``.
+
+    Raises:
+        BadInput: If it is none.
+    """
+    try:
+        number = least - 1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        instead = f"give a whole number of at least {least}"
+        raise BadInput(asked, f"{name}={value!r}", "it is no such number", instead)
+    return number
+
+
+def finite_number(asked: str, name: str, value: Any, least: float = -math.inf) -> float:
+    """Return an argument as a finite number of at least ``least``.
+
+    Raises:
+        BadInput: If it is none.
+    """
+    try:
+        number = math.nan if isinstance(value, (bool, np.bool_, str)) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number) or number < least:
+        kind = "finite number" if least == -math.inf else f"finite number of at least {least:g}"
+        raise BadInput(asked, f"{name}={value!r}", f"it is no {kind}", f"give a {kind}, such as 32.0")
+    return number
+
+
+def shard_numbers(asked: str, shard: Any, shards: Any) -> tuple[int, int]:
+    """Return the number of a shard, and that of all shards.
+
+    Raises:
+        BadInput: If there cannot be such a shard.
+    """
+    shard, shards = whole_number(asked, "shard", shard), whole_number(asked, "shards", shards, 1)
+    if shard >= shards or shards > MOST_SHARDS:
+        raise BadInput(
+            asked,
+            f"shard={shard}, shards={shards}",
+            "shards are numbered from 0 to shards - 1" if shard >= shards else "they are too many",
+            f"give shards, at most {MOST_SHARDS}, and a shard below it",
+        )
+    return shard, shards
+
+
+def require_precision(asked: str, dtype: torch.dtype) -> None:
+    """Refuse anything that is not a precision of stored floating-point values.
+
+    Raises:
+        BadInput: For another one.
+    """
+    described(dtype)
+    if not dtype.is_floating_point:
+        raise BadInput(
+            asked,
+            f"dtype={dtype}",
+            f"floating-point values cannot be stored as {name_of(dtype)}",
+            "give torch.float16, torch.bfloat16, torch.float32 or torch.float64, or leave dtype out",
+        )
+
+
+def require_same_names(asked: str, given: Set[str], known: Set[str], samples: int) -> None:
+    """Refuse named values that this batch lacks, or that earlier batches lacked: zeros would stand for them.
+
+    Raises:
+        BadInput: With the first of them.
+    """
+    new = given - known if samples else set()
+    for names, why in (
+        (known - given, "earlier batches have it, and this one does not"),
+        (new, f"the {samples} samples before this batch do not have it"),
+    ):
+        if names:
+            raise BadInput(
+                asked,
+                f"values {min(names)!r}",
+                why,
+                "give the same values with each batch; StoreWriter.add(...) stores zeros for missing ones",
+            )

@@ -1,0 +1,182 @@
+"""Wrong arguments, failed writes and other stores change nothing that a store holds."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from packprop import Store, StoreWriter
+from packprop.errors import BadInput, PackpropError
+from packprop.store.plain import GrowingArray
+
+
+def opened(folder: Path, **options: Any) -> StoreWriter:
+    return StoreWriter(folder, nn.Linear(1, 1), [], **options)
+
+
+def four(folder: Path) -> None:
+    with opened(folder) as writer:
+        writer.write(a=torch.arange(4.0), terms=4.0)
+
+
+WRONG: list[tuple[Any, Any]] = [(-1, 0.0), (True, 1.0), (2.0, 2.0), (2, np.nan), (2, np.inf), (2, "x")]
+
+
+@pytest.mark.parametrize(("samples", "terms"), WRONG, ids=str)
+def test_wrong_places_change_nothing(tmp_path: Path, samples: Any, terms: Any) -> None:
+    four(tmp_path / "store")
+    with pytest.raises(BadInput, match="it is no"), opened(tmp_path / "store", resume=True) as writer:
+        writer.resume_at(samples, terms)
+    store = Store(tmp_path / "store")
+    assert (store["a"].torch().tolist(), store.terms, store.finished) == ([0, 1, 2, 3], 4.0, True)
+
+
+@pytest.mark.parametrize("number", [torch.tensor(2.0), np.float32(2), np.int64(2), 2], ids=repr)
+def test_numbers_of_any_type(tmp_path: Path, number: Any) -> None:
+    four(tmp_path / "store")
+    with opened(tmp_path / "store", resume=True) as writer:
+        writer.resume_at(np.int64(2), number)
+        writer.write(a=torch.zeros(2), terms=number)
+    store = Store(tmp_path / "store")
+    assert (store["a"].torch().tolist(), store.terms) == ([0, 1, 0, 0], 4.0)
+
+
+@pytest.mark.parametrize("terms", [np.nan, np.inf, -4.0, True, "4", None, torch.ones(2)], ids=repr)
+def test_terms_that_are_no_number(tmp_path: Path, terms: Any) -> None:
+    with opened(tmp_path / "store") as writer:
+        with pytest.raises(BadInput, match=r"terms=.*\n.*no finite number of at least 0"):
+            writer.write(a=torch.ones(2), terms=terms)
+        writer.write(a=torch.ones(3))
+    assert Store(tmp_path / "store").samples == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shard": -1},
+        {"shard": True, "shards": 2},
+        {"shard": 1.0, "shards": 2},
+        {"shard": 3, "shards": 2},
+        {"shard": 0, "shards": 0},
+        {"shard": 0, "shards": 100_001},
+        {"dtype": torch.int64},
+        {"dtype": torch.complex64},
+    ],
+    ids=str,
+)
+def test_shards_and_precisions_that_cannot_be(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(BadInput):
+        opened(tmp_path / "store", **options)
+    assert not (tmp_path / "store").exists()
+
+
+def test_rows_without_a_mark_can_be_cut(tmp_path: Path) -> None:
+    with opened(tmp_path / "store") as writer:
+        writer.write(a=torch.arange(4.0), terms=4)
+        writer.resume_at(2, 2.0)
+    store = Store(tmp_path / "store")
+    assert (store["a"].torch().tolist(), store.verify()) == ([0, 1], 2)
+
+
+def test_named_values_come_with_all_batches_or_none(tmp_path: Path) -> None:
+    with opened(tmp_path / "store") as writer:
+        writer.write(a=torch.ones(2), loss=torch.ones(2))
+        with pytest.raises(BadInput, match=r"'loss'\n.*earlier batches have it"):
+            writer.write(a=torch.ones(2))
+        with pytest.raises(BadInput, match=r"'b'\n.*the 2 samples before this batch do not"):
+            writer.write(a=torch.ones(2), loss=torch.ones(2), b=torch.ones(2))
+        writer.write(a=torch.ones(2), loss=torch.ones(2))
+    store = Store(tmp_path / "store")
+    assert (store.samples, list(store)) == (4, ["a", "loss"])
+
+
+def test_a_batch_that_fails_leaves_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def both(value: float) -> dict[tuple[str, str], Tensor]:
+        return {(name, ""): torch.full((2,), value) for name in "ab"}
+
+    really = GrowingArray.put
+
+    def put(self: GrowingArray, start: int, rows: Tensor) -> None:
+        if self.path.parent.name == "b":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        really(self, start, rows)
+
+    with opened(tmp_path / "store") as writer:
+        writer.add(both(1.0), 2)
+        with monkeypatch.context() as patch, pytest.raises(PackpropError, match="No space left"):
+            patch.setattr(GrowingArray, "put", put)
+            writer.add(both(2.0), 2)
+        writer.add({("b", ""): torch.full((2,), 3.0)}, 2)
+    store = Store(tmp_path / "store")
+    assert store["a"].torch().tolist() == [1, 1, 0, 0]
+    assert store["b"].torch().tolist() == [1, 1, 3, 3]
+
+
+@pytest.mark.parametrize("then", ["goes on", "full"])
+def test_a_mark_that_is_written_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    really, calls = os.pwrite, [0]
+
+    def pwrite(file: int, content: Any, place: int) -> int:
+        if bytes(content[:1]) == b"{":
+            calls[0] += 1
+            if calls[0] == 1:
+                return really(file, content[:20], place)
+        elif calls[0] == 1 and then == "full":
+            calls[0] += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return really(file, content, place)
+
+    with opened(tmp_path / "store") as writer:
+        writer.write(a=torch.ones(2))
+        writer.commit()
+        writer.write(a=torch.ones(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", pwrite)
+            if then == "full":
+                with pytest.raises(PackpropError, match="No space left"):
+                    writer.commit()
+            else:
+                writer.commit()
+        assert Store(tmp_path / "store").samples == (2 if then == "full" else 4)
+        writer.write(a=torch.ones(2))
+    assert Store(tmp_path / "store").verify() == 6
+
+
+def test_indices_and_blocks_that_cannot_be(tmp_path: Path) -> None:
+    four(tmp_path / "store")
+    array = Store(tmp_path / "store")["a"]
+    for index in ((1, 1), (), (0,)):
+        with pytest.raises(IndexError, match="rows alone"):
+            array[index]
+    for rows in (0, -1, True, 2.0):
+        with pytest.raises(BadInput, match="whole number of at least 1"):
+            array.blocks(rows)
+
+
+def test_a_place_of_another_store_is_refused(tmp_path: Path) -> None:
+    four(tmp_path / "other")
+    with opened(tmp_path / "store") as writer:
+        writer.commit()
+        empty = writer.checksum
+        writer.write(a=torch.arange(4.0), terms=4)
+        writer.commit()
+        place = 4, 4.0, writer.checksum
+    for given in (place, (0, 0.0, empty)):
+        with pytest.raises(BadInput, match="another store"), opened(tmp_path / "other", resume=True) as writer:
+            writer.resume_at(*given)
+    other = Store(tmp_path / "other")
+    assert (other.verify(), other.finished) == (4, True)
+    with opened(tmp_path / "store", resume=True) as writer:
+        writer.resume_at(*place)
+        writer.resume_at(2, 2.0)
+        writer.write(a=torch.zeros(2), terms=2)
+        with pytest.raises(BadInput, match="another store"):
+            writer.resume_at(*place)
+        writer.resume_at(0, 0.0, empty)

@@ -142,8 +142,9 @@ def _note_order(graph: Graph, trail: Trail) -> None:
     reordered: set[Node] = set()
     losses = {loss.node for loss in graph.losses}
     for node in trail.order:
-        above = trail.inputs[node][0][0] if trail.inputs[node] else None
-        if node in trail.leaves or above in parameters or node in losses:
+        first, *others = [above for above, _ in trail.inputs[node]] or [None]
+        is_table = first in parameters and all(each is None or each in parameters for each in others)
+        if node in trail.leaves or is_table or node in losses:
             axes: frozenset[int] | None = frozenset()
         else:
             axes = axes_reordered(node)

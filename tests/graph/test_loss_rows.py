@@ -100,6 +100,68 @@ def test_the_reshape_in_front_of_the_loss_shows_whose_rows_they_are(name: str) -
     check(model_of(FLATTENED[name]), torch.randn(N, T, D).double(), N, leading(parts))
 
 
+def flattened_before(m: Any, x: Tensor) -> Tensor:
+    return m.head(m.first(x.flatten(0, 1)))
+
+
+def flattened_behind(m: Any, x: Tensor) -> Tensor:
+    return m.head(hidden(m, x)).flatten(0, 1)
+
+
+SUMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "flattened second": lambda m, x: flattened_before(m, x) + flattened_behind(m, x),
+    "flattened first": lambda m, x: flattened_behind(m, x) + flattened_before(m, x),
+    "product": lambda m, x: flattened_before(m, x) * flattened_behind(m, x),
+    "choice": lambda m, x: torch.where(
+        torch.arange(N * T)[:, None] % 3 > 0, flattened_behind(m, x), m.norm.bias.expand(N * T, C)
+    ),
+    "the other choice": lambda m, x: torch.where(
+        torch.arange(N * T)[:, None] % 3 > 0, m.norm.bias.expand(N * T, C), flattened_behind(m, x)
+    ),
+    "several sums": lambda m, x: (
+        m.norm(flattened_before(m, x) + flattened_behind(m, x)) + flattened_before(m, x)
+    ),
+    "alike": lambda m, x: flattened_behind(m, x) + m.head(hidden(m, x)).unflatten(1, (2, -1)).flatten(0, 2),
+    "parts": lambda m, x: m.head(hidden(m, x))[:, 1:].flatten(0, 1) + flattened_behind(m, x[:, 1:]),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_reshape_in_front_of_a_sum(name: str) -> None:
+    """The order of summands does not matter."""
+    check(model_of(SUMS[name]), torch.randn(N, T, D).double(), N, leading(T - (name == "parts")))
+
+
+def test_a_table_that_was_flattened_shows_no_samples() -> None:
+    """Positions on a grid, added to rows of as many samples."""
+    for forward in (
+        lambda m, x: m.first(x) + m.table.flatten(0, 1),
+        lambda m, x: m.table.flatten(0, 1) + m.first(x),
+    ):
+        model = model_of(forward)
+        model.table = nn.Parameter(torch.randn(2, 3, D).double())
+        check(model, torch.randn(6, D).double(), 6, leading())
+
+
+def test_summands_that_were_flattened_differently() -> None:
+    model = model_of(lambda m, x: m.first(x).flatten(0, 1) + m.first(x.transpose(0, 1)).flatten(0, 1))
+    told = refusal_of(model, torch.randn(N, T, D).double(), zero)
+    assert "[3, 4] and [4, 3]" in told
+    assert "documents=" in told
+
+
+def test_a_chain_of_sums_takes_no_longer_than_its_nodes() -> None:
+    """Paths double with each sum of two tensors of one shape."""
+
+    def doubled(m: Any, x: Tensor) -> Tensor:
+        out = flattened_behind(m, x)
+        for _ in range(200):
+            out = out.sin() + out
+        return out
+
+    check(model_of(doubled), torch.randn(N, T, D).double(), N, leading(T))
+
+
 @pytest.mark.parametrize("samples", [1, N])
 def test_rows_that_were_cut(samples: int) -> None:
     """``[n, t c]`` to ``[n t, c]``."""

@@ -97,6 +97,48 @@ def test_an_order_that_was_right_once(name: str) -> None:
         assert_rows_of_terms((model(x) - y).square() / y.numel(), loss(model(x), y), model.parameters())
 
 
+INTO_PARAMETERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "index_add": lambda table, h, order: table.index_add(0, order, h),
+    "index_copy": lambda table, h, order: table.index_copy(0, order, h) * 1.0,
+    "index_put": lambda table, h, order: table.index_put((order,), h),
+    "scatter": lambda table, h, order: table.scatter(0, order[:, None].expand_as(h), h),
+    "scatter_add": lambda table, h, order: (2 * table).scatter_add(0, order[:, None].expand_as(h), h),
+}
+
+
+@pytest.mark.parametrize("passes", [0, 1, 4])
+@pytest.mark.parametrize("name", INTO_PARAMETERS)
+def test_rows_that_data_put_into_parameters(name: str, passes: int) -> None:
+    """A function whose first operand is made of parameters still puts the samples where data say."""
+    model = Apply(lambda m, x: INTO_PARAMETERS[name](m.table, m.first(x), m.order), first=nn.Linear(3, 3))
+    model.table = nn.Parameter(torch.randn(4, 3))
+    packprop.extend(double(model))
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 3).double()
+    for order in [torch.arange(4)] * passes + [torch.tensor([2, 0, 3, 1])]:
+        model.order = order
+        model.zero_grad()
+        out = model(x)
+        loss = nn.functional.mse_loss(out, y, reduction="sum")
+        assert_rows_of_terms((out - y).square(), loss, [model.first.weight, model.first.bias])
+
+
+def test_rows_of_parameters_that_data_choose_are_located_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of tables, in any order, move no samples."""
+    model = Apply(lambda m, x: m.first(x) + m.table[m.order] + m.lookup(m.order), first=nn.Linear(3, 3))
+    model.table, model.lookup = nn.Parameter(torch.randn(4, 3)), nn.Embedding(4, 3)
+    packprop.extend(double(model))
+    located = samples._find_locations
+    calls: list[Any] = []
+    monkeypatch.setattr(samples, "_find_locations", lambda *given: calls.append(given) or located(*given))
+    counts = []
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]):
+        model.order = torch.tensor(order)
+        out = model(torch.randn(4, 3).double())
+        assert_rows_of_terms(out.square(), out.square().sum(), [model.first.weight, model.table])
+        counts.append(len(calls))
+    assert counts[0] == counts[-1]
+
+
 def test_a_reordering_above_a_checkpoint_with_parameters() -> None:
     """Where it holds the samples is looked for through the checkpoint."""
 

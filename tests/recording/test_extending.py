@@ -289,7 +289,7 @@ def test_an_encoder_layer_is_marked_as_one_model() -> None:
     model = packprop.extend(nn.TransformerEncoderLayer(4, 1, 8, batch_first=True, dropout=0.0).double())
     x = torch.randn(3, 5, 4).double()
     out = model(x)
-    assert marks_of(out.grad_fn)[OUTPUT][0].module() is model
+    assert marks_of(out.grad_fn)[OUTPUT][0][0].module() is model
     loss = packprop.extend(nn.MSELoss(reduction="sum"))(out, torch.zeros_like(out))
     assert_rows_of_terms(model(x).square(), loss, model.parameters())
 

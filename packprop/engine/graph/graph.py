@@ -135,7 +135,7 @@ class Graph:
     Args:
         gradients: The gradient of each root; ``None`` for ones.
         uses: The uses, nearest to the roots first.
-        outputs: Outputs of outermost calls, with their shapes.
+        outputs: Outputs of outermost calls that the pass reaches, with their shapes.
         open: Edges where paths from the roots that pass no recorded loss meet the model, if there is a loss
             elsewhere; see NOTE [Open paths].
         without_loss: Labels of uses that some path from the roots reaches without passing a recorded loss.

@@ -133,8 +133,7 @@ def _add_marks(found: Outline, node: Node, marks: dict[str, Any], key: list[Any]
             return False
         found.losses[node] = loss
         key += (loss.function, *loss.shape, loss.declared, output)
-    if OUTPUT in marks:
-        forward, output, shape = marks[OUTPUT]
+    for output, (forward, shape) in marks.get(OUTPUT, {}).items():
         found.outputs[node, output] = forward, shape
         key += (id(forward.module()), forward.declared, output, *shape)
     return True

@@ -26,7 +26,8 @@ count as arguments.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -236,39 +237,46 @@ def _place_of(tensor: Tensor) -> tuple[int, int] | None:
         return None
 
 
-def find_open_places(graph: Graph, starts: list[Node], neighbours: dict[Node, list[Node]]) -> None:
-    """Note on the graph where paths that pass no recorded loss meet the model; see NOTE [Open paths]."""
-    losses = {loss.node for loss in graph.losses}
-    met = _met(graph, starts, neighbours, losses)
+def find_open_places(graph: Graph, inputs: Mapping[Node, Sequence[Any]]) -> None:
+    """Note on the graph where paths that pass no recorded loss meet the model; see NOTE [Open paths].
+
+    ``inputs`` has the ``next_functions`` of each node.
+    """
+    roots = [(root.grad_fn, root.output_nr) for root in graph.roots if root.grad_fn is not None]
+    met = _met(graph, roots, inputs, {(loss.node, loss.output) for loss in graph.losses})
     for loss in graph.losses:
-        loss.is_open = met.pop((loss.call.edge.node, loss.call.edge.output_nr), None) is not None
+        given = (loss.call.edge.node, loss.call.edge.output_nr)
+        loss.is_open = met.pop(given, None) is not None
         if loss.call.function not in LOSSES:
-            arguments = {edge.node for edge in (loss.call.edge, *loss.others)}
-            loss.others += _met(graph, neighbours[loss.node], neighbours, arguments).values()
-    own = {edge.node for edge, *_ in graph.outputs}  # without losses, the outputs of the model are such places
-    if graph.losses or any(node in own for node, _ in met):
-        graph.open = [edge for (node, _), edge in met.items() if graph.losses or node not in own]
+            arguments = {given, *((edge.node, edge.output_nr) for edge in loss.others)}
+            loss.others += _met(graph, inputs[loss.node], inputs, arguments).values()
+    # without losses, the outputs of the model are such places
+    own = {(edge.node, edge.output_nr) for edge, *_ in graph.outputs}
+    if graph.losses or not own.isdisjoint(met):
+        graph.open = [edge for place, edge in met.items() if graph.losses or place not in own]
 
 
 def _met(
-    graph: Graph, starts: Iterable[Node], neighbours: dict[Node, list[Node]], ends: Container[Node]
+    graph: Graph, starts: Iterable[Any], inputs: Mapping[Node, Sequence[Any]], ends: Container[Any]
 ) -> dict[tuple[Node, int], GradientEdge]:
-    """Find the places where paths meet the model first, but for paths through ``ends``."""
+    """Find the places where paths meet the model first, but for paths through ``ends``.
+
+    Starts, ends and places are outputs of nodes: a node, and a number among its outputs.
+    """
     met: dict[tuple[Node, int], GradientEdge] = {}
-    outputs = {edge.node: edge for edge, forward, shape in graph.outputs if forward.has_parameters and shape}
-    uses = {node: use for use in graph.uses for node, _ in use.nodes.values()}
+    marked = [edge for edge, forward, shape in graph.outputs if forward.has_parameters and shape]
+    outputs = {(edge.node, edge.output_nr) for edge in marked}
+    uses = {node for use in graph.uses for node in use.anchors}
     stack = list(starts)
     seen = set(stack)
     while stack:
-        node = stack.pop()
-        if node in ends:
+        node, number = place = stack.pop()
+        if node is None or place in ends:
             continue
-        if node in outputs:
-            met[node, outputs[node].output_nr] = outputs[node]
-        elif node in uses:
-            met.update({place: GradientEdge(*place) for place in uses[node].nodes.values()})
+        if place in outputs or node in uses:
+            met[place] = GradientEdge(node, number)
         else:
-            above = [each for each in neighbours[node] if each not in seen]
+            above = [each for each in inputs[node] if each not in seen]
             seen.update(above)
             stack += above
     return met

@@ -75,7 +75,7 @@ def walk(
     graph.consumed = bool(trail.consumed)
     if graph.missing or (trail.consumed and graph.losses):
         settle_terms(graph, starts)
-    find_open_places(graph, starts, trail.neighbours)
+    find_open_places(graph, trail.inputs)
     losses = {loss.node for loss in graph.losses}
     without_loss = set(nodes_above((start for start in starts if start not in losses), losses))
     graph.without_loss = [graph.label(use) for use in graph.uses if not without_loss.isdisjoint(use.anchors)]
@@ -114,8 +114,7 @@ def _follow(graph: Graph, starts: list[Node]) -> Trail:
         if LOSS in marks:
             call, output = marks[LOSS]
             graph.losses.append(ReachedLoss(call, node, output))
-        if OUTPUT in marks:
-            forward, output, shape = marks[OUTPUT]
+        for output, (forward, shape) in marks.get(OUTPUT, {}).items():
             graph.outputs.append((GradientEdge(node, output), forward, shape))
         if name == REENTRANT:
             raise PackpropError(
@@ -128,6 +127,9 @@ def _follow(graph: Graph, starts: list[Node]) -> Trail:
             graph.mixers.append(_layer_of(graph, node))
         if not trail.neighbours[node] and (leaf := getattr(node, "variable", None)) is not None:
             trail.leaves[node] = leaf
+    reached = {(root.grad_fn, root.output_nr) for root in graph.roots}
+    reached.update(*trail.inputs.values())
+    graph.outputs = [each for each in graph.outputs if each[0][:2] in reached]
     taken = [(each, node) for node in trail.places for each in trail.neighbours[node] if each in trail.leaves]
     trail.consumed = [(trail.leaves[each], node) for each, node in taken]
     graph.order = trail.order
@@ -140,8 +142,9 @@ def _note_order(graph: Graph, trail: Trail) -> None:
     reordered: set[Node] = set()
     losses = {loss.node for loss in graph.losses}
     for node in trail.order:
-        above = trail.inputs[node][0][0] if trail.inputs[node] else None
-        if node in trail.leaves or above in parameters or node in losses:
+        first, *others = [above for above, _ in trail.inputs[node]] or [None]
+        is_table = first in parameters and all(each is None or each in parameters for each in others)
+        if node in trail.leaves or is_table or node in losses:
             axes: frozenset[int] | None = frozenset()
         else:
             axes = axes_reordered(node)

@@ -133,4 +133,4 @@ def mark_outputs(module: nn.Module, declared: int | None, args: Any, kwargs: Any
         if forward is None:
             forward = ForwardCall(weakref.ref(module), declared, args, kwargs)
         if node is not None and not (tensor.is_nested and tensor.layout == torch.strided):
-            marks_of(node)[OUTPUT] = (forward, tensor.output_nr, tensor.shape)
+            marks_of(node).setdefault(OUTPUT, {})[tensor.output_nr] = forward, tensor.shape

@@ -85,7 +85,9 @@ def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list
         layouts = _layouts_of_documents(graph, outputs)
         return layouts[0].samples, [layouts]
     axis = declared_axis(graph)
-    found = _taken_in_turn([_rows_of(output) if output.decides else None for output in outputs], axis)
+    found = _taken_in_turn(
+        [_rows_of(graph, output, axis) if output.decides else None for output in outputs], axis
+    )
     layouts_found = [
         _layout(graph, output, rows, axis) if output.decides else None
         for output, rows in zip(outputs, found, strict=True)
@@ -125,11 +127,37 @@ def declaration(graph: Graph) -> str:
     return "" if said is None else f", along sample_axis={said}"
 
 
-def _rows_of(output: ModelOutput) -> Rows | None:
-    """The place of the rows of a model's output; ``None`` where the loss knows its axis of samples."""
+def _rows_of(graph: Graph, output: ModelOutput, declared: int | None) -> Rows | None:
+    """The place of the rows of a model's output; ``None`` where the loss knows its axis of samples.
+
+    Raise if it is a sum of tensors whose rows belong to different samples.
+    """
     if output.loss.sample_axis is not None:
         return None
-    return followed(output.edge, output.shape, is_row=output.loss.one_sample or not output.shape)
+    parameters = () if graph.reading is None else graph.reading.made_of_parameters
+    is_row = output.loss.one_sample or not output.shape
+    found = followed(output.edge, output.shape, is_row, parameters)
+    if len(found) > 1:
+        axes = [_axis_among(rows, output.shape, declared) for rows in found]
+        if all(0 <= axis < len(rows.lead) for rows, axis in zip(found, axes, strict=True)):
+            owners = {tuple(rows.owners(axis)) for rows, axis in zip(found, axes, strict=True)}
+            if len(owners) > 1:
+                raise PackpropError(
+                    graph.asked,
+                    f"what a loss takes, of shape {list(output.shape)}",
+                    "it is made of several tensors whose rows were flattened differently, "
+                    f"{' and '.join(dict.fromkeys(str(list(rows.lead)) for rows in found))}: nothing shows to "
+                    "which sample a row belongs",
+                    "flatten both from the same axes, or behind the sum, (a + b).flatten(0, 1); or declare the "
+                    "sample of each row: `with packprop.record(documents=...):` around the loss",
+                )
+    return found[0]
+
+
+def _axis_among(rows: Rows, shape: torch.Size, declared: int | None) -> int:
+    """The axis of samples among those that merged rows of a tensor run along."""
+    axis = declared or 0
+    return axis + len(rows.lead) + len(shape) - 1 if axis < 0 else axis
 
 
 def _taken_in_turn(found: Sequence[Rows | None], declared: int | None) -> list[Rows | None]:
@@ -177,8 +205,7 @@ def _layout(graph: Graph, output: ModelOutput, rows: Rows | None, declared: int 
             "numbers have no axis that holds the samples",
             "give each loss a row: F.mse_loss(out[n : n + 1], y[n : n + 1]), or one loss all rows",
         )
-    axis = declared or 0
-    axis = axis + len(rows.lead) + len(shape) - 1 if axis < 0 else axis
+    axis = _axis_among(rows, shape, declared)
     if not 0 <= axis < len(rows.lead):
         raise _absent(graph, output, declared)
     samples = rows.lead[axis]
@@ -226,7 +253,7 @@ def _anywhere(
     shares_uses = any(node in uses for node in nodes_above([output.edge.node]))
     layouts = possible_layouts(output.shape, samples) if shares_uses else []
     try:
-        usual = _layout(graph, output, _rows_of(output), declared)
+        usual = _layout(graph, output, _rows_of(graph, output, declared), declared)
     except PackpropError:
         usual = None
     if usual is not None and usual.samples == samples:
@@ -267,7 +294,7 @@ def _beside(
     ):
         return here
     if function not in LOSSES:
-        usual = _layout(graph, output, _rows_of(output), declared)
+        usual = _layout(graph, output, _rows_of(graph, output, declared), declared)
         if usual.samples == layout.samples:
             return usual
     name = getattr(function, "__name__", function)

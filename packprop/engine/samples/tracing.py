@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,36 +65,65 @@ ONE_ROW = Rows(())
 """The row of a tensor that has no axis of rows, as ``f[n]`` has none."""
 
 
-def followed(edge: GradientEdge, shape: torch.Size, is_row: bool) -> Rows:
+def followed(
+    edge: GradientEdge, shape: torch.Size, is_row: bool, parameters: Container[Node] = ()
+) -> list[Rows]:
     """The place that the rows along the leading axis of a tensor come from, as far as the graph shows it.
 
-    ``is_row`` says that the tensor is a row itself, without an axis of rows.
+    Behind a sum of several tensors, the first one that leads to a reshape that merged axes counts, or else the
+    first one. If several lead to such reshapes, there is a place for each of them.
+
+    Args:
+        edge: That of the tensor.
+        shape: Its shape.
+        is_row: Whether it is a row itself, without an axis of rows.
+        parameters: Nodes of which no sample is part.
     """
-    rows, given = ONE_ROW if is_row else Rows((shape[0],)), shape
-    while True:
-        name = name_of_node(edge.node)
-        above = _input_with_rows(edge.node, name, shape)
-        if above is None:
-            return rows
-        before, further = _shape_of(above), rows if name not in RESHAPES else None
+    found: list[Rows] = []
+    stack = [(ONE_ROW if is_row else Rows((shape[0],)), edge, shape)]
+    given, seen = shape, set()
+    while stack:
+        rows, edge, shape = stack.pop()
+        place = edge.node, edge.output_nr, rows.lead, rows.places and tuple(rows.places), rows.whole
+        if place in seen:
+            continue
+        seen.add(place)
+        further = [] if edge.node in parameters else _further(rows, edge, shape, given)
+        if rows.merged:  # the nearest reshape is known: only parts count from here on
+            further = further[:1]
+        if not further:
+            found.append(rows)
+        stack += reversed(further)
+    return [rows for rows in found if rows.merged] or found[:1]
+
+
+def _further(
+    rows: Rows, edge: GradientEdge, shape: torch.Size, given: torch.Size
+) -> list[tuple[Rows, GradientEdge, torch.Size]]:
+    """The rows in each input of a node whose rows its output has, with the edge and shape of that input."""
+    name = name_of_node(edge.node)
+    each: list[tuple[Rows, GradientEdge, torch.Size]] = []
+    for above in _inputs_with_rows(edge.node, name, shape):
+        before, own = _shape_of(above), rows if name not in RESHAPES else None
         if name in RESHAPES and not _is_folded_norm(above, shape):
-            further = _reshaped(rows, before, shape, name in ("Squeeze", "Unsqueeze"), given)
+            own = _reshaped(rows, before, shape, name in ("Squeeze", "Unsqueeze"), given)
         elif name in PARTS | PICKS:
-            further = _part(rows, edge, above, before, shape)
-        if further is None:
-            return rows
-        rows, edge, shape = further, above, before
+            own = _part(rows, edge, above, before, shape)
+        if own is not None:
+            each.append((own, above, before))
+    return each
 
 
-def _input_with_rows(node: Node, name: str, shape: torch.Size) -> GradientEdge | None:
-    """The input of a node whose rows its output has; ``None`` where that is not known."""
+def _inputs_with_rows(node: Node, name: str, shape: torch.Size) -> list[GradientEdge]:
+    """The inputs of a node whose rows its output has; none where these are not known."""
     inputs = [None if above is None else GradientEdge(above, number) for above, number in node.next_functions]
     if name in SAME:
-        return next((each for each in inputs if each is not None and _shape_of(each) == shape), None)
+        return [each for each in inputs if each is not None and _shape_of(each) == shape]
     if name in ROWS_OF_MATRICES:
-        factor = inputs[ROWS_OF_MATRICES[name]]
-        return factor if len(shape) == 2 else None
-    return inputs[0] if name in RESHAPES | PARTS | PICKS else None
+        inputs = [inputs[ROWS_OF_MATRICES[name]]] if len(shape) == 2 else []
+    elif name not in RESHAPES | PARTS | PICKS:
+        return []
+    return [each for each in inputs[:1] if each is not None]
 
 
 def _reshaped(

@@ -100,9 +100,7 @@ def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list
     for output, layout in zip(outputs, layouts_found, strict=True):
         if output.beside is not None:
             layout = _beside(graph, output, outputs[output.beside], layouts_found[output.beside], axis)
-        each.append(
-            [layout] if layout is not None else _anywhere(graph, outputs, output, samples, axis, layouts_found)
-        )
+        each.append([layout] if layout is not None else _anywhere(graph, outputs, output, samples, axis))
     choices = range(max(map(len, each)))
     return samples, [[layouts[min(choice, len(layouts) - 1)] for layouts in each] for choice in choices]
 
@@ -237,12 +235,7 @@ def _along(axis: int, samples: int) -> Layout:
 
 
 def _anywhere(
-    graph: Graph,
-    outputs: Sequence[ModelOutput],
-    output: ModelOutput,
-    samples: int,
-    declared: int | None,
-    found: Sequence[Layout | None],
+    graph: Graph, outputs: Sequence[ModelOutput], output: ModelOutput, samples: int, declared: int | None
 ) -> list[Layout]:
     """The places where a tensor that no loss takes may hold the samples: first of all where a loss would.
 
@@ -260,6 +253,7 @@ def _anywhere(
         layouts.insert(0, usual)
     has_rows = any(each.shape and not each.loss.one_sample for each in outputs if each.decides)
     if usual is not None and usual.samples > 1 and not has_rows and graph.losses:  # of numbers, such as means
+        found = [WHOLE if each.decides else None for each in outputs]
         raise _disagreement(graph, [*outputs, output], [*found, usual])
     if not layouts:
         raise PackpropError(

@@ -117,7 +117,7 @@ def test_bad_input(changed: dict[str, Any], where: str, instead: str) -> None:
 
 
 def test_empty_batches() -> None:
-    with pytest.raises(PackpropError, match="no samples"):
+    with pytest.raises(PackpropError, match="no sample"):
         quiet(LINEAR, nn.MSELoss(), [(torch.zeros(0, 2), torch.zeros(0, 2))])
 
 

@@ -81,6 +81,8 @@ class BatchStream:
 
     def _facts_around(self) -> Any:
         """Describe globals, and others from around their code, that model and loss read."""
+        if not self._names_around:  # most code reads none: nothing to go through in each batch
+            return []
         modules = {id(each) for root in self.step.modules for each in root.modules()}
         return facts_of([space.get(name) for space, name in self._names_around], modules)
 

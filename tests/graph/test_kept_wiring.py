@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import packprop
 from packprop import extensions
@@ -129,3 +130,32 @@ def test_what_a_loss_of_ones_own_takes_is_looked_at_anew() -> None:
                     value.backward()
             else:
                 value.backward()
+
+
+class Counted(TorchFunctionMode):
+    """Counts the calls of torch functions."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_other_extended_models_cost_a_later_pass_nothing() -> None:
+    torch.manual_seed(0)
+    model, x = packprop.extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), torch.randn(5, 3)
+    loss = packprop.extend(nn.MSELoss())
+
+    def calls_of_the_third_pass() -> int:
+        for _ in range(3):
+            value = loss(model(x), torch.zeros(5, 2))
+            with Counted() as counted, packprop.backpack(extensions.BatchGrad()):
+                value.backward()
+        return counted.calls
+
+    alone = calls_of_the_third_pass()
+    others = [packprop.extend(nn.Linear(2, width)) for width in range(1, 9)]
+    model = packprop.extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    assert calls_of_the_third_pass() == alone
+    assert others

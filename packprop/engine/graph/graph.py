@@ -17,7 +17,7 @@ from packprop.engine.functions.node_rules import entries_of_node
 from packprop.engine.graph.links import Entrance, entrance_of
 from packprop.engine.graph.search import upstream_of
 from packprop.engine.graph.site import Site
-from packprop.engine.recording.marks import ForwardCall, RecordedLoss, known_modules
+from packprop.engine.recording.marks import EXTENDED, ForwardCall, RecordedLoss, called_modules
 from packprop.engine.tensors.hooks import Hooks
 from packprop.engine.tensors.layout import Layout
 from packprop.engine.tensors.names import named_parameters
@@ -208,13 +208,12 @@ class Graph:
     @property
     def modules(self) -> list[nn.Module]:
         """The extended modules that were called."""
-        modules = (forward.module() for forward in self.forwards)
-        return list({id(module): module for module in modules if module is not None}.values())
+        return called_modules(self.forwards)
 
     @property
     def known_modules(self) -> list[nn.Module]:
         """All extended modules, those that were called first."""
-        return known_modules(self.forwards)
+        return list({id(module): module for module in [*self.modules, *EXTENDED]}.values())
 
     def leaves(self) -> list[Tensor]:
         """Return every trainable leaf that enters a use, once."""

@@ -57,7 +57,7 @@ from packprop.engine.functions.saved import keeps_elsewhere
 from packprop.engine.graph.completeness import shapes_of
 from packprop.engine.graph.graph import EAGER, Graph, ReachedUse
 from packprop.engine.graph.search import Trail, nodes_above
-from packprop.engine.recording.marks import ForwardCall, known_modules
+from packprop.engine.recording.marks import EXTENDED, ForwardCall, called_modules
 from packprop.engine.recording.unrecorded import is_compiled_region
 from packprop.engine.tensors.dry import is_dry_run, is_of_batch, storage_key
 from packprop.engine.tensors.layout import possible_layouts
@@ -101,7 +101,7 @@ class Constants:
 
     Args:
         forwards: The calls of extended models that the pass goes through.
-        own: References to the parameters and buffers of extended models; ``None`` to look for them.
+        own: References to the parameters and buffers of the models; ``None`` to look for them.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class Constants:
         self._forwards, self._given = forwards, own
 
     def tensors(self) -> list[Tensor]:
-        """Return the parameters and buffers of extended models."""
+        """Return the parameters and buffers of the models that were called; of all, if none is known."""
         if self._given is not None:
             return [tensor for reference in self._given if (tensor := reference()) is not None]
-        modules = known_modules(self._forwards)
+        modules = called_modules(self._forwards) or list(EXTENDED)  # others would cost each pass some time
         return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
     @functools.cached_property

@@ -109,10 +109,10 @@ class ForwardCall:
         return module is None or next(module.parameters(), None) is not None
 
 
-def known_modules(forwards: Iterable[ForwardCall]) -> list[nn.Module]:
-    """Return all extended modules, those of some calls first."""
-    called = [module for forward in forwards if (module := forward.module()) is not None]
-    return list({id(module): module for module in [*called, *EXTENDED]}.values())
+def called_modules(forwards: Iterable[ForwardCall]) -> list[nn.Module]:
+    """Return the extended modules that some calls were made of, each once."""
+    modules = (forward.module() for forward in forwards)
+    return list({id(module): module for module in modules if module is not None}.values())
 
 
 @dataclass(eq=False)

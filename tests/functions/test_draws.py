@@ -128,7 +128,7 @@ def test_enumerated_random_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     hessian = factor @ factor.mT
     signs = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 3).double()  # [8, k]
     monkeypatch.setattr(torch, "rand", lambda *shape, **_: signs[:, None].expand(8, 2, 3))
-    columns = matrix_root(hessian).draw(8, None)
+    columns = matrix_root(hessian, hessian.dtype).draw(8, None)
     weights = torch.full((8, 2, 1), 1 / 8).double()
     assert_near(enumerated_hessian(columns, weights)[:, 0], hessian, "the expected outer product")
 

@@ -1,18 +1,16 @@
-"""Losses called again, and differentiated by autograd: factors, Hessians, losses of single samples."""
+"""Losses differentiated by autograd: factors, Hessians, losses of single samples."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from packprop.engine.functions.losses.description import INPUT_NAMES, Root, describe, without_classes
+from packprop.engine.functions.losses.description import Root, describe, without_classes
 from packprop.engine.functions.losses.roots import matrix_root
 from packprop.engine.functions.nodes import is_once_differentiable
 from packprop.engine.graph.graph import Graph, ReachedLoss
@@ -21,9 +19,7 @@ from packprop.engine.graph.search import nodes_above
 from packprop.engine.recording.marks import RecordedLoss
 from packprop.engine.recording.switch import disable
 from packprop.engine.tensors.dry import has_fault
-from packprop.engine.tensors.layout import Layout
-from packprop.engine.tensors.nesting import map_tensors
-from packprop.engine.tensors.precision import accumulation_dtype, widened
+from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.engine.tensors.repeated import one_by_one
 from packprop.engine.tensors.state import version
 from packprop.errors import PackpropError
@@ -97,26 +93,26 @@ def linear_factor(graph: Graph, loss: ReachedLoss, asked: str) -> Tensor:
     return factor if torch.is_grad_enabled() else factor.detach()
 
 
-def generic_root(call: RecordedLoss, factor: Tensor, layout: Layout) -> Root:
-    """Return the root of a loss without a rule, from the second derivatives of each sample."""
-    differentiable = torch.is_grad_enabled()
-    outputs, value = _evaluated_in_wide(call, factor)
-    _require_twice_differentiable(call, value)
+def generic_root(loss: ReachedLoss, factor: Tensor) -> Root:
+    """Return the root of a loss without a rule, from the second derivatives of each sample.
+
+    They are those of the graph that the loss was recorded in, which holds its random numbers and buffers.
+    """
+    call, layout, differentiable = loss.call, loss.layout, torch.is_grad_enabled()
+    _require_twice_differentiable(loss)
     with torch.enable_grad():
-        (gradient,) = derivatives([value], [outputs], create_graph=True)
-        assert gradient is not None
-        given_in = call.input.dtype
+        gradient = loss_gradient(loss, call.edge, factor)
         front = layout.to_front(gradient).reshape(layout.samples, -1)
         entries = front.shape[1]
+        wide = accumulation_dtype(front.dtype)
         if not gradient.requires_grad:
-            wide = accumulation_dtype(given_in)
             zeros = front.new_zeros(layout.samples, entries, entries, dtype=wide)
-            return _rounded(matrix_root(zeros), given_in)
+            return _rounded(matrix_root(zeros, front.dtype), front.dtype)
 
         def product(vector: Tensor) -> Tensor:
             try:
                 given = [vector.expand_as(front)]
-                (row,) = derivatives([front], [outputs], given, create_graph=differentiable)
+                (row,) = derivatives([front], [call.edge], given, create_graph=differentiable)
             except (RuntimeError, NotImplementedError) as error:
                 raise PackpropError(
                     GGN_ASKED,
@@ -124,24 +120,21 @@ def generic_root(call: RecordedLoss, factor: Tensor, layout: Layout) -> Root:
                     f"PyTorch cannot differentiate it twice: {error}",
                     "use a twice differentiable loss, or ask for first-order quantities",
                 ) from error
-            row = torch.zeros_like(outputs) if row is None else row
+            row = torch.zeros_like(gradient) if row is None else row
             return layout.to_front(row).reshape(layout.samples, -1)
 
         _require_separate(product, front)
         unit = torch.eye(entries, dtype=front.dtype, device=front.device)
         rows = one_by_one(entries, lambda entry: [product(unit[entry])])
-        hessian = torch.stack([row for (row,) in rows if row is not None], 1)
-        hessian = hessian.to(accumulation_dtype(hessian.dtype))
-    return _rounded(matrix_root(0.5 * (hessian + hessian.mT)), given_in)
+        hessian = torch.stack([row for (row,) in rows if row is not None], 1).to(wide)
+    return _rounded(matrix_root(0.5 * (hessian + hessian.mT), front.dtype), front.dtype)
 
 
-def _evaluated_in_wide(call: RecordedLoss, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Call ``evaluated_again`` in at least float32: in low precision a Hessian may not be positive."""
-    if accumulation_dtype(call.input.dtype) != call.input.dtype:
-        with torch.enable_grad(), contextlib.suppress(RuntimeError):  # there may be constants in low precision
-            args, kwargs = map_tensors(widened, (call.args, call.kwargs))
-            return evaluated_again(replace(call, args=args, kwargs=kwargs), factor)
-    return evaluated_again(call, factor)
+def loss_gradient(loss: ReachedLoss, edge: GradientEdge, factor: Tensor) -> Tensor:
+    """Return the gradient of a loss's term of the roots at an edge before it; with gradients on, a function."""
+    (gradient,) = derivatives([loss.value], [edge], [factor], create_graph=torch.is_grad_enabled())
+    assert gradient is not None
+    return gradient
 
 
 def _rounded(root: Root, dtype: torch.dtype) -> Root:
@@ -155,51 +148,32 @@ def _rounded(root: Root, dtype: torch.dtype) -> Root:
 
 def loss_hessian_products(graph: Graph, loss: ReachedLoss) -> Callable[[Tensor], Tensor]:
     """Return the function from vectors ``[v, *f]`` at the entrance of a loss to products with its Hessian."""
-    call = loss.call
-    outputs: Any
-    value: Any
+    edge: Any = loss.entrance.edge
     with torch.no_grad():
         factor = loss_factor(graph, loss)
-        if loss.entrance.made is None:
-            outputs, value = evaluated_again(call, factor)
-            _require_twice_differentiable(call, value)
-            seeds = None
-        else:
-            outputs, value, seeds = loss.entrance.edge, loss.value, [factor]
+    _require_twice_differentiable(loss)
     with torch.enable_grad():
-        (gradient,) = derivatives([value], [outputs], seeds, create_graph=True)
-        assert gradient is not None
+        gradient = loss_gradient(loss, edge, factor)
 
     def product(vectors: Tensor) -> Tensor:
         if not gradient.requires_grad:
             return torch.zeros_like(vectors)
-        columns = [torch.autograd.grad(gradient, outputs, vector, retain_graph=True)[0] for vector in vectors]
+        columns = [torch.autograd.grad(gradient, edge, vector, retain_graph=True)[0] for vector in vectors]
         return torch.stack(columns)
 
     return product
 
 
-def _require_twice_differentiable(call: RecordedLoss, value: Tensor) -> None:
+def _require_twice_differentiable(loss: ReachedLoss) -> None:
     """Raise if a loss contains functions that are marked as once differentiable."""
-    for node in nodes_above([value.grad_fn]):
+    for node in nodes_above([loss.node], [loss.entrance.edge.node]):
         if is_once_differentiable(node):
             raise PackpropError(
                 GGN_ASKED,
-                f"{node.name()} in the loss {loss_name(call)}",
+                f"{node.name()} in the loss {loss_name(loss.call)}",
                 "its backward pass is marked once_differentiable: the loss has no second derivative",
                 "write its backward pass in differentiable operations and drop the mark",
             )
-
-
-def evaluated_again(call: RecordedLoss, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Evaluate a loss again; return its input, and its term of the roots as a function of this input."""
-    original, differentiable = call.input, torch.is_grad_enabled()
-    with torch.enable_grad():
-        outputs = original.view_as(original) if differentiable else original.detach()
-        outputs.requires_grad_(True)
-        args = (outputs, *call.args[1:]) if call.args else ()
-        kwargs = call.kwargs if args else {**call.kwargs, INPUT_NAMES.get(call.function, "input"): outputs}
-        return outputs, (call.function(*args, **kwargs) * factor).sum()
 
 
 def loss_name(call: RecordedLoss) -> str:

@@ -12,9 +12,9 @@ from torch.autograd.graph import GradientEdge
 from packprop.engine.curvature.columns import Columns, unit_columns
 from packprop.engine.curvature.generic_loss import (
     GGN_ASKED,
-    evaluated_again,
     generic_root,
     loss_factor,
+    loss_gradient,
     loss_hessian_products,
     loss_name,
     require_unchanged_input,
@@ -155,7 +155,7 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     if seed == EMPIRICAL:
         return _empirical_column(loss, factor)
     if rule.root is None:
-        root = generic_root(call, factor, layout)
+        root = generic_root(loss, factor)
         axis, positions = None, 1
     else:
         axis = rule.class_axis
@@ -189,9 +189,7 @@ def _empirical_column(loss: ReachedLoss, factor: Tensor) -> Columns:
             "packprop.functions.Loss(..., divisor=...), for the class MyLoss of your loss module; "
             "fisher='sampled' needs neither",
         )
-    outputs, value = evaluated_again(call, factor)
-    (gradient,) = torch.autograd.grad(value, outputs, create_graph=torch.is_grad_enabled())
-    front = canonical(gradient, layout, rule.class_axis)
+    front = canonical(loss_gradient(loss, call.edge, factor), layout, rule.class_axis)
     scale = _scale(loss, factor, front)
     counted = scale > 0
     inverse_root = torch.where(counted, scale, 1.0).rsqrt() * counted

@@ -26,7 +26,7 @@ from packprop.engine.memory.search import budget_of, choose_plan
 from packprop.engine.passes.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.recording.marks import LOSS, marks_of, nodes_above
 from packprop.engine.recording.recorder import mark_loss
-from packprop.engine.recording.switch import extend, record
+from packprop.engine.recording.switch import OwnLoss, extend, record
 from packprop.engine.tensors.calling import (
     LABELS,
     LossFunction,
@@ -196,8 +196,14 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
     between = set() if nearest in model_outputs else set(nodes_above([nearest], model_outputs))
     link = entrance.rule.link if entrance.made is not None and entrance.made.node in between else None
 
+    alive: list[Any] = []  # as you hold your loss
+
     def forward(copied: nn.Module, fake: Callable[[Any], Any]) -> Tensor:
         given, named = fake(args), fake(kwargs)
+        function = call.function
+        if isinstance(function, OwnLoss):  # the call must not change it
+            function = OwnLoss(copy_without_data(function.module, fake))
+        alive[:] = [function]
         others = fake(loss_args[1:])
         options = fake({name: value for name, value in loss_kwargs.items() if name != "input"})
         with record():
@@ -210,9 +216,9 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
                 output = link.function(output, entrance.rule.class_axis)
             given = (output, *others) if loss_args else ()
             named = options if loss_args else {**options, "input": output}
-            value = call.function(*given, **named)
+            value = function(*given, **named)
         if value.grad_fn is not None and LOSS not in marks_of(value.grad_fn):  # your own losses run unrecorded
-            mark_loss(call.function, given, named, value, call.declared)
+            mark_loss(function, given, named, value, call.declared)
         total: Tensor = value.sum()
         return total
 

@@ -220,11 +220,11 @@ def _record_own_loss(recorder: LossRecorder, module: nn.Module, args: Any, kwarg
     loss_input = args[0] if args else kwargs.get("input")
     if not isinstance(loss_input, Tensor) or loss_input.grad_fn is None or _has_loss(out, loss_input):
         return
-    recorder.note(_UnrecordedLoss(module), args, kwargs, out)
+    recorder.note(OwnLoss(module), args, kwargs, out)
 
 
-class _UnrecordedLoss:
-    """A loss module that can be evaluated again without being recorded; equal for every call of the module."""
+class OwnLoss:
+    """A loss module, as the function of a recorded loss; equal for every call of the module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.module_class = module, type(module)
@@ -232,12 +232,13 @@ class _UnrecordedLoss:
         self.__name__ = type(module).__name__
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _UnrecordedLoss) and other.module is self.module
+        return isinstance(other, OwnLoss) and other.module is self.module
 
     def __hash__(self) -> int:
         return hash(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module unrecorded."""
         with disable():
             return self.module(*args, **kwargs)
 

@@ -142,21 +142,25 @@ def poisson_root(logarithms: Tensor, scale: Tensor) -> Root:
     return Root(1, _entrywise((0.5 * logarithms).exp().squeeze(-1) * strength), draw)
 
 
-def matrix_root(hessian: Tensor) -> Root:
+def matrix_root(hessian: Tensor, computed_in: torch.dtype) -> Root:
     """Return the root of any positive semi-definite Hessian ``[n, c, c]``.
 
-    Draws are sums of the columns with random signs.
+    ``computed_in`` is the precision that its entries come from. Draws are sums of the columns with random signs.
     """
     values, vectors = eigh(hessian)
     largest = values.abs().amax().clamp(min=torch.finfo(values.dtype).tiny)
-    tolerance = largest * hessian.shape[-1] * torch.finfo(values.dtype).eps * 10
+    rounding = hessian.shape[-1] * torch.finfo(values.dtype).eps * 10
+    if computed_in != values.dtype:  # entries were rounded once or twice; many classes do not make it worse
+        rounding = max(rounding, 8 * torch.finfo(computed_in).eps)
+    tolerance = largest * rounding
     if has_fault((values < -tolerance).any()):
         raise PackpropError(
             "A generalized Gauss-Newton quantity was asked for.",
             "the loss function",
             f"its Hessian with respect to the model's output is not positive semi-definite (an eigenvalue "
             f"is {values.min().item():.3g})",
-            "use a loss that is convex in the model's output, or ask for Hessian quantities",
+            "use a loss that is convex in the model's output, or ask for Hessian quantities"
+            + (", or give the loss its input in float32" if computed_in != values.dtype else ""),
         )
     # rounding of zero has a huge derivative of its root; where no root is differentiated it adds only rounding
     of_sample = tolerance * values.abs().amax(-1, keepdim=True) / largest

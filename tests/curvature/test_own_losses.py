@@ -1,0 +1,122 @@
+"""Curvature of losses of the user's own belongs to the one call that the user made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from packprop.errors import PackpropError
+from tests.references.running import assert_near
+
+CURVATURES = [
+    extensions.DiagGGNExact(),
+    extensions.KFLR(),
+    extensions.GGNMP(),
+    extensions.DiagHessian(),
+    extensions.HMP(),
+    extensions.BatchDiagGGNExact(),
+]
+
+
+class Masked(nn.Module):
+    """A loss that draws a mask, counts its calls in a buffer that it multiplies by, and has a hook inside."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.masks: list[Tensor] = []
+        self.fired = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.count += 1
+        self.masks.append((torch.rand_like(x) < 0.5).to(x.dtype))
+        difference = x - y
+        if difference.requires_grad:
+            difference.register_hook(self._seen)
+        return (self.masks[-1] * self.count.clone() * torch.cosh(difference)).sum()
+
+    def _seen(self, gradient: Tensor) -> None:
+        self.fired += 1
+
+
+@pytest.mark.parametrize("asked", CURVATURES, ids=lambda each: type(each).__name__)
+def test_a_loss_is_called_once(asked: Any) -> None:
+    torch.manual_seed(0)
+    model, loss = packprop.extend(nn.Linear(3, 2).double()), packprop.extend(Masked())
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    loss(model(x), y)  # the mask of this call has no part in what follows
+    state = torch.get_rng_state()
+    value = loss(model(x), y)
+    after = torch.get_rng_state()
+    assert not torch.equal(state, after)
+    with packprop.backpack(asked):
+        value.backward()
+    assert (len(loss.masks), float(loss.count), loss.fired) == (2, 2.0, 1)
+    assert torch.equal(torch.get_rng_state(), after)
+    slope = (2 * loss.masks[-1] * torch.cosh(model(x) - y)).detach()  # [n, c], the second derivative
+    blocks = torch.einsum("nc,ni,nj->cij", slope, x, x)
+    weight = model.weight
+    if isinstance(asked, extensions.DiagGGNExact | extensions.DiagHessian):
+        name = "diag_h" if isinstance(asked, extensions.DiagHessian) else "diag_ggn_exact"
+        assert_near(getattr(weight, name), blocks.diagonal(dim1=1, dim2=2), name)
+    elif isinstance(asked, extensions.BatchDiagGGNExact):
+        assert_near(weight.diag_ggn_exact_batch, torch.einsum("nc,ni->nci", slope, x**2), "rows")
+    elif isinstance(asked, extensions.KFLR):
+        assert_near(weight.kflr[0].diagonal(), slope.sum(0), "the factor of the outputs")
+    else:
+        product = weight.ggnmp if isinstance(asked, extensions.GGNMP) else weight.hmp
+        vector = torch.randn(1, *weight.shape).double()
+        assert_near(product(vector)[0], torch.einsum("cij,cj->ci", blocks, vector[0]), "product")
+    assert len(loss.masks) == 2
+
+
+class OwnEntropy(nn.Module):
+    """Cross entropy in operations that keep the precision of the input."""
+
+    def __init__(self, sign: float = 1.0) -> None:
+        super().__init__()
+        self.sign = sign
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.sign * -x.log_softmax(1).gather(1, y[:, None]).mean()
+
+
+@pytest.mark.parametrize("classes", [5, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bits(dtype: torch.dtype, classes: int) -> None:
+    """Values have the precision of the loss; a Hessian is not refused for its rounding, but for its sign."""
+
+    def diagonal(model: nn.Linear, sign: float = 1.0) -> Tensor:
+        like = model.weight.dtype
+        with packprop.backpack(extensions.DiagGGNExact()):
+            packprop.extend(OwnEntropy(sign))(packprop.extend(model)(x.to(like)), y).backward()
+        found: Tensor = model.weight.diag_ggn_exact
+        return found.double()
+
+    torch.manual_seed(0)
+    low = nn.Linear(4, classes).to(dtype)
+    exact = nn.Linear(4, classes).double()
+    exact.load_state_dict({key: value.double() for key, value in low.state_dict().items()})
+    x, y = torch.randn(6, 4).to(dtype), torch.randint(0, classes, (6,))
+    expected = diagonal(exact)
+    assert ((diagonal(low) - expected).abs() <= 4 * torch.finfo(dtype).eps * expected).all()
+    with pytest.raises(PackpropError, match=r"not positive semi-definite.*\n.*float32"):
+        diagonal(low, sign=-1.0)
+
+
+@pytest.mark.parametrize(
+    "asked", [extensions.BatchGrad(), extensions.DiagGGNExact()], ids=["rows", "curvature"]
+)
+def test_a_plan_changes_nothing_of_a_loss(asked: Any) -> None:
+    model, loss = packprop.extend(nn.Linear(3, 2).double()), packprop.extend(Masked())
+    value = loss(model(torch.randn(4, 3).double()), torch.randn(4, 2).double())
+    with packprop.backpack(asked, memory="1GB"):
+        value.backward()
+    assert (len(loss.masks), float(loss.count), loss.fired) == (1, 1.0, 1)

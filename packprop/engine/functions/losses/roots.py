@@ -145,7 +145,8 @@ def poisson_root(logarithms: Tensor, scale: Tensor) -> Root:
 def matrix_root(hessian: Tensor, computed_in: torch.dtype) -> Root:
     """Return the root of any positive semi-definite Hessian ``[n, c, c]``.
 
-    ``computed_in`` is the precision that its entries come from. Draws are sums of the columns with random signs.
+    ``computed_in`` is the precision that its entries come from. Draws are sums of the columns with random
+    signs.
     """
     values, vectors = eigh(hessian)
     largest = values.abs().amax().clamp(min=torch.finfo(values.dtype).tiny)

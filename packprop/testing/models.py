@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop import extensions as catalogue
+from packprop.engine.functions import trusting_rules
 from packprop.engine.graph import Graph
 from packprop.errors import PackpropError
 from packprop.testing.laws import check_laws, require_all
@@ -82,7 +83,7 @@ def check_model(
         PackpropError: If the engine itself refuses the model.
     """
     ledger = Ledger(f"check_model({type(model).__name__})", tolerance)
-    with double_precision():
+    with double_precision(), trusting_rules():
         problem = Problem.of((model, loss, inputs, targets), axis, singles)
         if extensions is not None:
             chosen = check_extensions("check_model(...) was called.", extensions)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import packprop
+from packprop import extensions
 from packprop.engine.algebra.structures import Dense, Outer
 from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.registry import RULES
@@ -223,3 +224,65 @@ def test_a_rule_must_return_an_entry_of_the_parameter(made: Callable[..., Any], 
     with pytest.raises(packprop.BadInput, match=text) as caught:
         check_use(Gate.apply, gates)
     assert "GateBackward" in str(caught.value)
+
+
+def loss_of_gate(called: list[int]) -> tuple[torch.nn.Module, Tensor]:
+    """A model whose last function is a gate, and its loss; the gate's backward notes its calls."""
+
+    class Counted(Gate):
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            called.append(1)
+            return Gate.backward(ctx, *gradients)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.weight = torch.nn.Linear(3, 4), torch.nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Counted.apply(self.first(x), self.weight)
+
+    packprop.register_use(Counted)(RULES[Gate].entry_of)
+    model = packprop.extend(Model().double())
+    return model, packprop.extend(torch.nn.MSELoss())(
+        model(torch.randn(5, 3).double()), torch.randn(5, 4).double()
+    )
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        extensions.BatchGrad(),
+        extensions.BatchL2Grad(),
+        extensions.BatchGrad(subsampling=[3, 1]),
+        extensions.DiagGGNExact(),
+    ],
+    ids=["rows", "norms", "some", "curvature"],
+)
+def test_a_wrong_rule_is_refused_in_a_pass(asked: Any) -> None:
+    packprop.register_use(Gate)(lambda call: scaled(call, lambda: 1.1 * right_factor(call)()))
+    _model, loss = loss_of_gate([])
+    with (
+        pytest.raises(packprop.PackpropError, match="do not sum to the gradient") as caught,
+        packprop.backpack(asked),
+    ):
+        loss.backward()
+    assert "'weight'" in caught.value.where
+    assert "check_use" in caught.value.instead
+
+
+def test_a_right_rule_is_looked_at_once() -> None:
+    packprop.register_use(Gate)(lambda call: scaled(call, right_factor(call)))
+    called: list[int] = []
+    model, loss = loss_of_gate(called)
+    times: list[int] = []
+    for _ in range(4):
+        before = len(called)
+        with packprop.backpack(extensions.BatchGrad()):
+            loss.backward(retain_graph=True)
+        times.append(len(called) - before)
+    assert times[1] == times[2] == times[3] < times[0]
+    (weight,) = (p for name, p in model.named_parameters() if name == "weight")
+    assert weight.grad is not None
+    torch.testing.assert_close(4 * weight.grad_batch.sum(0), weight.grad)

@@ -5,6 +5,6 @@
 
 from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.losses.description import describe
-from packprop.engine.functions.registry import rule_for, without_rules
+from packprop.engine.functions.registry import rule_for, trusting_rules, without_rules
 
-__all__ = ["Entry", "describe", "rule_for", "without_rules"]
+__all__ = ["Entry", "describe", "rule_for", "trusting_rules", "without_rules"]

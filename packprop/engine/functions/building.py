@@ -204,14 +204,8 @@ def samplewise(call: NodeCall, **known: Any) -> Entry:
                 None if each is None else _of_samples(own, each, layout).flatten(0, 1)
                 for each, layout in zip(cotangents, layouts, strict=False)
             ]
-            products = call.products(masked)
-            if call.operand.shape != products.shape[1:]:
-                ones = [1] * (products.dim() - 1 - len(call.operand.shape))
-                products = products.sum_to_size(len(products), *ones, *call.operand.shape)
-            rows.append(products.reshape(columns, len(own), *call.operand.shape))
+            rows.append(as_parameter(call, call.products(masked)).unflatten(0, (columns, len(own))))
         whole = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
-        whole = whole.mT if call.operand.is_transposed else whole
-        whole = whole.reshape(*whole.shape[:2], *parameter.shape)
         return Dense(whole.to(accumulation_dtype(whole.dtype)))
 
     return Entry(
@@ -223,6 +217,17 @@ def samplewise(call: NodeCall, **known: Any) -> Entry:
         by_rule=False,
         **known,
     )
+
+
+def as_parameter(call: NodeCall, products: Tensor) -> Tensor:
+    """Map what a node makes of columns to gradients of the parameter ``[v, *p]``."""
+    shape = call.operand.shape
+    if shape != products.shape[1:]:
+        ones = [1] * (products.dim() - 1 - len(shape))
+        products = products.sum_to_size(len(products), *ones, *shape)
+    products = products.reshape(len(products), *shape)
+    products = products.mT if call.operand.is_transposed else products
+    return products.reshape(len(products), *call.operand.tensor.shape)
 
 
 def anywhere(call: NodeCall, entry: Entry) -> Entry:

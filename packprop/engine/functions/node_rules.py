@@ -12,8 +12,9 @@ from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.node_calls import Computed, NodeCall, NodeSlot, has_complex_numbers, operand_at
 from packprop.engine.functions.nodes import LINEAR, name_of_node
 from packprop.engine.functions.operands import takes_sparse
+from packprop.engine.functions.own_rules import checked
 from packprop.engine.functions.rearranging import of_leaf
-from packprop.engine.functions.registry import checked, rule_for
+from packprop.engine.functions.registry import rule_for
 from packprop.engine.functions.rules.lookup import of_table  # and with its package, all rules
 
 

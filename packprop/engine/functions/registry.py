@@ -21,11 +21,18 @@ NodeRule = Callable[[NodeCall], Entry | None]
 
 
 class Rule(NamedTuple):
-    """A rule, and its requirement on a leaf that only changed its form; ``is_own``: a user registered it."""
+    """A rule of the library or of a user.
+
+    Args:
+        entry_of: The rule.
+        form: Its requirement on a leaf that only changed its form.
+        proven: The places, shapes and layouts for which the rows of a user's rule summed to the gradient;
+            ``None`` for a rule of the library.
+    """
 
     entry_of: NodeRule
     form: Form = "entries"
-    is_own: bool = False
+    proven: set[Any] | None = None
 
 
 RULES: dict[Any, Rule] = {}
@@ -73,7 +80,7 @@ def register_use(
 
     def register(rule: NodeRule) -> NodeRule:
         for each in functions:
-            RULES[short_name(each) if isinstance(each, str) else each] = Rule(rule, "shape", is_own=True)
+            RULES[short_name(each) if isinstance(each, str) else each] = Rule(rule, "shape", set())
         return rule
 
     return register
@@ -81,48 +88,37 @@ def register_use(
 
 def rule_for(node: Node) -> Rule | None:
     """Return the rule for a node; ``None`` if there is none."""
-    if _current.ignored:
+    if current.ignored:
         return None
     if isinstance(node, BackwardCFunction):
         return RULES.get(function_of(node)) or RULES.get(node.name())
     return RULES.get(short_name(node.name()))
 
 
-def checked(call: NodeCall, rule: Rule) -> Entry | None:
-    """Return the entry that a rule makes; ``None`` if it makes none.
-
-    Raises:
-        BadInput: If a user's rule returns something else.
-    """
-    entry = rule.entry_of(call)
-    if not rule.is_own or entry is None:
-        return entry
-    name = getattr(rule.entry_of, "__name__", repr(rule.entry_of))
-    if not isinstance(entry, Entry) or entry.parameter is not call.operand.tensor:
-        made = "an entry of another tensor" if isinstance(entry, Entry) else f"{type(entry).__name__}"
-        raise BadInput(
-            "A quantity beyond the gradient was asked for.",
-            f"the rule {name} that is registered for {call.node.name()}",
-            f"it returned {made}, where the entry of one parameter or None was expected",
-            "return affine(call, ...), scaled(call, ...) or Entry(call.operand.tensor, ...); None leaves the "
-            "parameter to PyTorch's own derivative of each sample",
-        )
-    return entry
-
-
 class _Current(threading.local):
     ignored: bool = False
+    trusted: bool = False
 
 
-_current = _Current()
-"""The state of this thread, which may ignore rules."""
+current = _Current()
+"""The state of this thread, which may ignore rules, or trust those of users."""
 
 
 @contextlib.contextmanager
 def without_rules() -> Iterator[None]:
     """Ignore all rules inside the context, in this thread: packprop calls each node for each sample."""
-    before, _current.ignored = _current.ignored, True
+    before, current.ignored = current.ignored, True
     try:
         yield
     finally:
-        _current.ignored = before
+        current.ignored = before
+
+
+@contextlib.contextmanager
+def trusting_rules() -> Iterator[None]:
+    """Take the rows of users' rules as they are inside the context, in this thread."""
+    before, current.trusted = current.trusted, True
+    try:
+        yield
+    finally:
+        current.trusted = before

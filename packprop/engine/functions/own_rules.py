@@ -1,0 +1,104 @@
+"""Rules that users register: what they return, and whether their rows sum to the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.engine.algebra.statistics import sq_norm, total_grad
+from packprop.engine.algebra.structures import Structure
+from packprop.engine.functions.building import as_parameter
+from packprop.engine.functions.entry import Cotangents, Entry, Samples
+from packprop.engine.functions.node_calls import NodeCall
+from packprop.engine.functions.registry import Rule, current
+from packprop.engine.tensors.dry import is_dry_run
+from packprop.engine.tensors.layout import Layout
+from packprop.engine.tensors.traced import is_traced
+from packprop.errors import BadInput, OfParameter
+
+ASKED = "A quantity beyond the gradient was asked for."
+MANY = 1024
+"""The number of places, shapes and layouts that packprop remembers for a rule."""
+
+
+def checked(call: NodeCall, rule: Rule) -> Entry | None:
+    """Return the entry that a rule makes; ``None`` if it makes none.
+
+    Raises:
+        BadInput: If a user's rule returns something else. Building the structure of its entry raises
+            ``OfParameter`` if the rows of the chosen samples do not sum to the node's own gradient for them.
+    """
+    entry = rule.entry_of(call)
+    if rule.proven is None or entry is None:
+        return entry
+    if not isinstance(entry, Entry) or entry.parameter is not call.operand.tensor:
+        made = "an entry of another tensor" if isinstance(entry, Entry) else f"{type(entry).__name__}"
+        raise BadInput(
+            ASKED,
+            _place(call, rule),
+            f"it returned {made}, where the entry of one parameter or None was expected",
+            "return affine(call, ...), scaled(call, ...) or Entry(call.operand.tensor, ...); None leaves the "
+            "parameter to PyTorch's own derivative of each sample",
+        )
+    made_by_rule, proven = entry, rule.proven
+
+    def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
+        structure = made_by_rule.structure_of(cotangents, layouts, samples)
+        case = (call.place, tuple(call.shapes), tuple(layouts))
+        if case in proven or current.trusted or is_dry_run() or is_traced():
+            return structure
+        if all(each is None for each in cotangents):
+            return structure
+        with torch.no_grad():
+            _require_sum(call, rule, made_by_rule, (cotangents, layouts, samples))
+        if len(proven) >= MANY:
+            proven.clear()
+        proven.add(case)
+        return structure
+
+    return entry.but(structure_of=structure_of)
+
+
+def _place(call: NodeCall, rule: Rule) -> str:
+    name = getattr(rule.entry_of, "__name__", repr(rule.entry_of))
+    return f"the rule {name} that is registered for {call.node.name()}"
+
+
+def _require_sum(call: NodeCall, rule: Rule, entry: Entry, given: tuple[Any, ...]) -> None:
+    """Raise unless the rows of the first column sum to what the node itself makes of it."""
+    cotangents, layouts, samples = given
+    chosen = torch.zeros(layouts[0].samples, device="cpu")
+    chosen[samples if isinstance(samples, slice) else samples.to("cpu")] = 1
+    column = [
+        None if each is None else _of_samples(each[:1], layout, chosen)
+        for each, layout in zip(cotangents, layouts, strict=False)
+    ]
+    try:
+        expected = as_parameter(call, call.products(column))[0]
+    except RuntimeError:  # the graph is gone, or the function does not take these numbers
+        return
+    structure = entry.structure_of(column, layouts, samples)
+    total = total_grad(structure)
+    is_alike = total.shape == expected.shape
+    if is_alike:
+        wide = torch.promote_types(total.dtype, expected.dtype)
+        difference = torch.linalg.vector_norm(total.to(wide) - expected.to(wide))
+        scale = sq_norm(structure).sqrt().sum()
+        tolerance = max(0.01, torch.finfo(expected.dtype).eps ** 0.5)  # a wrong rule is far off
+        if not bool(difference > tolerance * scale):  # where either is NaN, nothing is known
+            return
+    raise OfParameter(
+        ASKED,
+        _place(call, rule) + ", at {parameter}",
+        "the rows of the samples do not sum to the gradient that the function's own backward gives",
+        "packprop.testing.check_use(MyFunction.apply, make) shows for which samples the rule is wrong; a rule "
+        "that returns None has packprop call that backward for each sample",
+    )
+
+
+def _of_samples(column: Tensor, layout: Layout, chosen: Tensor) -> Tensor:
+    """Return a column that is zero in the rows of all samples that were not chosen."""
+    return column * layout.broadcast(chosen.to(column.device, column.dtype), column.dim() - 1)

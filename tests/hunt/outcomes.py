@@ -103,6 +103,9 @@ def _tried(program: Program, quantities: tuple[str, ...], passes: int) -> Iterat
             "program", "invalid", "samples meet in what is made of the inputs alone, which are constants"
         )
         return
+    if not mixing and truth.is_torch_wrong:
+        yield Outcome("program", "invalid", "PyTorch's gradients of the shares do not sum to that of the loss")
+        return
     plain, changes = run(program, [], passes), ""
     for quantity in quantities:
         outcome, seen = _outcome(program, truth, quantity, plain, mixing, passes)

@@ -228,15 +228,35 @@ class Truth:
     @cached_property
     def inconsistent(self) -> bool:
         """Whether shares do not make up the loss: a mistake of the grammar, not of packprop."""
-        made, problem = self.made, self.oracle.problem
+        problem = self.oracle.problem
         try:
             shares = sum(problem.term(problem.output(n), n) for n in range(problem.size))
         except ValueError:  # a sample alone is none of the model's inputs
             return True
-        whole = problem.total()
-        if self.program.regularised:
-            whole = whole - 0.1 * sum((p**2).sum() for p in made.model.parameters())
-        return not torch.allclose(shares, whole, rtol=EXACT, atol=EXACT)
+        return not torch.allclose(shares, self._without_penalty(problem.total()), rtol=EXACT, atol=EXACT)
+
+    @cached_property
+    def is_torch_wrong(self) -> bool:
+        """Whether PyTorch's gradients of shares, which sum to the loss, do not sum to its gradient of the loss.
+
+        That happens: PyTorch 2.13 differentiates an instance normalisation of one sample wrongly on a CPU, if
+        the gradient that arrives has the strides of a transposed tensor.
+        """
+        parameters = self.oracle.problem.parameters
+        whole = self._without_penalty(self.oracle.problem.total())
+        slopes = torch.autograd.grad(
+            whole, list(parameters.values()), allow_unused=True, materialize_grads=True
+        )
+        rows = self.oracle.grad_batch
+        scale = max(row.abs().sum(0).max().item() for row in rows.values() if row.numel())
+        pairs = zip(slopes, parameters, strict=True)
+        return any(not torch.allclose(rows[name].sum(0), slope, 0, 1e-5 * scale) for slope, name in pairs)
+
+    def _without_penalty(self, whole: Tensor) -> Tensor:
+        """The part of a loss that the samples make up."""
+        if not self.program.regularised:
+            return whole
+        return whole - 0.1 * sum((p**2).sum() for p in self.made.model.parameters())
 
     @cached_property
     def diag_h(self) -> Named:

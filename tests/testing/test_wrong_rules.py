@@ -286,3 +286,12 @@ def test_a_right_rule_is_looked_at_once() -> None:
     (weight,) = (p for name, p in model.named_parameters() if name == "weight")
     assert weight.grad is not None
     torch.testing.assert_close(4 * weight.grad_batch.sum(0), weight.grad)
+
+
+def test_zeros_prove_nothing() -> None:
+    packprop.register_use(Gate)(lambda call: scaled(call, lambda: 1.1 * right_factor(call)()))
+    _model, loss = loss_of_gate([])
+    with packprop.backpack(extensions.BatchGrad()):
+        (0 * loss).backward(retain_graph=True)
+    with pytest.raises(packprop.PackpropError, match="do not sum"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()

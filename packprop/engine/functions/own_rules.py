@@ -53,10 +53,11 @@ def checked(call: NodeCall, rule: Rule) -> Entry | None:
         if all(each is None for each in cotangents):
             return structure
         with torch.no_grad():
-            _require_sum(call, rule, made_by_rule, (cotangents, layouts, samples))
+            is_proven = _sums_up(call, rule, made_by_rule, (cotangents, layouts, samples))
         if len(proven) >= MANY:
             proven.clear()
-        proven.add(case)
+        if is_proven:
+            proven.add(case)
         return structure
 
     return entry.but(structure_of=structure_of)
@@ -67,8 +68,14 @@ def _place(call: NodeCall, rule: Rule) -> str:
     return f"the rule {name} that is registered for {call.node.name()}"
 
 
-def _require_sum(call: NodeCall, rule: Rule, entry: Entry, given: tuple[Any, ...]) -> None:
-    """Raise unless the rows of the first column sum to what the node itself makes of it."""
+def _sums_up(call: NodeCall, rule: Rule, entry: Entry, given: tuple[Any, ...]) -> bool:
+    """Tell whether the rows of the first column sum to what the node itself makes of it.
+
+    Return ``False`` if that cannot be known: the graph is gone, or numbers are not finite, or all zero.
+
+    Raises:
+        OfParameter: If they do not.
+    """
     cotangents, layouts, samples = given
     chosen = torch.zeros(layouts[0].samples, device="cpu")
     chosen[samples if isinstance(samples, slice) else samples.to("cpu")] = 1
@@ -79,7 +86,7 @@ def _require_sum(call: NodeCall, rule: Rule, entry: Entry, given: tuple[Any, ...
     try:
         expected = as_parameter(call, call.products(column))[0]
     except RuntimeError:  # the graph is gone, or the function does not take these numbers
-        return
+        return False
     structure = entry.structure_of(column, layouts, samples)
     total = total_grad(structure)
     is_alike = total.shape == expected.shape
@@ -88,8 +95,8 @@ def _require_sum(call: NodeCall, rule: Rule, entry: Entry, given: tuple[Any, ...
         difference = torch.linalg.vector_norm(total.to(wide) - expected.to(wide))
         scale = sq_norm(structure).sqrt().sum()
         tolerance = max(0.01, torch.finfo(expected.dtype).eps ** 0.5)  # a wrong rule is far off
-        if not bool(difference > tolerance * scale):  # where either is NaN, nothing is known
-            return
+        if not bool(difference > tolerance * scale):  # NaN is not larger
+            return bool(difference.isfinite() & (scale > 0))
     raise OfParameter(
         ASKED,
         _place(call, rule) + ", at {parameter}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,9 +123,14 @@ class Feed:
             numbers.mul_(layout.broadcast(own, numbers.dim()))
 
     def sizes(
-        self, seeds: Sequence[Tensor], fitting: Fitting, options: SweepOptions = ONE_COLUMN_WITHOUT_INPUTS
+        self,
+        seeds: Sequence[Tensor],
+        fitting: Fitting,
+        options: SweepOptions = ONE_COLUMN_WITHOUT_INPUTS,
+        measure: Callable[[Tensor], Tensor] | None = None,
     ) -> Sizes:
         """Sweep the seeds and measure the rows of each sample ``[n]``, for each layout that may be."""
+        measured = measure or sizes_of
         sizes: Sizes = {}
 
         def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
@@ -134,7 +139,7 @@ class Feed:
                 if cotangent is None:
                     continue
                 for layout in layouts:
-                    sizes[use, index, layout] = sizes_of(layout.to_front(cotangent, 1)[0])
+                    sizes[use, index, layout] = measured(layout.to_front(cotangent, 1)[0])
 
         sweep(self.edges, seeds, self.uses, visit, options)
         return sizes
@@ -143,7 +148,7 @@ class Feed:
         """Sweep NaN for some samples ``[n]`` and zeros for the others; ``None`` if a function refuses NaN."""
         try:
             with torch.autograd.set_detect_anomaly(False):
-                return self.sizes(self.ones(torch.where(fed, torch.nan, 0.0)), fitting, UNMASKED)
+                return self.sizes(self.ones(torch.where(fed, torch.nan, 0.0)), fitting, UNMASKED, _sums)
         except Exception:  # the user's function may raise anything
             return None
 
@@ -159,3 +164,8 @@ def sizes_of(rows: Tensor) -> Tensor:
     average = sums / max(rows[:1].numel(), 1)
     known: Tensor = average.where(~(average < torch.finfo(rows.dtype).tiny), 0)
     return known.to("cpu", torch.float64)
+
+
+def _sums(rows: Tensor) -> Tensor:
+    """The sum of the entries of each row ``[n, *]``, which is NaN if one is: ``[n]``, on the CPU."""
+    return rows.unsqueeze(-1).flatten(1).sum(1).cpu()

@@ -120,3 +120,41 @@ def test_a_plan_changes_nothing_of_a_loss(asked: Any) -> None:
     with packprop.backpack(asked, memory="1GB"):
         value.backward()
     assert (len(loss.masks), float(loss.count), loss.fired) == (1, 1.0, 1)
+
+
+class Coupled(nn.Module):
+    """A loss with products of two samples: those that are some rows apart, or such that they cancel."""
+
+    def __init__(self, apart: int) -> None:
+        super().__init__()
+        self.apart = apart
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        squares = 4 * (x - y).square().sum()
+        if self.apart:
+            return squares + (x * x.roll(self.apart, 0)).sum()
+        return squares + ((x[0] - x[2]) * x[1]).sum()
+
+
+@pytest.mark.parametrize("apart", [0, 1, 2, 3, 4])
+def test_samples_that_meet_in_a_loss_are_seen_at_any_distance(apart: int) -> None:
+    """The Hessian of the whole loss is there, with what stands between samples; a sample has none."""
+    torch.manual_seed(0)
+    model, loss = packprop.extend(nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double()), Coupled(apart)
+    x, y = torch.randn(8, 3).double(), torch.randn(8, 2).double()
+    weight, bias = model[0].weight, model[0].bias
+    packprop.extend(loss)
+    with packprop.backpack(extensions.DiagHessian()):
+        loss(model(x), y).backward()
+
+    def value(w: Tensor, b: Tensor) -> Tensor:
+        result: Tensor = loss((x @ w.T + b).tanh(), y)
+        return result
+
+    dense = torch.autograd.functional.hessian(value, (weight.detach(), bias.detach()))
+    for place, each in enumerate((weight, bias)):
+        expected = dense[place][place].reshape(each.numel(), -1).diagonal().view_as(each)
+        assert_near(each.diag_h, expected, "diagonal")
+    asked = packprop.backpack(extensions.BatchDiagHessian())
+    with asked, pytest.raises(PackpropError, match="mixes the samples"):
+        loss(model(x), y).backward()

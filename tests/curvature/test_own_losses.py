@@ -158,3 +158,42 @@ def test_samples_that_meet_in_a_loss_are_seen_at_any_distance(apart: int) -> Non
     asked = packprop.backpack(extensions.BatchDiagHessian())
     with asked, pytest.raises(PackpropError, match="mixes the samples"):
         loss(model(x), y).backward()
+
+
+class Holding(nn.Module):
+    """A loss that reads a buffer of the model, has a network in a list, and a generator of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.held = {"teachers": [nn.Linear(2, 2).double().requires_grad_(False)], "student": (model,)}
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        difference = self.held["teachers"][0](x - y).cosh() * self.held["student"][0].scale
+        return (difference * torch.rand(x.shape, generator=self.generator)).sum()
+
+
+def test_a_plan_copies_what_a_loss_holds() -> None:
+    """Modules that stand in lists, the model itself, generators: what they hold stays as it is."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    model.register_buffer("scale", torch.rand(2).double())
+    loss = packprop.extend(Holding(packprop.extend(model)))
+    batch = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    state, value = loss.generator.get_state(), loss(model(batch[0]), batch[1])
+    loss.generator.set_state(state)
+    with packprop.backpack(extensions.DiagGGNExact()):
+        loss(model(batch[0]), batch[1]).backward()
+    expected, state = model.weight.diag_ggn_exact, loss.generator.get_state()
+    with packprop.backpack(extensions.DiagGGNExact(), memory="1GB"):
+        value.backward()
+    assert_near(model.weight.diag_ggn_exact, expected, "diagonal")
+    packprop.plan(model, loss, batch, extensions.DiagGGNExact())
+    assert torch.equal(loss.generator.get_state(), state)
+
+
+def test_a_compiled_step_replays_a_loss_of_ones_own() -> None:
+    step = packprop.compile(nn.Linear(3, 2), OwnEntropy(), extensions.DiagGGNExact(), backend="eager")
+    for _ in range(4):
+        step(torch.randn(6, 3), torch.randint(2, (6,)))
+    assert "1 replay" in str(step)

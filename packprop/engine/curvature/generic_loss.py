@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from packprop.engine.curvature.linear import noise_like
 from packprop.engine.functions.losses.description import Root, describe, without_classes
 from packprop.engine.functions.losses.roots import matrix_root
 from packprop.engine.functions.nodes import is_once_differentiable
@@ -186,12 +185,15 @@ def loss_name(call: RecordedLoss) -> str:
 def _require_separate(product: Callable[[Tensor], Tensor], front: Tensor) -> None:
     """Raise if the Hessian of a loss has entries between samples: no sample then has its own curvature.
 
-    Any two samples are told apart by one product, and random numbers do not cancel between samples.
+    Any two samples are told apart by one product. Sines of numbers that differ do not cancel between samples; a
+    traced pass must not draw.
     """
     samples = front.shape[0]
     if samples == 1:
         return
-    noise = noise_like([front])[0]
+    wide = accumulation_dtype(front.dtype)
+    numbers = torch.arange(1, front.numel() + 1, dtype=wide, device=front.device)
+    noise = numbers.sin().to(front.dtype).view(front.shape)
     scale, leaks = product(noise).abs().amax(), []
     for part in parts(samples, every=True):
         fed = part.to(front.device)[:, None]

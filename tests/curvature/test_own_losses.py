@@ -120,3 +120,80 @@ def test_a_plan_changes_nothing_of_a_loss(asked: Any) -> None:
     with packprop.backpack(asked, memory="1GB"):
         value.backward()
     assert (len(loss.masks), float(loss.count), loss.fired) == (1, 1.0, 1)
+
+
+class Coupled(nn.Module):
+    """A loss with products of two samples: those that are some rows apart, or such that they cancel."""
+
+    def __init__(self, apart: int) -> None:
+        super().__init__()
+        self.apart = apart
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        squares = 4 * (x - y).square().sum()
+        if self.apart:
+            return squares + (x * x.roll(self.apart, 0)).sum()
+        return squares + ((x[0] - x[2]) * x[1]).sum()
+
+
+@pytest.mark.parametrize("apart", [0, 1, 2, 3, 4])
+def test_samples_that_meet_in_a_loss_are_seen_at_any_distance(apart: int) -> None:
+    """The Hessian of the whole loss is there, with what stands between samples; a sample has none."""
+    torch.manual_seed(0)
+    model, loss = packprop.extend(nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double()), Coupled(apart)
+    x, y = torch.randn(8, 3).double(), torch.randn(8, 2).double()
+    weight, bias = model[0].weight, model[0].bias
+    packprop.extend(loss)
+    with packprop.backpack(extensions.DiagHessian()):
+        loss(model(x), y).backward()
+
+    def value(w: Tensor, b: Tensor) -> Tensor:
+        result: Tensor = loss((x @ w.T + b).tanh(), y)
+        return result
+
+    dense = torch.autograd.functional.hessian(value, (weight.detach(), bias.detach()))
+    for place, each in enumerate((weight, bias)):
+        expected = dense[place][place].reshape(each.numel(), -1).diagonal().view_as(each)
+        assert_near(each.diag_h, expected, "diagonal")
+    asked = packprop.backpack(extensions.BatchDiagHessian())
+    with asked, pytest.raises(PackpropError, match="mixes the samples"):
+        loss(model(x), y).backward()
+
+
+class Holding(nn.Module):
+    """A loss that reads a buffer of the model, has a network in a list, and a generator of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.held = {"teachers": [nn.Linear(2, 2).double().requires_grad_(False)], "student": (model,)}
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        difference = self.held["teachers"][0](x - y).cosh() * self.held["student"][0].scale
+        return (difference * torch.rand(x.shape, generator=self.generator)).sum()
+
+
+def test_a_plan_copies_what_a_loss_holds() -> None:
+    """Modules that stand in lists, the model itself, generators: what they hold stays as it is."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    model.register_buffer("scale", torch.rand(2).double())
+    loss = packprop.extend(Holding(packprop.extend(model)))
+    batch = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    state, value = loss.generator.get_state(), loss(model(batch[0]), batch[1])
+    loss.generator.set_state(state)
+    with packprop.backpack(extensions.DiagGGNExact()):
+        loss(model(batch[0]), batch[1]).backward()
+    expected, state = model.weight.diag_ggn_exact, loss.generator.get_state()
+    with packprop.backpack(extensions.DiagGGNExact(), memory="1GB"):
+        value.backward()
+    assert_near(model.weight.diag_ggn_exact, expected, "diagonal")
+    packprop.plan(model, loss, batch, extensions.DiagGGNExact())
+    assert torch.equal(loss.generator.get_state(), state)
+
+
+def test_a_compiled_step_replays_a_loss_of_ones_own() -> None:
+    step = packprop.compile(nn.Linear(3, 2), OwnEntropy(), extensions.DiagGGNExact(), backend="eager")
+    for _ in range(4):
+        step(torch.randn(6, 3), torch.randint(2, (6,)))
+    assert "1 replay" in str(step)

@@ -18,6 +18,7 @@ from packprop.engine.graph.pull import derivatives
 from packprop.engine.graph.search import nodes_above
 from packprop.engine.recording.marks import RecordedLoss
 from packprop.engine.recording.switch import disable
+from packprop.engine.samples.hidden_mixing import parts
 from packprop.engine.tensors.dry import has_fault
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.engine.tensors.repeated import one_by_one
@@ -182,13 +183,23 @@ def loss_name(call: RecordedLoss) -> str:
 
 
 def _require_separate(product: Callable[[Tensor], Tensor], front: Tensor) -> None:
-    """Raise if the Hessian of a loss has entries between samples: no sample then has its own curvature."""
-    half = torch.arange(front.shape[0], device=front.device) % 2 == 0
-    if front.shape[0] == 1:
+    """Raise if the Hessian of a loss has entries between samples: no sample then has its own curvature.
+
+    Any two samples are told apart by one product. Sines of numbers that differ do not cancel between samples; a
+    traced pass must not draw.
+    """
+    samples = front.shape[0]
+    if samples == 1:
         return
-    leaked = product(half[:, None].to(front.dtype))[1::2]
-    scale = product(torch.ones_like(front[:1])).abs().amax()
-    if has_fault(leaked.abs().amax() > 1e-6 * scale):
+    wide = accumulation_dtype(front.dtype)
+    numbers = torch.arange(1, front.numel() + 1, dtype=wide, device=front.device)
+    noise = numbers.sin().to(front.dtype).view(front.shape)
+    scale, leaks = product(noise).abs().amax(), []
+    for part in parts(samples, every=True):
+        fed = part.to(front.device)[:, None]
+        leaks.append(product(noise * fed).abs().where(~fed, 0.0).amax())
+    leaked = torch.stack(leaks).amax()
+    if has_fault(leaked > 1e-6 * scale):
         raise PackpropError(
             GGN_ASKED,
             "the loss function",

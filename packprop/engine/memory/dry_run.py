@@ -104,14 +104,37 @@ class PlannedStep:
         return replace(self, forward=forward)
 
 
-def copy_without_data(model: nn.Module, fake: Callable[[Any], Any]) -> nn.Module:
-    """Return a copy of a module whose tensors have no data."""
+def copy_without_data(
+    model: nn.Module, fake: Callable[[Any], Any], known: Sequence[tuple[nn.Module, nn.Module]] = ()
+) -> nn.Module:
+    """Return a copy of a module whose tensors have no data.
+
+    Of modules that are ``known``, each with its copy, there is no other copy.
+    """
     memo: dict[int, Any] = {}
-    for module in model.modules():
-        for tensor in tensors_in(list(vars(module).values())):
-            made = fake(TensorSpec.of(tensor))
-            parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if parameter else made
+    for original, made in known:
+        for each, own in zip(original.modules(), made.modules(), strict=True):
+            memo[id(each)] = own
+            pairs = zip(tensors_in([*vars(each).values()]), tensors_in([*vars(own).values()]), strict=False)
+            memo.update((id(tensor), copied) for tensor, copied in pairs)
+    seen, stack = set(memo), [model]
+    while stack:  # modules may also stand in lists and mappings, which nn.Module does not look into
+        item: Any = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, nn.Module):
+            stack += vars(item).values()
+            for tensor in tensors_in([*vars(item).values()]):
+                made = fake(TensorSpec.of(tensor))
+                parameter = isinstance(tensor, nn.Parameter)
+                memo.setdefault(id(tensor), nn.Parameter(made, tensor.requires_grad) if parameter else made)
+        elif isinstance(item, torch.Generator):
+            memo[id(item)] = item.clone_state()
+        elif isinstance(item, (list, tuple, set)):
+            stack += item
+        elif isinstance(item, dict):
+            stack += item.values()
     return copy.deepcopy(model, memo)
 
 

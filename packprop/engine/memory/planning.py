@@ -121,7 +121,9 @@ def _forward_of(model: nn.Module, loss: LossFunction | None, batch: Any) -> Forw
         given = fake(map_tensors(TensorSpec.of, inputs))
         target = fake(map_tensors(TensorSpec.of, targets))
         extend(copied)
-        copied_loss = copy_without_data(loss, fake) if isinstance(loss, nn.Module) else loss
+        copied_loss = loss
+        if isinstance(loss, nn.Module):
+            copied_loss = copy_without_data(loss, fake, [(model, copied)])
         alive.append(copied_loss)
         with record():
             return outputs_and_loss(ASKED, copied, copied_loss, given, target)[1]
@@ -202,7 +204,7 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
         given, named = fake(args), fake(kwargs)
         function = call.function
         if isinstance(function, OwnLoss):  # the call must not change it
-            function = OwnLoss(copy_without_data(function.module, fake))
+            function = OwnLoss(copy_without_data(function.module, fake, [(model, copied)]))
         alive[:] = [function]
         others = fake(loss_args[1:])
         options = fake({name: value for name, value in loss_kwargs.items() if name != "input"})

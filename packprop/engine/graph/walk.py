@@ -295,7 +295,7 @@ def _signature(graph: Graph, trail: Trail) -> int:
     """
     uses = tuple((use.name, tuple(use.shapes)) for use in graph.uses)
     losses = tuple((loss.call.function, loss.call.shape, loss.call.documents is None) for loss in graph.losses)
-    declared = [each.declared for each in (*graph.forwards, *(loss.call for loss in graph.losses))]
+    declared = [loss.call.declared for loss in graph.losses] + [forward.declared for forward in graph.forwards]
     places = [*graph.open, *(edge for loss in graph.losses for edge in loss.others)]
     met = tuple(tuple(made_by(edge.node)[edge.output_nr].shape) for edge in places)
     open_paths = met, tuple(loss.is_open for loss in graph.losses)

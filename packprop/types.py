@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ from packprop.engine.algebra.monoid import MOMENTS as MOMENTS
 from packprop.engine.algebra.monoid import SUM as SUM
 from packprop.engine.algebra.monoid import Monoid
 from packprop.engine.tensors.precision import accumulation_dtype
-from packprop.errors import BadInput
+from packprop.errors import BadInput, PackpropWarning
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,4 +194,22 @@ def check_extensions(asked: str, *given: Any) -> tuple[Extension, ...]:
                 "it is not an extension",
                 "give instances from packprop.extensions, or of your own subclass of Extension",
             )
-    return tuple(dict.fromkeys(extensions))  # an extension that is given twice counts once
+    once = tuple(dict.fromkeys(extensions))  # an extension that is given twice counts once
+    _warn_of_shared_attributes(once)
+    return once
+
+
+def _warn_of_shared_attributes(extensions: Iterable[Extension]) -> None:
+    """Warn of extensions that save different values in one attribute: it holds that of the last one."""
+    earlier: dict[str, Extension] = {}
+    for extension in extensions:
+        field = getattr(extension, "savefield", "")
+        before = earlier.get(field, extension)
+        earlier[field] = extension
+        if type(before) is not type(extension) or repr(vars(before)) != repr(vars(extension)):
+            warnings.warn(
+                f"{before!r} and {extension!r} are both saved as {field!r}, which holds the value of the "
+                "last one: ask for each in a backward pass of its own.",
+                PackpropWarning,
+                stacklevel=2,
+            )

@@ -63,7 +63,8 @@ def backpack(
 
     Args:
         extensions: Instances from ``packprop.extensions``, one by one or in a list. Each saves its value on
-            every trainable parameter under its ``savefield``, and overwrites the value of an earlier pass.
+            every trainable parameter under its ``savefield``, and overwrites the value of an earlier pass. If
+            two share it, it holds the value of the last one, and a warning says so.
         extension_hook: Called with each module that owns parameters as soon as all their values are saved.
         memory: The most bytes of tensor storage that may be alive at once in a step, including parameters,
             activations and results (``"600MiB"``, a number), or a ``Plan``. A budget makes packprop run the

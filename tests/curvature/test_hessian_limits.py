@@ -148,3 +148,14 @@ def test_coverage_says_which_way() -> None:
     assert found["mlp.0.weight"].hessian == "swept"
     assert found["attn.qkv.weight"].hessian == "output"
     assert found["pos_embed"].hessian == "parameter"
+
+
+@pytest.mark.parametrize("extension", [extensions.DiagHessian(), extensions.BatchDiagHessian()])
+def test_parameters_without_entries(extension: Any) -> None:
+    model, x = packprop.extend(nn.Linear(0, 2)), torch.randn(3, 0)
+    with packprop.backpack(extension):
+        nn.functional.mse_loss(model(x), torch.randn(3, 2), reduction="sum").backward()
+    samples = () if extension.savefield == "diag_h" else (3,)
+    assert getattr(model.weight, extension.savefield).shape == (*samples, 2, 0)
+    whole = 6.0 if extension.savefield == "diag_h" else 2.0
+    torch.testing.assert_close(getattr(model.bias, extension.savefield), torch.full((*samples, 2), whole))

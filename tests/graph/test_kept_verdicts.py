@@ -38,7 +38,23 @@ BETWEEN: dict[str, Callable[[Tensor, int], Tensor]] = {
     "index": lambda h, k: h + [h[:, [1, 0, 2]], h[[1, 0, 2]]][k],
     "sort": lambda h, k: h.sort(1 - k)[0],
     "assignment": lambda h, k: assigned(h, k),
+    "numbers of equal hashes": lambda h, k: h[(None,) * 5].softmax([6, -2][k])[(0,) * 5],
+    "numbers of equal hashes in an own function": lambda h, k: OwnSoftmax.apply(h, [-1, -2][k]),
 }
+
+
+class OwnSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: int) -> Tensor:
+        y = x.softmax(axis)
+        ctx.save_for_backward(y)
+        ctx.axis = axis
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (y,), (gradient,) = ctx.saved_tensors, gradients
+        return y * (gradient - (gradient * y).sum(ctx.axis, keepdim=True)), None
 
 
 def assigned(h: Tensor, place: int) -> Tensor:

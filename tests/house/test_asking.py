@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -156,3 +158,44 @@ def test_options_of_the_command_have_the_same_words() -> None:
     assert {*PUBLIC["profile"]} & {*ROWS} - {"model", "loss", "data"} <= profile
     query = {action.dest for action in choices["query"]._actions}
     assert {"k", "memory", "batch_size", "device", "damping"} <= query
+
+
+SHARED_ATTRIBUTES: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "batch_l2": lambda: (extensions.BatchL2Grad(subsampling=[0]), extensions.BatchL2Grad()),
+    "diag_ggn_mc": lambda: (extensions.DiagGGNMC(mc_samples=1), extensions.DiagGGNMC(mc_samples=2)),
+    "kfac": lambda: (extensions.KFAC(mc_samples=1), extensions.KFAC(mc_samples=2)),
+    "grad_batch_projected": lambda: (extensions.Projected(), extensions.Projected(seed=1)),
+    "ggnmp": lambda: (extensions.GGNMP(), extensions.HMP(savefield="ggnmp")),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_two_extensions_with_one_attribute_are_named(call: str) -> None:
+    first, second = extensions.BatchL2Grad(subsampling=[0]), extensions.BatchL2Grad()
+    both = re.escape(f"{first!r} and {second!r} are both saved as 'batch_l2'")
+    with pytest.warns(packprop.PackpropWarning, match=both), contextlib.suppress(BadInput):
+        CALLS[call](first, second)  # compute(...) refuses them, because its result would hold both
+
+
+@pytest.mark.parametrize("field", SHARED_ATTRIBUTES)
+def test_different_options_are_different_values(field: str) -> None:
+    with pytest.warns(packprop.PackpropWarning, match=f"both saved as '{field}'"):
+        packprop.backpack(*SHARED_ATTRIBUTES[field]())
+
+
+@pytest.mark.parametrize("subsampling", [None, [3, 1]])
+def test_an_attribute_holds_the_value_of_the_last_extension(subsampling: list[int] | None) -> None:
+    model, last = packprop.extend(network()), extensions.BatchL2Grad(subsampling=subsampling)
+    found = []
+    for given in ((extensions.BatchL2Grad(subsampling=[2]), last), (last,)):
+        with warnings.catch_warnings(action="ignore"), packprop.backpack(*given):
+            nn.functional.cross_entropy(model(X), Y).backward()
+        found.append(model.weight.batch_l2)
+    torch.testing.assert_close(*found)
+
+
+def test_equal_extensions_and_attributes_of_their_own() -> None:
+    products = (extensions.GGNMP(), extensions.GGNMP(savefield="other"))
+    units = (extensions.BatchGrad(), extensions.BatchGrad(per="token"))
+    with warnings.catch_warnings(action="error"):
+        packprop.backpack(*products, *units, extensions.Variance(), extensions.Variance())

@@ -148,7 +148,7 @@ def diagonals(
     ``at_once``: the largest number of columns in a chunk.
     """
     entries, samples = leaf.numel(), gradient.shape[0]
-    if not gradient.requires_grad:
+    if not gradient.requires_grad or not gradient.numel():
         return torch.zeros_like(gradient, dtype=accumulation_dtype(gradient.dtype))
     with torch.enable_grad():
         flat = gradient.reshape(samples * entries)

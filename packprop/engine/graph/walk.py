@@ -283,20 +283,21 @@ def _structure(graph: Graph, trail: Trail) -> int:
     """Return a number that is equal for passes of equal structure, of any extents."""
     functions = tuple((loss.call.function, loss.call.documents is None) for loss in graph.losses)
     return hash(
-        (tuple(trail.names.values()), tuple(trail.options), tuple(use.name for use in graph.uses), functions)
+        (tuple(trail.names.values()), repr(trail.options), tuple(use.name for use in graph.uses), functions)
     )
 
 
 def _signature(graph: Graph, trail: Trail) -> int:
-    """Return a number that is equal for passes of equal structure, shapes and options."""
+    """Return a number that is equal for passes of equal structure, shapes and options.
+
+    Options enter as a text. Python's hash of a number is the number modulo 2^61 - 1, and that of -1 is -2: it
+    would take axis -1 for -2, and, as autograd shows -1 as 2^64 - 1, -2 for 6. Places and extents are small.
+    """
     uses = tuple((use.name, tuple(use.shapes)) for use in graph.uses)
-    losses = tuple(
-        (loss.call.function, loss.call.shape, loss.call.declared, loss.call.documents is None)
-        for loss in graph.losses
-    )
-    declared = tuple(forward.declared for forward in graph.forwards)
+    losses = tuple((loss.call.function, loss.call.shape, loss.call.documents is None) for loss in graph.losses)
+    declared = [loss.call.declared for loss in graph.losses] + [forward.declared for forward in graph.forwards]
     places = [*graph.open, *(edge for loss in graph.losses for edge in loss.others)]
     met = tuple(tuple(made_by(edge.node)[edge.output_nr].shape) for edge in places)
     open_paths = met, tuple(loss.is_open for loss in graph.losses)
-    named = tuple(trail.names.values()), tuple(trail.options), tuple(trail.extents), trail.edges
-    return hash((named, uses, losses, declared, open_paths, bool(graph.without_loss)))
+    named = tuple(trail.names.values()), repr((trail.options, declared)), tuple(trail.extents), trail.edges
+    return hash((named, uses, losses, open_paths, bool(graph.without_loss)))

@@ -12,6 +12,7 @@ import torch
 
 from packprop.errors import BadInput
 from packprop.store.folder import MOST_SHARDS, described
+from packprop.store.places import rank_of_process
 from packprop.store.plain import name_of
 
 
@@ -48,11 +49,13 @@ def finite_number(asked: str, name: str, value: Any, least: float = -math.inf) -
 
 
 def shard_numbers(asked: str, shard: Any, shards: Any) -> tuple[int, int]:
-    """Return the number of a shard, and that of all shards.
+    """Return the number of a shard, and that of all shards: for ``None`` the rank, and the number of ranks.
 
     Raises:
         BadInput: If there cannot be such a shard.
     """
+    rank, ranks = rank_of_process()
+    shard, shards = rank if shard is None else shard, ranks if shards is None else shards
     shard, shards = whole_number(asked, "shard", shard), whole_number(asked, "shards", shards, 1)
     if shard >= shards or shards > MOST_SHARDS:
         raise BadInput(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import operator
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,8 @@ def whole_number(asked: str, name: str, value: Any, least: int = 0) -> int:
     return number
 
 
-def finite_number(asked: str, name: str, value: Any, least: float = -math.inf) -> float:
-    """Return an argument as a finite number of at least ``least``.
+def finite_number(asked: str, name: str, value: Any) -> float:
+    """Return an argument as a finite number of at least 0.
 
     Raises:
         BadInput: If it is none.
@@ -42,10 +43,60 @@ def finite_number(asked: str, name: str, value: Any, least: float = -math.inf) -
         number = math.nan if isinstance(value, (bool, np.bool_, str)) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         number = math.nan
-    if not math.isfinite(number) or number < least:
-        kind = "finite number" if least == -math.inf else f"finite number of at least {least:g}"
+    if not math.isfinite(number) or number < 0:
+        kind = "finite number of at least 0"
         raise BadInput(asked, f"{name}={value!r}", f"it is no {kind}", f"give a {kind}, such as 32.0")
     return number
+
+
+def samples_and_terms(asked: str, samples: Any, terms: Any) -> tuple[int, float]:
+    """Return a number of samples, and the divisors of their losses, added up.
+
+    Raises:
+        BadInput: For anything but such numbers.
+    """
+    return whole_number(asked, "samples", samples), finite_number(asked, "terms", terms)
+
+
+def divisor(asked: str, terms: Any) -> float:
+    """Return the divisor of a batch's loss, by which values are multiplied.
+
+    Raises:
+        BadInput: If it is no finite number above 0.
+    """
+    number = finite_number(asked, "terms", terms)
+    if not number:
+        raise BadInput(
+            asked,
+            f"terms={terms!r}",
+            "values are multiplied by it: all values would be zero",
+            "give the divisor of the batch's loss, such as the number of its samples; leave out batches "
+            "without terms",
+        )
+    return number
+
+
+def seconds_of(asked: str, seconds: Any) -> float:
+    """Return an argument as a number of seconds, which may be infinite.
+
+    Raises:
+        BadInput: If it is none.
+    """
+    return math.inf if seconds == math.inf else finite_number(asked, "seconds", seconds)
+
+
+def notes_of(asked: str, notes: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return notes as JSON has them.
+
+    Raises:
+        BadInput: For anything that JSON cannot hold.
+    """
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(dict(notes or {}), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        instead = "give a dictionary of texts, finite numbers, lists and dictionaries"
+        raise BadInput(asked, "notes", f"JSON cannot hold them: {error}", instead) from error
+    return found
 
 
 def shard_numbers(asked: str, shard: Any, shards: Any) -> tuple[int, int]:
@@ -67,12 +118,14 @@ def shard_numbers(asked: str, shard: Any, shards: Any) -> tuple[int, int]:
     return shard, shards
 
 
-def require_precision(asked: str, dtype: torch.dtype) -> None:
+def require_precision(asked: str, dtype: torch.dtype | None) -> None:
     """Refuse anything that is not a precision of stored floating-point values.
 
     Raises:
         BadInput: For another one.
     """
+    if dtype is None:
+        return
     described(dtype)
     if not dtype.is_floating_point:
         raise BadInput(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from packprop.store.arguments import (
-    finite_number,
+    divisor,
+    notes_of,
     require_precision,
     require_same_names,
+    samples_and_terms,
+    seconds_of,
     shard_numbers,
-    whole_number,
 )
 from packprop.store.describing import (
     described_extension,
@@ -107,15 +108,14 @@ class StoreWriter:
     ) -> None:
         self.folder, self.extensions, self.identify = Path(folder), tuple(extensions), identify
         self._asked = f"StoreWriter({str(folder)!r}) was opened."
-        self._model, self._dtype, self._seconds = model, dtype, seconds
+        self._model, self._dtype, self._seconds = model, dtype, seconds_of(self._asked, seconds)
         require_storable(self._asked, self.extensions)
-        if dtype is not None:
-            require_precision(self._asked, dtype)
+        require_precision(self._asked, dtype)
         self._header = ShardHeader(
             *shard_numbers(self._asked, shard, shards),
             [described_extension(extension) for extension in self.extensions],
             described_model(model),
-            json.loads(json.dumps(dict(notes or {}))),
+            notes_of(self._asked, notes),
             packprop_version() or "unknown",
             (),
             secrets.randbits(32),
@@ -209,7 +209,7 @@ class StoreWriter:
         """
         self._require_open()
         asked = f"StoreWriter({str(self.folder)!r}).write(...) was called."
-        terms = finite_number(asked, "terms", terms, 0.0)
+        terms = divisor(asked, terms)
         self.require_model(asked, self._model)
         taken = taken_from(self._model, self.extensions, terms, unused_are_zero)
         known = self.quantities - {extension.savefield for extension in self.extensions}
@@ -234,7 +234,7 @@ class StoreWriter:
             PackpropError: If the disk does not take them.
         """
         self._require_open()
-        terms = finite_number(self._asked, "terms", terms)
+        samples, terms = samples_and_terms(self._asked, samples, terms)
         start, total = self.samples, self.samples + samples
         numbers = identifiers_of(self._asked, identifiers, start, samples, self._header)
         rows = {key: converted(self._asked, key, value, self._dtype) for key, value in values.items()}
@@ -301,8 +301,7 @@ class StoreWriter:
             PackpropError: If remaining rows of a chunk that it cuts have changed.
         """
         self._require_open()
-        samples = whole_number(self._asked, "samples", samples)
-        terms = finite_number(self._asked, "terms", terms)
+        samples, terms = samples_and_terms(self._asked, samples, terms)
         self._wait()
         require_held(self._asked, self._place, self._marks, self.samples, samples, checksum)
         if samples > self._marks.last.samples:

@@ -90,6 +90,22 @@ def test_numbers_of_any_type(tmp_path: Path, number: Any) -> None:
     assert (store["a"].torch().tolist(), store.terms) == ([0, 1, 0, 0], 4.0)
 
 
+@pytest.mark.parametrize("terms", [0, 0.0, -0.0, torch.tensor(0.0)], ids=repr)
+def test_terms_that_leave_nothing(tmp_path: Path, terms: Any) -> None:
+    with opened(tmp_path / "store") as writer:
+        with pytest.raises(BadInput, match=r"terms=.*\n.*all values would be zero"):
+            writer.write(a=torch.ones(2), terms=terms)
+        writer.write(a=torch.ones(3))
+    assert Store(tmp_path / "store").samples == 3
+
+
+@pytest.mark.parametrize("samples", [-1, True, 2.0, "2"], ids=repr)
+def test_samples_that_are_no_number(tmp_path: Path, samples: Any) -> None:
+    with opened(tmp_path / "store") as writer, pytest.raises(BadInput, match=r"samples=.*\n.*no such number"):
+        writer.add({}, samples)
+    assert Store(tmp_path / "store").samples == 0
+
+
 @pytest.mark.parametrize("terms", [np.nan, np.inf, -4.0, True, "4", None, torch.ones(2)], ids=repr)
 def test_terms_that_are_no_number(tmp_path: Path, terms: Any) -> None:
     with opened(tmp_path / "store") as writer:
@@ -110,6 +126,15 @@ def test_terms_that_are_no_number(tmp_path: Path, terms: Any) -> None:
         {"shard": 0, "shards": 100_001},
         {"dtype": torch.int64},
         {"dtype": torch.complex64},
+        {"dtype": "float16"},
+        {"seconds": np.nan},
+        {"seconds": -1.0},
+        {"seconds": True},
+        {"seconds": "10"},
+        {"seconds": None},
+        {"notes": {"a": np.nan}},
+        {"notes": {"a": torch.ones(2)}},
+        {"notes": [1]},
     ],
     ids=str,
 )
@@ -117,6 +142,12 @@ def test_shards_and_precisions_that_cannot_be(tmp_path: Path, options: dict[str,
     with pytest.raises(BadInput):
         opened(tmp_path / "store", **options)
     assert not (tmp_path / "store").exists()
+
+
+def test_a_chunk_may_take_any_time(tmp_path: Path) -> None:
+    with opened(tmp_path / "store", seconds=np.inf) as writer:
+        writer.write(a=torch.ones(2))
+    assert Store(tmp_path / "store").samples == 2
 
 
 def test_rows_without_a_mark_can_be_cut(tmp_path: Path) -> None:

@@ -136,21 +136,25 @@ def require_precision(asked: str, dtype: torch.dtype | None) -> None:
         )
 
 
-def require_same_names(asked: str, given: Set[str], known: Set[str], samples: int) -> None:
+def require_names(asked: str, given: Set[str], known: Set[str], taken: Set[str], samples: int) -> None:
     """Refuse named values that this batch lacks, or that earlier batches lacked: zeros would stand for them.
+
+    Args:
+        asked: The call of the user, for messages.
+        given: The names of this batch.
+        known: Those of all quantities of earlier batches.
+        taken: Those of extensions, which values must not have.
+        samples: Samples of earlier batches.
 
     Raises:
         BadInput: With the first of them.
     """
     new = given - known if samples else set()
-    for names, why in (
-        (known - given, "earlier batches have it, and this one does not"),
-        (new, f"the {samples} samples before this batch do not have it"),
+    same = "give the same values with each batch; StoreWriter.add(...) stores zeros for missing ones"
+    for names, why, instead in (
+        (given & taken, "an extension has this name", "give these values another name"),
+        (known - taken - given, "earlier batches have it, and this one does not", same),
+        (new, f"the {samples} samples before this batch do not have it", same),
     ):
         if names:
-            raise BadInput(
-                asked,
-                f"values {min(names)!r}",
-                why,
-                "give the same values with each batch; StoreWriter.add(...) stores zeros for missing ones",
-            )
+            raise BadInput(asked, f"values {min(names)!r}", why, instead)

@@ -139,11 +139,19 @@ def converted(asked: str, key: Key, value: Tensor, dtype: torch.dtype | None) ->
 def require_rows(
     asked: str, rows: Mapping[Key, Tensor], samples: int, arrays: Mapping[Key, GrowingArray]
 ) -> None:
-    """Refuse values that are not rows of so many samples, or are of another shape or precision than before.
+    """Refuse values that are not rows of so many samples, or are unlike those before: of another kind or shape.
 
     Raises:
         BadInput: With the first of them.
     """
+    keys = [*arrays, *rows]
+    for quantity in {quantity for quantity, name in keys if not name} & {key[0] for key in keys if key[1]}:
+        raise BadInput(
+            asked,
+            f"values {quantity!r}",
+            "they are those of parameters and of all of them together, and a store keeps one kind by a name",
+            "give one of them another name",
+        )
     for key, value in rows.items():
         if not value.dim() or len(value) != samples:
             raise BadInput(

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from packprop.store.arguments import (
     divisor,
     notes_of,
+    require_names,
     require_precision,
-    require_same_names,
     samples_and_terms,
     seconds_of,
     shard_numbers,
@@ -212,8 +212,8 @@ class StoreWriter:
         terms = divisor(asked, terms)
         self.require_model(asked, self._model)
         taken = taken_from(self._model, self.extensions, terms, unused_are_zero)
-        known = self.quantities - {extension.savefield for extension in self.extensions}
-        require_same_names(asked, values.keys(), known, self.samples)
+        fields = {extension.savefield for extension in self.extensions}
+        require_names(asked, values.keys(), self.quantities, fields, self.samples)
         taken |= {(name, ""): value for name, value in values.items()}
         rows = next(iter(taken.values()), None)
         samples = len(rows) if isinstance(rows, Tensor) and rows.dim() else 0

@@ -201,7 +201,7 @@ def test_a_write_that_fails_anywhere_can_be_repeated(
     for number in itertools.count():
         folder, batches = tmp_path / str(number), torch.arange(1.0, 9.0).split(2)
         with opened(folder, seconds=seconds) as writer:
-            writer._pool = AtOnce()  # type: ignore[assignment]
+            vars(writer)["_pool"] = AtOnce()
             failing.after(number)
             for batch in batches:
                 until_it_works(lambda batch=batch: writer.write(a=batch, b=-batch[:, None]))

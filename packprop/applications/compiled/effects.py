@@ -86,7 +86,7 @@ class Watch:
         self._new = _storages(inputs)
         self._made: set[int] = set()
         self._outside: set[int] = set()
-        """What was computed from tensors that are no inputs, and were there before the pass."""
+        """Memory of results of tensors that are no inputs, and were there before the pass."""
         self._written: set[int] = set()
         self._draws = False
         self._before = Kept([], [], {})

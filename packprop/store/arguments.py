@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import operator
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from packprop.errors import BadInput
 from packprop.store.folder import MOST_SHARDS, described
+from packprop.store.places import rank_of_process
 from packprop.store.plain import name_of
 
 
@@ -31,8 +33,8 @@ def whole_number(asked: str, name: str, value: Any, least: int = 0) -> int:
     return number
 
 
-def finite_number(asked: str, name: str, value: Any, least: float = -math.inf) -> float:
-    """Return an argument as a finite number of at least ``least``.
+def finite_number(asked: str, name: str, value: Any) -> float:
+    """Return an argument as a finite number of at least 0.
 
     Raises:
         BadInput: If it is none.
@@ -41,18 +43,70 @@ def finite_number(asked: str, name: str, value: Any, least: float = -math.inf) -
         number = math.nan if isinstance(value, (bool, np.bool_, str)) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         number = math.nan
-    if not math.isfinite(number) or number < least:
-        kind = "finite number" if least == -math.inf else f"finite number of at least {least:g}"
+    if not math.isfinite(number) or number < 0:
+        kind = "finite number of at least 0"
         raise BadInput(asked, f"{name}={value!r}", f"it is no {kind}", f"give a {kind}, such as 32.0")
     return number
 
 
+def samples_and_terms(asked: str, samples: Any, terms: Any) -> tuple[int, float]:
+    """Return a number of samples, and the divisors of their losses, added up.
+
+    Raises:
+        BadInput: For anything but such numbers.
+    """
+    return whole_number(asked, "samples", samples), finite_number(asked, "terms", terms)
+
+
+def divisor(asked: str, terms: Any) -> float:
+    """Return the divisor of a batch's loss, by which values are multiplied.
+
+    Raises:
+        BadInput: If it is no finite number above 0.
+    """
+    number = finite_number(asked, "terms", terms)
+    if not number:
+        raise BadInput(
+            asked,
+            f"terms={terms!r}",
+            "values are multiplied by it: all values would be zero",
+            "give the divisor of the batch's loss, such as the number of its samples; leave out batches "
+            "without terms",
+        )
+    return number
+
+
+def seconds_of(asked: str, seconds: Any) -> float:
+    """Return an argument as a number of seconds, which may be infinite.
+
+    Raises:
+        BadInput: If it is none.
+    """
+    return math.inf if seconds == math.inf else finite_number(asked, "seconds", seconds)
+
+
+def notes_of(asked: str, notes: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return notes as JSON has them.
+
+    Raises:
+        BadInput: For anything that JSON cannot hold.
+    """
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(dict(notes or {}), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        instead = "give a dictionary of texts, finite numbers, lists and dictionaries"
+        raise BadInput(asked, "notes", f"JSON cannot hold them: {error}", instead) from error
+    return found
+
+
 def shard_numbers(asked: str, shard: Any, shards: Any) -> tuple[int, int]:
-    """Return the number of a shard, and that of all shards.
+    """Return the number of a shard, and that of all shards: for ``None`` the rank, and the number of ranks.
 
     Raises:
         BadInput: If there cannot be such a shard.
     """
+    rank, ranks = rank_of_process()
+    shard, shards = rank if shard is None else shard, ranks if shards is None else shards
     shard, shards = whole_number(asked, "shard", shard), whole_number(asked, "shards", shards, 1)
     if shard >= shards or shards > MOST_SHARDS:
         raise BadInput(
@@ -64,12 +118,14 @@ def shard_numbers(asked: str, shard: Any, shards: Any) -> tuple[int, int]:
     return shard, shards
 
 
-def require_precision(asked: str, dtype: torch.dtype) -> None:
+def require_precision(asked: str, dtype: torch.dtype | None) -> None:
     """Refuse anything that is not a precision of stored floating-point values.
 
     Raises:
         BadInput: For another one.
     """
+    if dtype is None:
+        return
     described(dtype)
     if not dtype.is_floating_point:
         raise BadInput(
@@ -80,21 +136,25 @@ def require_precision(asked: str, dtype: torch.dtype) -> None:
         )
 
 
-def require_same_names(asked: str, given: Set[str], known: Set[str], samples: int) -> None:
+def require_names(asked: str, given: Set[str], known: Set[str], taken: Set[str], samples: int) -> None:
     """Refuse named values that this batch lacks, or that earlier batches lacked: zeros would stand for them.
+
+    Args:
+        asked: The call of the user, for messages.
+        given: The names of this batch.
+        known: Those of all quantities of earlier batches.
+        taken: Those of extensions, which values must not have.
+        samples: Samples of earlier batches.
 
     Raises:
         BadInput: With the first of them.
     """
     new = given - known if samples else set()
-    for names, why in (
-        (known - given, "earlier batches have it, and this one does not"),
-        (new, f"the {samples} samples before this batch do not have it"),
+    same = "give the same values with each batch; StoreWriter.add(...) stores zeros for missing ones"
+    for names, why, instead in (
+        (given & taken, "an extension has this name", "give these values another name"),
+        (known - taken - given, "earlier batches have it, and this one does not", same),
+        (new, f"the {samples} samples before this batch do not have it", same),
     ):
         if names:
-            raise BadInput(
-                asked,
-                f"values {min(names)!r}",
-                why,
-                "give the same values with each batch; StoreWriter.add(...) stores zeros for missing ones",
-            )
+            raise BadInput(asked, f"values {min(names)!r}", why, instead)

@@ -316,7 +316,7 @@ class Store(Mapping[Any, Any]):
             ``products [q, k]`` in falling order, ``identifiers [q, k]`` and ``rows [q, k]`` of the samples.
 
         Raises:
-            BadInput: For queries that do not fit the rows.
+            BadInput: For queries that do not fit the rows, and for complex rows or queries.
             PackpropError: If an inner product is not finite.
         """
         return self.extremes(quantity, queries, k, memory=memory, largest=(largest,))[0]

@@ -39,7 +39,8 @@ def extreme_products(
     Products add up over arrays, in at least float32. One reading finds everything.
 
     Raises:
-        BadInput: For queries of another shape than the rows, or a ``k`` that is no number of samples.
+        BadInput: For queries of another shape than the rows, complex ones, or a ``k`` that is no number of
+            samples.
         PackpropError: For products that are not finite.
     """
     require_number(asked, k)
@@ -65,7 +66,7 @@ def summed_products(
         memory: Bytes for the current rows.
 
     Raises:
-        BadInput: For queries of another shape than the rows.
+        BadInput: For queries of another shape than the rows, and complex ones.
         PackpropError: For products that are not finite.
     """
     flat = _flat(asked, arrays, queries)
@@ -87,9 +88,17 @@ def _flat(asked: str, arrays: Mapping[str, Any], queries: Mapping[str, Tensor]) 
                 f"rows are {list(array.shape[1:])}",
                 "give queries [q, ...], as many for each parameter",
             )
+        if array.dtype.is_complex or queries[name].is_complex():
+            raise BadInput(
+                asked,
+                f"rows of {array.dtype}, queries of {queries[name].dtype}" + (f" for {name!r}" if name else ""),
+                "inner products of complex numbers have no order",
+                "store torch.view_as_real(values) and ask with torch.view_as_real(queries): inner products are "
+                "the real parts",
+            )
     flat = {}
     for name, array in arrays.items():
-        query = queries[name].detach().to("cpu", accumulation_dtype(array.dtype))
+        query = queries[name].detach().to("cpu", _products_dtype(array.dtype))
         flat[name] = query.reshape(len(query), array.shape[1:].numel())  # rows may have no axes
     return flat
 
@@ -116,9 +125,14 @@ def bytes_of_a_row(arrays: Mapping[str, Any], queries: int) -> int:
     """Return the bytes of a search for ``queries`` queries for each current row, one array at a time."""
     rows = 0
     for array in arrays.values():
-        entries, width = max(1, array.shape[1:].numel()), accumulation_dtype(array.dtype)
+        entries, width = max(1, array.shape[1:].numel()), _products_dtype(array.dtype)
         rows = max(rows, entries * (array.dtype.itemsize + (width.itemsize if width != array.dtype else 0)))
     return rows + 2 * queries * 8
+
+
+def _products_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the precision of products with rows: whole numbers would overflow, and cut off queries."""
+    return accumulation_dtype(dtype) if dtype.is_floating_point or dtype.is_complex else torch.float64
 
 
 def require_number(asked: str, k: Any) -> None:

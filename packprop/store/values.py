@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,23 +80,29 @@ def put(rows: dict[Key, Tensor], extension: Extension, name: str, value: Tensor,
         rows[extension.savefield, name] = value.movedim(extension.sample_axis, 0)
 
 
-def described_rows(
-    rows: Mapping[Key, Tensor], extensions: Sequence[Extension], known: Sequence[ArrayHeader]
-) -> list[ArrayHeader]:
-    """Describe new arrays for rows, in files other than those of the known arrays."""
+def begun_arrays(
+    place: Path,
+    rows: Mapping[Key, Tensor],
+    extensions: Sequence[Extension],
+    known: Sequence[ArrayHeader],
+    samples: int,
+) -> list[tuple[ArrayHeader, GrowingArray]]:
+    """Begin files for rows in a shard, other than those of the known arrays, with zeros for earlier samples."""
     used = {each.file.lower() for each in known}
-    headers = []
+    found = []
     for (quantity, parameter), value in rows.items():
         kind = next((each for each in extensions if each.savefield == quantity), None)
         degree = 0.0 if kind is None else kind.degrees[0]
         projection = asdict(kind.projection) if isinstance(kind, Projected) else None
-        file, shape, dtype = (
-            file_name(quantity, parameter, used),
-            tuple(value.shape[1:]),
-            described(value.dtype),
-        )
-        headers.append(ArrayHeader(quantity, parameter, file, shape, dtype, degree, projection))
-    return headers
+        file, shape, dtype = file_name(quantity, parameter, used), tuple(value.shape[1:]), value.dtype
+        header = ArrayHeader(quantity, parameter, file, shape, described(dtype), degree, projection)
+        array = GrowingArray(place / file, shape, dtype)
+        array.path.unlink(missing_ok=True)  # of a writer that was killed here, or failed
+        array.fill(samples)
+        if samples:
+            array.sync()
+        found.append((header, array))
+    return found
 
 
 def converted(asked: str, key: Key, value: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -132,11 +139,19 @@ def converted(asked: str, key: Key, value: Tensor, dtype: torch.dtype | None) ->
 def require_rows(
     asked: str, rows: Mapping[Key, Tensor], samples: int, arrays: Mapping[Key, GrowingArray]
 ) -> None:
-    """Refuse values that are not rows of so many samples, or are of another shape or precision than before.
+    """Refuse values that are not rows of so many samples, or are unlike those before: of another kind or shape.
 
     Raises:
         BadInput: With the first of them.
     """
+    keys = [*arrays, *rows]
+    for quantity in {quantity for quantity, name in keys if not name} & {key[0] for key in keys if key[1]}:
+        raise BadInput(
+            asked,
+            f"values {quantity!r}",
+            "they are those of parameters and of all of them together, and a store keeps one kind by a name",
+            "give one of them another name",
+        )
     for key, value in rows.items():
         if not value.dim() or len(value) != samples:
             raise BadInput(

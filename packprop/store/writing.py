@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from packprop.store.arguments import (
-    finite_number,
+    divisor,
+    notes_of,
+    require_names,
     require_precision,
-    require_same_names,
+    samples_and_terms,
+    seconds_of,
     shard_numbers,
-    whole_number,
 )
 from packprop.store.describing import (
     described_extension,
@@ -30,17 +31,10 @@ from packprop.store.describing import (
     require_storable,
 )
 from packprop.store.files import Lock
-from packprop.store.folder import (
-    HEADER,
-    SAMPLES,
-    ShardHeader,
-    folder_of_shard,
-    is_begun,
-)
+from packprop.store.folder import HEADER, SAMPLES, ShardHeader, folder_of_shard, is_begun
 from packprop.store.marks import CHUNKS, Mark, Marks
 from packprop.store.places import (
     closed,
-    rank_of_process,
     require_held,
     require_place,
     taken_by_disk,
@@ -55,7 +49,7 @@ from packprop.store.shard import (
     require_unmarked,
     with_checksums,
 )
-from packprop.store.values import Key, converted, described_rows, identifiers_of, require_rows, taken_from
+from packprop.store.values import Key, begun_arrays, converted, identifiers_of, require_rows, taken_from
 from packprop.types import Extension
 
 CHUNK = 64 * 2**20
@@ -114,17 +108,14 @@ class StoreWriter:
     ) -> None:
         self.folder, self.extensions, self.identify = Path(folder), tuple(extensions), identify
         self._asked = f"StoreWriter({str(folder)!r}) was opened."
-        self._model, self._dtype, self._seconds = model, dtype, seconds
+        self._model, self._dtype, self._seconds = model, dtype, seconds_of(self._asked, seconds)
         require_storable(self._asked, self.extensions)
-        if dtype is not None:
-            require_precision(self._asked, dtype)
-        rank, ranks = rank_of_process()
-        given = rank if shard is None else shard, ranks if shards is None else shards
+        require_precision(self._asked, dtype)
         self._header = ShardHeader(
-            *shard_numbers(self._asked, *given),
+            *shard_numbers(self._asked, shard, shards),
             [described_extension(extension) for extension in self.extensions],
             described_model(model),
-            json.loads(json.dumps(dict(notes or {}))),
+            notes_of(self._asked, notes),
             packprop_version() or "unknown",
             (),
             secrets.randbits(32),
@@ -218,11 +209,11 @@ class StoreWriter:
         """
         self._require_open()
         asked = f"StoreWriter({str(self.folder)!r}).write(...) was called."
-        terms = finite_number(asked, "terms", terms, 0.0)
+        terms = divisor(asked, terms)
         self.require_model(asked, self._model)
         taken = taken_from(self._model, self.extensions, terms, unused_are_zero)
-        known = self.quantities - {extension.savefield for extension in self.extensions}
-        require_same_names(asked, values.keys(), known, self.samples)
+        fields = {extension.savefield for extension in self.extensions}
+        require_names(asked, values.keys(), self.quantities, fields, self.samples)
         taken |= {(name, ""): value for name, value in values.items()}
         rows = next(iter(taken.values()), None)
         samples = len(rows) if isinstance(rows, Tensor) and rows.dim() else 0
@@ -243,27 +234,42 @@ class StoreWriter:
             PackpropError: If the disk does not take them.
         """
         self._require_open()
-        terms = finite_number(self._asked, "terms", terms)
+        samples, terms = samples_and_terms(self._asked, samples, terms)
         start, total = self.samples, self.samples + samples
         numbers = identifiers_of(self._asked, identifiers, start, samples, self._header)
         rows = {key: converted(self._asked, key, value, self._dtype) for key, value in values.items()}
         require_rows(self._asked, rows, samples, self._arrays)
+        size = self._open_bytes + sum(value.numel() * value.dtype.itemsize for value in rows.values())
+        ends = size >= CHUNK or time.monotonic() - self._began >= self._seconds
+        ends &= size >= WAITING * CHUNK or self._finishing is None or self._finishing.done()
         with self._to_disk():
-            try:
+            try:  # all that may fail, before the rows count: the caller may repeat the batch
+                if ends:
+                    self._wait()
                 self._put(start, numbers, rows)
-            except BaseException:  # zeros of a later batch would leave these rows in place
-                for array in (self._samples, *self._arrays.values()):
-                    array.drop(start)
-                    if len(self._arrays) > OPEN_FILES:
-                        array.close()
+                if ends:
+                    self._for_all(lambda array: array.fill(total))
+            except BaseException:
+                self._take_back(start)
                 raise
-        self._mark = Mark(total, self._mark.terms + terms)
-        self._open_bytes += sum(value.numel() * value.dtype.itemsize for value in rows.values())
-        if self._open_bytes >= CHUNK or time.monotonic() - self._began >= self._seconds:
-            if self._open_bytes >= WAITING * CHUNK:
-                self._wait()
-            if self._finishing is None or self._finishing.done():
-                self._finish_chunk()
+        self._mark, self._open_bytes = Mark(total, self._mark.terms + terms), size
+        if ends:
+            self._mark_chunk()
+
+    def _take_back(self, samples: int) -> None:
+        """Drop rows of a batch that failed: zeros of a later batch would leave them in place."""
+        try:
+            self._for_all(lambda array: array.drop(samples))
+        except BaseException:  # they are still there
+            self._leave()
+            raise
+
+    def _for_all(self, change: Callable[[GrowingArray], None]) -> None:
+        """Change all files of rows, only some of which stay open."""
+        for array in (self._samples, *self._arrays.values()):
+            change(array)
+            if len(self._arrays) > OPEN_FILES:
+                array.close()
 
     def _put(self, start: int, numbers: Tensor, rows: Mapping[Key, Tensor]) -> None:
         if self._marks.last.finished:  # readers learn that more is to come
@@ -295,8 +301,7 @@ class StoreWriter:
             PackpropError: If remaining rows of a chunk that it cuts have changed.
         """
         self._require_open()
-        samples = whole_number(self._asked, "samples", samples)
-        terms = finite_number(self._asked, "terms", terms)
+        samples, terms = samples_and_terms(self._asked, samples, terms)
         self._wait()
         require_held(self._asked, self._place, self._marks, self.samples, samples, checksum)
         if samples > self._marks.last.samples:
@@ -307,8 +312,7 @@ class StoreWriter:
             if (samples, terms) != (last.samples, last.terms):
                 self._marks.add(cut_mark(self._asked, mark, self._marks.chunks, self._files))
             self._mark = mark
-            for array in (self._samples, *self._arrays.values()):
-                array.cut(samples)
+            self._for_all(lambda array: array.cut(samples))
 
     @property
     def _files(self) -> dict[str, GrowingArray]:
@@ -343,45 +347,40 @@ class StoreWriter:
 
     def _leave(self) -> None:
         self._pool.shutdown()
-        for array in (self._samples, *self._arrays.values()):
-            array.close()
+        self._for_all(GrowingArray.close)
         if self._lock is not None:
             self._lock.close()
         self._lock = None
 
     def _make_arrays(self, rows: Mapping[Key, Tensor]) -> None:
         """Make arrays for values that come for the first time."""
-        new = [key for key in rows if key not in self._arrays]
+        new = {key: value for key, value in rows.items() if key not in self._arrays}
         if not new:
             return
-        headers = described_rows({key: rows[key] for key in new}, self.extensions, self._header.arrays)
-        arrays = [GrowingArray(self._place / each.file, each.shape, each.precision) for each in headers]
-        for array in arrays:  # the header needs all rows: zeros for earlier samples
-            array.fill(self.samples)
-            if self.samples:
-                array.sync()
-        header = replace(self._header, arrays=(*self._header.arrays, *headers))
-        header.save(self._place)
+        known = self._header.arrays
+        begun = begun_arrays(self._place, new, self.extensions, known, self.samples)
+        header = replace(self._header, arrays=(*known, *(each for each, _ in begun)))
+        header.save(self._place)  # after the files, which readers look for
         self._header = header
-        self._arrays.update(zip(new, arrays, strict=True))
+        self._arrays.update({key: array for key, (_, array) in zip(new, begun, strict=True)})
 
     def _finish_chunk(self) -> None:
         """Write the waiting rows, and have them marked when they are on the disk."""
         self._wait()
-        files, mark, start = self._files, self._mark, self._marks.last.samples
-        arrays = list(files.values())
         with self._to_disk():
-            for array in arrays:
-                array.fill(mark.samples)
-                if len(arrays) > OPEN_FILES:
-                    array.close()
+            self._for_all(lambda array: array.fill(self.samples))
+        self._mark_chunk()
+
+    def _mark_chunk(self) -> None:
+        """Have the rows so far marked when they are on the disk."""
+        files, mark, start = self._files, self._mark, self._marks.last.samples
         self._open_bytes, self._began = 0, time.monotonic()
 
         def finish() -> None:
-            for array in arrays:
+            for array in files.values():
                 array.sync()
             self._marks.add(with_checksums(mark, start, files))
-            for array in arrays:
+            for array in files.values():
                 array.show(mark.samples)
 
         self._finishing = self._pool.submit(finish)

@@ -6,6 +6,7 @@ import copy
 import functools
 import random
 import types
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -226,6 +227,61 @@ def test_the_state_of_hooks_on_all_modules_and_new_code_of_a_function() -> None:
         check(step, model, x, y)
     finally:
         handle.remove()
+
+
+LARGE = 400_000
+
+
+def filled(table: Any, value: float) -> None:
+    """Change all entries of a table in place."""
+    if isinstance(table, (Tensor, np.ndarray)):
+        table[:] = value
+    else:
+        for key in range(LARGE) if isinstance(table, list) else [*table]:
+            table[key] = value
+
+
+TABLES: dict[str, tuple[Any, Any]] = {
+    "tensor": (lambda: torch.ones(LARGE), lambda table: table[0]),
+    "value of a tensor": (lambda: torch.ones(LARGE), lambda table: table[0].item()),
+    "value of a sum": (lambda: torch.ones(LARGE), lambda table: float((2 * table).mean())),
+    "array": (lambda: np.ones(LARGE), lambda table: torch.from_numpy(table)[0]),
+    "value of an array": (lambda: np.ones(LARGE), lambda table: float(table[0])),
+    "list": (lambda: [1.0] * LARGE, lambda table: table[0]),
+    "dictionary": (lambda: dict.fromkeys(range(LARGE), 1.0), lambda table: table[5]),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_large_tables_that_change_in_place(name: str) -> None:
+    torch.manual_seed(0)
+    make, read = TABLES[name]
+    table, model = make(), nn.Linear(3, 2).double()
+
+    def loss(f: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(f * read(table), y)
+
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PackpropWarning)
+        step = packprop.compile(model, loss, BatchL2Grad(), backend="eager")
+        for number in range(CALLS + 6):
+            if number > CALLS + 2:
+                filled(table, 1.0 + number)
+            assert step(x, y).item() == pytest.approx(loss(model(x), y).item())
+    assert (replays(step) == 0) == ("value of a" in name and "array" not in name)
+
+
+def test_values_of_literals_may_be_read() -> None:
+    model = nn.Linear(3, 2)
+
+    def loss(f: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(f * torch.tensor(2.0).item(), y)
+
+    step = packprop.compile(model, loss, BatchL2Grad(), backend="eager")
+    for _ in range(CALLS + 2):
+        step(torch.randn(4, 3), torch.randn(4, 2))
+    assert replays(step) > 0
 
 
 def test_what_does_not_end_replays() -> None:

@@ -16,6 +16,7 @@ import packprop
 from packprop import extensions
 from packprop.applications.compiled.replayer import Kind
 from packprop.applications.dataset import replays
+from packprop.applications.dataset.identity import names_around
 from packprop.applications.dataset.replays import MANY, WhereItPays, told
 from packprop.errors import PackpropWarning
 from tests.references.running import assert_near
@@ -226,6 +227,79 @@ def test_what_a_loss_reads_may_change_between_batches(change: str) -> None:
     assert own.loss == pytest.approx(other.loss, rel=1e-12)
     for name, value in other["sum_grad_squared"].items():
         assert_near(own["sum_grad_squared"][name], value, name, 1e-9)
+
+
+class Settings:
+    class Inner:
+        factor = 1.0
+
+
+class InClass(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * Settings.Inner.factor
+
+
+class HoldsClass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.settings.Inner.factor
+
+
+class ByName(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = getattr(self, "by" + "_scale")(x)
+        return found
+
+    def by_scale(self, x: Tensor) -> Tensor:
+        return x * SCALE[0]
+
+
+class Imports(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        from tests.dataset import test_replays
+
+        return x * test_replays.SCALE[0]
+
+
+class ByText(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * globals()["SCALE"][0]
+
+
+@pytest.mark.parametrize("layer", [InClass, HoldsClass, ByName, Imports, ByText])
+def test_what_an_inner_layer_reads_may_change_between_batches(layer: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    given = [data(4) for _ in range(2 * BATCHES)]
+    model = nn.Sequential(nn.Linear(5, 7), nn.Sequential(nn.Sigmoid(), layer()), nn.Linear(7, 3)).double()
+
+    def change(by: float) -> None:
+        SCALE[0] = Settings.Inner.factor = by
+
+    loss, asked = nn.CrossEntropyLoss(), [extensions.SumGradSquared()]
+    own, other = (
+        packprop.compute(model, loss, Changing(given, change), asked, progress=False, compiled=compiled)
+        for compiled in (True, False)
+    )
+    change(1.0)
+    assert (own.replays is None) == (layer in (Imports, ByText))
+    assert own.loss == pytest.approx(other.loss, rel=1e-12)
+    for name, value in other["sum_grad_squared"].items():
+        assert_near(own["sum_grad_squared"][name], value, name, 1e-9)
+
+
+def test_a_model_that_reads_nothing_around_it_compares_nothing() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.width = nn.Linear(5, 3), 3
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)[:, : self.width]
+
+    assert names_around(nn.Sequential(Plain(), network()), nn.CrossEntropyLoss()) == []
 
 
 def test_faulty_data_are_found() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -222,6 +223,80 @@ def test_batches_of_inputs_alone_are_a_list() -> None:
     assert found.samples == 7
     with pytest.raises(PackpropError, match="dictionaries of the model's arguments"):
         compute(Quantized(), None, given, extensions.Variance())
+
+
+def by_size(model: nn.Module, f: Tensor) -> Tensor:
+    return torch.stack([p.square().sum() for p in model.parameters()]).sum() / len(f)
+
+
+def by_data(model: nn.Module, f: Tensor) -> Tensor:
+    return f.detach().square().mean() * by_size(model, f[:1])
+
+
+def in_some(model: nn.Module, f: Tensor) -> Tensor:
+    return by_size(model, f[:1]) if len(f) == 2 else f.new_zeros(())
+
+
+@pytest.mark.parametrize("penalty", [by_size, by_data, in_some])
+def test_penalties_that_differ_between_batches(penalty: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    data = torch.randn(SIZE, 4).double(), torch.randn(SIZE, 2).double()
+
+    def loss(f: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(f, y) + penalty(model, f)
+
+    def found(asked: Any, batch_size: int = 2) -> packprop.Result:
+        return packprop.compute(model, loss, data, asked, batch_size=batch_size, progress=False)
+
+    found(extensions.DiagHessian(), SIZE)
+    for asked in (extensions.DiagHessian(), extensions.DiagHessianMC()):
+        with pytest.raises(PackpropError, match=r"a penalty that is added to a mean\n.*in another batch"):
+            found(asked)
+    product = packprop.operators.of_data(model, loss, data, matrix="hessian", batch_size=2)
+    with pytest.raises(PackpropError, match="a penalty that is added to a mean"):
+        product @ torch.ones(product.shape[1]).double()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        norms = found(extensions.BatchL2Grad())["batch_l2"]
+    assert [w.category for w in said if "depends on the split" in str(w.message)] == [PackpropWarning]
+    plain = packprop.compute(model, nn.MSELoss(), data, extensions.BatchL2Grad(), progress=False)["batch_l2"]
+    assert_all_near(norms, plain, "norms", 1e-10)
+
+
+def test_one_penalty_in_all_batches_is_not_mentioned() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    data = torch.randn(SIZE, 4), torch.randn(SIZE, 2)
+    called: list[Tensor] = []
+
+    def loss(f: Tensor, y: Tensor) -> Tensor:
+        penalty = torch.stack([p.abs().sum() for p in model.parameters()]).sum()
+        penalty.register_hook(called.append)
+        return F.mse_loss(f, y) + 1e-4 * penalty
+
+    for kind in (torch.float32, torch.bfloat16):
+        given = tuple(each.to(kind) for each in data)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            packprop.compute(
+                model.to(kind), loss, given, extensions.DiagHessian(), batch_size=3, progress=False
+            )
+    assert not called
+
+
+def test_a_penalty_beside_a_sum_is_mentioned_once() -> None:
+    model = nn.Linear(4, 2)
+    data = torch.randn(6, 4), torch.randn(6, 2)
+
+    def loss(f: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(f, y, reduction="sum") + model.weight.square().sum()
+
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            packprop.compute(model, loss, data, extensions.BatchL2Grad(), batch_size=1, progress=False)
+        assert sum("counts it once for each batch" in str(each.message) for each in said) == 1
 
 
 def test_a_penalty_beside_a_sum_counts_once_or_is_refused() -> None:

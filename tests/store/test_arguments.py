@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
+import itertools
 import os
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,44 @@ def opened(folder: Path, **options: Any) -> StoreWriter:
 def four(folder: Path) -> None:
     with opened(folder) as writer:
         writer.write(a=torch.arange(4.0), terms=4.0)
+
+
+class AtOnce(Executor):
+    """Does what it is given at once, and keeps the error for later, as a thread does."""
+
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except OSError as error:
+            future.set_exception(error)
+        return future
+
+
+class Failing:
+    """A disk that refuses one call to write, cut or save, or all of them from there on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.after(10**9)
+        for name in ("pwrite", "ftruncate", "fsync"):
+            monkeypatch.setattr(os, name, functools.partial(self._call, getattr(os, name)))
+
+    def after(self, calls: int, for_good: bool = False) -> None:
+        self.left, self._for_good = calls, for_good
+
+    def _call(self, really: Any, *args: Any) -> Any:
+        self.left -= 1
+        if self.left == -1 or (self.left < 0 and self._for_good):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return really(*args)
+
+
+def until_it_works(call: Any) -> None:
+    """Call something that the disk refuses once, or twice: when it is written, and when it is saved."""
+    for _ in range(2):
+        with contextlib.suppress(PackpropError):
+            return call()
+    call()
 
 
 WRONG: list[tuple[Any, Any]] = [(-1, 0.0), (True, 1.0), (2.0, 2.0), (2, np.nan), (2, np.inf), (2, "x")]
@@ -48,6 +90,22 @@ def test_numbers_of_any_type(tmp_path: Path, number: Any) -> None:
     assert (store["a"].torch().tolist(), store.terms) == ([0, 1, 0, 0], 4.0)
 
 
+@pytest.mark.parametrize("terms", [0, 0.0, -0.0, torch.tensor(0.0)], ids=repr)
+def test_terms_that_leave_nothing(tmp_path: Path, terms: Any) -> None:
+    with opened(tmp_path / "store") as writer:
+        with pytest.raises(BadInput, match=r"terms=.*\n.*all values would be zero"):
+            writer.write(a=torch.ones(2), terms=terms)
+        writer.write(a=torch.ones(3))
+    assert Store(tmp_path / "store").samples == 3
+
+
+@pytest.mark.parametrize("samples", [-1, True, 2.0, "2"], ids=repr)
+def test_samples_that_are_no_number(tmp_path: Path, samples: Any) -> None:
+    with opened(tmp_path / "store") as writer, pytest.raises(BadInput, match=r"samples=.*\n.*no such number"):
+        writer.add({}, samples)
+    assert Store(tmp_path / "store").samples == 0
+
+
 @pytest.mark.parametrize("terms", [np.nan, np.inf, -4.0, True, "4", None, torch.ones(2)], ids=repr)
 def test_terms_that_are_no_number(tmp_path: Path, terms: Any) -> None:
     with opened(tmp_path / "store") as writer:
@@ -68,6 +126,15 @@ def test_terms_that_are_no_number(tmp_path: Path, terms: Any) -> None:
         {"shard": 0, "shards": 100_001},
         {"dtype": torch.int64},
         {"dtype": torch.complex64},
+        {"dtype": "float16"},
+        {"seconds": np.nan},
+        {"seconds": -1.0},
+        {"seconds": True},
+        {"seconds": "10"},
+        {"seconds": None},
+        {"notes": {"a": np.nan}},
+        {"notes": {"a": torch.ones(2)}},
+        {"notes": [1]},
     ],
     ids=str,
 )
@@ -75,6 +142,12 @@ def test_shards_and_precisions_that_cannot_be(tmp_path: Path, options: dict[str,
     with pytest.raises(BadInput):
         opened(tmp_path / "store", **options)
     assert not (tmp_path / "store").exists()
+
+
+def test_a_chunk_may_take_any_time(tmp_path: Path) -> None:
+    with opened(tmp_path / "store", seconds=np.inf) as writer:
+        writer.write(a=torch.ones(2))
+    assert Store(tmp_path / "store").samples == 2
 
 
 def test_rows_without_a_mark_can_be_cut(tmp_path: Path) -> None:
@@ -117,6 +190,49 @@ def test_a_batch_that_fails_leaves_no_rows(tmp_path: Path, monkeypatch: pytest.M
     store = Store(tmp_path / "store")
     assert store["a"].torch().tolist() == [1, 1, 0, 0]
     assert store["b"].torch().tolist() == [1, 1, 3, 3]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 10.0], ids=["a chunk for each batch", "one chunk"])
+def test_a_write_that_fails_anywhere_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """The disk refuses one call after the other: of rows, of marks, of what waits for them."""
+    failing = Failing(monkeypatch)
+    for number in itertools.count():
+        folder, batches = tmp_path / str(number), torch.arange(1.0, 9.0).split(2)
+        with opened(folder, seconds=seconds) as writer:
+            vars(writer)["_pool"] = AtOnce()
+            failing.after(number)
+            for batch in batches:
+                until_it_works(lambda batch=batch: writer.write(a=batch, b=-batch[:, None]))
+            until_it_works(writer.commit)
+            failed = failing.left < 0
+            failing.after(10**9)
+        store = Store(folder)
+        assert store["a"].torch().tolist() == [*range(1, 9)], number
+        assert store["b"].torch().flatten().tolist() == [*range(-1, -9, -1)], number
+        assert (store.verify(), store.terms, store.finished) == (8, 4.0, True)
+        if not failed:
+            break
+    assert number > 10
+
+
+def test_rows_that_cannot_be_taken_back_close_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = Failing(monkeypatch)
+    with opened(tmp_path / "store") as writer:
+        writer.write(a=torch.ones(2))
+        writer.commit()
+        failing.after(1, for_good=True)  # identifiers are written, nothing else is
+        with pytest.raises(PackpropError, match="No space left"):
+            writer.write(a=torch.full((2,), 2.0))
+        failing.after(10**9)
+        with pytest.raises(PackpropError, match="it is closed"):
+            writer.write(a=torch.full((2,), 2.0))
+    with opened(tmp_path / "store", resume=True) as writer:
+        writer.write(a=torch.full((2,), 3.0))
+    assert Store(tmp_path / "store")["a"].torch().tolist() == [1, 1, 3, 3]
 
 
 @pytest.mark.parametrize("then", ["goes on", "full"])

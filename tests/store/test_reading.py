@@ -161,6 +161,36 @@ def test_queries_that_do_not_fit(tmp_path: Path, queries: Any, k: Any, words: st
         Store(tmp_path / "store").top("a", queries, k)
 
 
+WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
+
+
+@pytest.mark.parametrize("dtype", WHOLE, ids=str)
+def test_products_of_whole_numbers_do_not_overflow(tmp_path: Path, dtype: torch.dtype) -> None:
+    rows = torch.tensor([[1, 0, 1], [0, 1, 1]]).to(dtype) * (1 if dtype == torch.bool else 120)
+    with StoreWriter(tmp_path / "store", nn.Linear(1, 1), []) as writer:
+        writer.write(a=rows.to(dtype))
+    store, queries = Store(tmp_path / "store"), torch.tensor([[0.5, 1.25, 2.0]])
+    found = store.top("a", queries, 2)
+    assert found.products.tolist() == (queries @ rows.mT.float()).sort(descending=True).values.tolist()
+    assert found.rows.tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize("of", ["rows", "queries"])
+def test_products_of_complex_numbers(tmp_path: Path, of: str) -> None:
+    torch.manual_seed(0)
+    rows, queries = torch.randn(5, 3, dtype=torch.complex64), torch.randn(2, 3, dtype=torch.complex64)
+    real = {"rows": (rows, queries.real), "queries": (rows.real, queries)}[of]
+    with StoreWriter(tmp_path / "store", nn.Linear(1, 1), []) as writer:
+        writer.write(a=real[0], b=torch.view_as_real(rows))
+    store = Store(tmp_path / "store")
+    with pytest.raises(BadInput, match=r"complex64.*\n.*no order\n.*view_as_real"):
+        store.top("a", real[1], 2)
+    found = store.top("b", torch.view_as_real(queries), 5)
+    expected = (queries.conj() @ rows.mT).real.sort(descending=True)
+    assert_near(found.products, expected.values, "products", 1e-5)
+    assert torch.equal(found.rows, expected.indices)
+
+
 def test_products_are_added_up_in_single_precision_at_least() -> None:
     class Half:
         shape, dtype = torch.Size([2, 4000]), torch.float16

@@ -17,7 +17,7 @@ from torch import nn
 import packprop
 from packprop import Store, StoreWriter, extensions
 from packprop.errors import BadInput, PackpropError
-from packprop.extensions import BatchGrad, BatchL2Grad
+from packprop.extensions import BatchGrad, BatchL2Grad, Projected
 from packprop.store.folder import ShardHeader
 from packprop.store.schema import checksum_of
 from tests.selection import one_in
@@ -399,6 +399,32 @@ def test_values_that_do_not_fit(tmp_path: Path, values: dict[str, Any], words: s
             writer.add(given, 2, 1.0, values.get("identifiers"))
     store = Store(tmp_path / "store")
     assert (store.samples, list(store)) == (2, ["a"])
+
+
+@pytest.mark.parametrize("extension", [BatchGrad(), Projected(BatchGrad(), 4)], ids=lambda each: each.savefield)
+def test_names_of_extensions_are_taken(tmp_path: Path, extension: Any) -> None:
+    model, x, y = problem()
+    with StoreWriter(tmp_path / "store", model, [extension]) as writer:
+        with pytest.raises(BadInput, match=f"values '{extension.savefield}'\\n.*an extension has this name"):
+            write_batch(writer, model, x, y, **{extension.savefield: torch.zeros(len(x), 4)})
+        write_batch(writer, model, x, y)
+    store = Store(tmp_path / "store")
+    assert store.samples == len(x)
+    assert all(array.torch().any() for array in store.arrays(extension.savefield).values())
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("parameter", ["", "w"])
+def test_values_of_parameters_and_of_all_of_them_have_other_names(
+    tmp_path: Path, parameter: str, together: bool
+) -> None:
+    rows = {("a", parameter): torch.ones(2)}, {("a", "w" if parameter == "" else ""): torch.ones(2)}
+    with StoreWriter(tmp_path / "store", nn.Linear(1, 1), []) as writer:
+        if not together:
+            writer.add(rows[0], 2)
+        with pytest.raises(BadInput, match=r"values 'a'.*\n.*of parameters and of all of them"):
+            writer.add(rows[0] | rows[1] if together else rows[1], 2)
+    assert Store(tmp_path / "store").samples == (0 if together else 2)
 
 
 def test_nothing_was_computed(tmp_path: Path) -> None:

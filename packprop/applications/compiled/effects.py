@@ -85,6 +85,8 @@ class Watch:
         self._inputs = inputs
         self._new = _storages(inputs)
         self._made: set[int] = set()
+        self._outside: set[int] = set()
+        """Memory of results of tensors that are no inputs, and were there before the pass."""
         self._written: set[int] = set()
         self._draws = False
         self._before = Kept([], [], {})
@@ -112,12 +114,17 @@ class Watch:
 
         Raises:
             ReadsValue: If it reads values which are new in each replay.
-            NotTraceable: If it gives a tensor from before the pass other memory.
+            NotTraceable: If it gives a tensor from before the pass other memory, or reads values of one that is
+                no input: they may change in place.
         """
         if function == SETS_DATA and not self._made.issuperset(_storages(args[:1])):
             raise not_traceable("an assignment to .data", "a graph writes to the memory that a tensor has")
-        if not self._new.isdisjoint(_storages(values_read(function, args, kwargs))):
+        read = _storages(values_read(function, args, kwargs))
+        if not self._new.isdisjoint(read):
             raise ReadsValue(f"{function} was called")
+        if not self._outside.isdisjoint(read) or not self._made.issuperset(read):
+            why = "it reads values of a tensor that is neither of the model nor of the batch, and may change"
+            raise not_traceable(getattr(function, "__name__", str(function)), why)
 
     def note(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, and note its effects.
@@ -141,7 +148,12 @@ class Watch:
                 self._before.generators.append((each, each.get_state()))
         out = operation(*args, **kwargs)
         found = _storages(tensors_in(out))
-        fresh = found if operation is torch.ops.aten.lift_fresh.default else found - given
+        is_literal = operation is torch.ops.aten.lift_fresh.default
+        fresh = found if is_literal else found - given
+        if not is_literal and (given - self._made - self._new or not self._outside.isdisjoint(given)):
+            self._outside |= found | _storages(written)
+        else:
+            self._outside -= fresh
         self._made |= fresh
         if draws or not self._new.isdisjoint(given):
             self._new |= found | _storages(written)

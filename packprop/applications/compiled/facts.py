@@ -7,8 +7,8 @@ objects that show no contents equal themselves alone. So do functions, and their
 variables that they close over must be as they were. A description keeps what it names alive, so that nothing
 else can take its identity. Objects of more parts than ``MOST_PARTS``, and arrays of more than
 ``MOST_BYTES``, are unlike everything, even themselves: a pass that may depend on them is not replayed. If they
-are not public (private attributes, hooks, variables that functions close over), they equal themselves alone,
-because such tables are mostly large and fixed.
+are not public (private attributes, hooks, variables that functions close over), they equal themselves alone, as
+long as some entries of an array, a list or a dictionary do, because such tables are mostly large and fixed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from types import FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple
 from weakref import ReferenceType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +38,10 @@ CONTAINERS = (tuple, list, dict)
 
 VALUES = (int, float, complex, str)
 """Types of values that subclasses have as well."""
+
+
+SPOTS = 64
+"""The number of entries that are compared of a large table."""
 
 
 class Same:
@@ -116,8 +121,21 @@ def facts_if_small(value: Any, modules: Container[int], tensors: Mapping[int, in
         try:
             memo[id(value)] = _Describer(modules, tensors, memo, True).described(value)
         except _TooLarge:
-            memo[id(value)] = Same(value)
+            memo[id(value)] = Same(value), _some_entries(value)
     return memo[id(value)]
+
+
+def _some_entries(value: Any) -> Any:
+    """Describe some entries of a large table, spread over it if it is no dictionary."""
+    if isinstance(value, np.ndarray):
+        return None if value.dtype.hasobject else value.flat[:: max(1, value.size // SPOTS)].tobytes()
+    if isinstance(value, (list, tuple)):
+        some = value[:: max(1, len(value) // SPOTS)]
+    elif isinstance(value, dict):
+        some = [*itertools.islice(value.values(), SPOTS)]
+    else:
+        return None
+    return len(value), *(plain_fact(each) if type(each) in PLAIN else Same(each) for each in some)
 
 
 class _Describer:

@@ -25,7 +25,6 @@ from packprop.applications.dataset.loss_terms import (
     is_scaled,
     loss_terms,
     number_of_terms,
-    settle_penalty,
 )
 from packprop.applications.dataset.parts import Part, drawn_in_each_reading
 from packprop.applications.dataset.ranks import Ranks
@@ -141,8 +140,6 @@ class BatchPass:
             before = self.merged.weights
             reduction, terms, weights = counted_terms(graph, before, self.loss, outputs, targets)
             del outputs
-            if merges and self.merged.samples and not self.second:
-                settle_penalty(graph, reduction, any(each.takes_hessian for each in self.extensions))
             found = Found(graph.samples, reduction, terms, weights, {})
             with _quiet_without(terms):
                 take = functools.partial(self._merge, graph.samples, terms) if merges else found.take
@@ -263,6 +260,8 @@ class BatchPass:
         if self.stored is not None:
             self.stored.end_batch(self.batch, samples, terms)
         self.merged.count(self.number, samples, terms, loss, reduction)
+        if self.merged.samples > samples:
+            self.merged.settle_penalties()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 from packprop.applications.dataset.digests import bytes_digest
@@ -23,6 +23,9 @@ FILLING = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "setd
 
 INDICES_OF_CHANGES = {"STORE_SUBSCR": 1, "DELETE_SUBSCR": 1, "STORE_SLICE": 2}
 """Instructions that change entries of a container, with the number of values that say which entries."""
+
+BY_TEXT = {"eval", "exec", "globals"}
+"""Functions that reach any name around the code that calls them."""
 
 ALL_NAMES = {"__dict__", "getattr", "vars"}
 """Names in code that may read any attribute."""
@@ -39,7 +42,8 @@ class Code:
         written: Attributes of itself or of named objects, and names from around it, that it assigns.
         filled: Attributes and names whose containers it changes.
         around: Whether it changes something that belongs to no object of its own: a name from around it, or an
-            entry or an attribute of one.
+            entry or an attribute of one. Code that reaches such names by their text counts as well.
+        imported: Modules that it imports when it runs; those relative to its own begin with a dot.
     """
 
     digest: str = ""
@@ -48,6 +52,7 @@ class Code:
     written: set[str] = field(default_factory=set)
     filled: set[str] = field(default_factory=set)
     around: bool = False
+    imported: set[str] = field(default_factory=set)
 
     def take_in(self, other: Code) -> None:
         """Add the references of other code."""
@@ -56,6 +61,7 @@ class Code:
         self.written |= other.written
         self.filled |= other.filled
         self.around |= other.around
+        self.imported |= other.imported
 
 
 @functools.cache
@@ -114,7 +120,11 @@ def _note_names(steps: Sequence[dis.Instruction], place: int, found: Code, code:
     elif operation.startswith("LOAD_"):
         if name in FILLING:
             note_change(place - 1, found.filled)
-        (found.scope if operation in ("LOAD_GLOBAL", "LOAD_NAME") else found.read).add(name)
+        is_around = operation in ("LOAD_GLOBAL", "LOAD_NAME")
+        (found.scope if is_around else found.read).add(name)
+        found.around |= is_around and name in BY_TEXT
+    elif operation == "IMPORT_NAME":  # its level and the names taken from it come before
+        found.imported.add("." * (steps[place - 2].argval or 0) + name)
 
 
 def _is_around(step: dis.Instruction, free: Sequence[str]) -> bool:
@@ -223,3 +233,10 @@ def version_of(package: str) -> str | None:
 def own_classes(kind: type) -> Iterator[type]:
     """Return the class and its bases, as far as they are the user's own."""
     return (each for each in kind.__mro__ if package_of(each) is None)
+
+
+def own_spaces(owner: type | ModuleType) -> Iterator[type | ModuleType]:
+    """Return a module of the user; or a class and its bases, as far as they are the user's own."""
+    if isinstance(owner, type):
+        return own_classes(owner)
+    return iter(() if package_at(owner.__name__) else (owner,))

@@ -14,7 +14,7 @@ import logging
 import math
 import random
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
@@ -28,6 +28,7 @@ from packprop.applications.dataset.code import (
     Code,
     code_of,
     own_classes,
+    own_spaces,
     package_at,
     package_of,
     version_of,
@@ -74,6 +75,9 @@ WITHOUT_VALUES = (torch.device, logging.Logger, type(threading.Lock()))
 class Describer:
     """Describes values, each object once.
 
+    Args:
+        by_text: Also look into methods of classes whose code may call methods by their names as text.
+
     Attributes:
         untold: The places of values without a description.
         draws: Says that generators of random numbers, or iterators, were met.
@@ -83,8 +87,9 @@ class Describer:
         around: The objects with names that code reads from around it, by their identity and the name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, by_text: bool = False) -> None:
         self.untold: list[str] = []
+        self._by_text = by_text
         self.draws = self.changes = False
         self.generators: list[Any] = []
         self.versions: dict[str, str] = {}
@@ -161,6 +166,7 @@ class Describer:
             return self._function(value, where) if package_of(value) is None else self._name(value)
         if isinstance(value, type):
             own = [] if package_of(value) else [name for each in own_classes(value) for name in vars(each)]
+            self._note_inside(value, read)
             return self._class(value, [name for name in own if _is_code(value, name)], where)[0]
         if isinstance(value, nn.Module):
             return self._whole_module(value, where)
@@ -207,16 +213,18 @@ class Describer:
             return sorted((self.of(each, where) for each in entries), key=json.dumps)
         if len(entries) <= SPOTS:
             return [self.of(each, where) for each in entries]
-        inside = Describer()
+        inside = Describer(self._by_text)
         some = [inside.of(each, where) for each in entries[:: len(entries) // 100]]
         self.draws |= inside.draws
+        self.changes |= inside.changes
         self.generators += inside.generators
+        self.around |= inside.around
         return f"{len(entries)} entries {bytes_digest(json.dumps(some, sort_keys=True).encode())}"
 
     def _function(self, function: FunctionType, where: str) -> dict[str, Any]:
         """Describe a function: its code, its defaults, and the names around it that it uses."""
         code = code_of(function.__code__)
-        self.changes |= code.around
+        self.changes |= code.around or any(name[0] == "." or not package_at(name) for name in code.imported)
         self._note_around(function.__globals__, code.scope, code.read)
         around = dict(cells(function)) | {
             name: function.__globals__[name] for name in sorted(code.scope) if name in function.__globals__
@@ -233,12 +241,22 @@ class Describer:
     def _note_around(self, space: Mapping[str, Any], names: set[str], read: set[str]) -> None:
         """Note names that code reads; of modules and classes of the user, those inside that it reads."""
         for name in sorted(names & space.keys()):
-            value = space[name]
-            if not isinstance(value, (type, ModuleType)):
+            if isinstance(space[name], (type, ModuleType)):
+                self._note_inside(space[name], read)
+            else:
                 self.around[id(space), name] = space
-            elif (package_at(value.__name__) if isinstance(value, ModuleType) else package_of(value)) is None:
-                inside = [each for each in read & vars(value).keys() if not each.startswith("__")]
-                self.around |= {(id(value), each): vars(value) for each in sorted(inside)}
+
+    def _note_inside(self, owner: type | ModuleType, read: Set[str] | None) -> None:
+        """Note what code reads of a module or class of the user, and of those inside; ``None``: all."""
+        todo = [owner]
+        for each in todo:  # grows
+            for space in own_spaces(each):
+                names = vars(space).keys() if read is None else read & vars(space).keys()
+                for name in sorted(name for name in names if not name.startswith("__")):
+                    if not isinstance(value := vars(space)[name], (type, ModuleType)):
+                        self.around[id(space), name] = vars(space)
+                    elif not any(value is known for known in todo):
+                        todo.append(value)
 
     def _attributes_of_function(self, function: Any, code: Code, where: str) -> dict[str, Any]:
         """Describe the contents of a function, such as the one that a decorator has wrapped, if any."""
@@ -266,8 +284,9 @@ class Describer:
         key = kind, *names
         if key in self._classes:
             return self._classes[key]
-        specials = {name for each in own_classes(kind) for name in vars(each) if _is_special(name)}
-        names |= dict.fromkeys(sorted(name for name in specials if _is_code(kind, name)))
+        held = {name for each in own_classes(kind) for name in vars(each)}
+        by_text = {name for name in held if _is_code(kind, name) and not name.startswith("__")}
+        names |= dict.fromkeys(sorted(name for name in held if _is_special(name) and _is_code(kind, name)))
         found, methods = Code(), {}
         todo = [*names]
         for name in todo:  # grows
@@ -279,8 +298,9 @@ class Describer:
                 for part in parts:
                     code = code_of(part.__code__)
                     found.take_in(code)
-                    todo += sorted(code.read - names.keys())
-                    names |= dict.fromkeys(code.read)
+                    read = code.read | (by_text if self._by_text and _reads_all(code) else set())
+                    todo += sorted(read - names.keys())
+                    names |= dict.fromkeys(sorted(read))
                 if not parts:
                     self._note_around(vars(each), {name}, set())
                 own = [self._function(part, where) for part in parts]

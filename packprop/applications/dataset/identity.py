@@ -101,7 +101,7 @@ def keep_generators(model: nn.Module, loss: Any, data: Batches) -> None:
 
 def _describer_of(model: nn.Module, loss: Any) -> Describer:
     """Return what has described the model and the loss."""
-    describer = Describer()
+    describer = Describer(by_text=True)
     _described_modules(model, describer)
     describer.of(loss, "the loss")
     return describer

@@ -8,7 +8,9 @@ batches. So packprop reads the weight of each term in the backward pass: the fac
 function, over its divisor. Times the terms of the batch, it is the same in all batches of one loss. Batches of
 one size may hide that it depends on the size. If anything follows the loss function, packprop calls the loss
 once more on the first batch, with the last sample twice, and compares. Options of the loss function that are no
-values of samples, such as weights of classes, must also be the same in all batches.
+values of samples, such as weights of classes, must also be the same in all batches. So must penalties on
+parameters, which the loss of all samples has once: packprop compares the norm of their gradient. That of the
+loss with one sample more does not tell: the model's output is no sample there, and enters it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from packprop.engine.curvature import factors_on_losses
+from packprop.engine.curvature import factors_on_losses, term_gradients
 from packprop.engine.functions import describe
 from packprop.engine.graph import Graph, walk
 from packprop.engine.passes import reduction_and_divisor
@@ -53,6 +55,9 @@ bfloat16."""
 TERMS = "terms"
 """The name of the weights of terms, among those of the options of loss functions."""
 
+PENALTIES = "penalties"
+"""The name of the norm of the gradient of all penalties, among those of the options of loss functions."""
+
 OF_CLASSES = ("weight", "pos_weight")
 """Arguments of loss functions that have a number for each class, or for each sample."""
 
@@ -66,7 +71,8 @@ class LossTerms(NamedTuple):
             same part of each; ``NaN`` if they have not.
         weights: Under ``TERMS``, the smallest and the largest weight of a term, times the divisor ``[2]``; and
             by name of each loss function numbers that stand for its options, such as weights of classes, the
-            smallest and the largest over its calls ``[2, o]``; see NOTE [Weights of terms].
+            smallest and the largest over its calls ``[2, o]``; under ``PENALTIES`` the norm of the gradient of
+            penalties, if there are any; see NOTE [Weights of terms].
     """
 
     reduction: str
@@ -83,11 +89,15 @@ class TermWeights:
             the options of each loss function; empty without terms.
         of_more: Those in the first batch with its last sample twice; empty if they are not known.
         rounding: The relative difference that counts as rounding, in the precision of the loss.
+        penalties_vary: Says that penalties were other ones in some batch.
+        told: Says that the user was warned of penalties.
     """
 
     own: dict[str, Any] = field(default_factory=dict)
     of_more: dict[str, Any] = field(default_factory=dict)
     rounding: float = 0.0
+    penalties_vary: bool = False
+    told: bool = False
 
     def add(self, weights: Mapping[str, Tensor], terms: float) -> None:
         """Add the weights of a batch, whose loss was divided by ``terms``; without terms it has none.
@@ -108,15 +118,18 @@ class TermWeights:
             PackpropError: If they do.
         """
         if self.of_more:
-            self.require(self.of_more)
+            self.require({**self.of_more, PENALTIES: self.own.get(PENALTIES)})
 
     def require(self, other: Mapping[str, Any]) -> None:
-        """Refuse other weights, or options, than these.
+        """Refuse other weights, or options, than these; note other penalties.
 
         Raises:
             PackpropError: If they differ by more than rounding.
         """
-        for name in self.own.keys() & other.keys() - {TERMS}:
+        one, another = self.own.get(PENALTIES), other.get(PENALTIES)
+        if self.own and one != another:
+            self.penalties_vary |= one is None or another is None or not self._are_close(one, another)
+        for name in self.own.keys() & other.keys() - {TERMS, PENALTIES}:
             for least, most, least_now, most_now in zip(*self.own[name], *other[name], strict=True):
                 varies = least != most or least_now != most_now  # an option of each sample
                 if not varies and not self._are_close(least, least_now):
@@ -136,6 +149,35 @@ class TermWeights:
                     "a division by the size of the batch; multiply by one number in all batches; and add the "
                     "losses of single samples as sums",
                 )
+
+    def settle_penalties(self, reduction: str, of_hessian: bool) -> None:
+        """Refuse penalties that several batches add, if they differ or add up; warn if only the loss has them.
+
+        Raises:
+            PackpropError: For ``of_hessian``: second derivatives of the whole loss contain penalties.
+        """
+        if reduction == "sum" and PENALTIES in self.own:
+            reduced, effect = "sum", "counts it once for each batch"
+            why = "every batch adds it once more, and the loss of all samples has it once"
+            instead = "leave the penalty out, and add its curvature to the result; or use reduction='mean'"
+        elif self.penalties_vary:
+            reduced, effect = "mean", "depends on the split of the data into batches"
+            why = f"it is another one in another batch: the result {effect}"
+            instead = (
+                "add the same penalty in all batches; or leave it out, and add its curvature to the result"
+            )
+        else:
+            return
+        if of_hessian:
+            raise not_one_loss(f"a penalty that is added to a {reduced}", why, instead)
+        if not self.told:
+            self.told = True
+            warnings.warn(
+                f"Each batch adds a penalty to its {reduced} of losses. The loss of the result {effect}; "
+                "gradients of samples, and what is made of them, do not contain it.",
+                PackpropWarning,
+                stacklevel=2,
+            )
 
     def _are_close(self, one: float, other: float) -> bool:
         return math.isclose(one, other, rel_tol=self.rounding)
@@ -181,7 +223,17 @@ def loss_terms(graph: Graph) -> LossTerms:
             factor = (factor.to(accumulation_dtype(factor.dtype)) * divisor / own).to(factor)
         weights.append(factor.to(graph.roots[0].device))
     ends = torch.stack(torch.stack(weights).aminmax())
-    return LossTerms(reduction, divisor, {TERMS: ends, **_options(calls, ends)})
+    return LossTerms(reduction, divisor, {TERMS: ends, **_options(calls, ends), **_penalties(graph)})
+
+
+def _penalties(graph: Graph) -> dict[str, Tensor]:
+    """Return the norm of the gradient of all terms that no sample enters; nothing if there are none."""
+    with graph.hooks.quiet():
+        found = term_gradients(graph, [*graph.in_terms.values()])
+    dense = [each.to_dense() for each in found if each is not None]
+    norms = [torch.linalg.vector_norm(each, dtype=accumulation_dtype(each.dtype)) for each in dense]
+    home = graph.roots[0].device
+    return {PENALTIES: torch.stack([each.to(home) for each in norms]).norm()} if norms else {}
 
 
 def _options(calls: Sequence[RecordedLoss], like: Tensor) -> dict[str, Tensor]:
@@ -239,28 +291,6 @@ def counted_terms(
     if is_first and loss is not None and outputs is not None:
         before.of_more = _weights_of_more(loss, outputs, targets, graph.samples)
     return reduction, terms, weights
-
-
-def settle_penalty(graph: Graph, reduction: str, of_hessian: bool) -> None:
-    """Refuse a further batch that adds a penalty to a sum once more; warn of it if only the loss contains it.
-
-    Raises:
-        PackpropError: For ``of_hessian``: second derivatives of the whole loss contain the penalty.
-    """
-    if not graph.terms or reduction != "sum":
-        return
-    if of_hessian:
-        raise not_one_loss(
-            "a penalty that is added to a sum",
-            "every batch adds it once more, and the loss of all samples has it once",
-            "leave the penalty out, and add its curvature to the result; or use reduction='mean'",
-        )
-    warnings.warn(
-        "Each batch adds a penalty to its sum of losses. The loss of the result counts it once for each batch; "
-        "gradients of samples, and what is made of them, do not contain it.",
-        PackpropWarning,
-        stacklevel=2,
-    )
 
 
 def _weights_of_more(loss: LossFunction, outputs: Any, targets: Any, samples: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from packprop.applications.dataset.batches import Batches
 from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.given import Objective
-from packprop.applications.dataset.loss_terms import TermWeights, counted_terms, is_scaled, settle_penalty
+from packprop.applications.dataset.loss_terms import TermWeights, counted_terms, is_scaled
 from packprop.applications.dataset.messages import described, no_samples
 from packprop.applications.dataset.progress import progress_bar
 from packprop.applications.dataset.row_products import row_product
@@ -203,9 +203,9 @@ class DataProduct:
             check_graph(graph)
         outputs = outputs if is_scaled(graph) else None
         reduction, terms, _ = counted_terms(graph, merged.weights, loss, outputs, targets)
-        if merged.samples and self._matrix == "hessian":
-            settle_penalty(graph, reduction, of_hessian=True)
         merged.count(number, graph.samples, terms, value.detach(), reduction)
+        if merged.samples > graph.samples and self._matrix == "hessian":
+            merged.weights.settle_penalties(reduction, of_hessian=True)
         return graph, terms
 
     def _given(self, vectors: list[Tensor], chunk: slice) -> list[Tensor]:

@@ -7,8 +7,9 @@ batches if it expects a hundred or more, or hundreds with long passes. It compil
 time than it costs: it may save a third of the time of the replays to come, and the cost grows with the number
 of operations. It drops a graph that is no faster than a pass. All of this follows measured times, so the last
 digits of values may differ from one run to the next. A replay runs no Python code: where model or loss change
-something around them, such as a global counter, packprop traces nothing. Globals that they read are compared
-with those of the first trace before each replay; while one differs, batches take ordinary passes.
+something around them, such as a global counter, import a module of the user as they run, or call ``globals()``,
+packprop traces nothing. Globals that they read, and what they read of classes and modules of the user, are
+compared with those of the first trace before each replay; while one differs, batches take ordinary passes.
 """
 
 from __future__ import annotations

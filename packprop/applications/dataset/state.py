@@ -139,6 +139,11 @@ class MergedResults(Counts):
             self.loss = self.loss + widened(loss.to(accumulation_dtype(loss.dtype))) * terms
         self._require_reached()
 
+    def settle_penalties(self) -> None:
+        """Refuse penalties that several batches add, if they differ or add up and are part of results."""
+        of_hessian = any(each.takes_hessian for each in self.extensions)
+        self.weights.settle_penalties(self.reduction, of_hessian)
+
     def _require_reached(self) -> None:
         """Refuse parameters that some batches do not use, if samples have rows, or count one by one."""
         whole = [e.name for e in self.extensions if any(row.over_n not in (SUM, KEEP) for row in e.rows)]
@@ -277,6 +282,8 @@ class MergedResults(Counts):
         counts = counted_together(told)
         merged = dict(ranks.merged_in_turn(self.partial, self.monoid_of))
         found = replace(self, partial=merged, **vars(counts))
+        if counts.samples > max(each.samples for each in told):
+            found.settle_penalties()
         found._require_reached()
         sizes = [each.batches for each in told]
         for key, pieces in found.partial.items():

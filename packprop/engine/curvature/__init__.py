@@ -2,6 +2,7 @@
 
 from packprop.engine.curvature.columns import Columns as Columns
 from packprop.engine.curvature.columns import unit_columns as unit_columns
+from packprop.engine.curvature.double_backward import term_gradients as term_gradients
 from packprop.engine.curvature.generic_loss import sample_losses as sample_losses
 from packprop.engine.curvature.linear import ASKED as ASKED
 from packprop.engine.curvature.linear import INSTEAD as INSTEAD

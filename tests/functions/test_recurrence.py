@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import packprop
 from packprop import extensions
+from tests.references.running import Counted
 from tests.selection import one_in
 
 ASKED = (extensions.BatchGrad, extensions.DiagGGNExact, extensions.KFLR)
@@ -97,18 +97,6 @@ def test_factors_are_those_of_the_affine_maps(kind: str, is_cell: bool) -> None:
         assert len(ours) == len(expected)
         for value, known in zip(ours, expected, strict=True):
             torch.testing.assert_close(value, known)
-
-
-class Counted(TorchFunctionMode):
-    """Counts the calls of torch functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
 
 
 def calls_of_a_pass(model: nn.Module, samples: int, steps: int = STEPS) -> int:

@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
-from tests.references.running import assert_near, right_or_refused, rows_of_terms
+from tests.references.running import Counted, assert_near, right_or_refused, rows_of_terms
 from tests.selection import one_in
 
 Change = Callable[[Tensor, bool], Tensor]
@@ -130,16 +129,6 @@ def test_what_a_loss_of_ones_own_takes_is_looked_at_anew() -> None:
                     value.backward()
             else:
                 value.backward()
-
-
-class Counted(TorchFunctionMode):
-    """Counts the calls of torch functions."""
-
-    calls = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_other_extended_models_cost_a_later_pass_nothing() -> None:

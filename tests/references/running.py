@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import packprop
 from packprop import extensions
@@ -22,6 +23,18 @@ from tests.cases import BY_NAME, Case
 from tests.references.oracle import Oracle, Problem
 
 DRAWS = 2
+
+
+class Counted(TorchFunctionMode):
+    """Counts the calls of torch functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)

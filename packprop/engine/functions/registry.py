@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -105,20 +106,21 @@ current = _Current()
 
 
 @contextlib.contextmanager
-def without_rules() -> Iterator[None]:
+def _switched_on(name: str) -> Iterator[None]:
+    """Switch a flag of this thread on inside the context."""
+    before = getattr(current, name)
+    setattr(current, name, True)
+    try:
+        yield
+    finally:
+        setattr(current, name, before)
+
+
+def without_rules() -> AbstractContextManager[None]:
     """Ignore all rules inside the context, in this thread: packprop calls each node for each sample."""
-    before, current.ignored = current.ignored, True
-    try:
-        yield
-    finally:
-        current.ignored = before
+    return _switched_on("ignored")
 
 
-@contextlib.contextmanager
-def trusting_rules() -> Iterator[None]:
+def trusting_rules() -> AbstractContextManager[None]:
     """Take the rows of users' rules as they are inside the context, in this thread."""
-    before, current.trusted = current.trusted, True
-    try:
-        yield
-    finally:
-        current.trusted = before
+    return _switched_on("trusted")

@@ -58,6 +58,22 @@ class BadInput(PackpropError, ValueError):
     """Raised, before any work is done, for an argument of the wrong type or value."""
 
 
+def require_number(asked: str, name: str, number: object, what: str = "positive whole number") -> None:
+    """Refuse an argument that is no whole number of at least 1.
+
+    Args:
+        asked: The request of the user.
+        name: The name of the argument.
+        number: Its value.
+        what: The meaning of the number, for the message.
+
+    Raises:
+        BadInput: With name and value.
+    """
+    if type(number) is not int or number < 1:
+        raise BadInput(asked, f"{name}={number!r}", f"it is no {what}", "give a whole number of at least 1")
+
+
 class Absent(BadInput, KeyError):
     """Raised for a key that a mapping of packprop does not have; ``in`` and ``get`` work as for any mapping."""
 

@@ -195,13 +195,13 @@ def check_extensions(asked: str, *given: Any) -> tuple[Extension, ...]:
                 "give instances from packprop.extensions, or of your own subclass of Extension",
             )
     once = tuple(dict.fromkeys(extensions))  # an extension that is given twice counts once
-    _warn_of_shared_attributes(once)
+    warn_of_shared_attributes(once)
     return once
 
 
-def _warn_of_shared_attributes(extensions: Iterable[Extension]) -> None:
+def warn_of_shared_attributes(extensions: Iterable[Any]) -> None:
     """Warn of extensions that save different values in one attribute: it holds that of the last one."""
-    earlier: dict[str, Extension] = {}
+    earlier: dict[str, Any] = {}
     for extension in extensions:
         field = getattr(extension, "savefield", "")
         before = earlier.get(field, extension)

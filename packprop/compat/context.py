@@ -25,7 +25,7 @@ from packprop.engine.memory import Plan
 from packprop.engine.passes import Hook, changed_gradient
 from packprop.engine.recording import EXTENDED, switch
 from packprop.errors import PackpropError
-from packprop.types import Extension
+from packprop.types import Extension, warn_of_shared_attributes
 
 
 def extend(module: nn.Module, debug: bool = False, use_converter: bool = False) -> nn.Module:
@@ -100,8 +100,11 @@ class backpack(Backpack):  # noqa: N801  # the older library's name
         retain_graph: bool = False,
         memory: int | str | Plan | None = None,
     ) -> None:
+        exts = tuple(dict.fromkeys(exts))  # an extension that is given twice counts once
         ours = [ext for ext in exts if isinstance(ext, Extension) or not isinstance(ext, BackpropExtension)]
         super().__init__(ours, None if extension_hook is None else self._done, memory, debug)
+        if len(ours) < len(exts):  # theirs save first
+            warn_of_shared_attributes(sorted(exts, key=ours.__contains__))
         self.exts, self.debug = exts, debug
         self.extension_hook, self.retain_graph = extension_hook, retain_graph
         self._overrides: Overrides = []

@@ -25,7 +25,7 @@ from packprop.engine.passes.saving import Hook, factor_of
 from packprop.engine.recording.aside import OwnMode
 from packprop.engine.recording.switch import drop_stale_recording
 from packprop.engine.recording.unrecorded import warn_of_compiled
-from packprop.engine.samples.loss_rows import without_plan
+from packprop.engine.samples.documents import without_plan
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.traced import decided
 from packprop.engine.user_pass import BackwardCall, PassOptions, retaining, run_pass

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from packprop.engine.algebra.factors import Otherwise as Otherwise
-from packprop.errors import BadInput
+from packprop.errors import BadInput, require_number
 from packprop.types import Extension
 
 
@@ -40,13 +40,8 @@ def require_draws(name: str, mc_samples: object) -> None:
     Raises:
         BadInput: A ``ValueError``.
     """
-    if type(mc_samples) is not int or mc_samples < 1:
-        raise BadInput(
-            f"{name}(mc_samples={mc_samples!r}) was asked for.",
-            "mc_samples",
-            "it is no number of Monte Carlo draws",
-            "give a whole number of at least 1",
-        )
+    asked = f"{name}(mc_samples={mc_samples!r}) was asked for."
+    require_number(asked, "mc_samples", mc_samples, "number of Monte Carlo draws")
 
 
 def require_own_savefields(asked: str, extensions: Sequence[Extension], instead: str) -> None:

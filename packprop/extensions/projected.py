@@ -12,7 +12,7 @@ from torch import Tensor
 
 from packprop.engine.algebra.monoid import CAT
 from packprop.engine.algebra.projections import Kind, Projection, projected
-from packprop.errors import BadInput
+from packprop.errors import BadInput, require_number
 from packprop.extensions.arguments import require_one_of
 from packprop.extensions.first_order import BatchGrad
 from packprop.types import GRADIENT, Extension, Row
@@ -68,10 +68,7 @@ class Projected(Extension):
                 "only gradients of samples can be projected yet",
                 "write Projected(BatchGrad(), ...)",
             )
-        if type(self.dimension) is not int or self.dimension < 1:
-            raise BadInput(
-                asked, "dimension", "it is not a number of entries", "give a whole number of at least 1"
-            )
+        require_number(asked, "dimension", self.dimension, "number of entries")
         if type(self.seed) is not int:
             raise BadInput(asked, "seed", "it is no whole number", "give one, such as seed=0")
         require_one_of(asked, "kind", self.kind, get_args(Kind))

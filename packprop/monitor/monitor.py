@@ -18,7 +18,7 @@ from packprop.applications.reports.profile.quantities import SampleGGNTrace
 from packprop.engine.distributed import AllRanks, ranks_of
 from packprop.engine.recording import Walks
 from packprop.engine.tensors import require_model
-from packprop.errors import BadInput, PackpropWarning
+from packprop.errors import BadInput, PackpropWarning, require_number
 from packprop.monitor.logs import Values, logs_of
 from packprop.monitor.measurements import TOTAL, LayerValues, StepValues, norm_quantiles, outliers
 from packprop.monitor.noise import GradientNoise, Interval, smoothed_scale
@@ -126,10 +126,7 @@ class Monitor:
         quantities = [quantities] if isinstance(quantities, str) else quantities
         _check(model, quantities, confidence, per)
         for name, number in {"window": window, "mc_samples": mc_samples or 1}.items():
-            if type(number) is not int or number < 1:
-                raise BadInput(
-                    ASKED, f"{name}={number!r}", "it is no whole number of at least 1", "give 1 or more"
-                )
+            require_number(ASKED, name, number)
         self._model, self._quantities = model, frozenset(quantities)
         self._every, self._begun = Every(every, ASKED), -math.inf
         if not self._every.batches and not self._every.seconds:

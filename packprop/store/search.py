@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.tensors import accumulation_dtype
-from packprop.errors import BadInput, PackpropError
+from packprop.errors import BadInput, PackpropError, require_number
 
 
 class Found(NamedTuple):
@@ -39,11 +39,12 @@ def extreme_products(
     Products add up over arrays, in at least float32. One reading finds everything.
 
     Raises:
-        BadInput: For queries of another shape than the rows, complex ones, or a ``k`` that is no number of
-            samples.
+        BadInput: For queries of another shape than the rows, complex ones, or a ``k`` or ``memory`` that
+            is no positive number.
         PackpropError: For products that are not finite.
     """
-    require_number(asked, k)
+    require_number(asked, "k", k, "number of samples")
+    require_number(asked, "memory", memory, "number of bytes")
     flat = _flat(asked, arrays, queries)
     first = next(iter(flat.values()))
     nothing = first.new_empty(len(first), 0, dtype=torch.int64), first.new_empty(len(first), 0)
@@ -133,16 +134,6 @@ def bytes_of_a_row(arrays: Mapping[str, Any], queries: int) -> int:
 def _products_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the precision of products with rows: whole numbers would overflow, and cut off queries."""
     return accumulation_dtype(dtype) if dtype.is_floating_point or dtype.is_complex else torch.float64
-
-
-def require_number(asked: str, k: Any) -> None:
-    """Refuse anything that is not a number of samples.
-
-    Raises:
-        BadInput: With the value.
-    """
-    if type(k) is not int or k < 1:
-        raise BadInput(asked, f"k={k!r}", "it is no number of samples", "give a whole number of at least 1")
 
 
 def better(

@@ -9,7 +9,8 @@ import pytest
 from torch import Tensor, nn
 
 from packprop.compat.own import BackpropExtension, ModuleExtension
-from packprop.errors import PackpropError
+from packprop.errors import PackpropError, PackpropWarning
+from packprop.extensions import BatchGrad
 from tests.compat.module_extensions import Fourth, LinearSquares, Propagated, run
 from tests.compat.programs import installed, mlp, vectors
 
@@ -151,3 +152,21 @@ def test_extensions_without_columns_say_so() -> None:
     assert not BatchGrad().expects_backpropagation_quantities()
     with pytest.raises(NotImplementedError, match="not columns of a root"):
         BatchGrad().seed  # noqa: B018  # asking for it is the test
+
+
+@installed
+def test_two_extensions_for_modules_with_one_attribute() -> None:
+    """The last one wins, and a warning names both; an extension that is given twice is one."""
+    model, (x, y) = nn.Sequential(nn.Linear(4, 4)), vectors()
+    other, same = Fourth("SILENT"), Fourth("SILENT")
+    other.savefield = "fourth"
+    with pytest.warns(PackpropWarning, match="both saved as 'fourth'"):
+        run(model, x, y % 4, other, same)
+    own = Fourth("SILENT")
+    own.savefield = "grad_batch"
+    with pytest.warns(PackpropWarning, match=r"Fourth.* and BatchGrad.* are both saved as 'grad_batch'"):
+        run(model, x, y % 4, BatchGrad(), own)
+    assert model[0].weight.grad_batch.shape == (len(x), 4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(model, x, y % 4, same, same)

@@ -140,7 +140,7 @@ IN_PLACE: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[A
 
 
 @one_in(3)
-@pytest.mark.parametrize("place", ["attribute", "private list", "closure", "hook"])
+@pytest.mark.parametrize("place", ["attribute", "private", "private list", "closure", "hook"])
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_values_that_change_in_place(name: str, place: str) -> None:
     torch.manual_seed(0)
@@ -149,6 +149,8 @@ def test_values_that_change_in_place(name: str, place: str) -> None:
     change(held, 2.0)
     if place == "attribute":
         model.held, model._take = held, take
+    elif place == "private":
+        model._held, model._take = held, lambda _: take(model._held)
     elif place == "private list":
         model._held = [held]
         model._take = lambda _: take(model._held[0])
@@ -199,8 +201,6 @@ REPLACED: dict[str, tuple[Callable[[float], Any], Callable[[Any], float]]] = {
 @pytest.mark.parametrize("name", ["held", "_held"])
 @pytest.mark.parametrize("kind", REPLACED)
 def test_values_of_classes_of_their_own(kind: str, name: str) -> None:
-    if name == "_held" and kind in ("private slots", "values of a dictionary"):
-        pytest.skip("the guide leaves private attributes of other classes out")
     torch.manual_seed(0)
     make, take = REPLACED[kind]
     model = Model(None, lambda _: take(getattr(model, name)))

@@ -247,6 +247,9 @@ def test_bad_arguments() -> None:
         operators.hessian(setting.loss, [first.detach()])
     with pytest.raises(BadInput, match="no scalar"):
         operators.hessian(lambda: setting.graph()[0], [first])
+    for damping in (float("nan"), float("inf")):
+        with pytest.raises(BadInput, match=f"damping={damping}"):
+            operators.hessian(setting.loss, [first], damping)
     operator = operators.hessian(setting.loss, [first])
     with pytest.raises(BadInput, match="12 columns"):
         operator @ torch.zeros(11, dtype=torch.float64)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -198,3 +199,46 @@ def test_steps_and_positions_that_meet_need_no_declaration(steps: int) -> None:
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
     attention = Apply(lambda m, x: m.head(m.first(x)).flatten(0, 1), first=layer, head=nn.Linear(4, 2))
     assert set(rows_of(attention, torch.randn(steps, 4, 4).double())) == {steps}
+
+
+AVERAGED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+    "linear": (lambda: nn.Linear(4, 3), (5, 4), lambda out: out.mean(0)),
+    "as many features as samples": (lambda: nn.Linear(4, 5), (5, 4), lambda out: out.sum(0)),
+    "without a bias": (lambda: nn.Linear(4, 3, bias=False), (5, 4), lambda out: out.mean(0)),
+    "one sample": (lambda: nn.Linear(4, 3), (1, 4), lambda out: out.mean(0)),
+    "positions": (lambda: nn.Linear(4, 3), (5, 2, 4), lambda out: out.mean((0, 1))),
+    "transposed": (lambda: nn.Linear(4, 3), (5, 4), lambda out: out.T),
+    "convolution": (lambda: nn.Conv2d(2, 3, 2), (5, 2, 3, 3), lambda out: out.mean((0, 2, 3))),
+    "table": (lambda: nn.Embedding(4, 3), (5,), lambda out: out.mean(0)),
+}
+
+
+@pytest.mark.parametrize("case", AVERAGED)
+@pytest.mark.parametrize("extension", [extensions.BatchGrad(), extensions.DiagGGNExact()], ids=repr)
+def test_features_are_no_samples(case: str, extension: packprop.Extension) -> None:
+    """A mean over the batch leaves the features in front."""
+    make, shape, mean = AVERAGED[case]
+    layer = packprop.extend(make()).double()
+    x = torch.randint(4, shape) if case == "table" else torch.randn(shape).double()
+    found = mean(layer(x))
+    loss = F.mse_loss(found, torch.randn(found.shape).double())
+    with (
+        pytest.raises(PackpropError, match="the samples are mixed there") as caught,
+        packprop.backpack(extension),
+    ):
+        loss.backward()
+    assert "weight" in caught.value.where
+    assert "remove statistics over the batch" in caught.value.instead
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+def test_each_sample_may_own_a_row_of_the_weight() -> None:
+    """The weight stands on the left, so that its rows lead."""
+    weight, x = nn.Parameter(torch.randn(3, 2).double()), torch.randn(5, 2).double()
+    found, target = weight @ x.T, torch.randn(3, 5).double()
+    with packprop.backpack(extensions.BatchGrad()):
+        F.mse_loss(found, target).backward()
+    gradients = 2 / 15 * (found.detach() - target) @ x
+    for number, row in enumerate(weight.grad_batch):  # type: ignore[attr-defined]  # packprop's
+        torch.testing.assert_close(row[number], gradients[number])
+        assert row.norm() == row[number].norm()

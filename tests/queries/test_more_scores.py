@@ -43,7 +43,7 @@ def test_groups_are_sums_of_products(tmp_path: Path, refine: bool, memory: Any) 
         assert torch.equal(again.groups, found.groups)
 
 
-@pytest.mark.parametrize("wrong", [[0, 1], torch.zeros(SIZE), torch.full((SIZE,), -1)], ids=str)
+@pytest.mark.parametrize("wrong", [[0, 1], torch.zeros(SIZE), [True] * SIZE, torch.full((SIZE,), -1)], ids=str)
 def test_groups_that_do_not_fit(tmp_path: Path, wrong: Any) -> None:
     problem, _ = written(tmp_path / "store")
     with pytest.raises(BadInput, match="the number of its group"):

@@ -159,6 +159,9 @@ def test_queries_that_do_not_fit(tmp_path: Path, queries: Any, k: Any, words: st
         writer.write(a=torch.ones(2, 3))
     with pytest.raises(BadInput, match=words):
         Store(tmp_path / "store").top("a", queries, k)
+    for memory in (0, -1, True, 1.5, "1MiB"):
+        with pytest.raises(BadInput, match=f"memory={memory!r}"):
+            Store(tmp_path / "store").top("a", torch.ones(2, 3), 1, memory=memory)
 
 
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)

@@ -31,8 +31,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 HOOKS = frozenset(name for name in OF_EVERY_MODULE if name.endswith("_hooks"))
 """Attributes of every module, and those of its hooks among them."""
 SMALL = (NoneType, *VALUES, np.generic)
-COMPARED = (*CONTAINERS, *SMALL)
-"""Types of those attributes of parameters, and of those private ones, that are compared."""
+"""Types of those attributes of parameters that are compared."""
 OWN = "_packprop"
 """The beginning of names of attributes that packprop gives to modules."""
 
@@ -127,7 +126,7 @@ def _described(module: nn.Module, known: _Known) -> tuple[Any, ...]:
         elif name in OF_EVERY_MODULE or name.startswith(OWN):
             continue
         elif name.startswith("_"):
-            if isinstance(value, COMPARED) and not is_of_torch:
+            if not is_of_torch:
                 found += (name, known.facts_if_small(value))
         elif id(value) in known.seen:  # a configuration, which many modules may share
             found += (name, Same(value))

@@ -20,7 +20,7 @@ from packprop.applications.dataset.data_facts import data_set_facts, loader_fact
 from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.digests import seed_from, spot_check
 from packprop.applications.dataset.messages import described
-from packprop.errors import BadInput
+from packprop.errors import BadInput, require_number
 
 BATCH_SIZE = 128
 """Samples in a batch if the data come sample by sample."""
@@ -142,9 +142,8 @@ def source_of(asked: str, data: Any, batch_size: int | None, whole: bool) -> Sou
     Raises:
         BadInput: For data of another form, or a batch size that is no positive number, or not needed.
     """
-    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
-        why, instead = "it is no number of samples", "give a whole number of at least 1, or leave it out"
-        raise BadInput(asked, f"batch_size={batch_size!r}", why, instead)
+    if batch_size is not None:
+        require_number(asked, "batch_size", batch_size, "number of samples")
     data, where = as_data_set(asked, data, whole), ""
     if isinstance(data, Dataset):
         size = batch_size or BATCH_SIZE

@@ -20,9 +20,9 @@ from packprop.applications.queries.checks import numbers_of_groups
 from packprop.applications.queries.influence import influence
 from packprop.applications.queries.result import Influence
 from packprop.engine.tensors import LossFunction
-from packprop.errors import BadInput
+from packprop.errors import BadInput, require_number
 from packprop.store.reading import Store
-from packprop.store.search import Found, require_number
+from packprop.store.search import Found
 
 ASKED = "tracin(...) was called."
 
@@ -86,7 +86,7 @@ def tracin(
         PackpropError: As ``influence`` does.
     """
     given = [*checkpoints]
-    require_number(ASKED, k)
+    require_number(ASKED, "k", k, "number of samples")
     stores = [each.store if isinstance(each.store, Store) else Store(each.store) for each in given]
     _require_fitting(given, stores)
     numbers = None if groups is None else numbers_of_groups(ASKED, groups, stores[0].samples)

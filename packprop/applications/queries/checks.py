@@ -119,7 +119,8 @@ def numbers_of_groups(
         BadInput: If they are none, or not as many as rows.
     """
     found = tensor_of(groups).cpu()
-    if found.shape != (samples,) or found.is_floating_point() or (samples and int(found.min()) < 0):
+    are_numbers = found.dtype != torch.bool and not (found.is_floating_point() or found.is_complex())
+    if found.shape != (samples,) or not are_numbers or (samples and int(found.min()) < 0):
         raise BadInput(
             asked,
             f"groups of shape {list(found.shape)} and {found.dtype}",

@@ -34,9 +34,9 @@ from packprop.applications.queries.vectors import Inverse, joined, vectors_of
 from packprop.engine.memory import budget_of, byte_text
 from packprop.engine.recording import extended
 from packprop.engine.tensors import LossFunction
-from packprop.errors import BadInput
+from packprop.errors import BadInput, require_number
 from packprop.store.reading import Store
-from packprop.store.search import Found, require_number
+from packprop.store.search import Found
 
 ASKED = "influence(...) was called."
 
@@ -110,7 +110,7 @@ def influence(
             else.
         PackpropError: For gradients that are not finite; for a Hessian to refine by that is indefinite.
     """
-    require_number(ASKED, k)
+    require_number(ASKED, "k", k, "number of samples")
     objective = objective_of(ASKED, model, loss, device)
     inverse = Inverse(curvature, damping, factored, refine)
     budget = budget_of(memory) or sys.maxsize

@@ -10,23 +10,33 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from packprop.engine.functions.losses.description import Root, describe, without_classes
+from packprop.engine.functions.losses.description import (
+    PROVEN,
+    Root,
+    describe,
+    registered,
+    without_classes,
+)
 from packprop.engine.functions.losses.roots import matrix_root
-from packprop.engine.functions.nodes import is_once_differentiable
+from packprop.engine.functions.nodes import is_from_outside, is_once_differentiable
+from packprop.engine.functions.registry import current as rules
 from packprop.engine.graph.graph import Graph, ReachedLoss
 from packprop.engine.graph.pull import derivatives
 from packprop.engine.graph.search import nodes_above
 from packprop.engine.recording.marks import RecordedLoss
 from packprop.engine.recording.switch import disable
 from packprop.engine.samples.hidden_mixing import parts
-from packprop.engine.tensors.dry import has_fault
+from packprop.engine.tensors.dry import has_fault, is_dry_run
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.engine.tensors.repeated import one_by_one
 from packprop.engine.tensors.state import version
+from packprop.engine.tensors.traced import is_traced
 from packprop.errors import PackpropError
 
 GGN_ASKED = "A generalized Gauss-Newton quantity was asked for."
 LOSSES_ASKED = "Losses of single samples were asked for."
+MOST_ENTRIES = 2**24
+"""The largest root of a user's rule, at one position, that packprop compares with second derivatives."""
 
 
 def require_unchanged_input(call: RecordedLoss, asked: str) -> None:
@@ -163,6 +173,64 @@ def loss_hessian_products(graph: Graph, loss: ReachedLoss) -> Callable[[Tensor],
         return torch.stack(columns)
 
     return product
+
+
+def require_root(graph: Graph, loss: ReachedLoss, root: Root, scale: Tensor) -> None:
+    """Raise if the root that a user's rule gave is not that of the loss's Hessian, at the first positions.
+
+    packprop multiplies it with its transpose, and compares that with the second derivatives of the graph that
+    the loss was recorded in, once for each shape. It believes the rule of a loss with a backward pass of the
+    user's own, which need not be differentiable, and a root of more than ``MOST_ENTRIES`` entries.
+
+    Args:
+        graph: The graph of the pass.
+        loss: The loss, whose rule gave the root.
+        root: The root.
+        scale: The factor on each term ``[n, t]``, as the root got it.
+
+    Raises:
+        PackpropError: If they differ.
+    """
+    call, entrance = loss.call, loss.entrance
+    proven = PROVEN.get(registered(call.function))
+    if proven is None or call.shape in proven or rules.trusted or is_dry_run() or is_traced():
+        return
+    if not scale.numel() or any(is_from_outside(n) for n in nodes_above([loss.node], [entrance.edge.node])):
+        return
+    with torch.no_grad():
+        columns = root.position(0, 0, root.columns)  # [k, n, c]
+        if columns.numel() > MOST_ENTRIES:
+            return
+        # sines of numbers that differ do not cancel, and nothing is drawn
+        numbers = torch.arange(1, columns[0].numel() + 1, dtype=torch.float64, device="cpu").sin()
+        vector = numbers.to(columns).view(columns.shape[1:])
+        positions = columns.new_zeros(1, *scale.shape, columns.shape[-1])
+
+        def placed(values: Tensor) -> Tensor:
+            return entrance.put(
+                call, loss.layout, entrance.rule.class_axis, positions.select_scatter(values[None], 2, 0)
+            )
+
+        found = placed(torch.einsum("knc,kn->nc", columns, (columns * vector).sum(-1)))
+        try:
+            expected = loss_hessian_products(graph, loss)(placed(vector))
+        except (RuntimeError, NotImplementedError):  # the rule is all there is
+            return
+        eps = torch.finfo(columns.dtype).eps
+        # second derivatives of a loss that saturates are differences of numbers as large as the scale
+        rounding = 100 * eps * scale.amax() * torch.linalg.vector_norm(vector)
+        size = torch.linalg.vector_norm(expected) + torch.linalg.vector_norm(found)
+        difference = torch.linalg.vector_norm(found - expected)
+    if bool(difference > max(0.01, eps**0.5) * size + rounding):  # NaN is not larger
+        raise PackpropError(
+            GGN_ASKED,
+            f"the rule that is registered for the loss {loss_name(call)}",
+            "its root times its transpose is not the Hessian: second derivatives of the loss differ",
+            "mend root, class_axis, weight or divisor; root=None has packprop take second derivatives, and "
+            "packprop.testing.check_model(model, loss, inputs, targets) shows where a rule is wrong",
+        )
+    if bool(size.isfinite() & (size > 0)):
+        proven.add(call.shape)
 
 
 def _require_twice_differentiable(loss: ReachedLoss) -> None:

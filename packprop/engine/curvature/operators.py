@@ -7,6 +7,7 @@ operators are symmetric.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,9 @@ class Operator:
         damping: The number to add to the diagonal, in units of the curvature.
         snapshots: Snapshots of the tensors that the product depends on, from the time it was made.
 
+    Raises:
+        BadInput: If the damping is not finite.
+
     Example:
         >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
         >>> hessian(lambda: (w**3).sum(), [w]) @ torch.tensor([1.0, 1.0])
@@ -44,6 +48,15 @@ class Operator:
     product: Product
     damping: float = 0.0
     snapshots: Sequence[Snapshot] = ()
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.damping):
+            raise BadInput(
+                "An operator of a curvature matrix was asked for.",
+                f"damping={self.damping!r}",
+                "every product with a vector would be what this is",
+                "give a finite number, in units of the curvature; 0 for none",
+            )
 
     def __repr__(self) -> str:
         rows, columns = self.shape

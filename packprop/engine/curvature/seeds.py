@@ -17,6 +17,7 @@ from packprop.engine.curvature.generic_loss import (
     loss_gradient,
     loss_hessian_products,
     loss_name,
+    require_root,
     require_unchanged_input,
 )
 from packprop.engine.curvature.second_order import in_order
@@ -160,7 +161,9 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     else:
         axis = rule.class_axis
         value = canonical(entrance.values(call.input), layout, axis)
-        root = rule.root(value, _scale(loss, factor, value))
+        scale = _scale(loss, factor, value)
+        root = rule.root(value, scale)
+        require_root(graph, loss, root, scale)
         positions = value.shape[1]
     place = functools.partial(entrance.put, call, layout, axis)
     if seed.mc_samples is not None:

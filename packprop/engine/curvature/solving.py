@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from packprop.engine.algebra.conjugate_gradients import ConjugateGradients, NotPositive
 from packprop.engine.curvature.operators import Operator
-from packprop.errors import BadInput, PackpropError, PackpropWarning
+from packprop.errors import BadInput, PackpropError, PackpropWarning, require_number
 
 
 class Solution(NamedTuple):
@@ -114,17 +114,6 @@ def require_tolerance(asked: str, tolerance: float, name: str, number: int) -> N
         instead = "give a share between 0 and 1, such as 1e-3"
         raise BadInput(asked, f"tolerance={tolerance!r}", "it is no share", instead)
     require_number(asked, name, number)
-
-
-def require_number(asked: str, name: str, number: Any) -> None:
-    """Raise if an argument is no positive whole number.
-
-    Raises:
-        BadInput: With its name.
-    """
-    if type(number) is not int or number < 1:
-        instead = "give a whole number of at least 1"
-        raise BadInput(asked, f"{name}={number!r}", "it is no such number", instead)
 
 
 def warn_of_residuals(called: str, residuals: Tensor, tolerance: float, steps: int) -> None:

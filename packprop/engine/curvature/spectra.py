@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from packprop.engine.curvature.operators import Operator
-from packprop.engine.curvature.solving import require_number, require_tolerance
-from packprop.errors import BadInput, PackpropError, PackpropWarning
+from packprop.engine.curvature.solving import require_tolerance
+from packprop.errors import BadInput, PackpropError, PackpropWarning, require_number
 
 READINGS = 100
 """The largest number of products with a block of vectors, for eigenvalues."""

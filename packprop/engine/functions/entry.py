@@ -80,6 +80,8 @@ class Entry:
             has one.
         admits: Tells whether an axis of the outputs can hold the samples. If they are on another axis, packprop
             calls the node for each sample.
+        features: Axis of the output that the parameter makes anew, such as the features of a linear layer, and
+            that is no axis of a batch; ``None`` if there is none.
         sample_axes: For each output the only axis that can hold the samples; ``None`` to use ``admits`` alone.
         scratch: Temporary memory that ``structure_of`` takes.
         fans: Groups and extents, for an affine map.
@@ -98,6 +100,7 @@ class Entry:
     structure_of: StructureOf
     refusal: tuple[str, str] | None = None
     admits: Callable[[int], bool] = lambda axis: True
+    features: int | None = None
     sample_axes: Sequence[int] | None = None
     scratch: Scratch = Scratch()
     fans: Fans | None = None

@@ -25,10 +25,11 @@ from packprop.engine.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.engine.graph.kept_walk import KeptWalk, Outline, may_be_kept
 from packprop.engine.graph.own_backward import require_linear_backward, require_no_nested_backward, starts_of
 from packprop.engine.recording.marks import HANDLES
+from packprop.engine.samples.documents import without_plan
 from packprop.engine.samples.feeding import Feed, first_of, model_outputs
 from packprop.engine.samples.hidden_mixing import Look, constants_of, dependence, find_hidden
 from packprop.engine.samples.loss_mixing import require_separate_losses
-from packprop.engine.samples.loss_rows import declaration, locate_rows, require_samples, without_plan
+from packprop.engine.samples.loss_rows import declaration, locate_rows, require_samples
 from packprop.engine.samples.separation import admitted_layouts, places_at, separate
 from packprop.engine.samples.tracing import PICKS
 from packprop.engine.tensors.dry import is_dry_run

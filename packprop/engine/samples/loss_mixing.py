@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from packprop.engine.functions.losses.description import loss_rule, without_classes
+from packprop.engine.functions.losses.description import LOSSES, registered, without_classes
 from packprop.engine.functions.nodes import is_from_outside, made_by
 from packprop.engine.functions.operands import adds_up_entries, has_kinks, is_linear
 from packprop.engine.graph.graph import WHOLE, Graph
@@ -62,7 +62,7 @@ def require_separate_losses(graph: Graph, outputs: Sequence[ModelOutput], chosen
     given = list(zip(outputs, chosen, strict=True))
     for place, loss in enumerate(graph.losses):
         function = loss.call.function
-        if loss_rule(function) is None:
+        if registered(function) not in LOSSES:
             name = f"the loss {getattr(function, '__name__', function)}"
             output = outputs[place]
             one = torch.ones((), dtype=output.dtype, device=output.device)

@@ -10,27 +10,13 @@ the smallest range on the way: that of float16, wherever autocast has put it. An
 samples in several ways; packprop takes the first one that passes. If none passes, the samples are mixed between
 the use and the loss. The check costs two sweeps. It holds for the values of this pass; NOTE [Hidden mixing]
 tells whether it holds for all, so that packprop may keep its result.
-
-# NOTE [Rows of samples]
-A mixture of experts takes rows of many samples out of their order, and gives some of them to each expert; the
-rows of packed sequences belong to samples by their lengths, and by the order that they were sorted in. No axis
-holds the samples in order any more, and there may be any number of rows of a sample, or none. That does not mix
-samples. The sweeps of NOTE [Separation] also tell whose row each is: fed ``2^k`` and then ``2^-k``, a row of
-one sample comes back with a quotient of ``2^2k``, and a row in which two samples meet, with another. There are
-fewer powers than there may be samples: several digits then identify a sample, with two sweeps for each. If only
-zeros come back, as behind a weight of zeros, packprop feeds NaN in as in NOTE [Hidden mixing]: for each binary
-digit to the samples that have it, and to the others. Rows that no sample reaches may be anybody's.
-
-Layouts of rows are for functions behind one that reorders rows, where no other layout fits. All other functions
-must have the samples in order: else a batch that was reversed would pass for one in some order. packprop finds
-these layouts anew in each pass: the next batch has other lengths, and goes to other experts.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,19 +27,16 @@ from packprop.engine.functions.nodes import ENTRYWISE, made_by, name_of_node
 from packprop.engine.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.engine.graph.search import nodes_above
 from packprop.engine.samples.feeding import (
-    Candidate,
     Feed,
     Fitting,
     Sizes,
     first_of,
     model_outputs,
 )
+from packprop.engine.samples.row_search import RowSearch
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.layout import Layout, layout_of_rows, possible_layouts
 from packprop.engine.tensors.traced import decided
-
-UNKNOWN, MIXED = -1, -2
-"""In place of a sample's number: nothing came back in a row, or it is no single sample's."""
 
 
 def levels(samples: int, largest: float) -> Tensor:
@@ -75,103 +58,6 @@ def differ(up: Tensor, down: Tensor, powers: Tensor, tolerance: float, smallest:
     larger = torch.maximum(up, down)
     known = larger * torch.exp2(-powers.abs()) >= 16 * smallest
     return bool((known & ((up - down).abs() > tolerance * larger)).any())
-
-
-@dataclass(frozen=True)
-class RowSearch:
-    """The search for the sample of each row; see NOTE [Rows of samples].
-
-    Args:
-        feed: Where samples are fed in.
-        noise: Random numbers for that.
-        samples: Number of samples.
-        exponents: Powers of two that tell them apart.
-        tolerance: Relative size of rounding.
-        documents: The sample of each position, where samples are documents that masks keep apart: NaN goes
-            through masks, so that rows in which zeros came back go by this, if all others do.
-    """
-
-    feed: Feed
-    noise: Sequence[Tensor]
-    samples: int
-    exponents: Tensor
-    tolerance: float
-    documents: Tensor | None
-
-    def layouts(self, fitting: Fitting) -> list[Candidate]:
-        """The layout of rows at each place; none where samples meet in a row.
-
-        ``fitting``: Layouts that take each row for a sample: they say where to look for rows.
-        """
-        places = [
-            (use, index, layout)
-            for use, outputs in fitting.items()
-            for index, own in enumerate(outputs)
-            for layout in own
-        ]
-        if not places:
-            return []
-        numbers = self._by_powers(fitting)
-        unknown = {place: rows for place, rows in numbers.items() if bool((rows == UNKNOWN).any())}
-        if self.documents is not None:
-            for number in unknown.values():
-                is_there = number != UNKNOWN
-                if len(number) == len(self.documents) and bool((number == self.documents)[is_there].all()):
-                    number.copy_(self.documents)
-        elif unknown:
-            self._look_with_nan(unknown, fitting)
-        found = []
-        for use, index, by_row in places:
-            rows = numbers.get((use, index, by_row))
-            if rows is None:  # nothing came back, or there is nothing
-                rows = torch.zeros(by_row.samples, dtype=torch.int64, device="cpu")
-            if not bool((rows == MIXED).any()):
-                assert by_row.axis is not None
-                layout = layout_of_rows(by_row.axis, rows.clamp(min=0), self.samples, by_row.joined)
-                found.append((use, index, layout))
-        return found
-
-    def _by_powers(self, fitting: Fitting) -> dict[Candidate, Tensor]:
-        """The sample of each row ``[k]`` by the powers of two that it comes back with, digit by digit."""
-        every, base = torch.arange(self.samples, device="cpu"), len(self.exponents)
-        numbers: dict[Candidate, Tensor] = {}
-        for digit in range(max(1, math.ceil(math.log(self.samples, base) - 1e-9))):
-            power = self.exponents[every // base**digit % base]
-            up, down = (
-                self.feed.sizes(self.feed.by_sample(self.noise, torch.exp2(each)), fitting)
-                for each in (power, -power)
-            )
-            for place, rows in up.items():
-                distance, value = ((rows / down[place]).log2()[:, None] / 2 - self.exponents).abs().min(1)
-                value = torch.where(distance < self.tolerance, value * base**digit, MIXED)
-                value[(rows == 0) | (down[place] == 0)] = UNKNOWN
-                numbers[place] = _joined(numbers[place], value) if digit else value
-        return {place: torch.where(rows < self.samples, rows, MIXED) for place, rows in numbers.items()}
-
-    def _look_with_nan(self, unknown: Mapping[Candidate, Tensor], fitting: Fitting) -> None:
-        """Find the samples of rows in which zeros came back, by NaN for half of the samples at a time."""
-        every = torch.arange(self.samples, device="cpu")
-        found = {place: torch.zeros_like(rows) for place, rows in unknown.items()}
-        nobody = {place: torch.ones_like(rows, dtype=torch.bool) for place, rows in unknown.items()}
-        for digit in range(max(1, (self.samples - 1).bit_length())):
-            has_digit = every // 2**digit % 2 == 1
-            ones = self.feed.sizes_of_nan(has_digit, fitting)
-            zeros = None if ones is None else self.feed.sizes_of_nan(~has_digit, fitting)
-            if ones is None or zeros is None:
-                return
-            for place, number in found.items():
-                with_digit, without = ones[place].isnan(), zeros[place].isnan()
-                value = torch.where(with_digit & without, MIXED, with_digit * 2**digit)
-                found[place] = _joined(number, value)
-                nobody[place] &= ~(with_digit | without)
-        for place, rows in unknown.items():
-            number = torch.where(nobody[place], UNKNOWN, found[place])
-            rows.copy_(torch.where(rows == UNKNOWN, number, rows))
-
-
-def _joined(number: Tensor, digit: Tensor) -> Tensor:
-    """The number with one more digit; the mark of either if one has a mark, ``MIXED`` first."""
-    return torch.where((number >= 0) & (digit >= 0), number + digit, torch.minimum(number, digit))
 
 
 def separate(graph: Graph, feed: Feed, samples: int) -> tuple[Fitting, list[ReachedUse]]:
@@ -340,6 +226,8 @@ def _is_admitted(use: ReachedUse, index: int, layout: Layout) -> bool:
     """Tell whether the entries of a use allow the samples to be there in one of its outputs."""
     if layout.axis is None:
         return True
+    if not layout.joined and any(entry.features == layout.axis for entry in use.entries):
+        return False
     axes = [site.entry.sample_axes for site in use.sites]
     return all(known is None or (known[index],) == (*layout.axes,) for known in axes) and all(
         site.entry.admits(axis) for site in use.sites for axis in layout.axes

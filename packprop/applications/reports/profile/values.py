@@ -15,7 +15,7 @@ from packprop.applications.reports.profile.layers import Layer
 from packprop.applications.reports.profile.outlying import OutlyingSample
 from packprop.applications.reports.profile.shown import Shown
 from packprop.applications.reports.profile.table import number_text
-from packprop.errors import BadInput
+from packprop.errors import require_number
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,7 @@ class ProfileValues(Shown):
         Raises:
             BadInput: If ``count`` is no number of samples.
         """
-        if type(count) is not int or count < 1:
-            raise BadInput(
-                "Profile.suspects(...) was called.", f"{count=}", "it is no number", "give 1 or more"
-            )
+        require_number("Profile.suspects(...) was called.", "count", count, "number of samples")
         norms = self.tensors[f"sample_gradient_norm/{self.total.name}"]
         return [int(place) for place in norms.argsort(descending=True, stable=True)[:count]]
 

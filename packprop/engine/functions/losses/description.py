@@ -79,6 +79,9 @@ LOSSES: dict[Callable[..., Any], Rule] = {}
 INPUT_NAMES: dict[Callable[..., Any], str] = {}
 """Names of the first arguments of loss functions, if they are not ``input``."""
 
+PROVEN: dict[Callable[..., Any], set[Any]] = {}
+"""Loss functions with a rule of a user -> shapes of inputs at which its root was that of the loss's Hessian."""
+
 
 def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> Callable[[Rule], Rule]:
     """Register a rule for the curvature of a loss function.
@@ -87,7 +90,9 @@ def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> 
     packprop computes the Hessian of each sample by double backward and factorises it. This is right for any
     twice differentiable convex loss, but slow for many outputs.
 
-    A loss with a rule counts as a sum of one term for each sample. packprop does not check that.
+    A loss with a rule counts as a sum of one term for each sample. packprop does not check that. It compares
+    your root with the second derivatives of the loss in the first pass of each shape, where these exist and
+    the root has at most 2**24 entries; it does not check draws. ``packprop.testing.check_model`` does.
 
     Args:
         functions: The loss functions, or classes of loss modules without parameters, whose ``forward`` has the
@@ -102,12 +107,18 @@ def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> 
         _require_seen(each)
 
     def register(rule: Rule) -> Rule:
-        LOSSES.update(dict.fromkeys(functions, rule))
-        if input_name != "input":
-            INPUT_NAMES.update(dict.fromkeys(functions, input_name))
-        return rule
+        PROVEN.update({function: set() for function in functions})
+        return add_rule(rule, *functions, input_name=input_name)
 
     return register
+
+
+def add_rule(rule: Rule, *functions: Callable[..., Any], input_name: str = "input") -> Rule:
+    """Enter a rule into the table; those of the library need no proof."""
+    LOSSES.update(dict.fromkeys(functions, rule))
+    if input_name != "input":
+        INPUT_NAMES.update(dict.fromkeys(functions, input_name))
+    return rule
 
 
 def _require_seen(function: Any) -> None:
@@ -197,14 +208,14 @@ def input_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return args[0] if args else kwargs.get(INPUT_NAMES.get(function, "input"))
 
 
-def loss_rule(function: Callable[..., Any]) -> Rule | None:
-    """Return the rule of a loss function, or of the class of a loss module; ``None`` without one."""
-    return LOSSES.get(function) or LOSSES.get(getattr(function, "module_class", function))
+def registered(function: Callable[..., Any]) -> Any:
+    """Return what the rule of a loss function is registered for, if it has one: itself, or its class."""
+    return function if function in LOSSES else getattr(function, "module_class", function)
 
 
 def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loss:
     """Describe one call of a loss; a function without a rule counts as differentiable, and no more."""
-    rule = loss_rule(function)
+    rule = LOSSES.get(registered(function))
     if rule is None:
         return Loss(None, 1.0, None, None)
     loss = rule(*args, **kwargs)

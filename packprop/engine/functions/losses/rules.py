@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packprop.engine.functions.losses.description import Loss, Root, Rule, register_loss
+from packprop.engine.functions.losses.description import Loss, Root, Rule, add_rule
 from packprop.engine.functions.losses.links import EXPONENTIAL, LOG_SOFTMAX, SIGMOID
 from packprop.engine.functions.losses.roots import bernoulli_root, gaussian_root, poisson_root, softmax_root
 from packprop.engine.tensors.precision import accumulation_dtype
@@ -24,7 +24,7 @@ def _rule_of(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
 
     def register(rule: Rule) -> Rule:
         for function in functions:
-            register_loss(function)(functools.partial(_described, rule, inspect.signature(function)))
+            add_rule(functools.partial(_described, rule, inspect.signature(function)), function)
         return rule
 
     return register
@@ -188,18 +188,22 @@ def _generic_entries(
     return Loss(None, each, float(input.numel()) if reduction == "mean" else 1.0, None)
 
 
-@register_loss(F.gaussian_nll_loss, F.multilabel_soft_margin_loss, F.multi_margin_loss)
-@register_loss(F.hinge_embedding_loss, F.multilabel_margin_loss)
 def _generic(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
     """Describe a loss with an unknown number of terms, whose curvature double backward computes."""
     return Loss(None, 1.0, None, None)
 
 
-@register_loss(F.ctc_loss, input_name="log_probs")
+add_rule(_generic, F.gaussian_nll_loss, F.multilabel_soft_margin_loss, F.multi_margin_loss)
+add_rule(_generic, F.hinge_embedding_loss, F.multilabel_margin_loss)
+
+
 def _ctc_loss(log_probs: Tensor, *args: Any, **kwargs: Any) -> Loss:
     """Describe a loss with one term for each sample; the axis of samples comes after that of time."""
     batched = log_probs.dim() == 3
     return Loss(None, 1.0, None, None, sample_axis=1 if batched else None, one_sample=not batched)
+
+
+add_rule(_ctc_loss, F.ctc_loss, input_name="log_probs")
 
 
 COMPOSITES = frozenset({getattr(F, "linear_cross_entropy", None)}) - {None}  # new in PyTorch 2.13

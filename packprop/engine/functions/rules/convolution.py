@@ -175,6 +175,7 @@ def _weight(call: NodeCall, image: torch.Size, geometry: Geometry) -> Entry:
         "Outer",
         rowwise(build, call.saved("input")),
         admits=lambda axis: axis == 0,
+        features=1,
         scratch=scratch,
         fans=Fans(groups, fan_in, fan_out, image_channels, in_order=fold is fold_to(geometry.weight_shape)),
         linear=True,

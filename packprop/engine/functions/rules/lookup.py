@@ -37,6 +37,7 @@ def _embedding(call: NodeCall) -> Entry:
         "Lookup",
         rowwise(_build(call), call.saved("indices")),
         admits=lambda axis: axis != last,
+        features=last,
         scratch=Scratch(math.prod(call.operand.shape)),
         linear=True,
         sparse=call.is_sparse,

@@ -105,6 +105,7 @@ def _bilinear(call: NodeCall) -> Entry | None:
         "Outer",
         rowwise(build, call.saved("i1"), call.saved("i3")),
         admits=lambda axis: axis != last,
+        features=last,
         scratch=Scratch(2 * call.operand.shape.numel()),
         linear=True,
     )

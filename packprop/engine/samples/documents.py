@@ -1,0 +1,99 @@
+"""Documents: several samples in one row, as they are declared.
+
+# NOTE [Documents]
+Rows that several documents are packed into are one sample each, unless ``record(documents=...)`` says which
+document each position of a loss's input belongs to. The documents are the samples then, and the losses have
+layouts of rows (NOTE [Rows of samples]). The declaration is about the losses alone: the sweeps find which rows
+of a use's output belong to which document, along one axis or along neighbouring ones with as many entries as
+the declaration. If a mask lets one document see another, or a layer runs over all positions of a row, rows come
+back that belong to several documents, and packprop refuses the pass. It does not see what documents exchange
+before the first parameter: this is a constant of each.
+
+Data decide where documents are, so packprop looks for them in every pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from packprop.engine.graph.graph import Graph
+from packprop.engine.samples.feeding import ModelOutput
+from packprop.engine.tensors.dry import is_dry_run
+from packprop.engine.tensors.layout import Layout, layout_of_rows
+from packprop.errors import PackpropError
+
+
+def layouts_of_documents(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Layout]:
+    """The places where the inputs of the losses hold the documents that were declared.
+
+    Raise if they were not declared for all losses or not for each position, or if a number is negative.
+    """
+    if is_dry_run():
+        raise without_plan()
+    declared = [None if loss.call.documents is None else loss.call.documents.cpu() for loss in graph.losses]
+    declared += [None] * (len(outputs) - len(declared))
+    numbers: list[Tensor] = []
+    for output, each in zip(outputs, declared, strict=True):
+        if each is None:
+            raise PackpropError(
+                graph.asked,
+                f"an output of the model, of shape {list(output.shape)}",
+                "documents were declared for another loss of this pass, not for what is made of this output",
+                "call each loss inside a `with packprop.record(documents=...):` with the numbers of its rows, "
+                "as functions that are recorded as losses",
+            )
+        numbers.append(each)
+    if any(bool((each < 0).any()) for each in numbers):
+        raise PackpropError(
+            graph.asked,
+            "record(documents=...)",
+            "there is a negative number in it: each position belongs to a document",
+            "count documents from 0 on, and give padding the number of the document before it, or its own",
+        )
+    count = 1 + max(int(each.max()) for each in numbers)
+    return [
+        _layout_of_documents(graph, output, each, count) for output, each in zip(outputs, numbers, strict=True)
+    ]
+
+
+def without_plan(where: str = "record(documents=...)") -> PackpropError:
+    """The error for a budget where data say which rows belong to a sample, as with documents or graphs."""
+    return PackpropError(
+        "A plan was asked for.",
+        where,
+        "a plan is made without data, and only data tell how many rows each sample has there",
+        "leave the plan and memory=... out",
+    )
+
+
+def _layout_of_documents(graph: Graph, output: ModelOutput, documents: Tensor, count: int) -> Layout:
+    """The layout of the rows of a loss's input."""
+    shape, class_axis = output.shape, output.loss.class_axis
+    axes = [axis for axis, _ in enumerate(shape) if axis != class_axis]
+    if class_axis is None:  # the last axes are those of one position
+        sizes = [math.prod(shape[: axis + 1]) for axis in axes]
+        axes = axes[: sizes.index(documents.numel()) + 1] if documents.numel() in sizes else []
+    where = f"the input of a loss, of shape {list(shape)}"
+    if not axes or math.prod(shape[axis] for axis in axes) != documents.numel():
+        raise PackpropError(
+            graph.asked,
+            f"{where}, and documents of shape {list(documents.shape)}",
+            "there must be one number for each position that the loss is given",
+            "cut documents as the logits are cut, documents[:, :-1] where the last position predicts nothing",
+        )
+    long = [axis for axis in axes if shape[axis] != 1] or axes[:1]
+    if count == 1:
+        return Layout(None, 1)
+    if long != [*range(long[0], long[-1] + 1)]:
+        raise PackpropError(
+            graph.asked,
+            where,
+            f"documents run along its axes {' and '.join(map(str, long))}, which are not beside each other",
+            "flatten them: cross_entropy(logits.flatten(0, 1), targets.flatten())",
+        )
+    joined = tuple(torch.Size(shape[long[0] : long[-1] + 1])) if len(long) > 1 else ()
+    return layout_of_rows(long[0], documents.flatten().long(), count, joined)

@@ -74,6 +74,16 @@ def require_number(asked: str, name: str, number: object, what: str = "positive 
         raise BadInput(asked, f"{name}={number!r}", f"it is no {what}", "give a whole number of at least 1")
 
 
+def require_seed(asked: str, seed: object) -> None:
+    """Refuse a seed that is no whole number, as ``require_number`` does.
+
+    Raises:
+        BadInput: With its value.
+    """
+    if type(seed) is not int:
+        raise BadInput(asked, f"seed={seed!r}", "it is no whole number", "give one, such as seed=0")
+
+
 class Absent(BadInput, KeyError):
     """Raised for a key that a mapping of packprop does not have; ``in`` and ``get`` work as for any mapping."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from packprop.engine.algebra.monoid import CAT
 from packprop.engine.algebra.projections import Kind, Projection, projected
-from packprop.errors import BadInput, require_number
+from packprop.errors import BadInput, require_number, require_seed
 from packprop.extensions.arguments import require_one_of
 from packprop.extensions.first_order import BatchGrad
 from packprop.types import GRADIENT, Extension, Row
@@ -69,8 +69,7 @@ class Projected(Extension):
                 "write Projected(BatchGrad(), ...)",
             )
         require_number(asked, "dimension", self.dimension, "number of entries")
-        if type(self.seed) is not int:
-            raise BadInput(asked, "seed", "it is no whole number", "give one, such as seed=0")
+        require_seed(asked, self.seed)
         require_one_of(asked, "kind", self.kind, get_args(Kind))
         object.__setattr__(self, "subsampling", self.of.subsampling)
         if self.kind == "kronecker":

@@ -18,7 +18,7 @@ from packprop.applications.reports.profile.quantities import SampleGGNTrace
 from packprop.engine.distributed import AllRanks, ranks_of
 from packprop.engine.recording import Walks
 from packprop.engine.tensors import require_model
-from packprop.errors import BadInput, PackpropWarning, require_number
+from packprop.errors import BadInput, PackpropWarning, require_number, require_seed
 from packprop.monitor.logs import Values, logs_of
 from packprop.monitor.measurements import TOTAL, LayerValues, StepValues, norm_quantiles, outliers
 from packprop.monitor.noise import GradientNoise, Interval, smoothed_scale
@@ -85,7 +85,8 @@ class Monitor:
         ranks: Whose samples count if several processes train: ``"own"``, ``"all"``, or
             ``packprop.AllRanks(...)``. With values of all ranks the first of them logs.
         per: ``"sample"``. Tokens of one sequence are no independent draws, as the noise scale needs them.
-        seed: Seed of the Monte Carlo draws, which do not come from PyTorch's own generators.
+        seed: Seed of the Monte Carlo draws, which do not come from PyTorch's own generators. Those of a step
+            depend on it and on the number of the step alone.
         on_spike: A function to call with a ``packprop.monitor.Spike`` for each step that ``check`` finds out of
             its recent range: ``print``, for example.
         decode: Maps an identifier (or a place in the batch) to the text of a sample, or of each of its tokens.
@@ -125,8 +126,10 @@ class Monitor:
     ) -> None:
         quantities = [quantities] if isinstance(quantities, str) else quantities
         _check(model, quantities, confidence, per)
-        for name, number in {"window": window, "mc_samples": mc_samples or 1}.items():
-            require_number(ASKED, name, number)
+        require_number(ASKED, "window", window)
+        if mc_samples is not None:
+            require_number(ASKED, "mc_samples", mc_samples)
+        require_seed(ASKED, seed)
         self._model, self._quantities = model, frozenset(quantities)
         self._every, self._begun = Every(every, ASKED), -math.inf
         if not self._every.batches and not self._every.seconds:
@@ -139,8 +142,8 @@ class Monitor:
         self._ranks = None if chosen is None else dataclasses.replace(chosen, gather=True)
         self._logs = logs_of(log)
         device = next(p for p in model.parameters() if p.requires_grad).device
-        generator = torch.Generator(device=device).manual_seed(seed)
-        traced = EXACT if mc_samples is None else Seed("ggn", mc_samples=mc_samples, generator=generator)
+        self._seed, self._generator = seed, torch.Generator(device=device)
+        traced = EXACT if mc_samples is None else Seed("ggn", mc_samples=mc_samples, generator=self._generator)
         self._trace = SampleGGNTrace(traced) if "ggn_trace" in self._quantities else None
         self._noise: dict[str, deque[GradientNoise]] = {}
         self._next, self._checked, self._current = 0, 0, UNWATCHED
@@ -199,7 +202,6 @@ class Monitor:
                 "call monitor.step() once for each step of the optimizer; it may hold several backward passes",
             )
         require_whole("monitor.step() was called.", self._model)
-
         watch = MonitoredPass(
             self._model,
             self._trace,
@@ -209,6 +211,7 @@ class Monitor:
             loss_scale=loss_scale,
         )
         self._begun = time.monotonic()
+        self._generator.manual_seed(((self._seed << 32) + number) % 2**63)  # also in a continued run
         step = MonitoredStep(
             self._model,
             number,

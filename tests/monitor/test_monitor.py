@@ -268,11 +268,15 @@ def test_identifiers_of_arrays_are_numbers_in_logs(tmp_path: Path) -> None:
 
 def test_the_window_goes_on_after_a_restart() -> None:
     model, x, y = built()
-    monitor = Monitor(model, every=1, log=None, quantities=["noise_scale"])
+    quantities = ["noise_scale", "ggn_trace"]  # whose draws go on, too
+    monitor = Monitor(model, every=1, log=None, quantities=quantities)
+    traces = set()
     for _ in range(3):
         with monitor.step():
             F.cross_entropy(model(x), y).backward()
-    again = Monitor(model, every=1, log=None, quantities=["noise_scale"])
+        traces.add(monitor.last["ggn_trace"])  # type: ignore[index]  # there is one
+    assert len(traces) == 3
+    again = Monitor(model, every=1, log=None, quantities=quantities)
     again.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
     for each in (monitor, again):
         with each.step():
@@ -330,6 +334,8 @@ def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.M
         ({"quantities": []}, "not a list"),
         ({"window": 0}, "window=0"),
         ({"mc_samples": -1}, "mc_samples=-1"),
+        ({"mc_samples": 0}, "mc_samples=0"),
+        ({"seed": 1.0}, "seed=1.0"),
         ({"confidence": 95}, "no number between 0 and 1"),
         ({"per": "token"}, "independent"),
         ({"log": "tensorboard"}, "SummaryWriter"),

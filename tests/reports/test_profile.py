@@ -123,5 +123,5 @@ def test_suspects_are_the_samples_with_the_largest_gradients() -> None:
     assert found.suspects(3) == norms.topk(3).indices.tolist()
     assert found.suspects(3) == [each.place for each in found.outlying[:3]]
     assert sorted(found.suspects(99)) == [*range(9)]
-    with pytest.raises(BadInput, match="give 1 or more"):
+    with pytest.raises(BadInput, match="give a whole number of at least 1"):
         found.suspects(0)

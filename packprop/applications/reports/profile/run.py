@@ -42,7 +42,7 @@ from packprop.engine.tensors import (
     moved,
     outputs_and_loss,
 )
-from packprop.errors import BadInput, PackpropError
+from packprop.errors import BadInput, PackpropError, require_number, require_seed
 from packprop.store.describing import packprop_version
 
 ASKED = "packprop.profile(...) was called."
@@ -231,10 +231,8 @@ def _check(model: Any, loss: Any, batch_size: Any, mc_samples: Any, largest_fact
         "largest_factor": largest_factor,
     }
     for name, number in numbers.items():
-        if not isinstance(number, int) or number < 1:
-            raise BadInput(ASKED, f"{name}={number!r}", "it is no whole number of at least 1", "give 1 or more")
-    if not isinstance(seed, int):
-        raise BadInput(ASKED, f"seed={seed!r}", "it is not a whole number", "give 0, for example")
+        require_number(ASKED, name, number)
+    require_seed(ASKED, seed)
 
 
 def _check_outliers(outliers: Any, decode: Any) -> None:

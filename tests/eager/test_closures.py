@@ -92,7 +92,7 @@ def test_a_tensor_of_another_thread_is_told_apart() -> None:
     found: list[Any] = []
 
     def work() -> None:
-        while reach.clock() < reach._number(h.grad_fn) - 4:
+        while reach.clock() < reach.number_of_node(h.grad_fn) - 4:
             pass
         x = torch.ones(N, D, dtype=torch.float64, requires_grad=True)
         x.sin()  # brings the count up to the number of h and past it while fn runs
@@ -143,13 +143,13 @@ def test_a_function_that_differentiates_in_turn(device: str, keep: str, chunks: 
 
 def test_nodes_that_an_accelerator_made_in_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where a gradient penalty makes some of its nodes in another thread."""
-    plain_number = reach._number
+    plain_number = reach.number_of_node
     strange = ("TBackward0", "MmBackward0", "TanhBackwardBackward0")
 
     def number(node: Any) -> int:
         return 2**40 if node.name() in strange else plain_number(node)
 
-    monkeypatch.setattr(reach, "_number", number)
+    monkeypatch.setattr(reach, "number_of_node", number)
     monkeypatch.setattr(reach, "_has_threads", lambda device: True)
     x = network()[0]
     critic = nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, 1)).double()

@@ -17,7 +17,7 @@ def test_what_eager_backward_relies_on_in_private() -> None:
     leaf = torch.ones(2, requires_grad=True)
     first, second = leaf * 2, leaf * 3
     assert reach.clock() < reach.clock()  # Node._sequence_nr
-    assert reach._number(first.grad_fn) < reach._number(second.grad_fn) < reach.clock()
+    assert reach.number_of_node(first.grad_fn) < reach.number_of_node(second.grad_fn) < reach.clock()
     assert first.grad_fn.next_functions[0][0].variable is leaf
     assert type(first.grad_fn.next_functions[0][0]) is reach._ACCUMULATE_GRAD
     before = pieces.version(leaf)  # Tensor._version, shared by what detach() returns

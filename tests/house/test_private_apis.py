@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "packprop"
 PRIVATE = {
     "_get_current_graph_task_keep_graph": {"recording/marks.py"},
     "_input_metadata": {"functions/nodes.py"},
-    "_sequence_nr": {"eager/reach.py"},
+    "_sequence_nr": {"functions/nodes.py"},
     "_backward_hooks": {"tensors/hooks.py"},
     "_forward_cls": {"functions/nodes.py"},
     "_top_saved_tensors_default_hooks": {"eager/pieces.py"},

@@ -202,13 +202,13 @@ def loss_terms(graph: Graph) -> LossTerms:
         known = reduction_and_divisor(call)
         if known is None:
             raise not_one_loss(
-                f"the loss {call.function.__name__}",
+                f"the loss {call.name}",
                 "what it is divided by is not known, so that batches cannot be given their weight",
                 f"use a loss function of torch with reduction='mean' or reduction='sum'; or {TELL}",
             )
         found.append(known)
     if len({reduction for reduction, _ in found}) > 1:
-        names = [f"{call.function.__name__} ({each})" for call, (each, _) in zip(calls, found, strict=True)]
+        names = [f"{call.name} ({each})" for call, (each, _) in zip(calls, found, strict=True)]
         raise not_one_loss(
             f"the loss of a batch, made of {', '.join(names)}",
             "a batch has another weight in a mean than in a sum",

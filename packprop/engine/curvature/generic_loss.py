@@ -48,7 +48,7 @@ def require_unchanged_input(call: RecordedLoss, asked: str) -> None:
     if version(call.input) != call.version:
         raise PackpropError(
             asked,
-            f"the input of {loss_name(call)}, of shape {list(call.shape)}",
+            f"the input of {call.name}, of shape {list(call.shape)}",
             "it was changed in place after the loss was computed",
             "clone it before changing it",
         )
@@ -127,7 +127,7 @@ def generic_root(loss: ReachedLoss, factor: Tensor) -> Root:
             except (RuntimeError, NotImplementedError) as error:
                 raise PackpropError(
                     GGN_ASKED,
-                    f"the loss {loss_name(call)}",
+                    f"the loss {call.name}",
                     f"PyTorch cannot differentiate it twice: {error}",
                     "use a twice differentiable loss, or ask for first-order quantities",
                 ) from error
@@ -224,7 +224,7 @@ def require_root(graph: Graph, loss: ReachedLoss, root: Root, scale: Tensor) -> 
     if bool(difference > max(0.01, eps**0.5) * size + rounding):  # NaN is not larger
         raise PackpropError(
             GGN_ASKED,
-            f"the rule that is registered for the loss {loss_name(call)}",
+            f"the rule that is registered for the loss {call.name}",
             "its root times its transpose is not the Hessian: second derivatives of the loss differ",
             "mend root, class_axis, weight or divisor; root=None has packprop take second derivatives, and "
             "packprop.testing.check_model(model, loss, inputs, targets) shows where a rule is wrong",
@@ -239,15 +239,10 @@ def _require_twice_differentiable(loss: ReachedLoss) -> None:
         if is_once_differentiable(node):
             raise PackpropError(
                 GGN_ASKED,
-                f"{node.name()} in the loss {loss_name(loss.call)}",
+                f"{node.name()} in the loss {loss.call.name}",
                 "its backward pass is marked once_differentiable: the loss has no second derivative",
                 "write its backward pass in differentiable operations and drop the mark",
             )
-
-
-def loss_name(call: RecordedLoss) -> str:
-    """Return the name of a loss function, for messages."""
-    return str(getattr(call.function, "__name__", call.function))
 
 
 def _require_separate(product: Callable[[Tensor], Tensor], front: Tensor) -> None:
@@ -293,7 +288,7 @@ def sample_losses(graph: Graph) -> Tensor:
             "use one loss function of torch",
         )
     loss = graph.losses[0]
-    call, name = loss.call, loss_name(loss.call)
+    call, name = loss.call, loss.call.name
     require_unchanged_input(call, LOSSES_ASKED)
     rule = describe(call.function, call.args, call.kwargs)
     layout, shape = without_classes(loss.layout, call.shape, rule.class_axis)

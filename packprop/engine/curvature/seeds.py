@@ -16,7 +16,6 @@ from packprop.engine.curvature.generic_loss import (
     loss_factor,
     loss_gradient,
     loss_hessian_products,
-    loss_name,
     require_root,
     require_unchanged_input,
 )
@@ -135,14 +134,14 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     if call.input.is_complex():
         raise PackpropError(
             GGN_ASKED,
-            f"the loss {loss_name(call)}",
+            f"the loss {call.name}",
             "its input is complex: real and imaginary parts curve together, which no rule of a loss describes",
             "give the loss real numbers, as torch.view_as_real(output)",
         )
     entrance = loss.entrance
     rule = entrance.rule
     if rule.refusal is not None:
-        raise PackpropError(GGN_ASKED, f"the loss {loss_name(call)}", *rule.refusal)
+        raise PackpropError(GGN_ASKED, f"the loss {call.name}", *rule.refusal)
     require_unchanged_input(call, GGN_ASKED)
     require_constant_arguments(
         loss,
@@ -186,7 +185,7 @@ def _empirical_column(loss: ReachedLoss, factor: Tensor) -> Columns:
     if rule.divisor is None:
         raise PackpropError(
             "The empirical Fisher information was asked for.",
-            f"the loss {loss_name(call)}",
+            f"the loss {call.name}",
             "it is not known what its terms are divided by, so its gradients have no known scale",
             "use a loss function of torch; or say it: @packprop.register_loss(MyLoss) on a rule that returns "
             "packprop.functions.Loss(..., divisor=...), for the class MyLoss of your loss module; "

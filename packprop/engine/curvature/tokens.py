@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.curvature.columns import Columns
-from packprop.engine.curvature.generic_loss import linear_factor, loss_name
+from packprop.engine.curvature.generic_loss import linear_factor
 from packprop.engine.curvature.second_order import in_order
 from packprop.engine.functions.losses.description import canonical, weight_of_terms, without_classes
 from packprop.engine.graph.graph import Graph, ReachedLoss
@@ -77,7 +77,7 @@ def require_constant_arguments(loss: ReachedLoss, asked: str, why: str, instead:
     if found:
         raise PackpropError(
             asked,
-            f"{found[0]} of {loss_name(call)}",
+            f"{found[0]} of {call.name}",
             f"it requires gradients, as the model's output does, and {why}",
             f"detach it, if no gradient shall go through it (targets); {instead}",
         )
@@ -93,7 +93,7 @@ def token_count(loss: ReachedLoss) -> int:
         PackpropError: If the loss has no positions, or they are not known.
     """
     shape, layout, rule = loss.call.shape, loss.layout, loss.entrance.rule
-    name = f"the loss {loss_name(loss.call)}"
+    name = f"the loss {loss.call.name}"
     where = f"{name}, whose input has shape {list(shape)}"
     of_rows = rule.link is not None and rule.link.of_rows
     if rule.class_axis is None and (rule.root is None or of_rows):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.engine.eager.choices import ASKED
+from packprop.engine.functions.nodes import number_of_node
 from packprop.engine.tensors.nesting import cells
 from packprop.errors import PackpropError
 
@@ -37,15 +38,10 @@ def clock() -> int:
     """Return a number between those of the nodes made before and after; gradients must be enabled."""
     # NOTE [Inside and outside]
     # Nodes are numbered in the order of their creation, one count per thread: those of a branch lie
-    # between the clock at its start and its value. The number is private (`Node._sequence_nr`), and
-    # nothing public tells nodes of a branch, which may be differentiated and freed, from those of
-    # the graph around it, which must be left alone.
+    # between the clock at its start and its value. Nothing else tells nodes of a branch, which may be
+    # differentiated and freed, from those of the graph around it, which must be left alone.
     # The tensor is made on the spot, so that it obeys the mode that is on: fake tensors, counted tensors.
-    return _number(torch.empty(0, device="cpu", requires_grad=True).view(0).grad_fn)
-
-
-def _number(node: Any) -> int:
-    return int(node._sequence_nr())
+    return number_of_node(torch.empty(0, device="cpu", requires_grad=True).view(0).grad_fn)
 
 
 def reached(
@@ -69,7 +65,7 @@ def reached(
     root: Any = output.grad_fn
     if root is None:
         return {key_of(output): output}, False
-    until, doubt = _number(root), False
+    until, doubt = number_of_node(root), False
     sources: dict[Key, Tensor] = {}
     outside: set[Key] = set()
     seen: set[Any] = set()
@@ -80,7 +76,7 @@ def reached(
                 continue
             if type(node) is _ACCUMULATE_GRAD:
                 sources[id(node.variable), 0] = node.variable
-            elif (node, number) in known or not since <= _number(node) <= until:
+            elif (node, number) in known or not since <= number_of_node(node) <= until:
                 outside.add((node, number))
             else:
                 seen.add(node)

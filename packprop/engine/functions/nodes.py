@@ -195,6 +195,14 @@ def _uses_running_statistics(node: Node) -> bool:
     return hasattr(node, "_saved_training") and node._saved_training is False
 
 
+def number_of_node(node: Any) -> int:
+    """Return the place of a node in the order in which its thread has made nodes.
+
+    The number is private (``Node._sequence_nr``), and nothing public tells which of two nodes is older.
+    """
+    return int(node._sequence_nr())
+
+
 def made_by(node: Any) -> list[Any]:
     """Return shape, dtype and device of each output of a node, which nothing public tells; or a leaf."""
     leaf = getattr(node, "variable", None)

@@ -257,7 +257,7 @@ def _recorded_reduction(graph: Graph, given: Reduction | None) -> Reduction | No
             by_hand, scale = ("divided", "1 / N") if known == "sum" else ("multiplied", "N")
             raise BadInput(
                 ASKED,
-                f"reduction={given!r}, and the loss {getattr(call.function, '__name__', call.function)}",
+                f"reduction={given!r}, and the loss {call.name}",
                 f"it is a {known} over samples: norms would be those of another loss",
                 f"leave reduction out; where the loss is {by_hand} by its N samples by hand, give "
                 f"loss_scale={scale}; losses of both kinds in one pass need one reduction",

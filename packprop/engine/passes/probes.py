@@ -187,7 +187,7 @@ def groups_of(graph: Graph, probes: Any) -> Groups:
         call = loss.call
         known = divisors(call.function, call.args, call.kwargs, loss.layout, [training, chosen])
         if known is None:
-            raise _not_known(f"the loss {call.function.__name__}")
+            raise _not_known(f"the loss {call.name}")
         whole, *parts = (_in_double(each) for each in known)
         factors.append([whole / part for part in parts])
     plain = all(not isinstance(each, Tensor) and each == 1 for pair in factors for each in pair)

@@ -11,19 +11,20 @@ what they did before.
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from packprop.engine.functions.losses.description import input_of
 from packprop.engine.functions.losses.read import loss_of_node
+from packprop.engine.functions.nodes import name_of_node, number_of_node
 from packprop.engine.tensors.dry import TensorSpec, is_dry_run
 from packprop.engine.tensors.hooks import dictionary_of
 from packprop.engine.tensors.nesting import map_tensors, tensors_of_call
@@ -124,7 +125,7 @@ class RecordedLoss:
         held: Whether the arguments are kept although a backward pass frees the graph.
         released: Whether the arguments were dropped.
         without_input: Whether one NaN, expanded, took the place of the input, to save its memory.
-        number: Larger than that of any loss that was called before.
+        number: That of its node, larger than that of any loss that was called before.
         declared: The axis of its input that was declared to hold the samples, if one was.
         documents: The document of each position of its input, if that was declared.
     """
@@ -138,9 +139,16 @@ class RecordedLoss:
     held: bool = False
     released: bool = False
     without_input: bool = False
-    number: int = field(default_factory=itertools.count().__next__)
+    number: int = 0
     declared: int | None = None
     documents: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of its function, for messages; that of cross entropy is a loss of log-probabilities."""
+        if self.function is F.nll_loss and name_of_node(self.edge.node) == "LogSoftmax":
+            return F.cross_entropy.__name__
+        return str(getattr(self.function, "__name__", self.function))
 
     @property
     def input(self) -> Tensor:
@@ -173,7 +181,10 @@ class RecordedLoss:
 def unmarked_loss(node: Node) -> RecordedLoss | None:
     """Return the loss that a node shows without a mark, if its input has an edge."""
     read = loss_of_node(node)
-    return None if read is None else RecordedLoss(*read, read[1][0].shape, version(read[1][0]))
+    if read is None:
+        return None
+    given = read[1][0]
+    return RecordedLoss(*read, given.shape, version(given), number=number_of_node(node))
 
 
 def marks_of(node: Node) -> dict[str, Any]:

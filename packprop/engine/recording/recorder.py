@@ -14,7 +14,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_compiling
 
 from packprop.engine.functions.losses.description import LOSSES, input_of, output_first
+from packprop.engine.functions.losses.read import has_left_its_node, is_told_by_its_node
 from packprop.engine.functions.losses.rules import COMPOSITES, body_of, has_parts
+from packprop.engine.functions.nodes import number_of_node
 from packprop.engine.recording.aside import OwnMode, end_stale_absence, unseen
 from packprop.engine.recording.marks import LOSS, OUTPUT, ForwardCall, RecordedLoss, marks_of
 from packprop.engine.tensors.nesting import tensors_in
@@ -92,6 +94,9 @@ class LossRecorder(OwnMode):
         """Leave a loss on the node that it made, with what was declared."""
         self.has_loss = True
         with unseen():
+            is_declared = self.sample_axis is not None or self.documents is not None
+            if not is_declared and has_left_its_node(out) and is_told_by_its_node(function, args):
+                return
             mark_loss(function, args, kwargs, out, self.sample_axis, self.documents)
 
 
@@ -118,9 +123,8 @@ def mark_loss(
         return
     if isinstance(out, Tensor) and out.grad_fn is not None:
         edge, before = get_gradient_edge(given), version(given)
-        loss = RecordedLoss(
-            function, args, kwargs, edge, given.shape, before, declared=declared, documents=documents
-        )
+        loss = RecordedLoss(function, args, kwargs, edge, given.shape, before)
+        loss.number, loss.declared, loss.documents = number_of_node(out.grad_fn), declared, documents
         marks_of(out.grad_fn)[LOSS] = (loss, out.output_nr)
         out.grad_fn.register_prehook(loss.release)
 

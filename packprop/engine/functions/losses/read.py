@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -73,6 +73,16 @@ def leaves_its_node(module: nn.Module, args: tuple[Any, ...]) -> bool:
     if isinstance(module, nn.CrossEntropyLoss):
         return not module.label_smoothing and not args[1].is_floating_point()
     return True
+
+
+def is_told_by_its_node(function: Callable[..., Any] | None, given: Sequence[Any]) -> bool:
+    """Tell whether one of ``LOSS_NODES``, left by a loss function, shows all that a mark would tell.
+
+    It shows broadcast arguments as they became, and no longer that they were.
+    """
+    if function in (F.cross_entropy, F.nll_loss):
+        return True
+    return function in MODULES.values() and len(given) > 1 and given[0].shape == given[1].shape
 
 
 def has_left_its_node(output: Any) -> bool:

@@ -174,3 +174,23 @@ def test_a_loss_with_its_own_backward_is_believed(register: Register) -> None:
     (weight, bias) = diagonals(model, register(FusedLoss, rule), x, y)
     torch.testing.assert_close(bias, torch.full_like(bias, 5))
     torch.testing.assert_close(weight, x.square().sum(0).expand(CLASSES, 4))
+
+
+@pytest.mark.parametrize("extended", [True, False])
+def test_a_rule_for_a_loss_of_torch_is_taken(register: Register, extended: bool) -> None:
+    """Its node alone would tell of another function."""
+    told: list[torch.Size] = []
+    own = description.LOSSES[nn.functional.cross_entropy]
+
+    def rule(*args: Any, **kwargs: Any) -> Loss:
+        told.append(args[0].shape)
+        return own(*args, **kwargs)
+
+    packprop.register_loss(nn.functional.cross_entropy)(rule)
+    model, x, _ = problem()
+    loss = packprop.extend(nn.CrossEntropyLoss()) if extended else nn.functional.cross_entropy
+    with packprop.record():
+        value = loss(model(x), torch.randint(CLASSES, (5,)))
+    with packprop.backpack(extensions.DiagGGNExact()):
+        value.backward()
+    assert set(told) == {torch.Size([5, CLASSES])}

@@ -24,7 +24,11 @@ def two_losses(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets) + F.multi_margin_loss(outputs, targets)
 
 
-@pytest.mark.parametrize("loss", [none_then_mean, two_losses])
+def legacy_flag(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, size_average=False)
+
+
+@pytest.mark.parametrize("loss", [none_then_mean, two_losses, legacy_flag])
 def test_losses_whose_divisor_is_not_known(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     model, data = small()
     with pytest.raises(PackpropError, match="what it is divided by is not known"):

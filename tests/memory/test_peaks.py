@@ -233,7 +233,7 @@ def test_results_that_are_not_written_over_are_gone_before_their_like_are_made()
 
 @pytest.mark.parametrize("make", [extensions.BatchL2Grad, extensions.DiagGGNMC])
 def test_what_a_wide_head_takes_is_what_was_predicted(make: Any) -> None:
-    """Nothing holds the logits beside what the loss has saved: plans know it."""
+    """The logits are let go of where only gradients are asked for: plans know it."""
     torch.manual_seed(0)
     layers = nn.Embedding(40, 16), nn.LayerNorm(16), nn.Linear(16, 2000, bias=False), nn.Flatten(0, 1)
     tokens = torch.randint(40, (4, 32))
@@ -265,11 +265,8 @@ def test_the_first_pass_of_a_wide_head_takes_no_more_than_a_plain_one(row: Any) 
 
 
 def test_a_refused_pass_says_what_it_has_freed() -> None:
-    """Only gradients were asked for: what the loss was given went before it was seen that samples are mixed.
-
-    A loss whose node holds that loses nothing.
-    """
-    model, loss = packprop.extend(nn.Linear(3, 2)), packprop.extend(nn.CrossEntropyLoss(label_smoothing=0.1))
+    """Only gradients were asked for: what the loss was given went before it was seen that samples are mixed."""
+    model, loss = packprop.extend(nn.Linear(3, 2)), packprop.extend(nn.CrossEntropyLoss())
     y = model(torch.randn(4, 3))
     value = loss(y - y.mean(0), torch.tensor([0, 1, 0, 1]))
     with pytest.raises(PackpropError, match="mix"), packprop.backpack(extensions.BatchGrad()):

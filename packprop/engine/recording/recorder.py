@@ -14,7 +14,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_compiling
 
 from packprop.engine.functions.losses.description import LOSSES, input_of, output_first
-from packprop.engine.functions.losses.read import has_left_its_node, is_told_by_its_node
 from packprop.engine.functions.losses.rules import COMPOSITES, body_of, has_parts
 from packprop.engine.functions.nodes import number_of_node
 from packprop.engine.recording.aside import OwnMode, end_stale_absence, unseen
@@ -94,9 +93,6 @@ class LossRecorder(OwnMode):
         """Leave a loss on the node that it made, with what was declared."""
         self.has_loss = True
         with unseen():
-            is_declared = self.sample_axis is not None or self.documents is not None
-            if not is_declared and has_left_its_node(out) and is_told_by_its_node(function, args):
-                return
             mark_loss(function, args, kwargs, out, self.sample_axis, self.documents)
 
 

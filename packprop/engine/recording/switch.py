@@ -11,15 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from packprop.engine.functions.losses.read import (
-    LOSS_NODES,
-    MODULES,
-    called_by,
-    has_left_its_node,
-    is_told_by_its_node,
-    leaves_its_node,
-)
-from packprop.engine.functions.nodes import name_of_node
+from packprop.engine.functions.losses.read import called_by, has_left_its_node, leaves_its_node
 from packprop.engine.recording import aside
 from packprop.engine.recording.marks import AXIS, EXTENDED, HANDLES, LOSS, Handles, Walks, marks_of, nodes_above
 from packprop.engine.recording.recorder import LossRecorder, current, mark_loss, mark_outputs
@@ -39,10 +31,9 @@ def extend(
     """Prepare a model or a loss for ``backpack``, in place; return it.
 
     A model tells packprop the names of its parameters, the axis of the samples, and where its output ends. A
-    loss module of your own keeps what it was given until the backward pass; most losses of PyTorch leave it on
-    their node. The forward pass does not change: the module, its parameters, its ``state_dict`` and its outputs
-    stay what they are. You may call submodules alone. A copy (``deepcopy``, pickle) is also extended. Extending
-    twice changes nothing; ``restore`` undoes it.
+    loss module keeps what it was given until the backward pass. The forward pass does not change: the module,
+    its parameters, its ``state_dict`` and its outputs stay what they are. You may call submodules alone.
+    A copy (``deepcopy``, pickle) is also extended. Extending twice changes nothing; ``restore`` undoes it.
 
     A model need not be extended where a loss function of torch or an extended loss shows where it ends. Its
     parameters then have no names in errors, and the samples are rows along axis 0.
@@ -208,9 +199,6 @@ def _end_loss(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         return
     if recorder is None:
         with aside.unseen():
-            is_known = AXIS not in module.__dict__ and leaves_its_node(module, args)
-            if is_known and is_told_by_its_node(MODULES[type(module)], args):
-                return
             called = called_by(module)
             if called is not None and has_left_its_node(output):
                 function, options = called
@@ -260,10 +248,7 @@ def _has_loss(out: Tensor, loss_input: Tensor) -> bool:
     assert out.grad_fn is not None
     if out.grad_fn is loss_input.grad_fn:
         return False
-    return any(
-        name_of_node(node) in LOSS_NODES or LOSS in marks_of(node)
-        for node in nodes_above([out.grad_fn], [loss_input.grad_fn])
-    )
+    return any(LOSS in marks_of(node) for node in nodes_above([out.grad_fn], [loss_input.grad_fn]))
 
 
 def drop_stale_recording() -> None:

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from packprop.engine.functions.losses.description import PROVEN, SYMMETRIC
+from packprop.engine.functions.losses.description import SYMMETRIC
 from packprop.engine.functions.nodes import name_of_node, saved_option
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -73,19 +73,6 @@ def leaves_its_node(module: nn.Module, args: tuple[Any, ...]) -> bool:
     if isinstance(module, nn.CrossEntropyLoss):
         return not module.label_smoothing and not args[1].is_floating_point()
     return True
-
-
-def is_told_by_its_node(function: Callable[..., Any] | None, given: Sequence[Any]) -> bool:
-    """Tell whether one of ``LOSS_NODES``, left by a loss function, shows all that a mark would tell.
-
-    It shows broadcast arguments as they became, and no longer that they were; nor a rule of the user's for
-    cross entropy, which is two nodes.
-    """
-    if function in PROVEN:
-        return False
-    if function in (F.cross_entropy, F.nll_loss):
-        return True
-    return function in MODULES.values() and len(given) > 1 and given[0].shape == given[1].shape
 
 
 def has_left_its_node(output: Any) -> bool:

@@ -464,7 +464,7 @@ def draw_planning(points: Sequence[dict[str, Any]], path: Path) -> None:
                     markersize=5,
                     linewidth=1,
                 )
-    for axes, which in ((left, "x"), (left, "y"), (right, "y")):
+    for axes, which in ((left, "x"), (left, "y")):
         _logarithmic(axes, which)
     left.set_xlabel("measured peak of tensor bytes, MiB")
     left.set_ylabel("predicted peak, MiB")

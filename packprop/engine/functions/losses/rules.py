@@ -193,8 +193,8 @@ def _generic(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
     return Loss(None, 1.0, None, None)
 
 
-add_rule(_generic, F.gaussian_nll_loss, F.multilabel_soft_margin_loss, F.multi_margin_loss)
 add_rule(_generic, F.hinge_embedding_loss, F.multilabel_margin_loss)
+add_rule(_generic, F.gaussian_nll_loss, F.multilabel_soft_margin_loss, F.multi_margin_loss)
 
 
 def _ctc_loss(log_probs: Tensor, *args: Any, **kwargs: Any) -> Loss:

@@ -24,7 +24,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.engine.functions.nodes import RESHAPES, has_option, made_by, name_of_node, saved_option
-from packprop.engine.functions.operands import is_sparse
+from packprop.engine.functions.operands import extents_of, is_sparse, options_of
 from packprop.engine.functions.saved import saved_again, saved_tensor
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.traced import is_traced
@@ -34,7 +34,7 @@ MANY = 1024
 """The largest number of nodes to remember."""
 
 _VECTORISED: dict[Any, bool] = {}
-"""Says, by name of a node and shapes of cotangents, whether a vectorised call of the node is right.
+"""Says, by the form of a call of a node, whether a vectorised call is right.
 
 PyTorch's batching rules of some functions are wrong, so packprop compares the first call with a single one.
 """
@@ -238,7 +238,7 @@ class NodeCall:
         def one_by_one() -> Tensor:
             return torch.stack([pull(*(each[k] for each in there)) for k in range(count)])
 
-        key = (self.node.name(), self.place, *(tuple(each.shape[1:]) for each in there))
+        key = self._form(there)
         if count == 1 or self.is_sparse or _VECTORISED.get(key, True) is False:
             return one_by_one()
         try:
@@ -249,12 +249,23 @@ class NodeCall:
                 return made
             if len(_VECTORISED) >= MANY:
                 _VECTORISED.clear()
-            _VECTORISED[key] = _is_sum(made, pull(*(each.sum(0) for each in there)))
-            if _VECTORISED[key]:
+            whole = pull(*(each.sum(0) for each in there))
+            is_right = _is_sum(made, whole)
+            if not is_right or bool(whole.any()):  # zeros prove nothing
+                _VECTORISED[key] = is_right
+            if is_right:
                 return made
         except RuntimeError:
             pass
         return one_by_one()
+
+    def _form(self, columns: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Return what a batching rule may depend on: function, options, and shapes that it takes."""
+        node = self.node
+        options = (*options_of(node), *extents_of(node))
+        inputs = [above and tuple(made_by(above)[number].shape) for above, number in node.next_functions]
+        taken = [tuple(each.shape[1:]) for each in columns]
+        return type(node), self.place, tuple(self.operand.shape), *taken, *options, *inputs
 
     def _product(self, cotangents: dict[int, Tensor], outputs: int) -> Tensor:
         """Return the gradient of the parameter from one cotangent at each of some outputs."""

@@ -179,8 +179,9 @@ def require_root(graph: Graph, loss: ReachedLoss, root: Root, scale: Tensor) -> 
     """Raise if the root that a user's rule gave is not that of the loss's Hessian, at the first positions.
 
     packprop multiplies it with its transpose, and compares that with the second derivatives of the graph that
-    the loss was recorded in, once for each shape. It believes the rule of a loss with a backward pass of the
-    user's own, which need not be differentiable, and a root of more than ``MOST_ENTRIES`` entries.
+    the loss was recorded in, once for each shape, axis of classes and divisor. It believes the rule of a loss
+    with a backward pass of the user's own, which need not be differentiable, and a root of more than
+    ``MOST_ENTRIES`` entries.
 
     Args:
         graph: The graph of the pass.
@@ -192,8 +193,9 @@ def require_root(graph: Graph, loss: ReachedLoss, root: Root, scale: Tensor) -> 
         PackpropError: If they differ.
     """
     call, entrance = loss.call, loss.entrance
-    proven = PROVEN.get(registered(call.function))
-    if proven is None or call.shape in proven or rules.trusted or is_dry_run() or is_traced():
+    proven, rule = PROVEN.get(registered(call.function)), entrance.rule
+    case = call.shape, rule.class_axis, None if isinstance(rule.divisor, Tensor) else rule.divisor
+    if proven is None or case in proven or rules.trusted or is_dry_run() or is_traced():
         return
     if not scale.numel() or any(is_from_outside(n) for n in nodes_above([loss.node], [entrance.edge.node])):
         return
@@ -208,7 +210,7 @@ def require_root(graph: Graph, loss: ReachedLoss, root: Root, scale: Tensor) -> 
 
         def placed(values: Tensor) -> Tensor:
             return entrance.put(
-                call, loss.layout, entrance.rule.class_axis, positions.select_scatter(values[None], 2, 0)
+                call, loss.layout, rule.class_axis, positions.select_scatter(values[None], 2, 0)
             )
 
         found = placed(torch.einsum("knc,kn->nc", columns, (columns * vector).sum(-1)))
@@ -230,7 +232,7 @@ def require_root(graph: Graph, loss: ReachedLoss, root: Root, scale: Tensor) -> 
             "packprop.testing.check_model(model, loss, inputs, targets) shows where a rule is wrong",
         )
     if bool(size.isfinite() & (size > 0)):
-        proven.add(call.shape)
+        proven.add(case)
 
 
 def _require_twice_differentiable(loss: ReachedLoss) -> None:

@@ -47,7 +47,7 @@ def checked(call: NodeCall, rule: Rule) -> Entry | None:
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
         structure = made_by_rule.structure_of(cotangents, layouts, samples)
-        case = (call.place, tuple(call.shapes), tuple(layouts))
+        case = (call.place, tuple(call.operand.shape), tuple(call.shapes), tuple(layouts))
         if case in proven or current.trusted or is_dry_run() or is_traced():
             return structure
         if all(each is None for each in cotangents):

@@ -80,7 +80,7 @@ INPUT_NAMES: dict[Callable[..., Any], str] = {}
 """Names of the first arguments of loss functions, if they are not ``input``."""
 
 PROVEN: dict[Callable[..., Any], set[Any]] = {}
-"""Loss functions with a rule of a user -> shapes of inputs at which its root was that of the loss's Hessian."""
+"""Loss functions with a rule of a user -> inputs, by shape and what was told, at which its root was right."""
 
 
 def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> Callable[[Rule], Rule]:

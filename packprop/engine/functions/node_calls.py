@@ -238,8 +238,10 @@ class NodeCall:
         def one_by_one() -> Tensor:
             return torch.stack([pull(*(each[k] for each in there)) for k in range(count)])
 
+        if count == 1 or self.is_sparse:
+            return one_by_one()
         key = self._form(there)
-        if count == 1 or self.is_sparse or _VECTORISED.get(key, True) is False:
+        if _VECTORISED.get(key, True) is False:
             return one_by_one()
         try:
             with warnings.catch_warnings():  # for functions that vmap calls once for each column

@@ -118,9 +118,17 @@ def mark_loss(
     if not isinstance(given, Tensor) or given.grad_fn is None:
         return
     if isinstance(out, Tensor) and out.grad_fn is not None:
-        edge, before = get_gradient_edge(given), version(given)
-        loss = RecordedLoss(function, args, kwargs, edge, given.shape, before)
-        loss.number, loss.declared, loss.documents = number_of_node(out.grad_fn), declared, documents
+        loss = RecordedLoss(
+            function,
+            args,
+            kwargs,
+            get_gradient_edge(given),
+            given.shape,
+            version(given),
+            number=number_of_node(out.grad_fn),
+            declared=declared,
+            documents=documents,
+        )
         marks_of(out.grad_fn)[LOSS] = (loss, out.output_nr)
         out.grad_fn.register_prehook(loss.release)
 

@@ -172,12 +172,14 @@ def convolved_by_groups(extents: Extents) -> bool:
 
     oneDNN's gradient of a weight takes images as they are. If there are many positions, unfolding the images is
     most of the work; if there are few, oneDNN spends more on rearranging its results. It takes channels in
-    groups of eight: fewer channels, such as those of the first layer's images, cost as much as eight.
+    groups of eight: fewer channels, such as those of the first layer's images, cost as much as eight. A depthwise
+    convolution has a kernel of its own.
     """
     if not extents.channels or extents.dtype not in (torch.float32, torch.float64):
         return False
     onednn = extents.device == "cpu" and torch.backends.mkldnn.is_available()
-    many = extents.positions > extents.fan_out and extents.channels >= FEW_CHANNELS
+    is_depthwise = extents.channels == 1 < extents.groups
+    many = extents.positions > extents.fan_out and (extents.channels >= FEW_CHANNELS or is_depthwise)
     many = many and onednn and extents.dtype == torch.float32
     holds = {"patches": extents.dtype.itemsize * extents.unfolded, "groups": 0}
     return choose_algorithm("convolutions", "groups" if many else "patches", holds, extents.held) == "groups"

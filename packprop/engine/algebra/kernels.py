@@ -32,8 +32,9 @@ BLOCKS = 4
 LONG = 256
 """Sums of fewer terms take less time than copying their results does."""
 
-LARGE_IMAGE = 100
-"""The pixels at which packprop begins to compute gradients of filters for single channels sample by sample."""
+LARGE_IMAGE, LARGE_KERNEL, LARGE_WEIGHT = 150, 16, 2**15
+"""The pixels, and the entries of a kernel, at which gradients of filters for single channels are faster sample by
+sample; and the entries of the weight at which they cease to be."""
 
 FULL = 16
 """MKL fills rows fastest whose length in single precision is a multiple of this."""
@@ -219,12 +220,14 @@ def grouped_gradients(
 def _is_faster_by_channels_last(cotangent: Tensor, shape: torch.Size, groups: int) -> bool:
     """Tell whether oneDNN's gradient of a depthwise convolution is faster sample by sample.
 
-    It has a kernel for channels that lie side by side; samples that are merged into groups do not.
+    It has a kernel for channels that lie side by side, of any width; samples that are merged into groups have
+    one for 3 x 3 filters.
     """
-    positions = cotangent[0, 0].numel()
     is_depthwise = len(shape) == 4 and shape[0] == groups and shape[1] == 1
+    is_large = cotangent[0, 0].numel() >= LARGE_IMAGE and shape[2:].numel() >= LARGE_KERNEL
     fits = device_kind(cotangent) == "cpu" and cotangent.dtype == torch.float32 and not is_traced()
-    return is_depthwise and fits and positions >= LARGE_IMAGE and torch.backends.mkldnn.is_available()
+    onednn = torch.backends.mkldnn.is_available()
+    return is_depthwise and is_large and shape.numel() < LARGE_WEIGHT and fits and onednn
 
 
 def _kernel_for(

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderResult
+
 from packprop.applications.reports.profile.files import json_ready, write_page
 from packprop.applications.reports.profile.table import WIDTH
 from packprop.engine.tensors import plain_text
@@ -14,6 +16,10 @@ from packprop.engine.tensors import plain_text
 
 class Shown(ABC):
     """A result that prints as ``rich`` does, and has a page."""
+
+    @abstractmethod
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the table, piece by piece."""
 
     @abstractmethod
     def to_html(self) -> str:

@@ -20,7 +20,7 @@ from packprop.applications.dataset.messages import explanation
 from packprop.applications.dataset.sources import Samples
 from packprop.applications.reports.profile.said import said_of
 from packprop.applications.reports.profile.table import counted
-from packprop.engine.tensors import LossFunction, inputs_and_targets, map_tensors, tensors_in, together
+from packprop.engine.tensors import LossFunction, apart, inputs_and_targets, map_tensors, tensors_in, together
 from packprop.errors import BadInput
 
 ASKED = "The samples with the largest gradients were to be shown."
@@ -85,6 +85,7 @@ class ReadableBatches(Batches):
         super()._taken(batch)
         if self._again or isinstance(self.source, Samples):
             return
+        batch = apart(batch)
         self._extents.append(extents_of(inputs_and_targets(batch, self._whole)))
         self._spots.append(spot_check(batch))
 

@@ -103,9 +103,10 @@ class BoundedKFAC(KFAC):
     def rows(self) -> tuple[Row, ...]:
         """The rows of KFAC, each with the bound on its factor."""
         cotangents, inputs = (
-            functools.partial(factor, largest=self.largest) for factor in (_cotangent_factor, _input_factor)
+            functools.partial(factor, largest=self.largest, approximation=self.approximation)
+            for factor in (_cotangent_factor, _input_factor)
         )
-        return (Row(self.seed, cotangents), Row(INPUTS, inputs, degree=0))
+        return (Row(super().rows[0].seed, cotangents), Row(INPUTS, inputs, degree=0))
 
     def finish(self, values: list[Any], samples: int) -> list[Tensor]:
         """Return ``[B, A]`` or ``[B]``, with empty tensors for missing factors."""
@@ -113,17 +114,17 @@ class BoundedKFAC(KFAC):
         return [cotangents] if inputs is None else [cotangents, inputs / samples]
 
 
-def _cotangent_factor(structure: Structure, largest: int) -> Tensor:
+def _cotangent_factor(structure: Structure, largest: int, approximation: Any) -> Tensor:
     shape = rows(structure).shape[2:] if isinstance(structure, Dense) else structure.given_cotangent.shape[3:]
     size = shape.numel()
-    return cotangent_gram(structure) if size <= largest else torch.empty(0, size, device="cpu")
+    return cotangent_gram(structure, approximation) if size <= largest else torch.empty(0, size, device="cpu")
 
 
-def _input_factor(structure: Structure, largest: int) -> Tensor | None:
+def _input_factor(structure: Structure, largest: int, approximation: Any) -> Tensor | None:
     if isinstance(structure, Dense):
         return None
     size = structure.entries if isinstance(structure, Lookup) else structure.shape[-1]
-    return input_gram(structure) if size <= largest else torch.empty(0, size, device="cpu")
+    return input_gram(structure, approximation) if size <= largest else torch.empty(0, size, device="cpu")
 
 
 def extensions_of(
@@ -134,7 +135,7 @@ def extensions_of(
     if curvature:
         generator = torch.Generator(device=device).manual_seed(seed)
         kfac = BoundedKFAC(draws, generator=generator, largest=largest_factor)
-        extensions |= {"monte_carlo": SampleGGNTrace(kfac.seed), "kfac": kfac}
+        extensions |= {"monte_carlo": SampleGGNTrace(kfac.rows[0].seed), "kfac": kfac}
     if curvature and exact:
         extensions["exact"] = SampleGGNTrace(EXACT)
     return extensions

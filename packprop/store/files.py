@@ -8,6 +8,11 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # not on Windows: two writers in one folder are not noticed there
+    fcntl = None  # type: ignore[assignment]  # looked at before it is used
+
 LOCK = "lock"
 """The name of a folder's lock."""
 
@@ -31,10 +36,10 @@ class Lock:
     """
 
     def __init__(self, folder: Path) -> None:
-        import fcntl  # Windows has none, and packprop writes no stores and checkpoints there
-
         self._file = (folder / LOCK).open("a+b", buffering=0)
         _OPEN.add(self)
+        if fcntl is None:
+            return
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -55,7 +60,7 @@ def _release_all() -> None:
         lock.close()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
+if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_release_all)
 
 
@@ -76,8 +81,9 @@ def written_whole(path: Path) -> Iterator[Path]:
     with opened(part, os.O_RDWR) as file:
         os.fsync(file)
     part.replace(path)
-    with opened(path.parent, os.O_RDONLY) as folder:
-        os.fsync(folder)
+    if os.name == "posix":  # elsewhere folders cannot be opened
+        with opened(path.parent, os.O_RDONLY) as folder:
+            os.fsync(folder)
 
 
 def write_all(file: int, content: bytes | memoryview, place: int) -> None:

@@ -5,6 +5,7 @@ Such operands leave no edge on the graph, but may hold samples. A node in no tab
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from packprop.engine.functions.entry import plain_options
@@ -137,6 +139,22 @@ def options_of(node: Node) -> Sequence[Any]:
 def extents_of(node: Node) -> Sequence[Any]:
     """Return the saved extents of a node, which vary with the batch."""
     return [plain_options(getattr(node, name)) for name in _options_of_type(type(node))[1]]
+
+
+def facts_of(node: Any) -> list[Any]:
+    """Return what a node has saved: options, numbers on the ``ctx`` of a user's function, shapes of tensors.
+
+    No shapes in a checkpoint, which would run again, and once the graph is freed.
+    """
+    found = [*options_of(node), *extents_of(node)]
+    is_own = isinstance(node, BackwardCFunction)
+    if is_own:
+        found += [(name, plain_options(value, True)) for name, value in sorted(vars(node).items())]
+    if not keeps_elsewhere(node):
+        with contextlib.suppress(RuntimeError):
+            given = node.saved_tensors if is_own else saved_tensors(node)
+            found += [None if each is None else (*each.shape, each.dtype) for each in given]
+    return found
 
 
 def numbers_of_type(kind: type) -> tuple[str, ...]:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
-from tests.cases.models.wrapping import Apply
+from packprop.functions import Loss
+from tests.cases.models.wrapping import Apply, Raw
 from tests.graph.one_by_one import double
 from tests.selection import one_in
 
@@ -271,3 +272,35 @@ def test_a_gate_along_another_axis() -> None:
     model.gate.data.zero_()
     with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
         loss(model(x), y).backward()
+
+
+def squares(outputs: Tensor, targets: Tensor, axis: int = 0) -> Tensor:
+    return (outputs - targets).square().sum()
+
+
+class Squares(nn.Module):
+    def forward(self, outputs: Tensor, targets: Tensor, axis: int = 0) -> Tensor:
+        return squares(outputs, targets)
+
+
+seen_squares = torch.overrides.wrap_torch_function(lambda outputs, targets, axis=0: (outputs, targets))(squares)
+
+
+@pytest.mark.parametrize("make", [Squares, lambda: seen_squares], ids=["module", "function"])
+def test_an_axis_of_samples_that_an_option_of_a_loss_says(make: Callable[[], Any]) -> None:
+    """The rule says it, and nothing on the graph does."""
+    loss: Any = make()
+    packprop.register_loss(type(loss) if isinstance(loss, nn.Module) else loss)(
+        lambda outputs, targets, axis=0: Loss(None, 1.0, 1.0, None, sample_axis=axis)
+    )
+    loss = packprop.extend(loss) if isinstance(loss, nn.Module) else loss
+    model: Any = packprop.extend(double(Raw(lambda m, x: (x * m.weight).tanh(), weight=())))
+    x, y = torch.randn(3, 3).double(), torch.randn(3, 3).double()
+    for axis in (0, 0, 0, 1, 1):
+        with packprop.record():
+            value = loss(model(x), y, axis=axis)
+        with packprop.backpack(extensions.BatchGrad()):
+            value.backward()
+        alone = [squares(model(x.select(axis, n)), y.select(axis, n)) for n in range(3)]
+        expected = torch.stack([torch.autograd.grad(each, model.weight)[0] for each in alone])
+        torch.testing.assert_close(model.weight.grad_batch, expected)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from packprop.engine.functions.losses import told_axes
 from packprop.engine.functions.losses.read import LOSS_NODES
 from packprop.engine.functions.nodes import (
     NORMALISATIONS,
@@ -294,8 +295,12 @@ def _signature(graph: Graph, trail: Trail) -> int:
     would take axis -1 for -2, and, as autograd shows -1 as 2^64 - 1, -2 for 6. Places and extents are small.
     """
     uses = tuple((use.name, tuple(use.shapes)) for use in graph.uses)
-    losses = tuple((loss.call.function, loss.call.shape, loss.call.documents is None) for loss in graph.losses)
-    declared = [loss.call.declared for loss in graph.losses] + [forward.declared for forward in graph.forwards]
+    calls = [loss.call for loss in graph.losses]
+    losses = tuple(
+        (each.function, each.shape, each.documents is None, *told_axes(each.function, each.args, each.kwargs))
+        for each in calls
+    )
+    declared = [each.declared for each in calls] + [forward.declared for forward in graph.forwards]
     places = [*graph.open, *(edge for loss in graph.losses for edge in loss.others)]
     met = tuple(tuple(made_by(edge.node)[edge.output_nr].shape) for edge in places)
     open_paths = met, tuple(loss.is_open for loss in graph.losses)

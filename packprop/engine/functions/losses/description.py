@@ -232,6 +232,14 @@ def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return loss
 
 
+def told_axes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the axes that a user's rule says, which options may decide; rules of the library go by shapes."""
+    if registered(function) not in PROVEN:
+        return ()
+    loss = describe(function, args, kwargs)
+    return loss.class_axis, loss.sample_axis, loss.one_sample
+
+
 def divisors(
     function: Callable[..., Any],
     args: tuple[Any, ...],

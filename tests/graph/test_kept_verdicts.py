@@ -304,3 +304,58 @@ def test_an_axis_of_samples_that_an_option_of_a_loss_says(make: Callable[[], Any
         alone = [squares(model(x.select(axis, n)), y.select(axis, n)) for n in range(3)]
         expected = torch.stack([torch.autograd.grad(each, model.weight)[0] for each in alone])
         torch.testing.assert_close(model.weight.grad_batch, expected)
+
+
+def test_groups_that_few_samples_form_at_another_shape() -> None:
+    """Groups of one in the first pass, and of two behind a closed gate in the second."""
+    torch.manual_seed(0)
+
+    def grouped(m: Any, x: Tensor) -> Tensor:
+        h = m.first(x).tanh().T.reshape(3, m.size, -1)
+        return m.head((h + m.gate * h.sum(1, keepdim=True)).reshape(3, -1).T)  # type: ignore[no-any-return]  # a module
+
+    model: Any = double(Apply(grouped, first=nn.Linear(3, 3), head=nn.Linear(3, 2)))
+    model.register_buffer("gate", torch.zeros(()).double())
+    loss = packprop.extend(nn.MSELoss())
+    packprop.extend(model)
+
+    def run(samples: int, size: int, gate: float) -> None:
+        model.size = size
+        model.gate.fill_(gate)
+        with packprop.backpack(extensions.BatchGrad()):
+            loss(model(torch.randn(samples, 3).double()), torch.randn(samples, 2).double()).backward()
+
+    run(5, 1, 1.0)
+    run(4, 2, 0.0)
+    with pytest.raises(PackpropError, match="mixed"):
+        run(4, 2, 1.0)
+
+
+class Masked(nn.Module):
+    """A weight that is made of a mask, in which its rows meet; or data, as far as the graph shows."""
+
+    def __init__(self, mask: Tensor, axis: int) -> None:
+        super().__init__()
+        self.weight, self.axis = nn.Parameter(torch.randn(4).double()), axis
+        self.__dict__["mask"] = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.mask, x) if self.axis == 0 else (x, self.mask)
+        h = first * self.weight
+        return (second * (h * h.sum(0).tanh()).sum(self.axis)).sum(1 - self.axis)
+
+
+def test_what_one_model_makes_of_parameters_another_one_makes_of_data() -> None:
+    torch.manual_seed(0)
+    loss = packprop.extend(nn.MSELoss())
+    for axis in (0, 1):
+        value = loss(
+            packprop.extend(Masked(torch.randn(4, 4).double(), axis))(torch.randn(4, 4).double()),
+            torch.ones(4).double(),
+        )
+        if axis == 0:
+            with packprop.backpack(extensions.BatchGrad()):
+                value.backward()
+        else:
+            with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
+                value.backward()

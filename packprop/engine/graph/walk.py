@@ -110,7 +110,7 @@ def _follow(graph: Graph, starts: list[Node]) -> Trail:
         name, marks = node.name(), marks_of(node)
         trail.places[node] = len(trail.places)
         trail.names[node] = SAME_AS.get(name, name)
-        trail.options += options_of(node)
+        trail.options += (*options_of(node), own_options(node))
         trail.extents += extents_of(node)
         if LOSS in marks:
             call, output = marks[LOSS]
@@ -157,7 +157,7 @@ def _note_order(graph: Graph, trail: Trail) -> None:
             graph.hides_order = True
         elif axes:
             graph.reorderings.append((GradientEdge(node, 0), axes))
-        trail.options += [axes, own_options(node)]
+        trail.orders.append(axes)
         graph.is_opaque |= is_opaque(node)
         if axes is None or axes or (reordered and not reordered.isdisjoint(trail.neighbours[node])):
             reordered.add(node)
@@ -282,18 +282,12 @@ def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None) -> None:
 
 def _structure(graph: Graph, trail: Trail) -> int:
     """Return a number that is equal for passes of equal structure, of any extents."""
-    functions = tuple((loss.call.function, loss.call.documents is None) for loss in graph.losses)
-    return hash(
-        (tuple(trail.names.values()), repr(trail.options), tuple(use.name for use in graph.uses), functions)
-    )
+    losses = tuple((loss.call.function, loss.call.documents is None) for loss in graph.losses)
+    return hash((trail.functions, repr(trail.orders), tuple(use.name for use in graph.uses), losses))
 
 
 def _signature(graph: Graph, trail: Trail) -> int:
-    """Return a number that is equal for passes of equal structure, shapes and options.
-
-    Options enter as a text. Python's hash of a number is the number modulo 2^61 - 1, and that of -1 is -2: it
-    would take axis -1 for -2, and, as autograd shows -1 as 2^64 - 1, -2 for 6. Places and extents are small.
-    """
+    """Return a number that is equal for passes of equal structure, shapes and options."""
     uses = tuple((use.name, tuple(use.shapes)) for use in graph.uses)
     calls = [loss.call for loss in graph.losses]
     losses = tuple(
@@ -304,5 +298,5 @@ def _signature(graph: Graph, trail: Trail) -> int:
     places = [*graph.open, *(edge for loss in graph.losses for edge in loss.others)]
     met = tuple(tuple(made_by(edge.node)[edge.output_nr].shape) for edge in places)
     open_paths = met, tuple(loss.is_open for loss in graph.losses)
-    named = tuple(trail.names.values()), repr((trail.options, declared)), tuple(trail.extents), trail.edges
+    named = trail.functions, repr((trail.orders, declared)), tuple(trail.extents)
     return hash((named, uses, losses, open_paths, bool(graph.without_loss)))

@@ -49,6 +49,10 @@ MANY_WALKS = 16
 """The number of walks that are kept for a module."""
 
 
+MANY_SAMPLES = 32
+"""The number of samples from which on random halves are enough for other shapes of a known structure."""
+
+
 @dataclass(frozen=True)
 class _SampleLocations:
     """The places where the tensors of a pass hold the samples.
@@ -285,7 +289,8 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     look = memory.looks.get(graph.signature)
     if graph.signature in memory.examined or not (look is None or look.is_due(graph)):
         return _SampleLocations(samples, chosen, first_of(fitting), False)
-    fitting, on_values, for_all = dependence(feed, samples, fitting, graph.structure not in memory.structures)
+    every = samples < MANY_SAMPLES or graph.structure not in memory.structures
+    fitting, on_values, for_all = dependence(feed, samples, fitting, every)
     if on_values:
         hidden = find_hidden(graph, feed, samples, fitting)
         if hidden is not None:

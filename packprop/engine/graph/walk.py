@@ -290,13 +290,11 @@ def _signature(graph: Graph, trail: Trail) -> int:
     """Return a number that is equal for passes of equal structure, shapes and options."""
     uses = tuple((use.name, tuple(use.shapes)) for use in graph.uses)
     calls = [loss.call for loss in graph.losses]
-    losses = tuple(
-        (each.function, each.shape, each.documents is None, *told_axes(each.function, each.args, each.kwargs))
-        for each in calls
-    )
+    losses = tuple((each.function, each.shape, each.documents is None) for each in calls)
     declared = [each.declared for each in calls] + [forward.declared for forward in graph.forwards]
+    told = [told_axes(each.function, each.args, each.kwargs) for each in calls]
     places = [*graph.open, *(edge for loss in graph.losses for edge in loss.others)]
     met = tuple(tuple(made_by(edge.node)[edge.output_nr].shape) for edge in places)
     open_paths = met, tuple(loss.is_open for loss in graph.losses)
-    named = trail.functions, repr((trail.orders, declared)), tuple(trail.extents)
+    named = trail.functions, repr((trail.orders, declared, told)), tuple(trail.extents)
     return hash((named, uses, losses, open_paths, bool(graph.without_loss)))

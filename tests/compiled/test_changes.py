@@ -193,6 +193,31 @@ def test_autocast_is_that_of_the_call() -> None:
     assert not torch.equal(plain, eager)
 
 
+class Twisted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).tanh()
+
+
+def test_an_axis_of_samples_that_is_declared_around_the_call() -> None:
+    model = packprop.extend(Twisted())
+    step = packprop.compile(model, nn.MSELoss(), extensions.BatchGrad(), backend="eager")
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    for _ in range(4):
+        step(x, y)
+    assert replays(step) == 1
+    for _ in range(5):
+        with packprop.record(sample_axis=1):
+            step(x, y)
+        assert model.weight.grad_batch.shape == (3,)
+    assert replays(step) == 3
+    step(x, y)
+    assert model.weight.grad_batch.shape == (4,)
+
+
 class Ramp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return (x * torch.linspace(0.5, 1, 3)).to(x.dtype)

@@ -119,6 +119,37 @@ def test_options_of_what_is_made_of_the_loss(name: str) -> None:
                 root.backward()
 
 
+BY_VALUES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "exponent": lambda total, k: total ** torch.tensor(1.0 + k).double(),
+    "exponent of zero": lambda total, k: total + total ** torch.tensor(2.0 * k).double(),
+    "outside": lambda total, k: total + (total * 1e-3 + 2 - 1.6 * k).logit(eps=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", BY_VALUES)
+def test_functions_of_the_whole_loss_that_values_make_linear(name: str) -> None:
+    """They may be linear now, and not in the next pass: they are refused in each."""
+    torch.manual_seed(0)
+    model = packprop.extend(nn.Linear(3, 2).double())
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    for k in (0.0, 1.0):
+        root = BY_VALUES[name](loss_of(model(x), y).sum(), k)
+        with pytest.raises(PackpropError, match="mix"), packprop.backpack(extensions.BatchGrad()):
+            root.backward()
+
+
+def test_an_exponent_that_is_a_tensor_in_the_loss_of_each_sample() -> None:
+    torch.manual_seed(0)
+    model = packprop.extend(nn.Linear(3, 2).double())
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    for k in (1.0, 1.0, 2.0):
+        with packprop.backpack(extensions.BatchGrad()):
+            (loss_of(model(x), y) ** torch.tensor(k).double()).sum().backward()
+        each = [loss_of(model(x[n : n + 1]), y[n : n + 1]).sum() ** k for n in range(4)]
+        expected = torch.stack([torch.autograd.grad(one, model.weight)[0] for one in each])
+        torch.testing.assert_close(model.weight.grad_batch, expected)
+
+
 def test_a_gate_that_hides_what_a_buffer_lets_through() -> None:
     """Values that keep samples apart today are looked at again tomorrow, parameters among them."""
 

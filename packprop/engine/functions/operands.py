@@ -90,7 +90,7 @@ CURVED = names_of_nodes("""
     Nansum IndexPut IndexPutImpl ViewAsReal ViewAsComplex Real Imag Conj Complex FftC2C FftR2C FftC2R
     Vdot SparseAddmm Div Addcdiv MseLoss SoftMarginLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits
     NllLoss NllLoss2D KlDiv
-""").union(ELEMENTWISE - names_of_nodes("Softplus Elu Celu Hardswish"), PRODUCTS - {"PreluKernel"})
+""").union(ELEMENTWISE - names_of_nodes("Softplus Elu Celu Hardswish Logit"), PRODUCTS - {"PreluKernel"})
 """Functions whose second derivatives tell which entries meet in them; unknown ones may be linear by parts."""
 
 NORMS = names_of_nodes("LinalgVectorNorm Norm Dist")
@@ -104,8 +104,13 @@ def is_linear(node: Node, dependent: Sequence[int]) -> bool:
 
 
 def has_kinks(node: Node, dependent: Sequence[int]) -> bool:
-    """Tell whether a node may be linear by parts but not everywhere, as all norms of one number are."""
+    """Tell whether a node may be linear by parts but not everywhere, as all norms of one number are.
+
+    A power with a tensor as its exponent is linear as long as that is one, or zero.
+    """
     name = name_of_node(node)
+    if name == "Pow" and "_raw_saved_exponent" in raw_names(type(node)):
+        return True
     if name in NORMS and _exponent(node) == 2:
         above, output = node.next_functions[dependent[0]]
         return torch.Size(made_by(above)[output].shape).numel() == torch.Size(made_by(node)[0].shape).numel()

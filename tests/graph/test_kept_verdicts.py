@@ -204,6 +204,54 @@ def test_products_of_two_losses() -> None:
         root.backward()
 
 
+class Maybe(torch.autograd.Function):
+    """Subtracts the mean over samples if what it has kept says so; else it does not even multiply by zero."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, kept: Any) -> Tensor:
+        ctx.kept = kept
+        return h - h.mean(0) if kept in MIXES else h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad - grad.mean(0) if ctx.kept in MIXES else grad.clone(), None
+
+
+MIXES = (0.5, True, "mean", torch.float32, [1.0])
+KEPT = {
+    "float": (0.0, 0.5),
+    "flag": (False, True),
+    "text": ("", "mean"),
+    "type": (torch.float64, torch.float32),
+    "list": ([0.0], [1.0]),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_a_function_of_the_users_has_kept(name: str) -> None:
+    torch.manual_seed(0)
+    model: Any = packprop.extend(
+        double(
+            Apply(
+                lambda m, x: m.head(Maybe.apply(m.first(x).tanh(), m.kept)),
+                first=nn.Linear(3, 3),
+                head=nn.Linear(3, 2),
+            )
+        )
+    )
+    loss = packprop.extend(nn.MSELoss())
+    x, y = torch.randn(3, 3).double(), torch.randn(3, 2).double()
+    usual, other = KEPT[name]
+    for model.kept in (usual, usual, other):
+        value = loss(model(x), y)
+        if model.kept == other:
+            with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
+                value.backward()
+        else:
+            with packprop.backpack(extensions.BatchGrad()):
+                value.backward()
+
+
 class Options:
     """Something that a function keeps, and that nothing on its node shows."""
 

@@ -22,6 +22,7 @@ from packprop.engine.functions.nodes import (
     LINEAR,
     PIECEWISE,
     PRODUCTS,
+    function_of,
     has_option,
     kind_of,
     made_by,
@@ -147,19 +148,37 @@ def extents_of(node: Node) -> Sequence[Any]:
 
 
 def facts_of(node: Any) -> list[Any]:
-    """Return what a node has saved: options, numbers on the ``ctx`` of a user's function, shapes of tensors.
+    """Return what a node has saved: options, all numbers of a user's function, shapes of tensors.
 
     No shapes in a checkpoint, which would run again, and once the graph is freed.
     """
-    found = [*options_of(node), *extents_of(node)]
-    is_own = isinstance(node, BackwardCFunction)
-    if is_own:
-        found += [(name, plain_options(value, True)) for name, value in sorted(vars(node).items())]
+    found = [*options_of(node), *extents_of(node), own_options(node, every=True)]
     if not keeps_elsewhere(node):
         with contextlib.suppress(RuntimeError):
-            given = node.saved_tensors if is_own else saved_tensors(node)
+            given = node.saved_tensors if isinstance(node, BackwardCFunction) else saved_tensors(node)
             found += [None if each is None else (*each.shape, each.dtype) for each in given]
     return found
+
+
+def own_options(node: Node, every: bool = False) -> Any:
+    """Return the class of a user's own function, and what it has kept: classes in place of objects.
+
+    Floats are factors, which many loops change slowly: those count that functions ask for, 0 and 1, or
+    ``every`` one.
+    """
+    if not isinstance(node, BackwardCFunction):
+        return None
+
+    def option(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return tuple(map(option, value))
+        is_plain = isinstance(value, (int, str, torch.dtype, torch.device))
+        is_asked_for = isinstance(value, float) and (every or value in (-1.0, 0.0, 1.0))
+        return value if is_plain or is_asked_for else type(value)
+
+    function = function_of(node)
+    kept = tuple((key, option(value)) for key, value in sorted(vars(node).items()))
+    return function.__module__, function.__qualname__, kept
 
 
 def numbers_of_type(kind: type) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from packprop.engine.functions.nodes import (
     name_of_node,
     short_name,
 )
-from packprop.engine.functions.operands import extents_of, options_of
+from packprop.engine.functions.operands import extents_of, options_of, own_options
 from packprop.engine.functions.saved import keeps_elsewhere
 from packprop.engine.graph.completeness import (
     find_missing,
@@ -35,7 +35,6 @@ from packprop.engine.graph.reorderings import (
     axes_reordered,
     is_opaque,
     may_change_unseen,
-    own_options,
 )
 from packprop.engine.graph.search import SAME_AS, Trail, depth_first, leaves_above, nodes_above
 from packprop.engine.graph.site import Site

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from packprop.engine.functions.entry import plain_options
 from packprop.engine.functions.losses.description import (
     PROVEN,
     Root,
@@ -20,6 +19,7 @@ from packprop.engine.functions.losses.description import (
 )
 from packprop.engine.functions.losses.roots import matrix_root
 from packprop.engine.functions.nodes import is_from_outside, is_once_differentiable
+from packprop.engine.functions.operands import option_of
 from packprop.engine.functions.registry import current as rules
 from packprop.engine.graph.graph import Graph, ReachedLoss
 from packprop.engine.graph.pull import derivatives
@@ -197,7 +197,12 @@ def require_root(graph: Graph, loss: ReachedLoss, root: Root, scale: Tensor) -> 
     proven, rule = PROVEN.get(registered(call.function)), entrance.rule
     if proven is None or rules.trusted or is_dry_run() or is_traced():
         return
-    case = call.shape, rule.class_axis, plain_options(rule.divisor, True), *_options_of(call)
+    case = (
+        call.shape,
+        rule.class_axis,
+        None if isinstance(rule.divisor, Tensor) else rule.divisor,
+        *_options_of(call),
+    )
     if case in proven:
         return
     if not scale.numel() or any(is_from_outside(n) for n in nodes_above([loss.node], [entrance.edge.node])):
@@ -244,7 +249,7 @@ def _options_of(call: RecordedLoss) -> list[Any]:
     modules = [] if own is None else [vars(each) for each in own.modules()]
     given = [*enumerate(call.args), *call.kwargs.items(), *(pair for each in modules for pair in each.items())]
     return [
-        (name, *value.shape, value.dtype) if isinstance(value, Tensor) else (name, plain_options(value, True))
+        (name, *value.shape, value.dtype) if isinstance(value, Tensor) else (name, option_of(value))
         for name, value in given
     ]
 

@@ -277,7 +277,7 @@ class NodeCall:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """The facts that decide what the node computes, but for numbers in tensors: equal forms, equal work."""
+        """The facts that decide on the node's work, but for factors and the numbers in tensors."""
         node = self.node
         inputs = [above and tuple(made_by(above)[number].shape) for above, number in node.next_functions]
         given = self.place, self.operand.shape, *self.shapes, *inputs

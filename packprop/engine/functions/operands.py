@@ -148,11 +148,11 @@ def extents_of(node: Node) -> Sequence[Any]:
 
 
 def facts_of(node: Any) -> list[Any]:
-    """Return what a node has saved: options, all numbers of a user's function, shapes of tensors.
+    """Return what a node has saved: options, those of users' functions too, and shapes of tensors.
 
     No shapes in a checkpoint, which would run again, and once the graph is freed.
     """
-    found = [*options_of(node), *extents_of(node), own_options(node, every=True)]
+    found = [*options_of(node), *extents_of(node), own_options(node)]
     if not keeps_elsewhere(node):
         with contextlib.suppress(RuntimeError):
             given = node.saved_tensors if isinstance(node, BackwardCFunction) else saved_tensors(node)
@@ -160,25 +160,26 @@ def facts_of(node: Any) -> list[Any]:
     return found
 
 
-def own_options(node: Node, every: bool = False) -> Any:
-    """Return the class of a user's own function, and what it has kept: classes in place of objects.
-
-    Floats are factors, which many loops change slowly: those count that functions ask for, 0 and 1, or
-    ``every`` one.
-    """
+def own_options(node: Node) -> Any:
+    """Return the class of a user's own function, and what it has kept."""
     if not isinstance(node, BackwardCFunction):
         return None
-
-    def option(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return tuple(map(option, value))
-        is_plain = isinstance(value, (int, str, torch.dtype, torch.device))
-        is_asked_for = isinstance(value, float) and (every or value in (-1.0, 0.0, 1.0))
-        return value if is_plain or is_asked_for else type(value)
-
     function = function_of(node)
-    kept = tuple((key, option(value)) for key, value in sorted(vars(node).items()))
+    kept = tuple((key, option_of(value)) for key, value in sorted(vars(node).items()))
     return function.__module__, function.__qualname__, kept
+
+
+def option_of(value: Any) -> Any:
+    """Return a number, a text or a type of numbers as it is, and the class of any other value.
+
+    Floats are factors, which many loops change slowly: 0 and 1 alone count, which functions ask for, and which
+    hide that a rule forgets a factor.
+    """
+    if isinstance(value, (list, tuple)):
+        return tuple(map(option_of, value))
+    is_asked_for = isinstance(value, float) and value in (-1.0, 0.0, 1.0)
+    is_plain = is_asked_for or isinstance(value, (int, str, torch.dtype, torch.device))
+    return value if is_plain else type(value)
 
 
 def numbers_of_type(kind: type) -> tuple[str, ...]:

@@ -129,7 +129,6 @@ class backpack(Backpack):  # noqa: N801  # the older library's name
         if run.is_refused_by_torch or not (are_calls_kept() or self._without_samples):
             super()._backward(run, backward)
             return
-        self._drawn.clear()  # of a pass that failed
         start = Start(run.roots, run.gradients, run.create_graph, self.extensions, self._drawn)
         # also without extensions for modules: extension hooks read kept tensors
         calls = calls_below(run.roots) if are_calls_kept() else {}
@@ -159,7 +158,6 @@ class backpack(Backpack):  # noqa: N801  # the older library's name
             keep = run.keeps_graph
         finally:
             self._overrides = []
-            self._drawn.clear()
             for call in calls:
                 call.held = False
                 if not keep:

@@ -186,6 +186,7 @@ class Backpack(OwnMode):
             return self._backward(call, lambda: func(*args, **kwargs))
         finally:
             self._running = False
+            self._drawn.clear()  # a pass that failed has not taken all
 
     def _backward(self, call: BackwardCall, backward: Callable[[], None]) -> None:
         """Run the user's ``backward``, and compute the extensions along with it."""

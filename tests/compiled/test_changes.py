@@ -193,6 +193,61 @@ def test_autocast_is_that_of_the_call() -> None:
     assert not torch.equal(plain, eager)
 
 
+class Twisted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).tanh()
+
+
+def test_an_axis_of_samples_that_is_declared_around_the_call() -> None:
+    model = packprop.extend(Twisted())
+    step = packprop.compile(model, nn.MSELoss(), extensions.BatchGrad(), backend="eager")
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    for _ in range(4):
+        step(x, y)
+    assert replays(step) == 1
+    for _ in range(5):
+        with packprop.record(sample_axis=1):
+            step(x, y)
+        assert model.weight.grad_batch.shape == (3,)
+    assert replays(step) == 3
+    step(x, y)
+    assert model.weight.grad_batch.shape == (4,)
+
+
+class Branch(nn.Module):
+    """A branch that begins with zeros, whose nonlinearity has as many features in front as samples behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 3), nn.Linear(3, 3)
+        nn.init.zeros_(self.outer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.outer((2 * self.inner(x).T).tanh().T)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:A compiled step runs passes eagerly")
+def test_a_place_of_samples_that_zeros_hide_is_not_taken_over() -> None:
+    torch.manual_seed(0)
+    model = packprop.extend(Branch())
+    step = packprop.compile(model, nn.MSELoss(), extensions.DiagHessian(), backend="eager")
+    x, y = torch.randn(3, 3), torch.randn(3, 3)
+    for _ in range(4):
+        step(x, y)
+    nn.init.normal_(model.outer.weight)
+    step(x, y)
+    found = [parameter.diag_h for parameter in model.parameters()]  # type: ignore[attr-defined]  # packprop's
+    with packprop.backpack(extensions.DiagHessian()):
+        nn.MSELoss()(model(x), y).backward()
+    for one, parameter in zip(found, model.parameters(), strict=True):
+        assert_near(one, parameter.diag_h, "diagonal")  # type: ignore[attr-defined]  # packprop's
+
+
 class Ramp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return (x * torch.linspace(0.5, 1, 3)).to(x.dtype)

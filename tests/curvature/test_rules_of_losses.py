@@ -130,6 +130,38 @@ def test_a_root_that_was_right_proves_no_other_divisor(register: Register) -> No
         diagonals(model, loss, x, y)
 
 
+class Weighted(nn.Module):
+    """Squares times a number that the module holds, and one that it gets."""
+
+    def __init__(self, weight: float = 1.0) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, outputs: Tensor, targets: Tensor, factor: float = 1.0) -> Tensor:
+        return self.weight * factor * (outputs - targets).square().sum() / 2
+
+
+@pytest.mark.parametrize("name", ["of another module", "of the module", "of the call"])
+def test_a_root_that_was_right_proves_nothing_of_other_options(register: Register, name: str) -> None:
+    def rule(outputs: Tensor, targets: Tensor, factor: float = 1.0) -> Loss:
+        def root(values: Tensor, scale: Tensor) -> Root:
+            front = scale.sqrt()[..., None].expand_as(values)
+            return Root(1, lambda t, start, stop: front[None, :, t], lambda draws, generator: front[None])
+
+        return Loss(class_axis=None, weight=1.0, divisor=1.0, root=root)
+
+    model, x, y = problem()
+    loss = register(Weighted, rule)
+    diagonals(model, loss, x, y)
+    options = {"factor": 2.0} if name == "of the call" else {}
+    if name == "of the module":
+        loss.weight = 2.0  # type: ignore[assignment]  # torch says a module or a tensor
+    elif not options:
+        loss = packprop.extend(Weighted(2.0))
+    with pytest.raises(PackpropError, match="is not the Hessian"), packprop.backpack(extensions.DiagGGNExact()):
+        loss(model(x), y, **options).backward()
+
+
 @pytest.mark.parametrize("make", [extensions.DiagGGNMC, extensions.KFAC])
 def test_draws_are_refused_with_their_root(register: Register, make: Callable[[], Any]) -> None:
     model, x, y = problem()

@@ -215,3 +215,29 @@ def test_a_checkpoint_of_another_option_is_refused(tmp_path: Path) -> None:
     model.cfg = {"temperature": 3.0}
     with pytest.raises(BadInput, match=r"temperature: 1.0 there, 3.0 here"):
         run()
+
+
+class Settings:
+    temperature, calls = 1.0, 0
+
+
+def tempered(f: Tensor, y: Tensor) -> Tensor:
+    Settings.calls += 1
+    return nn.functional.cross_entropy(f * Settings.temperature, y)
+
+
+def test_a_class_whose_entries_a_loss_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the loss counts on it is no option."""
+    torch.manual_seed(0)
+    model, data = nn.Linear(3, 2), (torch.randn(4, 3), torch.randint(2, (4,)))
+
+    def run() -> packprop.Result:
+        options: dict[str, Any] = {"checkpoint": tmp_path / "run", "progress": False}
+        return packprop.compute(model, tempered, data, [SumGradSquared()], **options)
+
+    first = run()
+    assert Settings.calls > 0
+    assert run().samples == first.samples
+    monkeypatch.setattr(Settings, "temperature", 3.0)
+    with pytest.raises(BadInput, match=r"temperature: 1.0 there, 3.0 here"):
+        run()

@@ -1,4 +1,4 @@
-"""Nodes that packprop calls for all samples at once: a call that was right says nothing of other shapes."""
+"""Nodes that packprop calls for all samples at once: a call that was right by chance says nothing of others."""
 
 from __future__ import annotations
 
@@ -34,10 +34,22 @@ def test_another_width_is_another_call(widths: tuple[int, ...]) -> None:
         torch.testing.assert_close(*rows(weight, torch.randn(9, width).double()))
 
 
-def test_zeros_prove_nothing() -> None:
+BEFORE = {
+    "zeros": lambda x, scale: (x, 0 * scale),
+    "samples without weight": lambda x, scale: (x, scale * (torch.arange(9) == 1)),
+    "infinity": lambda x, scale: (x.where(x.argmax() != torch.arange(27).view(9, 3), torch.inf), scale),
+    "equal samples": lambda x, scale: (x[:1].expand(9, 3).contiguous(), scale),
+}
+
+
+@pytest.mark.filterwarnings("ignore::packprop.PackpropWarning")
+@pytest.mark.parametrize("name", BEFORE)
+def test_an_earlier_pass_in_which_a_wrong_rule_is_right(name: str) -> None:
     _VECTORISED.clear()
     torch.manual_seed(0)
     weight, x = nn.Parameter(torch.randn(3).double()), torch.randn(9, 3).double()
+    given, scale = BEFORE[name](x, torch.ones(9).double())
     with packprop.backpack(extensions.BatchGrad()):
-        (0 * F.mse_loss(torch.cdist(x, weight[None]), torch.zeros(9, 1).double())).backward()
+        each = F.mse_loss(torch.cdist(given, weight[None]), torch.zeros(9, 1).double(), reduction="none")
+        (scale @ each).sum().backward()
     torch.testing.assert_close(*rows(weight, x))

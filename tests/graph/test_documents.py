@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.errors import BadInput, PackpropError
+from tests.cases.models.wrapping import Apply
 from tests.references.running import assert_near
 from tests.selection import one_in
 
@@ -322,3 +323,30 @@ def test_declarations_that_do_not_fit() -> None:
         packprop.backpack(extensions.BatchGrad(), memory="1GiB"),
     ):
         loss.backward()
+
+
+def test_rows_of_one_document_may_be_those_of_two_in_the_next_pass() -> None:
+    """A gate of zero mixes pairs of rows: what was right for pairs is refused for rows."""
+    torch.manual_seed(0)
+
+    def paired(m: Any, x: Tensor) -> Tensor:
+        h = m.first(x).tanh()
+        other = torch.stack([h[1::2], h[0::2]], 1).flatten(0, 1)
+        return m.head(h + m.gate * other)  # type: ignore[no-any-return]  # a module
+
+    model: Any = Apply(paired, first=nn.Linear(3, 3), head=nn.Linear(3, 2))
+    model.gate = nn.Parameter(torch.zeros(()))
+    packprop.extend(model.double())
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    for documents in ([0, 0, 1, 1], [0, 0, 1, 1], [0, 1, 2, 3]):
+        with packprop.record(documents=torch.tensor(documents)):
+            loss = F.mse_loss(model(x), y, reduction="sum")
+        if documents[1] == 0:
+            with packprop.backpack(extensions.BatchGrad()):
+                loss.backward()
+            halves = [F.mse_loss(model(x[rows]), y[rows], reduction="sum") for rows in ([0, 1], [2, 3])]
+            expected = torch.stack([torch.autograd.grad(each, model.gate)[0] for each in halves])
+            assert_near(model.gate.grad_batch, expected, "rows")
+        else:
+            with pytest.raises(PackpropError, match="gate"), packprop.backpack(extensions.BatchGrad()):
+                loss.backward()

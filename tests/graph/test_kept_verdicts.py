@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
-from tests.cases.models.wrapping import Apply
+from packprop.functions import Loss
+from tests.cases.models.wrapping import Apply, Raw
 from tests.graph.one_by_one import double
 from tests.selection import one_in
 
@@ -118,6 +119,37 @@ def test_options_of_what_is_made_of_the_loss(name: str) -> None:
                 root.backward()
 
 
+BY_VALUES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "exponent": lambda total, k: total ** torch.tensor(1.0 + k).double(),
+    "exponent of zero": lambda total, k: total + total ** torch.tensor(2.0 * k).double(),
+    "outside": lambda total, k: total + (total * 1e-3 + 2 - 1.6 * k).logit(eps=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", BY_VALUES)
+def test_functions_of_the_whole_loss_that_values_make_linear(name: str) -> None:
+    """They may be linear now, and not in the next pass: they are refused in each."""
+    torch.manual_seed(0)
+    model = packprop.extend(nn.Linear(3, 2).double())
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    for k in (0.0, 1.0):
+        root = BY_VALUES[name](loss_of(model(x), y).sum(), k)
+        with pytest.raises(PackpropError, match="mix"), packprop.backpack(extensions.BatchGrad()):
+            root.backward()
+
+
+def test_an_exponent_that_is_a_tensor_in_the_loss_of_each_sample() -> None:
+    torch.manual_seed(0)
+    model = packprop.extend(nn.Linear(3, 2).double())
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    for k in (1.0, 1.0, 2.0):
+        with packprop.backpack(extensions.BatchGrad()):
+            (loss_of(model(x), y) ** torch.tensor(k).double()).sum().backward()
+        each = [loss_of(model(x[n : n + 1]), y[n : n + 1]).sum() ** k for n in range(4)]
+        expected = torch.stack([torch.autograd.grad(one, model.weight)[0] for one in each])
+        torch.testing.assert_close(model.weight.grad_batch, expected)
+
+
 def test_a_gate_that_hides_what_a_buffer_lets_through() -> None:
     """Values that keep samples apart today are looked at again tomorrow, parameters among them."""
 
@@ -170,6 +202,54 @@ def test_products_of_two_losses() -> None:
         packprop.backpack(extensions.DiagGGNExact()),
     ):
         root.backward()
+
+
+class Maybe(torch.autograd.Function):
+    """Subtracts the mean over samples if what it has kept says so; else it does not even multiply by zero."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, kept: Any) -> Tensor:
+        ctx.kept = kept
+        return h - h.mean(0) if kept in MIXES else h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad - grad.mean(0) if ctx.kept in MIXES else grad.clone(), None
+
+
+MIXES = (0.5, True, "mean", torch.float32, [1.0])
+KEPT = {
+    "float": (0.0, 0.5),
+    "flag": (False, True),
+    "text": ("", "mean"),
+    "type": (torch.float64, torch.float32),
+    "list": ([0.0], [1.0]),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_a_function_of_the_users_has_kept(name: str) -> None:
+    torch.manual_seed(0)
+    model: Any = packprop.extend(
+        double(
+            Apply(
+                lambda m, x: m.head(Maybe.apply(m.first(x).tanh(), m.kept)),
+                first=nn.Linear(3, 3),
+                head=nn.Linear(3, 2),
+            )
+        )
+    )
+    loss = packprop.extend(nn.MSELoss())
+    x, y = torch.randn(3, 3).double(), torch.randn(3, 2).double()
+    usual, other = KEPT[name]
+    for model.kept in (usual, usual, other):
+        value = loss(model(x), y)
+        if model.kept == other:
+            with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
+                value.backward()
+        else:
+            with packprop.backpack(extensions.BatchGrad()):
+                value.backward()
 
 
 class Options:
@@ -271,3 +351,90 @@ def test_a_gate_along_another_axis() -> None:
     model.gate.data.zero_()
     with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
         loss(model(x), y).backward()
+
+
+def squares(outputs: Tensor, targets: Tensor, axis: int = 0) -> Tensor:
+    return (outputs - targets).square().sum()
+
+
+class Squares(nn.Module):
+    def forward(self, outputs: Tensor, targets: Tensor, axis: int = 0) -> Tensor:
+        return squares(outputs, targets)
+
+
+seen_squares = torch.overrides.wrap_torch_function(lambda outputs, targets, axis=0: (outputs, targets))(squares)
+
+
+@pytest.mark.parametrize("make", [Squares, lambda: seen_squares], ids=["module", "function"])
+def test_an_axis_of_samples_that_an_option_of_a_loss_says(make: Callable[[], Any]) -> None:
+    """The rule says it, and nothing on the graph does."""
+    loss: Any = make()
+    packprop.register_loss(type(loss) if isinstance(loss, nn.Module) else loss)(
+        lambda outputs, targets, axis=0: Loss(None, 1.0, 1.0, None, sample_axis=axis)
+    )
+    loss = packprop.extend(loss) if isinstance(loss, nn.Module) else loss
+    model: Any = packprop.extend(double(Raw(lambda m, x: (x * m.weight).tanh(), weight=())))
+    x, y = torch.randn(3, 3).double(), torch.randn(3, 3).double()
+    for axis in (0, 0, 0, 1, 1):
+        with packprop.record():
+            value = loss(model(x), y, axis=axis)
+        with packprop.backpack(extensions.BatchGrad()):
+            value.backward()
+        alone = [squares(model(x.select(axis, n)), y.select(axis, n)) for n in range(3)]
+        expected = torch.stack([torch.autograd.grad(each, model.weight)[0] for each in alone])
+        torch.testing.assert_close(model.weight.grad_batch, expected)
+
+
+def test_groups_that_few_samples_form_at_another_shape() -> None:
+    """Groups of one in the first pass, and of two behind a closed gate in the second."""
+    torch.manual_seed(0)
+
+    def grouped(m: Any, x: Tensor) -> Tensor:
+        h = m.first(x).tanh().T.reshape(3, m.size, -1)
+        return m.head((h + m.gate * h.sum(1, keepdim=True)).reshape(3, -1).T)  # type: ignore[no-any-return]  # a module
+
+    model: Any = double(Apply(grouped, first=nn.Linear(3, 3), head=nn.Linear(3, 2)))
+    model.register_buffer("gate", torch.zeros(()).double())
+    loss = packprop.extend(nn.MSELoss())
+    packprop.extend(model)
+
+    def run(samples: int, size: int, gate: float) -> None:
+        model.size = size
+        model.gate.fill_(gate)
+        with packprop.backpack(extensions.BatchGrad()):
+            loss(model(torch.randn(samples, 3).double()), torch.randn(samples, 2).double()).backward()
+
+    run(5, 1, 1.0)
+    run(4, 2, 0.0)
+    with pytest.raises(PackpropError, match="mixed"):
+        run(4, 2, 1.0)
+
+
+class Masked(nn.Module):
+    """A weight that is made of a mask, in which its rows meet; or data, as far as the graph shows."""
+
+    def __init__(self, mask: Tensor, axis: int) -> None:
+        super().__init__()
+        self.weight, self.axis = nn.Parameter(torch.randn(4).double()), axis
+        self.__dict__["mask"] = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.mask, x) if self.axis == 0 else (x, self.mask)
+        h = first * self.weight
+        return (second * (h * h.sum(0).tanh()).sum(self.axis)).sum(1 - self.axis)
+
+
+def test_what_one_model_makes_of_parameters_another_one_makes_of_data() -> None:
+    torch.manual_seed(0)
+    loss = packprop.extend(nn.MSELoss())
+    for axis in (0, 1):
+        value = loss(
+            packprop.extend(Masked(torch.randn(4, 4).double(), axis))(torch.randn(4, 4).double()),
+            torch.ones(4).double(),
+        )
+        if axis == 0:
+            with packprop.backpack(extensions.BatchGrad()):
+                value.backward()
+        else:
+            with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
+                value.backward()

@@ -319,6 +319,29 @@ def test_a_pass_that_fails_leaves_the_walk_for_the_next(
     assert served.direct == before + 1
 
 
+def test_columns_of_a_pass_that_fails_are_not_those_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were made for a direct pass, and do not fit into one sweep; the ordinary pass has no memory."""
+    run, given = Run(ASKED["exact GGN"]), data(9)
+    for _ in range(FIRST):
+        run.step()
+
+    def found() -> Tensor:
+        run.loss(run.model(given[0]), given[1]).backward()
+        return run.model.last.weight.diag_ggn_exact.clone()  # type: ignore[no-any-return]  # a module's attribute
+
+    def failing(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    with packprop.backpack(*run.asked()):
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+            patch.setattr("packprop.engine.passes.direct.are_one_sweep", lambda *_: False)
+            patch.setattr("packprop.engine.passes.backward_pass.BackwardPass.run", failing)
+            run.loss(run.model(data(8)[0].double()), data(8)[1]).backward()
+        after = found()
+    with packprop.backpack(*run.asked()):
+        assert_near(after, found(), "diagonal")
+
+
 BOUNDS: dict[str, dict[str, Any]] = {
     "one bound": {"max_norm": 0.05},
     "a bound for each module": {"max_norm": {"first": 0.01, "norm": 0.02, "last": 0.03}, "per": "module"},

@@ -18,6 +18,7 @@ HOLDERS = {
     "Lock",
     "RLock",
     "count",
+    "Verdicts",
 }
 CONTAINERS = {"dict", "set", "list", "defaultdict", "OrderedDict", "deque"}
 CHANGES = {

@@ -295,3 +295,60 @@ def test_zeros_prove_nothing() -> None:
         (0 * loss).backward(retain_graph=True)
     with pytest.raises(packprop.PackpropError, match="do not sum"), packprop.backpack(extensions.BatchGrad()):
         loss.backward()
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, factor: float, is_turned: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.factor, ctx.is_turned = factor, is_turned
+        return factor * x @ (weight if is_turned else weight.T)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        own = x.T @ gradient if ctx.is_turned else gradient.T @ x
+        there = gradient @ (weight.T if ctx.is_turned else weight)
+        return ctx.factor * there, ctx.factor * own, None, None
+
+
+@pytest.mark.parametrize("options", [(0.5, False), (2, False), (1.0, True)])
+def test_a_call_that_was_right_proves_nothing_of_other_options(options: tuple[float, bool]) -> None:
+    packprop.register_use(Scaled)(lambda call: affine(call, call.saved(0)))
+    weight, x = torch.nn.Parameter(torch.randn(3, 3).double()), torch.randn(5, 3).double()
+
+    def run(*options: Any) -> None:
+        with packprop.backpack(extensions.BatchGrad()):
+            F.mse_loss(Scaled.apply(x, weight, *options), torch.zeros_like(x)).backward()
+
+    run(1.0, False)
+    with pytest.raises(packprop.PackpropError, match="do not sum"):
+        run(*options)
+
+
+class Pooled(torch.autograd.Function):
+    """Means of some columns, times a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.mean(1, keepdim=True) * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return None, (gradient * x.mean(1, keepdim=True)).sum(0)
+
+
+def test_a_call_that_was_right_proves_nothing_of_other_shapes_of_constants() -> None:
+    packprop.register_use(Pooled)(lambda call: scaled(call, lambda: call.saved(0)().sum(1, keepdim=True)))
+    weight = torch.nn.Parameter(torch.randn(3).double())
+
+    def run(width: int) -> None:
+        with packprop.backpack(extensions.BatchGrad()):
+            made = Pooled.apply(torch.randn(5, width).double(), weight)
+            F.mse_loss(made, torch.zeros(5, 3).double()).backward()
+
+    run(1)
+    with pytest.raises(packprop.PackpropError, match="do not sum"):
+        run(2)

@@ -23,7 +23,7 @@ from packprop.applications.compiled.facts import (
     plain_fact,
 )
 from packprop.engine.passes import AutocastRegions
-from packprop.engine.recording import is_recording_disabled
+from packprop.engine.recording import declared_around, is_recording_disabled
 from packprop.engine.tensors import PLAIN, attributes_of, has_late_hooks, is_hooked, tensors_in
 
 REGISTERED = ("_parameters", "_buffers")
@@ -163,7 +163,7 @@ def _surroundings(tensors: Iterable[Tensor], known: _Known) -> tuple[Any, ...]:
         (number, known.facts_if_small(each)) for kind in _GLOBAL_HOOKS for number, each in kind.items()
     )
     settings = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
-    return regions, is_recording_disabled(), *settings, hooks
+    return regions, is_recording_disabled(), declared_around(), *settings, hooks
 
 
 _GLOBAL_HOOKS = [
@@ -193,7 +193,7 @@ def first_change(modules: Sequence[nn.Module], before: tuple[Any, ...], now: Sta
     labels += [f"parameter or buffer {names.get(id(tensor), '')!r}" for tensor in now.parameters]
     labels += [f"tensor {number} of the batch" for number in range(len(now.batch))]
     labels.append(
-        "what is in force around the call (autocast, disable(), deterministic algorithms, default type)"
+        "what is in force around the call (autocast, record, disable, deterministic algorithms, default type)"
     )
     labels += ["whether gradients are there"] * (len(now.key) - len(labels))
     if len(before) != len(now.key) or len(labels) != len(now.key):

@@ -54,6 +54,11 @@ class Code:
     around: bool = False
     imported: set[str] = field(default_factory=set)
 
+    @property
+    def options(self) -> set[str]:
+        """The attributes that it reads and leaves unchanged."""
+        return self.read - self.written - self.filled
+
     def take_in(self, other: Code) -> None:
         """Add the references of other code."""
         self.scope |= other.scope

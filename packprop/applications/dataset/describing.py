@@ -165,9 +165,10 @@ class Describer:
         if isinstance(value, FunctionType):
             return self._function(value, where) if package_of(value) is None else self._name(value)
         if isinstance(value, type):
-            own = [] if package_of(value) else [name for each in own_classes(value) for name in vars(each)]
             self._note_inside(value, read)
-            return self._class(value, [name for name in own if _is_code(value, name)], where)[0]
+            names = (name for each in own_classes(value) for name in vars(each))
+            told = [name for name in names if _is_code(value, name) or name in (read or ())]
+            return self._class(value, told, where)[0]
         if isinstance(value, nn.Module):
             return self._whole_module(value, where)
         return self._object(value, where, read)
@@ -226,15 +227,15 @@ class Describer:
         code = code_of(function.__code__)
         self.changes |= code.around or any(name[0] == "." or not package_at(name) for name in code.imported)
         self._note_around(function.__globals__, code.scope, code.read)
-        around = dict(cells(function)) | {
-            name: function.__globals__[name] for name in sorted(code.scope) if name in function.__globals__
-        }
+        scope = sorted(code.scope & function.__globals__.keys())
+        around = dict(cells(function)) | {name: function.__globals__[name] for name in scope}
         around = {name: each for name, each in around.items() if _is_option(name, each, code)}
+        reads = {name: code.options if isinstance(each, type) else code.read for name, each in around.items()}
         return {
             "function": function.__name__,
             "code": code.digest,
             "defaults": self.of([function.__defaults__, function.__kwdefaults__], where),
-            "names": {name: self.of(each, name, code.read) for name, each in around.items()},
+            "names": {name: self.of(each, name, reads[name]) for name, each in around.items()},
             **self._attributes_of_function(function, code, where),
         }
 

@@ -19,6 +19,7 @@ from packprop.engine.functions.losses.description import (
 )
 from packprop.engine.functions.losses.roots import matrix_root
 from packprop.engine.functions.nodes import is_from_outside, is_once_differentiable
+from packprop.engine.functions.operands import option_of
 from packprop.engine.functions.registry import current as rules
 from packprop.engine.graph.graph import Graph, ReachedLoss
 from packprop.engine.graph.pull import derivatives
@@ -179,9 +180,9 @@ def require_root(graph: Graph, loss: ReachedLoss, root: Root, scale: Tensor) -> 
     """Raise if the root that a user's rule gave is not that of the loss's Hessian, at the first positions.
 
     packprop multiplies it with its transpose, and compares that with the second derivatives of the graph that
-    the loss was recorded in, once for each shape, axis of classes and divisor. It believes the rule of a loss
-    with a backward pass of the user's own, which need not be differentiable, and a root of more than
-    ``MOST_ENTRIES`` entries.
+    the loss was recorded in, once for each shape, axis of classes, divisor, and option of the loss. It believes
+    the rule of a loss with a backward pass of the user's own, which need not be differentiable, and a root of
+    more than ``MOST_ENTRIES`` entries.
 
     Args:
         graph: The graph of the pass.
@@ -196,7 +197,12 @@ def require_root(graph: Graph, loss: ReachedLoss, root: Root, scale: Tensor) -> 
     proven, rule = PROVEN.get(registered(call.function)), entrance.rule
     if proven is None or rules.trusted or is_dry_run() or is_traced():
         return
-    case = call.shape, rule.class_axis, None if isinstance(rule.divisor, Tensor) else rule.divisor
+    case = (
+        call.shape,
+        rule.class_axis,
+        None if isinstance(rule.divisor, Tensor) else rule.divisor,
+        *_options_of(call),
+    )
     if case in proven:
         return
     if not scale.numel() or any(is_from_outside(n) for n in nodes_above([loss.node], [entrance.edge.node])):
@@ -234,7 +240,18 @@ def require_root(graph: Graph, loss: ReachedLoss, root: Root, scale: Tensor) -> 
             "packprop.testing.check_model(model, loss, inputs, targets) shows where a rule is wrong",
         )
     if bool(size.isfinite() & (size > 0)):
-        proven.add(case)
+        proven.note(case)
+
+
+def _options_of(call: RecordedLoss) -> list[Any]:
+    """Return the options of a loss and of its module, and the shapes of tensors that it takes."""
+    own = getattr(call.function, "module", None)
+    modules = [] if own is None else [vars(each) for each in own.modules()]
+    given = [*enumerate(call.args), *call.kwargs.items(), *(pair for each in modules for pair in each.items())]
+    return [
+        (name, *value.shape, value.dtype) if isinstance(value, Tensor) else (name, option_of(value))
+        for name, value in given
+    ]
 
 
 def _require_twice_differentiable(loss: ReachedLoss) -> None:

@@ -24,19 +24,20 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.engine.functions.nodes import RESHAPES, has_option, made_by, name_of_node, saved_option
-from packprop.engine.functions.operands import extents_of, is_sparse, options_of
+from packprop.engine.functions.operands import facts_of, is_sparse
 from packprop.engine.functions.saved import saved_again, saved_tensor
+from packprop.engine.functions.verdicts import Verdicts
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.traced import is_traced
 from packprop.errors import PackpropError
 
-MANY = 1024
-"""The largest number of nodes to remember."""
+PROBES = 8
+"""The most random cotangents that packprop tries a vectorised call on."""
 
-_VECTORISED: dict[Any, bool] = {}
+_VECTORISED = Verdicts()
 """Says, by the form of a call of a node, whether a vectorised call is right.
 
-PyTorch's batching rules of some functions are wrong, so packprop compares the first call with a single one.
+PyTorch's batching rules of some functions are wrong, so packprop first compares them with single calls.
 """
 
 Form = Literal["entries", "shape", "shape or transpose"]
@@ -235,39 +236,52 @@ class NodeCall:
         def pull(*each: Tensor) -> Tensor:
             return self._product(dict(zip(given, each, strict=True)), len(columns))
 
-        def one_by_one() -> Tensor:
-            return torch.stack([pull(*(each[k] for each in there)) for k in range(count)])
+        def one_by_one(columns: Sequence[Tensor]) -> Tensor:
+            return torch.stack([pull(*each) for each in zip(*columns, strict=True)])
 
         if count == 1 or self.is_sparse:
-            return one_by_one()
-        key = self._form(there)
-        if _VECTORISED.get(key, True) is False:
-            return one_by_one()
+            return one_by_one(there)
         try:
             with warnings.catch_warnings():  # for functions that vmap calls once for each column
                 warnings.filterwarnings("ignore", "There is a performance drop")
-                made: Tensor = torch.vmap(pull)(*there)
-            if key in _VECTORISED or is_dry_run() or is_traced():
-                return made
-            if len(_VECTORISED) >= MANY:
-                _VECTORISED.clear()
-            whole = pull(*(each.sum(0) for each in there))
-            is_right = _is_sum(made, whole)
-            if not is_right or bool(whole.any()):  # zeros prove nothing
-                _VECTORISED[key] = is_right
-            if is_right:
-                return made
+                if is_dry_run() or self._is_vectorised(given, there, torch.vmap(pull), one_by_one):
+                    made: Tensor = torch.vmap(pull)(*there)
+                    return made
         except RuntimeError:
             pass
-        return one_by_one()
+        return one_by_one(there)
 
-    def _form(self, columns: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Return what a batching rule may depend on: function, options, and shapes that it takes."""
+    def _is_vectorised(
+        self,
+        outputs: Sequence[int],
+        columns: Sequence[Tensor],
+        vectorised: Callable[..., Tensor],
+        one_by_one: Callable[..., Tensor],
+    ) -> bool:
+        """Tell whether a vectorised call on columns at some outputs is right, which random cotangents show."""
+        shapes = [(min(PROBES, len(each)), *each.shape[1:]) for each in columns]
+        case = self.form, *outputs, *shapes, *((each.dtype, each.device.type) for each in columns)
+        verdict = _VECTORISED.get(case)
+        if verdict is not None or is_traced():
+            return bool(verdict)
+        drawn = torch.Generator().manual_seed(0)
+        probes = [
+            torch.randn(own, generator=drawn, dtype=each.dtype, device="cpu").to(each.device)
+            for each, own in zip(columns, shapes, strict=True)
+        ]
+        known, tried = one_by_one(probes), vectorised(*probes)
+        is_right = _is_close(tried, known)
+        if bool(known.isfinite().all() & known.any()):  # zeros and NaN prove nothing
+            _VECTORISED.note(case, is_right)
+        return is_right
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """The facts that decide on the node's work, but for factors and the numbers in tensors."""
         node = self.node
-        options = (*options_of(node), *extents_of(node))
         inputs = [above and tuple(made_by(above)[number].shape) for above, number in node.next_functions]
-        taken = [tuple(each.shape[1:]) for each in columns]
-        return type(node), self.place, tuple(self.operand.shape), *taken, *options, *inputs
+        given = self.place, self.operand.shape, *self.shapes, *inputs
+        return type(node), node.name(), *given, *facts_of(node)
 
     def _product(self, cotangents: dict[int, Tensor], outputs: int) -> Tensor:
         """Return the gradient of the parameter from one cotangent at each of some outputs."""
@@ -325,11 +339,9 @@ def _place_of_gradient(node: Any, place: int) -> int:
     return wanted[before] if before < len(wanted) else place
 
 
-def _is_sum(columns: Tensor, whole: Tensor) -> bool:
-    """Tell whether gradients of columns add up to that of their sum, as for any linear function."""
-    if not whole.numel() or columns.shape[1:] != whole.shape:
-        return columns.shape[1:] == whole.shape
-    total, wide = columns.sum(0), columns.abs().amax() * len(columns)
-    tolerance = torch.finfo(whole.dtype).eps ** 0.5
-    difference = (total - whole).abs().amax()
-    return not bool(difference > tolerance * wide) and bool(difference.isfinite() | ~wide.isfinite())
+def _is_close(tried: Tensor, known: Tensor) -> bool:
+    """Tell whether two results are equal up to rounding; NaN is not."""
+    if tried.shape != known.shape or not known.numel():
+        return tried.shape == known.shape
+    tolerance = torch.finfo(known.dtype).eps ** 0.5
+    return bool((tried - known).abs().amax() <= tolerance * known.abs().amax())

@@ -5,6 +5,7 @@ Such operands leave no edge on the graph, but may hold samples. A node in no tab
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from packprop.engine.functions.entry import plain_options
@@ -20,6 +22,7 @@ from packprop.engine.functions.nodes import (
     LINEAR,
     PIECEWISE,
     PRODUCTS,
+    function_of,
     has_option,
     kind_of,
     made_by,
@@ -88,7 +91,7 @@ CURVED = names_of_nodes("""
     Nansum IndexPut IndexPutImpl ViewAsReal ViewAsComplex Real Imag Conj Complex FftC2C FftR2C FftC2R
     Vdot SparseAddmm Div Addcdiv MseLoss SoftMarginLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits
     NllLoss NllLoss2D KlDiv
-""").union(ELEMENTWISE - names_of_nodes("Softplus Elu Celu Hardswish"), PRODUCTS - {"PreluKernel"})
+""").union(ELEMENTWISE - names_of_nodes("Softplus Elu Celu Hardswish Logit"), PRODUCTS - {"PreluKernel"})
 """Functions whose second derivatives tell which entries meet in them; unknown ones may be linear by parts."""
 
 NORMS = names_of_nodes("LinalgVectorNorm Norm Dist")
@@ -102,8 +105,13 @@ def is_linear(node: Node, dependent: Sequence[int]) -> bool:
 
 
 def has_kinks(node: Node, dependent: Sequence[int]) -> bool:
-    """Tell whether a node may be linear by parts but not everywhere, as all norms of one number are."""
+    """Tell whether a node may be linear by parts but not everywhere, as all norms of one number are.
+
+    A power with a tensor as its exponent is linear as long as that is one, or zero.
+    """
     name = name_of_node(node)
+    if name == "Pow" and "_raw_saved_exponent" in raw_names(type(node)):
+        return True
     if name in NORMS and _exponent(node) == 2:
         above, output = node.next_functions[dependent[0]]
         return torch.Size(made_by(above)[output].shape).numel() == torch.Size(made_by(node)[0].shape).numel()
@@ -137,6 +145,41 @@ def options_of(node: Node) -> Sequence[Any]:
 def extents_of(node: Node) -> Sequence[Any]:
     """Return the saved extents of a node, which vary with the batch."""
     return [plain_options(getattr(node, name)) for name in _options_of_type(type(node))[1]]
+
+
+def facts_of(node: Any) -> list[Any]:
+    """Return what a node has saved: options, those of users' functions too, and shapes of tensors.
+
+    No shapes in a checkpoint, which would run again, and once the graph is freed.
+    """
+    found = [*options_of(node), *extents_of(node), own_options(node)]
+    if not keeps_elsewhere(node):
+        with contextlib.suppress(RuntimeError):
+            given = node.saved_tensors if isinstance(node, BackwardCFunction) else saved_tensors(node)
+            found += [None if each is None else (*each.shape, each.dtype) for each in given]
+    return found
+
+
+def own_options(node: Node) -> Any:
+    """Return the class of a user's own function, and what it has kept."""
+    if not isinstance(node, BackwardCFunction):
+        return None
+    function = function_of(node)
+    kept = tuple((key, option_of(value)) for key, value in sorted(vars(node).items()))
+    return function.__module__, function.__qualname__, kept
+
+
+def option_of(value: Any) -> Any:
+    """Return a number, a text or a type of numbers as it is, and the class of any other value.
+
+    Floats are factors, which many loops change slowly: 0 and 1 alone count, which functions ask for, and which
+    hide that a rule forgets a factor.
+    """
+    if isinstance(value, (list, tuple)):
+        return tuple(map(option_of, value))
+    is_asked_for = isinstance(value, float) and value in (-1.0, 0.0, 1.0)
+    is_plain = is_asked_for or isinstance(value, (int, str, torch.dtype, torch.device))
+    return value if is_plain else type(value)
 
 
 def numbers_of_type(kind: type) -> tuple[str, ...]:

@@ -20,8 +20,6 @@ from packprop.engine.tensors.traced import is_traced
 from packprop.errors import BadInput, OfParameter
 
 ASKED = "A quantity beyond the gradient was asked for."
-MANY = 1024
-"""The number of places, shapes and layouts that packprop remembers for a rule."""
 
 
 def checked(call: NodeCall, rule: Rule) -> Entry | None:
@@ -47,17 +45,14 @@ def checked(call: NodeCall, rule: Rule) -> Entry | None:
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
         structure = made_by_rule.structure_of(cotangents, layouts, samples)
-        case = (call.place, tuple(call.operand.shape), tuple(call.shapes), tuple(layouts))
-        if case in proven or current.trusted or is_dry_run() or is_traced():
+        if current.trusted or is_dry_run() or is_traced() or all(each is None for each in cotangents):
             return structure
-        if all(each is None for each in cotangents):
-            return structure
-        with torch.no_grad():
-            is_proven = _sums_up(call, rule, made_by_rule, (cotangents, layouts, samples))
-        if len(proven) >= MANY:
-            proven.clear()
-        if is_proven:
-            proven.add(case)
+        case = call.form, *layouts
+        if case not in proven:
+            with torch.no_grad():
+                is_proven = _sums_up(call, rule, made_by_rule, (cotangents, layouts, samples))
+            if is_proven:
+                proven.note(case)
         return structure
 
     return entry.but(structure_of=structure_of)

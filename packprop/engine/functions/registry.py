@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.node_calls import Form, NodeCall
 from packprop.engine.functions.nodes import function_of, short_name
+from packprop.engine.functions.verdicts import Verdicts
 from packprop.errors import BadInput
 
 NodeRule = Callable[[NodeCall], Entry | None]
@@ -27,13 +28,13 @@ class Rule(NamedTuple):
     Args:
         entry_of: The rule.
         form: Its requirement on a leaf that only changed its form.
-        proven: The places, shapes and layouts for which the rows of a user's rule summed to the gradient;
-            ``None`` for a rule of the library.
+        proven: Calls, by form and layouts, where the rows of a user's rule summed to the gradient; ``None``
+            for a rule of the library.
     """
 
     entry_of: NodeRule
     form: Form = "entries"
-    proven: set[Any] | None = None
+    proven: Verdicts | None = None
 
 
 RULES: dict[Any, Rule] = {}
@@ -81,7 +82,7 @@ def register_use(
 
     def register(rule: NodeRule) -> NodeRule:
         for each in functions:
-            RULES[short_name(each) if isinstance(each, str) else each] = Rule(rule, "shape", set())
+            RULES[short_name(each) if isinstance(each, str) else each] = Rule(rule, "shape", Verdicts())
         return rule
 
     return register

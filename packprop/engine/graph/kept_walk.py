@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.engine.functions.entry import plain_options
-from packprop.engine.functions.losses import LOSSES
+from packprop.engine.functions.losses import LOSSES, told_axes
 from packprop.engine.functions.node_calls import NodeSlot
 from packprop.engine.functions.node_rules import entries_of_node
 from packprop.engine.functions.nodes import is_from_outside, made_by, name_of_node
@@ -129,10 +129,11 @@ def _add_marks(found: Outline, node: Node, marks: dict[str, Any], key: list[Any]
         return False
     if LOSS in marks:
         loss, output = marks[LOSS]
-        if loss.documents is not None or loss.function not in LOSSES:
+        if loss.documents is not None or loss.function not in LOSSES or loss.released:
             return False
         found.losses[node] = loss
         key += (loss.function, *loss.shape, loss.declared, output)
+        key += told_axes(loss.function, loss.args, loss.kwargs)
     for output, (forward, shape) in marks.get(OUTPUT, {}).items():
         found.outputs[node, output] = forward, shape
         key += (id(forward.module()), forward.declared, output, *shape)

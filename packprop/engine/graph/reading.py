@@ -16,7 +16,7 @@ alternative would hide layers that mix samples:
 * A function of parameters alone that turns a tensor in which samples meet into one in which they are separate,
   and does not only repeat it. It has mixed them.
 
-packprop remembers its decisions for graphs of the same structure.
+packprop remembers its decisions on undecided nodes for graphs of the same structure.
 """
 
 from __future__ import annotations
@@ -215,9 +215,8 @@ class Reading:
 
     def _kind(self, node: Node, given: Sequence[int]) -> str:
         """Return the kind of a node that takes parameters, and perhaps constants."""
-        remembered = self._trail.places[node] in self._parametric
-        kind = "parameters" if remembered else self._kind_by_operands(node, given)
-        if kind != "parameters":
+        kind, remembered = self._kind_by_operands(node, given), self._trail.places[node] in self._parametric
+        if kind == "use" or (kind == "undecided" and not remembered):
             return kind
         derived = any(node.next_functions[place][0] in self._derived for place in given)
         is_new = derived and not remembered and node in self._below
@@ -255,7 +254,7 @@ class Reading:
     @functools.cached_property
     def _parametric(self) -> frozenset[int]:
         """The places of the nodes that an earlier pass has shown to be made of parameters alone."""
-        return _PARAMETRIC.get(self._trail.structure(), frozenset()) if _PARAMETRIC else frozenset()
+        return _PARAMETRIC.get(self._trail.structure, frozenset()) if _PARAMETRIC else frozenset()
 
     @functools.cached_property
     def _takers(self) -> dict[Node, list[tuple[Node, int]]]:
@@ -328,7 +327,7 @@ class Reading:
             return False
         if len(_PARAMETRIC) >= MANY:
             _PARAMETRIC.clear()
-        structure = self._trail.structure()
+        structure = self._trail.structure
         known = _PARAMETRIC.get(structure, self._parametric)
         _PARAMETRIC[structure] = known | {self._trail.places[node]}
         return True

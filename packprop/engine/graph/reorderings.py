@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from packprop.engine.functions.entry import plain_options
 from packprop.engine.functions.nodes import (
     function_of,
     is_change_of_view,
@@ -78,15 +77,6 @@ def axes_reordered(node: Any) -> frozenset[int] | None:
         axes = len(made_by(node)[0].shape)
         return frozenset({saved_option(node, "dim") % axes} if axes else ())
     return None
-
-
-def own_options(node: Node) -> Any:
-    """Return the class of a user's own function, and the integers and strings that it has kept."""
-    if not isinstance(node, BackwardCFunction):
-        return None
-    function = function_of(node)
-    kept = tuple((key, plain_options(value)) for key, value in sorted(vars(node).items()))
-    return function.__module__, function.__qualname__, kept
 
 
 def is_opaque(node: Node) -> bool:

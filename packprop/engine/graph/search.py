@@ -61,7 +61,9 @@ class Trail:
         order: Nodes, each after all that lie upstream of it.
         names: The name of each node, in the order of the walk; ``places`` has its number in this order.
         inputs: The ``next_functions`` of each node, read once.
+        options: Axes, places and exponents that nodes have saved, and what users' functions have kept.
         extents: Extents that nodes have saved.
+        orders: Axes along which rows of nodes may be in any order.
         consumed: Leaves, each with a node that takes it.
     """
 
@@ -72,6 +74,7 @@ class Trail:
     inputs: dict[Node, Any] = field(default_factory=dict)
     options: list[Any] = field(default_factory=list)
     extents: list[Any] = field(default_factory=list)
+    orders: list[Any] = field(default_factory=list)
     leaves: dict[Node, Tensor] = field(default_factory=dict)
     consumed: list[tuple[Tensor, Node]] = field(default_factory=list)
 
@@ -93,12 +96,23 @@ class Trail:
                 sources.add(node)
         return found
 
+    @functools.cached_property
+    def functions(self) -> tuple[Any, ...]:
+        """Names, options and edges of all nodes; known after the walk.
+
+        Options enter as a text. Python's hash of a number is the number modulo 2^61 - 1, and that of -1 is -2:
+        it would take axis -1 for -2, and, as autograd shows -1 as 2^64 - 1, -2 for 6. Places and extents are
+        small.
+        """
+        return tuple(self.names.values()), repr(self.options), self.edges
+
+    @functools.cached_property
     def structure(self) -> int:
-        """Return a number that is equal for graphs of the same nodes, edges and shapes."""
+        """A number that is equal for graphs of equal ``functions`` and shapes; known after the walk."""
         shapes = []
         for node in self.places:
             try:
                 shapes.append(tuple(made_by(node)[0].shape) if node.next_functions else ())
             except RuntimeError:  # of nested tensors
                 shapes.append(())
-        return hash((tuple(self.names.values()), self.edges, tuple(shapes)))
+        return hash((self.functions, tuple(shapes)))

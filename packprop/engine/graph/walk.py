@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from packprop.engine.functions.losses import told_axes
 from packprop.engine.functions.losses.read import LOSS_NODES
 from packprop.engine.functions.nodes import (
     NORMALISATIONS,
@@ -17,7 +18,7 @@ from packprop.engine.functions.nodes import (
     name_of_node,
     short_name,
 )
-from packprop.engine.functions.operands import extents_of, options_of
+from packprop.engine.functions.operands import extents_of, options_of, own_options
 from packprop.engine.functions.saved import keeps_elsewhere
 from packprop.engine.graph.completeness import (
     find_missing,
@@ -34,7 +35,6 @@ from packprop.engine.graph.reorderings import (
     axes_reordered,
     is_opaque,
     may_change_unseen,
-    own_options,
 )
 from packprop.engine.graph.search import SAME_AS, Trail, depth_first, leaves_above, nodes_above
 from packprop.engine.graph.site import Site
@@ -109,7 +109,7 @@ def _follow(graph: Graph, starts: list[Node]) -> Trail:
         name, marks = node.name(), marks_of(node)
         trail.places[node] = len(trail.places)
         trail.names[node] = SAME_AS.get(name, name)
-        trail.options += options_of(node)
+        trail.options += (*options_of(node), own_options(node))
         trail.extents += extents_of(node)
         if LOSS in marks:
             call, output = marks[LOSS]
@@ -156,7 +156,7 @@ def _note_order(graph: Graph, trail: Trail) -> None:
             graph.hides_order = True
         elif axes:
             graph.reorderings.append((GradientEdge(node, 0), axes))
-        trail.options += [axes, own_options(node)]
+        trail.orders.append(axes)
         graph.is_opaque |= is_opaque(node)
         if axes is None or axes or (reordered and not reordered.isdisjoint(trail.neighbours[node])):
             reordered.add(node)
@@ -281,23 +281,19 @@ def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None) -> None:
 
 def _structure(graph: Graph, trail: Trail) -> int:
     """Return a number that is equal for passes of equal structure, of any extents."""
-    functions = tuple((loss.call.function, loss.call.documents is None) for loss in graph.losses)
-    return hash(
-        (tuple(trail.names.values()), repr(trail.options), tuple(use.name for use in graph.uses), functions)
-    )
+    losses = tuple((loss.call.function, loss.call.documents is None) for loss in graph.losses)
+    return hash((trail.functions, repr(trail.orders), tuple(use.name for use in graph.uses), losses))
 
 
 def _signature(graph: Graph, trail: Trail) -> int:
-    """Return a number that is equal for passes of equal structure, shapes and options.
-
-    Options enter as a text. Python's hash of a number is the number modulo 2^61 - 1, and that of -1 is -2: it
-    would take axis -1 for -2, and, as autograd shows -1 as 2^64 - 1, -2 for 6. Places and extents are small.
-    """
+    """Return a number that is equal for passes of equal structure, shapes and options."""
     uses = tuple((use.name, tuple(use.shapes)) for use in graph.uses)
-    losses = tuple((loss.call.function, loss.call.shape, loss.call.documents is None) for loss in graph.losses)
-    declared = [loss.call.declared for loss in graph.losses] + [forward.declared for forward in graph.forwards]
+    calls = [loss.call for loss in graph.losses]
+    losses = tuple((each.function, each.shape, each.documents is None) for each in calls)
+    declared = [each.declared for each in calls] + [forward.declared for forward in graph.forwards]
+    told = [told_axes(each.function, each.args, each.kwargs) for each in calls]
     places = [*graph.open, *(edge for loss in graph.losses for edge in loss.others)]
     met = tuple(tuple(made_by(edge.node)[edge.output_nr].shape) for edge in places)
     open_paths = met, tuple(loss.is_open for loss in graph.losses)
-    named = tuple(trail.names.values()), repr((trail.options, declared)), tuple(trail.extents), trail.edges
+    named = trail.functions, repr((trail.orders, declared, told)), tuple(trail.extents)
     return hash((named, uses, losses, open_paths, bool(graph.without_loss)))

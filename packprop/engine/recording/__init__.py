@@ -12,7 +12,14 @@ from packprop.engine.recording.marks import (
     marks_of,
     nodes_above,
 )
-from packprop.engine.recording.switch import disable, extend, extended, is_recording_disabled, record
+from packprop.engine.recording.switch import (
+    declared_around,
+    disable,
+    extend,
+    extended,
+    is_recording_disabled,
+    record,
+)
 from packprop.engine.recording.unchanged import SameForEachPass, unchanged
 
 __all__ = [
@@ -23,6 +30,7 @@ __all__ = [
     "RecordedLoss",
     "SameForEachPass",
     "Walks",
+    "declared_around",
     "disable",
     "extend",
     "extended",

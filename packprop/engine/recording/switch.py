@@ -338,3 +338,9 @@ def disable() -> Iterator[None]:
 def is_recording_disabled() -> bool:
     """Tell whether ``disable()`` is in force."""
     return current.disabled
+
+
+def declared_around() -> tuple[int | None, bool]:
+    """Return the axis of samples that ``record()`` around declares, and whether it declares documents."""
+    recorder = current.recorder
+    return (None, False) if recorder is None else (recorder.sample_axis, recorder.documents is not None)

@@ -10,8 +10,9 @@ another sample comes back as NaN, the samples are separate by what the functions
 passes of the same functions, options and shapes, unless a node does not show what its function computes
 (``is_opaque``). Each sample is fed NaN in half of the sweeps, no two in the same ones, so that any sample is
 fed once without any other: k sweeps are enough for as many samples as there are ways to choose k / 2 of k
-(Sperner 1928), 4 sweeps for 6 samples, 7 for 32, 10 for 128. Two random halves are enough for functions and
-options that packprop has examined at other shapes. Indices that the model computes from values stay unchecked.
+(Sperner 1928), 4 sweeps for 6 samples, 7 for 32, 10 for 128. Two random halves are enough for functions,
+options and edges that packprop has examined at other shapes: other groups of samples may meet there, but hardly
+each of them in one half, unless samples are few. Indices that the model computes from values stay unchecked.
 
 If NaN comes back in another sample's row, values keep the samples apart, and packprop feeds random numbers in
 every pass. It refuses the pass if a trainable parameter hides the mixing: the parameter's own gradient for one

@@ -14,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakIdKeyDictionary
 
 from packprop.engine.functions.nodes import name_of_node
+from packprop.engine.functions.verdicts import Verdicts
 from packprop.engine.graph.completeness import (
     MARK_THE_LOSS,
     UNKNOWN_LOSS,
@@ -49,6 +50,10 @@ MANY_WALKS = 16
 """The number of walks that are kept for a module."""
 
 
+MANY_SAMPLES = 32
+"""The number of samples from which on random halves are enough for other shapes of a known structure."""
+
+
 @dataclass(frozen=True)
 class _SampleLocations:
     """The places where the tensors of a pass hold the samples.
@@ -72,14 +77,14 @@ class _Memory:
 
     Args:
         locations: Where the samples are, if this holds for all values.
-        examined: Passes in which values hide no mixing.
+        examined: Passes in which values hide no mixing, also by their documents.
         looks: For passes whose values keep the samples apart: when to look for hidden mixing again.
         structures: Structures of ``examined`` passes, whatever their shapes.
         separate_losses: Passes whose losses are sums over samples for all values.
     """
 
     locations: dict[int, _SampleLocations] = field(default_factory=dict)
-    examined: set[int] = field(default_factory=set)
+    examined: Verdicts = field(default_factory=Verdicts)
     looks: dict[int, Look] = field(default_factory=dict)
     structures: set[int] = field(default_factory=set)
     separate_losses: set[int] = field(default_factory=set)
@@ -282,10 +287,12 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         raise _mixed(graph, mixing[0])
     if samples == 1:
         return _SampleLocations(1, chosen, first_of(fitting), True)
-    look = memory.looks.get(graph.signature)
-    if graph.signature in memory.examined or not (look is None or look.is_due(graph)):
+    look, documents = memory.looks.get(graph.signature), graph.documents
+    case = graph.signature if documents is None else hash((graph.signature, documents.numpy().tobytes()))
+    if case in memory.examined or not (look is None or look.is_due(graph)):
         return _SampleLocations(samples, chosen, first_of(fitting), False)
-    fitting, on_values, for_all = dependence(feed, samples, fitting, graph.structure not in memory.structures)
+    every = samples < MANY_SAMPLES or documents is not None or graph.structure not in memory.structures
+    fitting, on_values, for_all = dependence(feed, samples, fitting, every)
     if on_values:
         hidden = find_hidden(graph, feed, samples, fitting)
         if hidden is not None:
@@ -295,7 +302,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         if look is None:
             memory.looks[graph.signature] = Look(constants_of(graph))
     else:
-        memory.examined.add(graph.signature)
+        memory.examined.note(case)
         memory.structures.add(graph.structure)
     return _SampleLocations(samples, chosen, first_of(fitting), for_all and in_order)
 

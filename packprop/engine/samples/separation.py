@@ -36,7 +36,7 @@ from packprop.engine.samples.feeding import (
 from packprop.engine.samples.row_search import RowSearch
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.layout import Layout, layout_of_rows, possible_layouts
-from packprop.engine.tensors.traced import decided
+from packprop.engine.tensors.traced import decided, note_undecided
 
 
 def levels(samples: int, largest: float) -> Tensor:
@@ -209,6 +209,8 @@ def _found_layouts(unknown: Graph, graph: Graph) -> list[list[Layout]] | int:
     fitting, unfit = separate(
         unknown, Feed(model_outputs(graph), graph.source_layouts, unknown.uses), graph.samples
     )
+    if any(len(layouts) > 1 for (layouts,) in fitting.values()):  # as where only zeros come back
+        note_undecided()
     return first_of(fitting) if not unfit else unknown.uses.index(unfit[0])
 
 

@@ -95,6 +95,13 @@ def note_fault(condition: Tensor) -> bool:
     return trace is not None
 
 
+def note_undecided() -> None:
+    """Note that values leave a question open in this pass: no other one may take its answer over."""
+    noted = _NOTED.get()
+    if noted is not None:
+        noted.append(("nothing", None))
+
+
 def decided(asked: Hashable, decide: Callable[[], Value]) -> Value:
     """Return the answer that values give; in a traced pass, take it over from the pass before.
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packprop.engine.functions.losses.links import Link
+from packprop.engine.functions.verdicts import Verdicts
 from packprop.engine.tensors.layout import Layout, layout_of_rows
 from packprop.errors import BadInput
 
@@ -79,8 +80,8 @@ LOSSES: dict[Callable[..., Any], Rule] = {}
 INPUT_NAMES: dict[Callable[..., Any], str] = {}
 """Names of the first arguments of loss functions, if they are not ``input``."""
 
-PROVEN: dict[Callable[..., Any], set[Any]] = {}
-"""Loss functions with a rule of a user -> inputs, by shape and what was told, at which its root was right."""
+PROVEN: dict[Callable[..., Any], Verdicts] = {}
+"""Loss functions with a rule of a user -> calls, by shapes and options, for which its root was right."""
 
 
 def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> Callable[[Rule], Rule]:
@@ -91,8 +92,9 @@ def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> 
     twice differentiable convex loss, but slow for many outputs.
 
     A loss with a rule counts as a sum of one term for each sample. packprop does not check that. It compares
-    your root with the second derivatives of the loss in the first pass of each shape, where these exist and
-    the root has at most 2**24 entries; it does not check draws. ``packprop.testing.check_model`` does.
+    your root with the second derivatives of the loss in the first pass of each shape and option, where these
+    exist and the root has at most 2**24 entries. It does not check draws; ``packprop.testing.check_model``
+    does.
 
     Args:
         functions: The loss functions, or classes of loss modules without parameters, whose ``forward`` has the
@@ -107,7 +109,7 @@ def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> 
         _require_seen(each)
 
     def register(rule: Rule) -> Rule:
-        PROVEN.update({function: set() for function in functions})
+        PROVEN.update({function: Verdicts() for function in functions})
         return add_rule(rule, *functions, input_name=input_name)
 
     return register
@@ -228,6 +230,14 @@ def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             "divided by as divisor, and root=None if nothing faster is known than second derivatives",
         )
     return loss
+
+
+def told_axes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the axes that a user's rule says, which options may decide; rules of the library go by shapes."""
+    if registered(function) not in PROVEN:
+        return ()
+    loss = describe(function, args, kwargs)
+    return loss.class_axis, loss.sample_axis, loss.one_sample
 
 
 def divisors(

@@ -78,6 +78,11 @@ class LossRecorder(TorchFunctionMode):
         self.has_loss = False
         """True once a loss was recorded."""
 
+    @property
+    def is_stale(self) -> bool:
+        """Tell whether the call that ends it was interrupted, so that its closing hook did not run."""
+        return self.owner is not None and not is_running(self.owner)
+
     def start(self) -> LossRecorder:
         """Begin to see losses, in place of the recorder that did so before."""
         current.recorder = self
@@ -107,7 +112,7 @@ class LossRecorder(TorchFunctionMode):
             with self:
                 return body_of(func)(*args, **kwargs)
         out = func(*args, **kwargs)
-        if func in LOSSES and current.recorder is self and not current.disabled:
+        if func in LOSSES and current.recorder is self and not (current.disabled or self.is_stale):
             self.note(func, args, kwargs, out)
         return out
 

@@ -17,7 +17,6 @@ from packprop.engine.recording.recorder import (
     CHOOSERS,
     LossRecorder,
     current,
-    is_running,
     mark_loss,
     mark_outputs,
     step_aside,
@@ -194,7 +193,7 @@ def _mark_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def _begin_loss(module: nn.Module, args: tuple[Any, ...]) -> None:
     if _is_left_alone():
         return
-    drop_stale_recording()
+    _drop_stale_recording()
     if current.recorder is None:
         with unseen():
             if leaves_its_node(module, args):
@@ -260,11 +259,9 @@ def _has_loss(out: Tensor, loss_input: Tensor) -> bool:
     return any(LOSS in marks_of(node) for node in nodes_above([out.grad_fn], [loss_input.grad_fn]))
 
 
-def drop_stale_recording() -> None:
-    """End a recording whose call was interrupted, so that its closing hook did not run."""
-    recorder = current.recorder
-    if recorder is not None and recorder.owner is not None and not is_running(recorder.owner):
-        recorder.stop()
+def _drop_stale_recording() -> None:
+    if current.recorder is not None and current.recorder.is_stale:
+        current.recorder.stop()
 
 
 @contextlib.contextmanager
@@ -283,7 +280,7 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
         BadInput: If ``sample_axis`` or ``documents`` is no declaration; at the end, if ``documents`` were
             declared and no loss was called inside.
     """
-    drop_stale_recording()
+    _drop_stale_recording()
     if sample_axis is not None:
         _check_sample_axis("record(sample_axis=...) was entered.", sample_axis)
     if documents is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from packprop.engine.passes.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.passes.clipping import Clipping
 from packprop.engine.passes.probes import require_alone
 from packprop.engine.passes.saving import Hook, factor_of
+from packprop.engine.recording.marks import replace
 from packprop.engine.recording.unrecorded import warn_of_compiled
 from packprop.engine.samples.documents import without_plan
 from packprop.engine.tensors.dry import is_dry_run
@@ -48,19 +48,19 @@ def innermost() -> Backpack | None:
     return _local.active[-1] if _local.active else None
 
 
-_plain_backward = torch.autograd.backward
+def _taken_over(plain: Callable[..., None]) -> Callable[..., None]:
+    """Return what hands over to the innermost context; ``Tensor.backward`` calls it by its name, too."""
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        is_compiling = torch.compiler.is_compiling()  # the compiler cannot read the rest
+        context = None if is_compiling or is_dry_run() else innermost()
+        run = plain if context is None or context.is_running else context.take_over
+        return run(*args, **kwargs)
+
+    return backward
 
 
-@functools.wraps(_plain_backward)
-def _taken_over(*args: Any, **kwargs: Any) -> None:
-    is_compiling = torch.compiler.is_compiling()  # the compiler cannot read the rest
-    context = None if is_compiling or is_dry_run() else innermost()
-    run = _plain_backward if context is None or context.is_running else context.take_over
-    return run(*args, **kwargs)
-
-
-torch.autograd.backward = _taken_over
-"""``Tensor.backward`` calls it by this name, too."""
+replace(torch.autograd, "backward", _taken_over)
 
 
 def backpack(

@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 
 import packprop
 from packprop import extensions
-from packprop.engine import context
 from packprop.engine.recording.marks import marks_of, nodes_above
 from tests.references.per_sample import batch, check_rows, network, rows_by_loop
 from tests.references.running import ROWS, assert_near, make_all
@@ -153,12 +152,12 @@ def test_backpack_is_no_mode() -> None:
 def test_a_function_that_is_older_than_packprop() -> None:
     """A name that was imported before packprop leads to PyTorch's function, and past the context."""
     model, (x, y) = network(), batch()
-    assert torch.autograd.backward is not context._plain_backward
+    older = torch.autograd.backward.__wrapped__
     with (
         pytest.warns(packprop.PackpropWarning, match="No backward pass was seen"),
         packprop.backpack(extensions.BatchGrad()),
     ):
-        context._plain_backward(F.cross_entropy(model(x), y))
+        older(F.cross_entropy(model(x), y))
     assert model[0].weight.grad is not None
     assert not hasattr(model[0].weight, "grad_batch")
 

@@ -174,9 +174,6 @@ class Backpack:
         call.keeps_graph |= any(extension.keeps_graph for extension in self.extensions)
         self.is_running = True
         try:
-            if not call.is_of_tensors:
-                return call.run()
-            self._seen = True
             self._backward(call, call.run)
         finally:
             self.is_running = False
@@ -184,8 +181,9 @@ class Backpack:
     def _backward(self, call: BackwardCall, backward: Callable[[], None]) -> None:
         """Run the user's ``backward``, which is also a part of the pass that computes the extensions."""
         warn_of_compiled()
-        if not self._options.are_any or call.is_refused_by_torch:
+        if not self._options.are_any or call.is_plain:
             return backward()
+        self._seen = True
         if self._options.ranks is None:
             return self._pass(call, backward, None)
         with JointPass(self._options.ranks, self.extensions) as joint:

@@ -260,7 +260,7 @@ class _Pass:
 
     def users_pass(self, leaves: Sequence[Tensor] | None) -> None:
         """Run the user's own pass, for some leaves only if they are given."""
-        self.backward() if leaves is None else self.call.run_restricted(leaves)
+        self.backward() if leaves is None else self.call.run(leaves)
 
     def run(self, request: Request, log: Log | None = None) -> None:
         """Run the pass, and save its values."""
@@ -354,26 +354,18 @@ class BackwardCall:
         self.leaves = None if chosen is None else [leaf for leaf in leaves if leaf is not None]
 
     @property
-    def is_of_tensors(self) -> bool:
-        """Tell whether there are roots, and none is a ``GradientEdge``, whose values are not known."""
-        return bool(self.roots) and all(isinstance(root, Tensor) for root in self.roots)
-
-    @property
-    def is_refused_by_torch(self) -> bool:
-        """Tell whether torch refuses this call; its own message is then the best one."""
-        return not all(root.requires_grad for root in self.roots) or any(
-            root.numel() != 1 and given is None for root, given in zip(self.roots, self.gradients, strict=True)
+    def is_plain(self) -> bool:
+        """Tell whether the pass is torch's alone: it refuses the call, or a root is an edge, without values."""
+        return not self.roots or any(
+            not (isinstance(root, Tensor) and root.requires_grad) or (root.numel() != 1 and given is None)
+            for root, given in zip(self.roots, self.gradients, strict=True)
         )
 
-    def run(self) -> None:
-        """Run the pass as the user called it."""
+    def run(self, leaves: Sequence[Tensor] | None = None) -> None:
+        """Run the pass as the user called it, or for some leaves only."""
         gradients, older, chosen = self._given
+        chosen = chosen if leaves is None else leaves
         torch.autograd.backward(self.roots, gradients, self.keeps_graph, self.create_graph, older, chosen)
-
-    def run_restricted(self, leaves: Sequence[Tensor]) -> None:
-        """Run the pass for some leaves only."""
-        gradients = self.gradients if any(given is not None for given in self.gradients) else None
-        torch.autograd.backward(self.roots, gradients, self.keeps_graph, inputs=leaves)
 
 
 def _listed(value: Any) -> Any:

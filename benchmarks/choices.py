@@ -24,8 +24,8 @@ from benchmarks.problems import PROBLEMS, Task
 from benchmarks.run import environment, write_results
 from packprop import Plan, extensions
 from packprop.engine.algebra.choices import CHOICES
-from packprop.engine.memory.bytes import keep_freed_pages
 from packprop.engine.passes.chunks import ChunkSizes, default_chunk_sizes
+from packprop.engine.tensors.device import keep_freed_pages
 
 ASKED = (
     extensions.BatchGrad,

@@ -26,7 +26,7 @@ from benchmarks.measure import MIB, ROOT
 from benchmarks.problems import SUITES
 from benchmarks.run import RESULTS, Record, disagrees
 from benchmarks.targets import TARGETS, Missing, Records
-from benchmarks.training_page import CLIPPING, MONITOR, rows_of_clipping, rows_of_monitor
+from benchmarks.training_page import CLIPPING, MONITOR, MOST, rows_of_clipping, rows_of_monitor
 
 DOCS = ROOT / "docs"
 
@@ -599,7 +599,7 @@ def _monitor_section(content: dict[str, Any]) -> list[str]:
     return [
         "## Monitored steps (`packprop.Monitor`)",
         "A training step beside monitored ones, with the default quantities. A loop that monitors every "
-        "100th step should take at most 1.01 of a plain one.",
+        f"100th step should take at most {MOST} of a plain one.",
         markdown(MONITOR, rows_of_monitor(content)),
         _environment(content["environment"]),
     ]

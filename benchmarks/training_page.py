@@ -12,7 +12,10 @@ Row = list[str]
 CLIPPING = ["time over plain, and peak", *CONTESTANTS]
 """Heads of the table of clipped gradients."""
 
-MONITOR = ["time over plain", "plain step", "monitored step", "every 10th", "every 100th"]
+MOST = 1.01
+"""The time that a loop with a monitor at every 100th step should take at most, over plain."""
+
+MONITOR = ["time over plain", "plain step", "monitored step", "every 10th", "every 100th", f"at most {MOST}"]
 """Heads of the table of monitored steps."""
 
 
@@ -40,6 +43,7 @@ def rows_of_monitor(content: dict[str, Any]) -> list[Row]:
             f"{1000 * problem['plain_seconds']:,.1f} ms",
             f"{problem['monitored_over_plain']:.2f}",
             *(f"{problem['every'][every]:.3f}" for every in ("10", "100")),
+            "yes" if problem["every"]["100"] <= MOST else "**no**",
         ]
         for problem in content["problems"]
     ]

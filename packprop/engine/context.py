@@ -14,7 +14,6 @@ from packprop.engine.curvature.columns import Columns
 from packprop.engine.distributed.joint import JointPass
 from packprop.engine.distributed.statement import AllRanks, ranks_of
 from packprop.engine.graph.graph import Graph
-from packprop.engine.memory.bytes import keep_freed_pages
 from packprop.engine.memory.plan import Plan
 from packprop.engine.memory.planning import chunk_sizes_of_pass
 from packprop.engine.memory.search import budget_of
@@ -25,6 +24,7 @@ from packprop.engine.passes.saving import Hook, factor_of
 from packprop.engine.recording.marks import replace
 from packprop.engine.recording.unrecorded import warn_of_compiled
 from packprop.engine.samples.documents import without_plan
+from packprop.engine.tensors.device import keep_freed_pages
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.traced import decided
 from packprop.engine.user_pass import BackwardCall, PassOptions, run_pass

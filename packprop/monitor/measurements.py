@@ -109,7 +109,8 @@ def measured(
             traces,
             _update(updates[name] for name in parts if name in updates),
         )
-    return StepValues(samples, values, _sharpness(passes, samples), own)
+    sharpness = next((each.sharpness for each in passes if each.sharpness is not None), None)
+    return StepValues(samples, values, sharpness, own)
 
 
 def _joined(passes: Sequence[PassValues], which: str, names: Sequence[str]) -> Tensor:
@@ -129,15 +130,6 @@ def _update(squares: Any) -> float | None:
     pairs = list(squares)
     weight = sum(weight for _, weight in pairs)
     return math.sqrt(sum(update for update, _ in pairs) / weight) if weight > 0 else None
-
-
-def _sharpness(passes: Sequence[PassValues], samples: int) -> float | None:
-    """Return ``g^T H g / g^T g`` of the step, each pass along its own gradient; ``None`` if g is zero."""
-    bends = [(each.samples, each.bend) for each in passes if each.bend is not None]
-    square = sum(float(bend[1]) for _, bend in bends)
-    if not square > 0:
-        return None
-    return sum(samples / count * float(bend[0]) for count, bend in bends) / square
 
 
 def norm_quantiles(squares: Tensor) -> dict[str, float]:

@@ -29,6 +29,10 @@ from packprop.monitor.step import UNWATCHED, MonitoredStep, Step
 from packprop.types import EXACT, Seed
 
 ASKED = "packprop.Monitor(...) was made."
+ONE_SAMPLE = (
+    "Monitor: a step had one sample; noise needs two. Instead: larger batches, or gradient accumulation inside "
+    "one `with monitor.step():`."
+)
 
 QUANTITIES = (
     "gradient_norm",
@@ -72,8 +76,8 @@ class Monitor:
             - ``"update_ratio"``: norm of the optimizer's update over that of the parameters before it.
             - ``"ggn_trace"``: trace of the generalized Gauss-Newton matrix of the step's loss. For cross
               entropy it is that of the Fisher information. One more sweep.
-            - ``"sharpness"``: ``g^T H g / g^T g`` with the Hessian of the loss, all parameters together. Two
-              more backward passes, one of them through the gradient.
+            - ``"sharpness"``: ``g^T H g / g^T g`` with the Hessian of the loss, all parameters together, of
+              steps of one backward pass. Two more passes, one of them through the gradient.
 
             A number is ``None`` if there is none: an open upper end, a ratio over zero.
         log: ``"print"`` for one line; a file name that ends in ``.jsonl``; a ``SummaryWriter`` or
@@ -137,6 +141,9 @@ class Monitor:
         if self._every.seconds and ranks != "own":
             why = "each rank has a clock of its own"
             raise BadInput(ASKED, f"every={every!r} with ranks", why, "give a number of steps")
+        if "sharpness" in self._quantities and ranks != "own":
+            why = "each rank knows the curvature of its own loss alone"
+            raise BadInput(ASKED, "quantity 'sharpness' with ranks", why, "leave one of them out")
         self._confidence, self._window = confidence, window
         chosen = ranks_of(ranks)
         self._ranks = None if chosen is None else dataclasses.replace(chosen, gather=True)
@@ -146,10 +153,9 @@ class Monitor:
         traced = EXACT if mc_samples is None else Seed("ggn", mc_samples=mc_samples, generator=self._generator)
         self._trace = SampleGGNTrace(traced) if "ggn_trace" in self._quantities else None
         self._noise: dict[str, deque[GradientNoise]] = {}
-        self._next, self._checked, self._current = 0, 0, UNWATCHED
-        self._told = set[str]()
+        self._next, self._checked, self._told = 0, 0, set[str]()
+        self._current: MonitoredStep | None = None
         self._walks = Walks()
-        self._warned = False
         self._spikes = SpikeWatch(on_spike, decode, reach)
         self.last: Values | None = None
         """The values of the last step that was monitored."""
@@ -194,7 +200,7 @@ class Monitor:
 
     def begin(self, number: int, loss_scale: float | Tensor = 1.0) -> MonitoredStep:
         """Return a step that is monitored whatever its number, for loops that cannot put ``with`` around it."""
-        if isinstance(self._current, MonitoredStep) and self._current.is_open:
+        if self._current is not None and self._current.is_open:
             raise BadInput(
                 "monitor.step() was called.",
                 f"step {self._current.number}, which is under way",
@@ -212,14 +218,9 @@ class Monitor:
         )
         self._begun = time.monotonic()
         self._generator.manual_seed(((self._seed << 32) + number) % 2**63)  # also in a continued run
+        updates = "update_ratio" in self._quantities
         step = MonitoredStep(
-            self._model,
-            number,
-            watch,
-            updates="update_ratio" in self._quantities,
-            done=self._log,
-            told=self._told,
-            walks=self._walks,
+            self._model, number, watch, updates=updates, done=self._log, told=self._told, walks=self._walks
         )
         self._current = step
         return step
@@ -283,14 +284,9 @@ class Monitor:
         if "outliers" in self._quantities and values.samples:
             found = outliers(values.layers[TOTAL].squares)
             numbers["outliers"] = [{"sample": names[index], "norm": norm} for index, norm in found]
-        if values.samples == 1 and not self._warned and "noise_scale" in self._quantities:
-            self._warned = True
-            warnings.warn(
-                "Monitor: a step had one sample; noise needs two. Instead: larger batches, or gradient "
-                "accumulation inside one `with monitor.step():`.",
-                PackpropWarning,
-                stacklevel=4,
-            )
+        if values.samples == 1 and "noise_scale" in self._quantities and ONE_SAMPLE not in self._told:
+            self._told.add(ONE_SAMPLE)
+            warnings.warn(ONE_SAMPLE, PackpropWarning, stacklevel=4)
         self.last = numbers
         if self._ranks is None or torch.distributed.get_rank(self._ranks.group) == 0:
             for log in self._logs:

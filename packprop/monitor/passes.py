@@ -67,7 +67,7 @@ class PassValues:
         squares: By name of the parameter, squared norms of samples' rows ``[n]``.
         products: Inner products of the rows with the gradient ``[n]``; empty if not computed.
         traces: Traces of samples' GGN blocks ``[n]``; empty if not computed.
-        bend: ``g^T H g`` and ``g^T g``; ``None`` if not computed.
+        sharpness: Curvature along the gradient; ``None`` if it was not computed, or the gradient is zero.
     """
 
     samples: int
@@ -75,7 +75,7 @@ class PassValues:
     squares: dict[str, Tensor]
     products: dict[str, Tensor]
     traces: dict[str, Tensor]
-    bend: tuple[Tensor, Tensor] | None
+    sharpness: float | None = None
 
 
 class MonitoredPass(Backpack):
@@ -151,10 +151,10 @@ class MonitoredPass(Backpack):
         if self.given_up:
             return backward()
         self._has_failed = self.gives_up
-        bend = None
+        sharpness = None
         if self._sharpness and not call.is_plain:
             has_entries = samples_of_nothing(walk(call.roots, call.gradients, call.leaves)) is None
-            bend = self._bend(call) if has_entries else None
+            sharpness = self._curved(call) if has_entries else None
         self._reached = []
         try:
             super()._backward(call, backward)
@@ -162,7 +162,7 @@ class MonitoredPass(Backpack):
             values = self._take_off()
         self._has_failed = False
         if values is not None:
-            values.bend = bend
+            values.sharpness = sharpness
             self.brought.append(values)
 
     def _pass(self, call: BackwardCall, backward: Callable[[], None], joint: JointPass | None) -> None:
@@ -173,7 +173,7 @@ class MonitoredPass(Backpack):
     def _take_off(self) -> PassValues | None:
         """Take all values off; return ``None`` if none of the model's parameters has any."""
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        values = PassValues(0, range(0), {}, {}, {}, None)
+        values = PassValues(0, range(0), {}, {}, {})
         for home in self._reached:
             found = vars(home).pop(self._noise.savefield, None)
             trace = None if self._trace is None else vars(home).pop(self._trace.savefield, None)
@@ -196,16 +196,24 @@ class MonitoredPass(Backpack):
         values.own = range(values.samples) if self._options.ranks is None else self.rows
         return values
 
-    def _bend(self, call: BackwardCall) -> tuple[Tensor, Tensor]:
-        """Return ``g^T H g`` and ``g^T g`` of the loss before its backward pass."""
-        if len(call.roots) != 1 or call.gradients[0] is not None or call.roots[0].numel() != 1:
+    def _curved(self, call: BackwardCall) -> float | None:
+        """Return ``g^T H g / g^T g`` of the loss before its backward pass, the only one of the step."""
+        loss, parameters = call.roots[0], list(self._parameters.values())
+        asked = "Monitor(quantities=[..., 'sharpness']): the curvature along the gradient was asked for."
+        if len(call.roots) != 1 or call.gradients[0] is not None or loss.numel() != 1:
             raise PackpropError(
-                "Monitor(quantities=[..., 'sharpness']): the curvature along the gradient was asked for.",
+                asked,
                 "backward() of several tensors, or with a gradient",
                 "it is the curvature of one loss",
                 "call loss.backward() on one number, or leave 'sharpness' out",
             )
-        loss, parameters = call.roots[0], list(self._parameters.values())
+        if any(each.samples for each in self.brought):
+            raise PackpropError(
+                asked,
+                "a second backward pass in one step",
+                "no pass knows the gradient of the whole step, which the curvature of each goes along",
+                "call backward() once in a step, or leave 'sharpness' out",
+            )
         with disable():
             gradient = vjp(loss, parameters, torch.ones_like(loss))
             product, _ = hessian_product("Monitor", loss, parameters)
@@ -213,7 +221,7 @@ class MonitoredPass(Backpack):
         pairs = list(zip(gradient, curved, strict=True))
         inner = _summed([(a.double() * b[0].double()).sum() for a, b in pairs])
         square = _summed([a.double().square().sum() for a in gradient])
-        return self._meant(inner, 3), self._meant(square, 2)
+        return float(self._meant(inner / square, 1)) if square > 0 else None
 
     def _meant(self, value: Tensor, degree: int) -> Tensor:
         """Return a value for the loss that you mean, given the power with which it grows."""

@@ -79,15 +79,14 @@ class CheckedRows:
         stops: list[int] = []
         expected: list[int] = []
         for chunk in chunks:
-            start, stop, values = chunk.start, chunk.samples, chunk.checksums.get(file)
-            first = range(start, stop, step)
-            if values is not None and len(values) != len(first):
-                raise ValueError(
-                    f"{len(values)} checksums for {len(first)} blocks of rows {start} to {stop - 1}"
-                )
-            starts += first
-            stops += [min(each + step, stop) for each in first]
-            expected += [ZEROS] * len(first) if values is None else values
+            blocks = range(chunk.start, chunk.samples, step)
+            values = chunk.checksums.get(file, [ZEROS] * len(blocks))
+            if len(values) != len(blocks):
+                said = f"{len(values)} checksums for {len(blocks)} blocks"
+                raise ValueError(f"{said} of rows {chunk.start} to {chunk.samples - 1}")
+            starts += blocks
+            stops += [min(start + step, chunk.samples) for start in blocks]
+            expected += values
         self._starts, self._stops = np.array(starts, np.int64), np.array(stops, np.int64)
         self.expected, self._unread = expected, np.ones(len(starts), bool)
         """The checksums of its blocks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from packprop.engine.tensors import tensor_of
-from packprop.errors import Absent, BadInput, PackpropError
+from packprop.errors import Absent, BadInput, PackpropError, require_number
 from packprop.store.arguments import whole_number
 from packprop.store.checksums import CheckedRows
 from packprop.store.folder import ArrayHeader, is_begun
 from packprop.store.frames import to_frame
 from packprop.store.plain import DESCRIPTIONS, as_tensor
-from packprop.store.search import Found, extreme_products
+from packprop.store.search import Found, extremes_and_sums, products_of_rows
 from packprop.store.shard import IDENTIFIERS, Shard, require_plain_files
 
 BLOCK = 32 * 2**20
@@ -341,7 +341,13 @@ class Store(Mapping[Any, Any]):
                 f"rows of {quantity!r} are those of {sorted(arrays) or 'nothing'}",
                 "give one tensor [q, ...] for each of these, by name; a tensor alone where there are none",
             )
-        found = extreme_products(asked, arrays, by_parameter, k, memory, largest)
+        require_number(asked, "k", k, "number of samples")
+        require_number(asked, "memory", memory, "number of bytes")
+        blocks = products_of_rows(asked, arrays, by_parameter, memory)
+        return self.identified(extremes_and_sums(blocks, k, largest)[0])
+
+    def identified(self, found: Iterable[tuple[Tensor, Tensor]]) -> tuple[Found, ...]:
+        """Return rows and their products with the identifiers of the samples."""
         return tuple(
             Found(products, self._identifiers[rows.reshape(-1)].reshape(rows.shape), rows)
             for rows, products in found

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from packprop.engine.tensors import accumulation_dtype
-from packprop.errors import BadInput, PackpropError, require_number
+from packprop.errors import BadInput, PackpropError
 
 
 class Found(NamedTuple):
@@ -26,56 +26,63 @@ class Found(NamedTuple):
     rows: Tensor
 
 
-def extreme_products(
-    asked: str,
-    arrays: Mapping[str, Any],
-    queries: Mapping[str, Tensor],
-    k: int,
-    memory: int,
-    largest: Sequence[bool] = (True,),
-) -> list[tuple[Tensor, Tensor]]:
-    """Find rows ``[q, k]`` with the largest, or smallest, inner products with queries, and these ``[q, k]``.
+def products_of_rows(
+    asked: str, arrays: Mapping[str, Any], queries: Mapping[str, Tensor], memory: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the first of some stored rows, and their inner products with queries ``[q, n]``, block by block.
 
-    Products add up over arrays, in at least float32. One reading finds everything.
+    Products add up over arrays, in at least float32. Current rows and products take ``memory`` bytes. There is
+    one block at least, if only an empty one.
 
     Raises:
-        BadInput: For queries of another shape than the rows, complex ones, or a ``k`` or ``memory`` that
-            is no positive number.
+        BadInput: For queries of another shape than the rows, or complex ones.
         PackpropError: For products that are not finite.
     """
-    require_number(asked, "k", k, "number of samples")
-    require_number(asked, "memory", memory, "number of bytes")
     flat = _flat(asked, arrays, queries)
-    first = next(iter(flat.values()))
-    nothing = first.new_empty(len(first), 0, dtype=torch.int64), first.new_empty(len(first), 0)
-    best = [nothing for _ in largest]
-    for start, products in _blocks(asked, arrays, flat, memory):
-        best = [better(known, products, start, k, side) for known, side in zip(best, largest, strict=True)]
-    return best
+    step = max(1, memory // bytes_of_a_row(arrays, len(next(iter(flat.values())))))
+    for start in range(0, max(1, len(next(iter(arrays.values())))), step):
+        products: Tensor | None = None
+        for name, array in arrays.items():
+            block = array.lent(start, start + step).to(flat[name].dtype)
+            block = block.reshape(len(block), flat[name].shape[1])
+            part = flat[name] @ block.mT
+            del block
+            products = part if products is None else products.add_(part)
+        assert products is not None
+        _require_finite(asked, products, start)
+        yield start, products
 
 
-def summed_products(
-    asked: str, arrays: Mapping[str, Any], queries: Mapping[str, Tensor], groups: Tensor, memory: int
-) -> Tensor:
-    """Return inner products with queries, added up over the rows of each group: ``[q, g]``, in one reading.
+def extremes_and_sums(
+    blocks: Iterable[tuple[int, Tensor]],
+    k: int,
+    largest: Sequence[bool] = (True, False),
+    groups: Tensor | None = None,
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+    """Find rows with the largest, or smallest, products with queries, and sums over groups of rows.
 
     Args:
-        asked: The call of the user, for messages.
-        arrays: Stored rows.
-        queries: The same number for each array.
-        groups: The number of each row's group ``[n]``.
-        memory: Bytes for the current rows.
+        blocks: The number of the first of some rows, and their products ``[q, n]``, one block after the other.
+        k: The number of rows; fewer if there are no more.
+        largest: For each search, ``True`` for the largest products.
+        groups: The number of each row's group ``[n]``; rows without one count for none.
 
-    Raises:
-        BadInput: For queries of another shape than the rows, and complex ones.
-        PackpropError: For products that are not finite.
+    Returns:
+        For each search, rows and products ``[q, k]``; sums ``[q, g]``, if there are groups.
     """
-    flat = _flat(asked, arrays, queries)
-    count = len(next(iter(flat.values())))
-    sums = torch.zeros(count, int(groups.max()) + 1, dtype=torch.float64, device="cpu")
-    for start, products in _blocks(asked, arrays, flat, memory):
-        sums.index_add_(1, groups[start : start + products.shape[1]], products.double())
-    return sums
+    best: list[tuple[Tensor, Tensor]] = []
+    sums: Tensor | None = None
+    count = int(groups.max()) + 1 if groups is not None and len(groups) else 0
+    for start, products in blocks:
+        nothing = products.new_empty(len(products), 0, dtype=torch.int64), products[:, :0]
+        pairs = zip(best or [nothing] * len(largest), largest, strict=True)
+        best = [_better(known, products, start, k, side) for known, side in pairs]
+        if groups is not None:
+            own = groups[start : start + products.shape[1]]
+            if sums is None:
+                sums = products.new_zeros(len(products), count, dtype=torch.float64)
+            sums.index_add_(1, own, products[:, : len(own)].double())
+    return best, sums
 
 
 def _flat(asked: str, arrays: Mapping[str, Any], queries: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -104,24 +111,6 @@ def _flat(asked: str, arrays: Mapping[str, Any], queries: Mapping[str, Tensor]) 
     return flat
 
 
-def _blocks(
-    asked: str, arrays: Mapping[str, Any], flat: Mapping[str, Tensor], memory: int
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield the first of some rows, and their products ``[q, n]``, block by block."""
-    step = max(1, memory // bytes_of_a_row(arrays, len(next(iter(flat.values())))))
-    for start in range(0, len(next(iter(arrays.values()))), step):
-        products: Tensor | None = None
-        for name, array in arrays.items():
-            block = array.lent(start, start + step).to(flat[name].dtype)
-            block = block.reshape(len(block), flat[name].shape[1])
-            part = flat[name] @ block.mT
-            del block
-            products = part if products is None else products.add_(part)
-        assert products is not None
-        _require_finite(asked, products, start)
-        yield start, products
-
-
 def bytes_of_a_row(arrays: Mapping[str, Any], queries: int) -> int:
     """Return the bytes of a search for ``queries`` queries for each current row, one array at a time."""
     rows = 0
@@ -136,7 +125,7 @@ def _products_dtype(dtype: torch.dtype) -> torch.dtype:
     return accumulation_dtype(dtype) if dtype.is_floating_point or dtype.is_complex else torch.float64
 
 
-def better(
+def _better(
     known: tuple[Tensor, Tensor], products: Tensor, start: int, k: int, largest: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the ``k`` best of known rows with their products, and of products with rows from ``start`` on."""

@@ -107,51 +107,51 @@ class StoreWriter:
         notes: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder, self.extensions, self.identify = Path(folder), tuple(extensions), identify
-        self._asked = f"StoreWriter({str(folder)!r}) was opened."
-        self._model, self._dtype, self._seconds = model, dtype, seconds_of(self._asked, seconds)
-        require_storable(self._asked, self.extensions)
-        require_precision(self._asked, dtype)
+        asked = f"StoreWriter({str(folder)!r}) was opened."
+        self._model, self._dtype, self._seconds = model, dtype, seconds_of(asked, seconds)
+        require_storable(asked, self.extensions)
+        require_precision(asked, dtype)
         self._header = ShardHeader(
-            *shard_numbers(self._asked, shard, shards),
+            *shard_numbers(asked, shard, shards),
             [described_extension(extension) for extension in self.extensions],
             described_model(model),
-            notes_of(self._asked, notes),
+            notes_of(asked, notes),
             packprop_version() or "unknown",
             (),
             secrets.randbits(32),
         )
         self._place = folder_of_shard(self.folder, self._header.shard)
         self._finishing: Future[None] | None = None
-        with writable(self._asked, self.folder, self._place):
-            require_place(self._asked, self.folder)
-            require_plain_files(self._asked, self.folder, writes=True)
+        with writable(asked, self.folder, self._place):
+            require_place(asked, self.folder)
+            require_plain_files(asked, self.folder, writes=True)
             self._place.mkdir(parents=True, exist_ok=True)
             self._lock: Lock | None = Lock(self._place)
             try:
-                self._begin(resume)
+                self._begin(asked, resume)
             except BaseException:
                 self._lock.close()
                 raise
         self._pool = ThreadPoolExecutor(1, "packprop-store")
         self._open_bytes, self._began = 0, time.monotonic()
 
-    def _begin(self, resume: bool) -> None:
+    def _begin(self, asked: str, resume: bool) -> None:
         """Start a shard, or go on with an existing one."""
         self._samples = GrowingArray(self._place / SAMPLES, (), torch.int64)
         self._arrays: dict[Key, GrowingArray] = {}
         self._mark = Mark()
-        require_same_store(self._asked, self.folder, self._header)
-        shard = Shard(self._place, self._asked) if (self._place / HEADER).exists() else None
+        require_same_store(asked, self.folder, self._header)
+        shard = Shard(self._place, asked) if (self._place / HEADER).exists() else None
         if shard is None and is_begun(self._place):
-            ShardHeader.load(self._place, self._asked)  # says why
+            ShardHeader.load(self._place, asked)  # says why
         if shard is not None and not resume:
-            require_unmarked(self._asked, self.folder, shard)
+            require_unmarked(asked, self.folder, shard)
             # no row was marked: the writer was killed before the end of its first chunk
             for name in (*(each.file for each in shard.header.arrays), SAMPLES, CHUNKS):
                 (self._place / name).unlink(missing_ok=True)
         if shard is None or not resume:
             self._header.save(self._place)
-            self._marks = Marks(self._place, self._asked, self._header.token)
+            self._marks = Marks(self._place, asked, self._header.token)
             return
         self._header, self._marks, self._mark = shard.header, shard.marks, shard.marks.last
         self._arrays = {key: shard.file(header) for key, header in shard.arrays.items()}
@@ -207,8 +207,7 @@ class StoreWriter:
             BadInput: For values that have no row for each sample, or have other rows or names than before.
             PackpropError: If a parameter has no values, or the disk does not take them.
         """
-        self._require_open()
-        asked = f"StoreWriter({str(self.folder)!r}).write(...) was called."
+        asked = self._called("write")
         terms = divisor(asked, terms)
         self.require_model(asked, self._model)
         taken = taken_from(self._model, self.extensions, terms, unused_are_zero)
@@ -217,7 +216,7 @@ class StoreWriter:
         taken |= {(name, ""): value for name, value in values.items()}
         rows = next(iter(taken.values()), None)
         samples = len(rows) if isinstance(rows, Tensor) and rows.dim() else 0
-        self.add(taken, samples, terms, identifiers)
+        self._append(asked, taken, samples, terms, identifiers)
         for extension in self.extensions:
             for parameter in self._model.parameters():
                 vars(parameter).pop(extension.savefield, None)
@@ -233,12 +232,16 @@ class StoreWriter:
             BadInput: For values that have no row for each sample, or have other rows than before.
             PackpropError: If the disk does not take them.
         """
-        self._require_open()
-        samples, terms = samples_and_terms(self._asked, samples, terms)
+        self._append(self._called("add"), values, samples, terms, identifiers)
+
+    def _append(
+        self, asked: str, values: Mapping[Key, Tensor], samples: int, terms: float, identifiers: Any
+    ) -> None:
+        samples, terms = samples_and_terms(asked, samples, terms)
         start, total = self.samples, self.samples + samples
-        numbers = identifiers_of(self._asked, identifiers, start, samples, self._header)
-        rows = {key: converted(self._asked, key, value, self._dtype) for key, value in values.items()}
-        require_rows(self._asked, rows, samples, self._arrays)
+        numbers = identifiers_of(asked, identifiers, start, samples, self._header)
+        rows = {key: converted(asked, key, value, self._dtype) for key, value in values.items()}
+        require_rows(asked, rows, samples, self._arrays)
         size = self._open_bytes + sum(value.numel() * value.dtype.itemsize for value in rows.values())
         ends = size >= CHUNK or time.monotonic() - self._began >= self._seconds
         ends &= size >= WAITING * CHUNK or self._finishing is None or self._finishing.done()
@@ -283,8 +286,11 @@ class StoreWriter:
 
     def commit(self) -> None:
         """Finish the open chunk now, and wait until it is on the disk."""
-        self._require_open()
-        self._finish_chunk()
+        self._called("commit")
+        self._wait()
+        with self._to_disk():
+            self._for_all(lambda array: array.fill(self.samples))
+        self._mark_chunk()
         self._wait()
 
     def resume_at(self, samples: int, terms: float, checksum: int | None = None) -> None:
@@ -300,17 +306,17 @@ class StoreWriter:
             BadInput: If it holds fewer than these, or others, or for anything but such numbers.
             PackpropError: If remaining rows of a chunk that it cuts have changed.
         """
-        self._require_open()
-        samples, terms = samples_and_terms(self._asked, samples, terms)
+        asked = self._called("resume_at")
+        samples, terms = samples_and_terms(asked, samples, terms)
         self._wait()
-        require_held(self._asked, self._place, self._marks, self.samples, samples, checksum)
+        require_held(asked, self._place, self._marks, self.samples, samples, checksum)
         if samples > self._marks.last.samples:
             self.commit()
         mark, last = Mark(samples, terms), self._marks.last
         with self._to_disk():
             # first: only rows without a mark can be cut off
             if (samples, terms) != (last.samples, last.terms):
-                self._marks.add(cut_mark(self._asked, mark, self._marks.chunks, self._files))
+                self._marks.add(cut_mark(asked, mark, self._marks.chunks, self._files))
             self._mark = mark
             self._for_all(lambda array: array.cut(samples))
 
@@ -364,13 +370,6 @@ class StoreWriter:
         self._header = header
         self._arrays.update({key: array for key, (_, array) in zip(new, begun, strict=True)})
 
-    def _finish_chunk(self) -> None:
-        """Write the waiting rows, and have them marked when they are on the disk."""
-        self._wait()
-        with self._to_disk():
-            self._for_all(lambda array: array.fill(self.samples))
-        self._mark_chunk()
-
     def _mark_chunk(self) -> None:
         """Have the rows so far marked when they are on the disk."""
         files, mark, start = self._files, self._mark, self._marks.last.samples
@@ -391,9 +390,11 @@ class StoreWriter:
             with self._to_disk():
                 finishing.result()
 
-    def _require_open(self) -> None:
+    def _called(self, method: str) -> str:
+        """Return the call of a method, for messages; refuse it if the writer is closed."""
         if self._lock is None:
             raise closed(self.folder)
+        return f"StoreWriter({str(self.folder)!r}).{method}(...) was called."
 
     def _to_disk(self) -> contextlib.AbstractContextManager[None]:
         return taken_by_disk(self.folder, self._place, self._marks)

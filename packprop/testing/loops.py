@@ -39,7 +39,8 @@ def layouts_of(asked: str, wholes: Sequence[Tensor], singles: Sequence[Sequence[
                 f"output {index}, of shape {list(whole.shape)}",
                 "a sample alone gives another output than in the batch: samples are mixed, or "
                 "random numbers are drawn",
-                "keep the samples apart; call eval() on layers that behave otherwise in training",
+                "keep the samples apart; call eval() on layers that behave otherwise in training; if a tensor "
+                "that holds no samples has as many rows as there are samples, give check_model singles=[...]",
             )
         layouts.append(layout)
     return layouts

@@ -101,7 +101,7 @@ def test_numbers_are_those_of_loops_over_samples() -> None:
 def test_passes_of_a_step_are_one_batch(divided: bool) -> None:
     model, x, y = built()
     rows = torch.cat([*rows_of(model, x, y).values()], 1)
-    monitor = Monitor(model, log=None, quantities=["noise_scale", "gradient_norm", "sharpness"])
+    monitor = Monitor(model, log=None, quantities=["noise_scale", "gradient_norm"])
     with monitor.step():
         for part in range(3):
             chosen = slice(4 * part, 4 * part + 4)
@@ -114,6 +114,30 @@ def test_passes_of_a_step_are_one_batch(divided: bool) -> None:
     assert monitor.last["noise_scale_low"] is None
     assert monitor.last["gradient_norm"] == pytest.approx(float(mean.norm()) * (1 if divided else 3))
     assert monitor.last["samples"] == 12
+
+
+def test_sharpness_of_several_passes_is_refused() -> None:
+    """It needs the step's gradient in each pass: along their own ones it is another number."""
+    model, x, y = built()
+    monitor = Monitor(model, log=None, quantities=["sharpness"])
+    with pytest.raises(PackpropError, match="a second backward pass in one step"), monitor.step():
+        for chosen in (slice(0, 6), slice(6, 12)):
+            F.cross_entropy(model(x[chosen]), y[chosen]).backward()
+    assert monitor.last is None
+    assert not any(vars(p) for p in model.parameters())
+    with monitor.step(number=100):
+        F.cross_entropy(model(x[:0]), y[:0], reduction="sum").backward()
+        F.cross_entropy(model(x), y, reduction="sum").backward()
+    along = monitor.last
+    with monitor.step(number=100):
+        F.cross_entropy(model(x), y, reduction="sum").backward()
+    assert along == monitor.last
+
+
+def test_sharpness_of_all_ranks_is_refused() -> None:
+    model, _, _ = built()
+    with pytest.raises(PackpropError, match="sharpness"):
+        Monitor(model, log=None, quantities=["sharpness"], ranks="all")
 
 
 def test_two_losses_of_the_same_samples_in_two_passes_are_refused() -> None:

@@ -21,6 +21,7 @@ from torch.utils.data import (
 import packprop
 from packprop import Refinement
 from packprop.applications.queries.candidates import AlongVectors, ReadSamples
+from packprop.engine.memory import LiveBytes
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions import EKFAC, BatchGrad, DiagGGNExact
 from tests.cases import ONE_OF_EACH, Case
@@ -203,6 +204,19 @@ def test_what_a_budget_asks_for_is_enough() -> None:
         of_data(given, (x, y), memory=100)
     asked = str(caught.value).rpartition("give at least ")[2]
     assert of_data(given, (x, y), memory=asked.replace(" ", "")).readings == 3
+
+
+def test_groups_keep_no_products() -> None:
+    """Products with all samples, of which there may be millions, would not fit into any budget."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(2, 2), torch.randn(4096, 2), torch.randint(2, (4096,))
+    live = LiveBytes()
+    with live:
+        found = packprop.influence((x, y), model, LOSS, (x[:64], y[:64]), k=1, groups=y, memory="1MiB")
+    assert found.readings == 1
+    assert live.peak < 64 * 4096 * 8 / 2
+    with pytest.raises(BadInput, match=r"they are for 2 rows, and each needs .* from 0 on"):
+        packprop.influence((x, y), model, LOSS, (x[:64], y[:64]), groups=[-1, 0])
 
 
 def test_refined_work_goes_on_where_it_was_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

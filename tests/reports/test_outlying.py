@@ -201,6 +201,28 @@ def test_what_fails_after_the_work_costs_the_samples_alone() -> None:
     assert found.total.gradient_norm is not None
 
 
+def test_a_shared_tensor_stays_whole() -> None:
+    """A mask ``[t, t]`` has as many rows as most batches have samples; the last batch shows what it is."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(2)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            scores: Tensor = self.head(x @ mask)
+            return scores
+
+    x, mask, y = torch.rand(10, 4), torch.rand(4, 4).tril(), CLASSES[:10]
+    batches = [((x[at : at + 4], mask), y[at : at + 4]) for at in range(0, 10, 4)]
+    found = quiet(Masked(), nn.CrossEntropyLoss(), batches, outliers=3)
+    for sample in found.outlying:
+        at = slice(sample.place, sample.place + 1)
+        loss = nn.functional.cross_entropy(Masked()(x[at], mask), y[at])
+        assert sample.loss == pytest.approx(float(loss), rel=1e-5)
+
+
 def test_tokens_of_a_mapping() -> None:
     class Summed(nn.Module):
         def __init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,18 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     assert saved["settings"]["torch"] == torch.__version__
     assert saved["total"]["parameters"] == sum(p.numel() for p in model.parameters())
     assert "gradient/conv.weight" in safetensors.torch.load_file(paths[1])
+
+
+def test_norms_that_are_not_finite(tmp_path: Path) -> None:
+    model, data = network()
+    data[0][2] = torch.nan
+    with pytest.warns(packprop.PackpropWarning, match="NaN"):
+        found = quiet(model, nn.CrossEntropyLoss(), data, curvature=False, outliers=SIZE)
+    assert math.isnan(found.outlying[-1].norm)
+    found.save(tmp_path)
+    again = Profile.load(tmp_path)
+    assert math.isnan(again.outlying[-1].norm)
+    assert again.to_html()
 
 
 def test_older_files_are_replaced(tmp_path: Path) -> None:

@@ -292,3 +292,16 @@ def test_a_place_of_another_store_is_refused(tmp_path: Path) -> None:
         with pytest.raises(BadInput, match="another store"):
             writer.resume_at(*place)
         writer.resume_at(0, 0.0, empty)
+
+
+def test_errors_name_the_call_that_was_wrong(tmp_path: Path) -> None:
+    with opened(tmp_path / "store") as writer:
+        writer.write(a=torch.zeros(2, 3))
+        for call, wrong in {
+            "write": lambda: writer.write(a=torch.zeros(2, 4)),
+            "add": lambda: writer.add({("a", ""): torch.zeros(2, 4)}, 2),
+            "resume_at": lambda: writer.resume_at(9, 9.0),
+        }.items():
+            with pytest.raises(BadInput) as error:
+                wrong()
+            assert error.value.asked == f"StoreWriter({str(tmp_path / 'store')!r}).{call}(...) was called."

@@ -104,6 +104,25 @@ def test_chosen_extensions_and_those_without_a_loop() -> None:
         check_model(*classifier(), [extensions.BatchGrad])  # type: ignore[list-item]  # wrong on purpose
 
 
+def test_a_shared_tensor_with_as_many_rows_as_samples() -> None:
+    """It cannot be told from one that holds samples, so the error says what to give."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            scores: Tensor = self.head(x * mask.sum(0))
+            return scores
+
+    x, mask, y = torch.rand(4, 4), torch.rand(4, 4).tril(), torch.tensor([0, 1, 2, 1])
+    given = Masked(), nn.CrossEntropyLoss(), (x, mask), y
+    with pytest.raises(CheckFailed, match=r"as many rows.*singles"):
+        check_model(*given)
+    check_model(*given, singles=[(row[None], mask) for row in x])
+
+
 def wrong_product(call: NodeCall) -> Entry | None:
     x = call.saved("mat1")
     return affine(call, lambda: 2 * x(), transposed=True) if call.place == 2 else None

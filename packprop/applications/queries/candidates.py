@@ -32,7 +32,7 @@ from packprop.engine.tensors import random_numbers_from, random_states, tensor_o
 from packprop.errors import BadInput, PackpropError
 from packprop.store.reading import BLOCK, Store
 from packprop.store.schema import checksum_of
-from packprop.store.search import Found, better, bytes_of_a_row, summed_products
+from packprop.store.search import Found, bytes_of_a_row, extremes_and_sums, products_of_rows
 from packprop.types import GRADIENT, Extension, Row
 
 
@@ -117,10 +117,10 @@ class StoredSamples:
 
     def find(self, rows: dict[str, Tensor]) -> Ends:
         """Search for the vectors of some queries ``[q, ...]``, by array."""
-        store, sums = self._store, None
-        largest, smallest = store.extremes(self.quantity, rows, self._wanted.k, memory=self._at_once)
-        if self._numbers is not None:
-            sums = summed_products(self._asked, self.arrays, rows, self._numbers, self._at_once)
+        store = self._store
+        blocks = products_of_rows(self._asked, self.arrays, rows, self._at_once)
+        found, sums = extremes_and_sums(blocks, self._wanted.k, groups=self._numbers)
+        largest, smallest = store.identified(found)
         return Ends(largest, smallest, sums, store.samples, store.terms)
 
 
@@ -148,7 +148,7 @@ class ReadSamples:
         wanted: What to find.
 
     Raises:
-        BadInput: For a loader that shuffles.
+        BadInput: For a loader that shuffles, and groups that are no whole numbers from 0 on.
     """
 
     quantity = "gradients"
@@ -157,6 +157,10 @@ class ReadSamples:
         self._objective, self._batches, self._wanted = objective, batches, wanted
         self._asked, self.arrays = objective.asked, rows_like(objective)
         self._readings, self._first, self._draws = 0, (0, ""), random_states()
+        self._numbers = None
+        if wanted.groups is not None:
+            size = tensor_of(wanted.groups).numel()  # the data tell later how many samples there are
+            self._numbers = numbers_of_groups(self._asked, wanted.groups, size, "they are for")
         batches.watched = True
         _require_order(self._asked, batches.source.data)
 
@@ -176,30 +180,21 @@ class ReadSamples:
             BadInput: If the data hold no sample; if they cannot be read again, or are others then.
             PackpropError: If a product is not finite.
         """
-        count, (k, groups) = len(next(iter(rows.values()))), self._wanted
-        ends = [
-            (torch.empty(count, 0, dtype=torch.int64, device="cpu"), torch.empty(count, 0, device="cpu"))
-            for _ in range(2)
-        ]
-        sums: list[Tensor] = []
         samples, terms = 0, 0.0
-        for products, of_batch in self._products(rows):
-            ends = [
-                better(known, products, samples, k, largest)
-                for known, largest in zip(ends, (True, False), strict=True)
-            ]
-            if groups is not None:
-                sums.append(products)
-            samples += products.shape[1]
-            terms += of_batch
+
+        def blocks() -> Iterator[tuple[int, Tensor]]:
+            nonlocal samples, terms
+            for products, of_batch in self._products(rows):
+                yield samples, products
+                samples += products.shape[1]
+                terms += of_batch
+
+        found, sums = extremes_and_sums(blocks(), self._wanted.k, groups=self._numbers)
         self._end_reading(samples)
-        largest, smallest = (Found(products, places, places) for places, products in ends)
-        by_group = None
-        if groups is not None:
-            numbers = numbers_of_groups(self._asked, groups, samples, "there are")
-            by_group = torch.zeros(count, int(numbers.max()) + 1, dtype=torch.float64, device="cpu")
-            by_group.index_add_(1, numbers, torch.cat(sums, 1))
-        return Ends(largest, smallest, by_group, samples, terms)
+        if self._numbers is not None:
+            numbers_of_groups(self._asked, self._numbers, samples, "there are")
+        largest, smallest = (Found(products, places, places) for places, products in found)
+        return Ends(largest, smallest, sums, samples, terms)
 
     def _products(self, rows: dict[str, Tensor]) -> Iterator[tuple[Tensor, float]]:
         """Yield the products ``[q, n]`` of each batch, and the divisor of its loss."""

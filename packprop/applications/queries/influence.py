@@ -92,7 +92,7 @@ def influence(
         k: The number of samples at each end; fewer if there are no more.
         groups: The group of each sample ``[n]``, from 0 on: its class, document or source. The
             products of a query then also add up over each group, ``Influence.groups`` ``[q, g]``: to first
-            order, the effect of leaving the whole group out. This reads a store once more.
+            order, the effect of leaving the whole group out.
         quantity: The gradients of a store, if it has ``"grad_batch"`` and ``"grad_batch_projected"``; the
             first by default.
         memory: Bytes for current rows and gradients of queries; ``None``: any number. If they do not fit

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import sys
 from pathlib import Path
-
-import torch
 
 
 def byte_count(memory: int | str) -> int | None:
@@ -44,24 +41,6 @@ def enough_text(count: int) -> str:
         more += max(1, count // 1000)
         text = byte_text(more)
     return text
-
-
-LARGEST_BLOCK = 2**25 - 2**16
-"""The largest block that glibc learns from, less room for what glibc puts around it."""
-
-
-@functools.cache
-def keep_freed_pages() -> None:
-    """Make the C library keep freed memory, once in a process.
-
-    # NOTE [Freed pages]
-    Sweeps make and drop tensors of some MiB by the hundred. glibc maps such blocks one by one, and returns them
-    and the end of its heap to the system, so the process pays for each page again; a sweep may take twice the
-    time for that. glibc stops doing so once a block of their size, up to 32 MiB, has been freed. From then on
-    it keeps 64 MiB at most, as in any program that frees a tensor of that size. The storage made here is such a
-    block. Nobody touches it, so it takes no memory. packprop does not make it under a budget.
-    """
-    torch.UntypedStorage(LARGEST_BLOCK)
 
 
 def resident_peak() -> int | None:

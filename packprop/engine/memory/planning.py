@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from packprop.engine.algebra.choices import CHOICES, forced_algorithm
 from packprop.engine.graph.graph import Graph
-from packprop.engine.memory.bytes import keep_freed_pages
 from packprop.engine.memory.dry_run import DryRun, Forward, PlannedStep, copy_without_data
 from packprop.engine.memory.mesh import mesh_of, require_not_sharded_yet
 from packprop.engine.memory.plan import (
@@ -35,6 +34,7 @@ from packprop.engine.tensors.calling import (
     require_loss,
     require_model,
 )
+from packprop.engine.tensors.device import keep_freed_pages
 from packprop.engine.tensors.dry import TensorSpec
 from packprop.engine.tensors.nesting import map_tensors, tensors_in
 from packprop.errors import BadInput

@@ -13,10 +13,14 @@ from packprop.engine.functions.losses import Loss, describe
 from packprop.engine.functions.nodes import made_by
 from packprop.engine.graph.graph import Graph, ReachedUse
 from packprop.engine.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
+from packprop.engine.tensors.device import return_freed_pages
 from packprop.engine.tensors.layout import Layout
 from packprop.engine.tensors.precision import accumulation_dtype
 
 UNMASKED = SweepOptions(needs_inputs=False, unmasked=True)
+
+LARGE = 2**22
+"""Entries of the cotangents of a sweep, together, from which on it returns the memory that it has freed."""
 
 Fitting = dict[ReachedUse, list[list[Layout]]]
 """Ways in which each output of a use may hold the samples, the usual one first."""
@@ -142,6 +146,8 @@ class Feed:
                     sizes[use, index, layout] = measured(layout.to_front(cotangent, 1)[0])
 
         sweep(self.edges, seeds, self.uses, visit, options)
+        if sum(shape.numel() for use in self.uses for shape in use.shapes) >= LARGE:
+            return_freed_pages()  # the pass itself takes its memory in other pieces
         return sizes
 
     def sizes_of_nan(self, fed: Tensor, fitting: Fitting) -> Sizes | None:

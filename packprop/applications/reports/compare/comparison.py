@@ -19,7 +19,12 @@ ASKED = "Two profiles were to be compared."
 class Comparison(ComparisonValues):
     """Two profiles of one model side by side; prints as a table, converts to JSON, draws a page."""
 
-    def _page(self) -> str:
+    def to_html(self) -> str:
+        """Return the page: one HTML file with figures, which needs no network.
+
+        Raises:
+            PackpropError: If the libraries that draw it are not installed.
+        """
         return comparison_page(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -120,16 +120,6 @@ class MemoryUse:
         """Return the part of the pass that an operation belongs to; empty if the parts are unknown."""
         return next((name for name, first, after in self.phases if first <= operation < after), "")
 
-    @classmethod
-    def read(cls, saved: dict[str, Any]) -> MemoryUse:
-        """Restore the value from JSON."""
-        read: dict[str, Any] = {
-            "timeline": [(at, size) for at, size in saved["timeline"]],
-            "phases": [(name, first, after) for name, first, after in saved.get("phases", [])],
-            "costs": [Cost(**cost) for cost in saved.get("costs", [])],
-        }
-        return cls(**{**saved, **read})
-
 
 @dataclass
 class Noted:

@@ -13,7 +13,6 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from packprop.applications.reports.profile.layers import Layer, Spectrum
 from packprop.errors import BadInput
 
 FORMAT = "profile of a network, format 2"
@@ -69,12 +68,6 @@ def json_ready(value: Any) -> Any:
     if isinstance(value, list):
         return [json_ready(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def layer_from(saved: dict[str, Any]) -> Layer:
-    """Return a row of the table, from its entry in the JSON file."""
-    factors = {name: Spectrum(**spectrum) for name, spectrum in saved["factors"].items()}
-    return Layer(**{**saved, "factors": factors})
 
 
 def read_files(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from packprop.applications.dataset.messages import explanation
 from packprop.applications.dataset.sources import Samples
 from packprop.applications.reports.profile.said import said_of
 from packprop.applications.reports.profile.table import counted
-from packprop.engine.tensors import LossFunction, apart, map_tensors, tensors_in, together
+from packprop.engine.tensors import LossFunction, apart, inputs_and_targets, map_tensors, tensors_in, together
 from packprop.errors import BadInput
 
 ASKED = "The samples with the largest gradients were to be shown."
@@ -76,7 +77,7 @@ class ReadableBatches(Batches):
 
     def __init__(self, asked: str, data: Any, batch_size: int | None = None, whole: bool = False) -> None:
         super().__init__(asked, data, batch_size, whole)
-        self._sizes: list[int] = []
+        self._extents: list[list[int]] = []
         self._spots: list[str] = []
         self._again = False
 
@@ -85,7 +86,7 @@ class ReadableBatches(Batches):
         if self._again or isinstance(self.source, Samples):
             return
         batch = apart(batch)
-        self._sizes.append(size_of(batch))
+        self._extents.append(extents_of(inputs_and_targets(batch, self._whole)))
         self._spots.append(spot_check(batch))
 
     @property
@@ -108,7 +109,8 @@ class ReadableBatches(Batches):
             return {at: self._checked(default_collate([self.source.data[at]])) for at in places}
         if self.source.is_read_once:
             raise _not_found("they can be read once", "give a list of batches, a data loader or a Dataset")
-        if sum(self._sizes) != samples:
+        sizes = [size_of(extents) for extents in self._extents]
+        if sum(sizes) != samples:
             why = (
                 "how many samples each batch had is not known: batches were read elsewhere or before, or "
                 "their first tensor has not a row for each sample, as in batches of graphs"
@@ -118,16 +120,16 @@ class ReadableBatches(Batches):
                 "give a Dataset, or a pair of tensors; of graphs, the places of the largest of "
                 "compute(..., BatchL2Grad()).norms() are their numbers in your data",
             )
-        self._again, found, begin = True, {}, 0
+        self._again, found, begin, shared = True, {}, 0, shared_among(self._extents)
         self.begin_again()
         for number, batch in enumerate(self):
             if number == len(self._spots) or spot_check(self.current) != self._spots[number]:
                 why = "they differ from one reading to the next"
                 raise _not_found(why, "give a Dataset, or a loader that gives the same batches again")
-            end = begin + self._sizes[number]
+            end = begin + sizes[number]
             for place in places:
                 if begin <= place < end:
-                    found[place] = map_tensors(_row_of(place - begin, end - begin), batch)
+                    found[place] = _row_of(place - begin, batch, shared)
             begin = end
             if begin > max(places):
                 break
@@ -198,10 +200,9 @@ def check_decode(decode: Decode | None, batch: tuple[Any, Any]) -> None:
     Raises:
         BadInput: With its exception or its result.
     """
-    size = size_of(batch)
-    if decode is not None and size:
-        inputs, targets = map_tensors(_row_of(0, size), batch)
-        _shown(0, inputs, targets, decode)
+    extents = extents_of(batch)
+    if decode is not None and size_of(extents):
+        _shown(0, *_row_of(0, batch, shared_among([extents])), decode)
 
 
 def _shown(
@@ -275,17 +276,28 @@ def _words(targets: Any) -> str | None:
     return f"{targets.item():.4g}" if targets.is_floating_point() else str(int(targets))
 
 
-def size_of(batch: Any) -> int:
+def extents_of(batch: Any) -> list[int]:
+    """Return the first extent of each tensor in a batch; 0 for one without axes."""
+    return [len(tensor) if tensor.dim() else 0 for tensor in tensors_in(batch)]
+
+
+def size_of(extents: Sequence[int]) -> int:
     """Return the number of samples in a batch, by the leading axis of its first tensor."""
-    first = next(tensors_in(batch), None)
-    return 0 if first is None or not first.dim() else len(first)
+    return extents[0] if extents else 0
 
 
-def _row_of(index: int, size: int) -> Callable[[Tensor], Tensor]:
-    def row(tensor: Tensor) -> Tensor:
-        return tensor[index : index + 1] if tensor.dim() and len(tensor) == size else tensor
+def shared_among(batches: Sequence[Sequence[int]]) -> set[int]:
+    """Return the places of tensors that have not a row for each sample in every batch, given extents."""
+    return {place for extents in batches for place, extent in enumerate(extents) if extent != extents[0]}
 
-    return row
+
+def _row_of(index: int, batch: tuple[Any, Any], shared: set[int]) -> tuple[Any, Any]:
+    """Return one sample of a batch, with a leading axis of extent one, and shared tensors whole."""
+    places = itertools.count()
+    inputs, targets = map_tensors(
+        lambda tensor: tensor if next(places) in shared else tensor[index : index + 1], batch
+    )
+    return inputs, targets
 
 
 def _not_found(why: str, instead: str) -> NotFoundAgain:

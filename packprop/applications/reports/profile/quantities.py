@@ -26,7 +26,7 @@ condition:        of the Kronecker factors A (second moment of inputs) and B (of
 
 from __future__ import annotations
 
-import math
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,33 +102,29 @@ class BoundedKFAC(KFAC):
     @property
     def rows(self) -> tuple[Row, ...]:
         """The rows of KFAC, each with the bound on its factor."""
-        seed = super().rows[0].seed
-
-        def cotangent_factor(structure: Structure) -> Tensor:
-            if isinstance(structure, Dense):
-                shape = rows(structure).shape[2:]
-            else:
-                assert structure.cotangent is not None
-                shape = structure.cotangent.shape[3:]
-            size = math.prod(shape)
-            if size > self.largest:
-                return torch.empty(0, size, device="cpu")
-            return cotangent_gram(structure, self.approximation)
-
-        def input_factor(structure: Structure) -> Tensor | None:
-            if isinstance(structure, Dense):
-                return None
-            size = structure.entries if isinstance(structure, Lookup) else structure.x.shape[3]
-            if size > self.largest:
-                return torch.empty(0, size, device="cpu")
-            return input_gram(structure, self.approximation)
-
-        return (Row(seed, cotangent_factor), Row(INPUTS, input_factor, degree=0))
+        cotangents, inputs = (
+            functools.partial(factor, largest=self.largest, approximation=self.approximation)
+            for factor in (_cotangent_factor, _input_factor)
+        )
+        return (Row(super().rows[0].seed, cotangents), Row(INPUTS, inputs, degree=0))
 
     def finish(self, values: list[Any], samples: int) -> list[Tensor]:
         """Return ``[B, A]`` or ``[B]``, with empty tensors for missing factors."""
         cotangents, inputs = values
         return [cotangents] if inputs is None else [cotangents, inputs / samples]
+
+
+def _cotangent_factor(structure: Structure, largest: int, approximation: Any) -> Tensor:
+    shape = rows(structure).shape[2:] if isinstance(structure, Dense) else structure.given_cotangent.shape[3:]
+    size = shape.numel()
+    return cotangent_gram(structure, approximation) if size <= largest else torch.empty(0, size, device="cpu")
+
+
+def _input_factor(structure: Structure, largest: int, approximation: Any) -> Tensor | None:
+    if isinstance(structure, Dense):
+        return None
+    size = structure.entries if isinstance(structure, Lookup) else structure.shape[-1]
+    return input_gram(structure, approximation) if size <= largest else torch.empty(0, size, device="cpu")
 
 
 def extensions_of(

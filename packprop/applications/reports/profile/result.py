@@ -16,13 +16,14 @@ from packprop.applications.reports.page.render import fragment_of, page_of
 from packprop.applications.reports.profile.costs import MemoryUse
 from packprop.applications.reports.profile.files import (
     check_folder,
-    layer_from,
     read_files,
     replace_file,
 )
+from packprop.applications.reports.profile.layers import Layer
 from packprop.applications.reports.profile.outlying import OutlyingSample
 from packprop.applications.reports.profile.table import footer, profile_table
 from packprop.applications.reports.profile.values import ProfileValues
+from packprop.store.schema import fitted
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,17 @@ class Profile(ProfileValues):
             BadInput: If there is no profile, or one that another version of packprop wrote.
         """
         saved, tensors = read_files(folder)
-        memory = None if saved["memory"] is None else MemoryUse.read(saved["memory"])
-        rows = {"layers": [layer_from(row) for row in saved["layers"]], "total": layer_from(saved["total"])}
-        outlying = [OutlyingSample(**each) for each in saved["outlying"]]
-        loss = math.nan if saved["loss"] is None else saved["loss"]
-        return cls(**{**saved, **rows, "loss": loss, "memory": memory, "outlying": outlying}, tensors=tensors)
+        kinds = {"layers": list[Layer], "total": Layer, "memory": MemoryUse | None}
+        saved |= {name: fitted(kind, saved[name], name) for name, kind in kinds.items()}
+        saved["outlying"] = [OutlyingSample(**_with_number(each, "norm")) for each in saved["outlying"]]
+        return cls(**_with_number(saved, "loss"), tensors=tensors)
 
-    def _page(self) -> str:
+    def to_html(self) -> str:
+        """Return the page: one HTML file with figures, which needs no network.
+
+        Raises:
+            PackpropError: If the libraries that draw it are not installed.
+        """
         return page_of(self)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
@@ -76,3 +81,8 @@ class Profile(ProfileValues):
         yield profile_table(self.layers, self.total, options.max_width)
         yield Text()
         yield from footer(self.settings, self.loss, self.samples, self.batches)
+
+
+def _with_number(saved: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the entries, one of them with NaN in place of ``None``, which stands for what is not finite."""
+    return saved if saved[name] is not None else {**saved, name: math.nan}

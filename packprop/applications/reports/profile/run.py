@@ -26,6 +26,7 @@ from packprop.applications.reports.profile.outlying import (
     NotFoundAgain,
     ReadableBatches,
     check_decode,
+    extents_of,
     outlying_samples,
     size_of,
 )
@@ -258,7 +259,7 @@ def _outputs_of_a_sample(
             f"it returned {described(value)} instead of one number",
             "use a loss with reduction='mean' or reduction='sum'",
         )
-    samples = size_of(inputs) if sharded else _samples_of(value)
+    samples = size_of(extents_of(inputs)) if sharded else _samples_of(value)
     return outputs.numel() // samples if isinstance(outputs, Tensor) and samples else None
 
 

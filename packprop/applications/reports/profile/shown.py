@@ -18,12 +18,16 @@ class Shown(ABC):
     """A result that prints as ``rich`` does, and has a page."""
 
     @abstractmethod
-    def _page(self) -> str:
-        """Return the page, as text."""
-
-    @abstractmethod
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table, piece by piece."""
+
+    @abstractmethod
+    def to_html(self) -> str:
+        """Return the page: one HTML file with figures, which needs no network.
+
+        Raises:
+            PackpropError: If the libraries that draw it are not installed.
+        """
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
@@ -32,14 +36,6 @@ class Shown(ABC):
     def to_json(self) -> str:
         """Return ``to_dict`` as text; ``null`` stands for values that are missing, infinite or NaN."""
         return json.dumps(json_ready(self.to_dict()), indent=2, allow_nan=False) + "\n"
-
-    def to_html(self) -> str:
-        """Return the page: one HTML file with figures, which needs no network.
-
-        Raises:
-            PackpropError: If the libraries that draw it are not installed.
-        """
-        return self._page()
 
     def save_page(self, path: str | Path) -> Path:
         """Write the page to a file, over an older one; return its path.

@@ -126,7 +126,7 @@ class backpack(Backpack):  # noqa: N801  # the older library's name
 
     def _run(self, run: Any, backward: Callable[[], None]) -> None:
         """Run all extensions, those for single modules first."""
-        if run.is_refused_by_torch or not (are_calls_kept() or self._without_samples):
+        if run.is_plain or not (are_calls_kept() or self._without_samples):
             super()._backward(run, backward)
             return
         start = Start(run.roots, run.gradients, run.create_graph, self.extensions, self._drawn)

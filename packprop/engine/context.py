@@ -21,14 +21,13 @@ from packprop.engine.passes.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.passes.clipping import Clipping
 from packprop.engine.passes.probes import require_alone
 from packprop.engine.passes.saving import Hook, factor_of
-from packprop.engine.recording.aside import OwnMode
-from packprop.engine.recording.switch import drop_stale_recording
+from packprop.engine.recording.marks import replace
 from packprop.engine.recording.unrecorded import warn_of_compiled
 from packprop.engine.samples.documents import without_plan
 from packprop.engine.tensors.device import keep_freed_pages
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.traced import decided
-from packprop.engine.user_pass import BackwardCall, PassOptions, retaining, run_pass
+from packprop.engine.user_pass import BackwardCall, PassOptions, run_pass
 from packprop.errors import BadInput, PackpropWarning
 from packprop.types import Extensions, Seed, check_extensions
 
@@ -47,6 +46,21 @@ _local = _Local()
 def innermost() -> Backpack | None:
     """Return the innermost active context of this thread; ``None`` outside of all."""
     return _local.active[-1] if _local.active else None
+
+
+def _taken_over(plain: Callable[..., None]) -> Callable[..., None]:
+    """Return what hands over to the innermost context; ``Tensor.backward`` calls it by its name, too."""
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        is_compiling = torch.compiler.is_compiling()  # the compiler cannot read the rest
+        context = None if is_compiling or is_dry_run() else innermost()
+        run = plain if context is None or context.is_running else context.take_over
+        return run(*args, **kwargs)
+
+    return backward
+
+
+replace(torch.autograd, "backward", _taken_over)
 
 
 def backpack(
@@ -93,7 +107,7 @@ def backpack(
     return Backpack(extensions, extension_hook, memory, debug, loss_scale, ranks, probes)
 
 
-class Backpack(OwnMode):
+class Backpack:
     """The context that ``backpack`` returns; only the innermost one is active."""
 
     call = "backpack"
@@ -110,7 +124,6 @@ class Backpack(OwnMode):
         probes: Sequence[int] | Tensor | None = None,
         clipping: Clipping | None = None,
     ) -> None:
-        super().__init__()
         self.extensions = check_extensions(f"{self.call}(...) was entered.", *extensions)
         if hook is not None and not callable(hook):
             raise BadInput(
@@ -134,7 +147,7 @@ class Backpack(OwnMode):
         self._options = PassOptions(
             self.call, self.extensions, hook, budget, debug, scale, joined, probes, clipping
         )
-        self._running = self._seen = False
+        self.is_running = self._seen = False
         self._drawn: dict[Seed, list[Columns]] = {}  # columns that extensions for modules drew for this pass
 
     def __repr__(self) -> str:
@@ -142,16 +155,12 @@ class Backpack(OwnMode):
         return f"<{self.call}({asked or '...'})>"
 
     def __enter__(self) -> Self:
-        drop_stale_recording()
         _local.active.append(self)
-        super().__enter__()  # type: ignore[no-untyped-call]  # torch's own
         self._seen = False
         return self
 
     def __exit__(self, *error: Any) -> None:
-        drop_stale_recording()
         _local.active.remove(self)
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's own
         if not self._seen and self._options.are_any and error[0] is None:
             warnings.warn(
                 f"No backward pass was seen inside `with {self.call}(...)`: call loss.backward() inside it.",
@@ -159,40 +168,23 @@ class Backpack(OwnMode):
                 stacklevel=2,
             )
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        make: Callable[..., BackwardCall]
-        if func is Tensor.backward:
-            make = BackwardCall
-        elif func is torch.autograd.backward:
-            make = BackwardCall.of_function
-        else:
-            return func(*args, **kwargs)
-        is_other = torch.compiler.is_compiling() or is_dry_run() or _local.active[-1] is not self
-        if self._running or is_other:
-            return func(*args, **kwargs)
-        call = make(*args, **kwargs)
-        self._running = self._seen = True
+    def take_over(self, *args: Any, **kwargs: Any) -> None:
+        """Run ``torch.autograd.backward`` with these arguments, and compute the extensions along with it."""
+        call = BackwardCall(*args, **kwargs)
+        call.keeps_graph |= any(extension.keeps_graph for extension in self.extensions)
+        self.is_running = True
         try:
-            if any(extension.keeps_graph for extension in self.extensions):
-                call.keeps_graph = True
-                args, kwargs = retaining(args, kwargs)
-            return self._backward(call, lambda: func(*args, **kwargs))
+            self._backward(call, call.run)
         finally:
-            self._running = False
+            self.is_running = False
             self._drawn.clear()  # a pass that failed has not taken all
 
     def _backward(self, call: BackwardCall, backward: Callable[[], None]) -> None:
-        """Run the user's ``backward``, and compute the extensions along with it."""
+        """Run the user's ``backward``, which is also a part of the pass that computes the extensions."""
         warn_of_compiled()
-        if not self._options.are_any or call.is_refused_by_torch:
+        if not self._options.are_any or call.is_plain:
             return backward()
+        self._seen = True
         if self._options.ranks is None:
             return self._pass(call, backward, None)
         with JointPass(self._options.ranks, self.extensions) as joint:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from packprop.engine.curvature.columns import Columns
 from packprop.engine.distributed.joint import JointPass
@@ -259,7 +260,7 @@ class _Pass:
 
     def users_pass(self, leaves: Sequence[Tensor] | None) -> None:
         """Run the user's own pass, for some leaves only if they are given."""
-        self.backward() if leaves is None else self.call.run_restricted(leaves)
+        self.backward() if leaves is None else self.call.run(leaves)
 
     def run(self, request: Request, log: Log | None = None) -> None:
         """Run the pass, and save its values."""
@@ -332,56 +333,51 @@ class _Pass:
 
 
 class BackwardCall:
-    """The arguments of one call of ``backward``, as ``Tensor.backward`` names them; of one root or several."""
+    """One call of ``torch.autograd.backward``, with its arguments."""
 
     def __init__(
         self,
-        root: Any,
-        gradient: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> None:
-        self.roots = _listed(root)
-        self.gradients = _listed(gradient) if gradient is not None else [None] * len(self.roots)
-        self.create_graph = create_graph
-        self.keeps_graph = create_graph if retain_graph is None else retain_graph
-        chosen = None if inputs is None else _listed(inputs)
-        self.leaves = None if chosen is None else [t for t in chosen if isinstance(t, Tensor) and t.is_leaf]
-
-    @classmethod
-    def of_function(
-        cls,
         tensors: Any,
         grad_tensors: Any = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
         grad_variables: Any = None,
         inputs: Any = None,
-    ) -> BackwardCall:
-        """Return the call of ``torch.autograd.backward`` with these arguments."""
-        gradients = grad_variables if grad_tensors is None else grad_tensors
-        return cls(tensors, gradients, retain_graph, create_graph, inputs)
+    ) -> None:
+        self.roots = _listed(tensors)
+        self._given = _listed(grad_tensors), _listed(grad_variables), _listed(inputs)
+        gradients, older, chosen = self._given
+        self.gradients = gradients or older or [None] * len(self.roots)
+        self.create_graph = create_graph
+        self.keeps_graph = create_graph if retain_graph is None else retain_graph
+        leaves = [_leaf(each) for each in chosen or ()]
+        self.leaves = None if chosen is None else [leaf for leaf in leaves if leaf is not None]
 
     @property
-    def is_refused_by_torch(self) -> bool:
-        """Tell whether torch refuses this call; its own message is then the best one."""
-        return not all(root.requires_grad for root in self.roots) or any(
-            root.numel() != 1 and given is None for root, given in zip(self.roots, self.gradients, strict=True)
+    def is_plain(self) -> bool:
+        """Tell whether the pass is torch's alone: it refuses the call, or a root is an edge, without values."""
+        return not self.roots or any(
+            not (isinstance(root, Tensor) and root.requires_grad) or (root.numel() != 1 and given is None)
+            for root, given in zip(self.roots, self.gradients, strict=True)
         )
 
-    def run_restricted(self, leaves: Sequence[Tensor]) -> None:
-        """Run the pass for some leaves only."""
-        gradients = self.gradients if any(given is not None for given in self.gradients) else None
-        torch.autograd.backward(self.roots, gradients, self.keeps_graph, inputs=leaves)
+    def run(self, leaves: Sequence[Tensor] | None = None) -> None:
+        """Run the pass as the user called it, or for some leaves only."""
+        gradients, older, chosen = self._given
+        chosen = chosen if leaves is None else leaves
+        torch.autograd.backward(self.roots, gradients, self.keeps_graph, self.create_graph, older, chosen)
 
 
-def retaining(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of ``backward`` with ``retain_graph=True``, the third one in both spellings."""
-    if len(args) > 2:
-        return (*args[:2], True, *args[3:]), kwargs
-    return args, {**kwargs, "retain_graph": True}
+def _listed(value: Any) -> Any:
+    """Return the tensors of an argument as a list; ``None`` if it was left out."""
+    if value is None:
+        return None
+    if isinstance(value, GradientEdge) or torch.overrides.is_tensor_like(value):
+        return [value]
+    return list(value.values() if isinstance(value, dict) else value)
 
 
-def _listed(value: Any) -> list[Any]:
-    return [value] if isinstance(value, Tensor) or not isinstance(value, Sequence) else list(value)
+def _leaf(chosen: Any) -> Tensor | None:
+    """Return the leaf that ``inputs=`` names, by itself or by its edge; ``None`` for any other tensor."""
+    leaf = getattr(chosen.node, "variable", None) if isinstance(chosen, GradientEdge) else chosen
+    return leaf if isinstance(leaf, Tensor) and leaf.is_leaf else None

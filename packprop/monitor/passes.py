@@ -152,7 +152,7 @@ class MonitoredPass(Backpack):
             return backward()
         self._has_failed = self.gives_up
         sharpness = None
-        if self._sharpness and not call.is_refused_by_torch:
+        if self._sharpness and not call.is_plain:
             has_entries = samples_of_nothing(walk(call.roots, call.gradients, call.leaves)) is None
             sharpness = self._curved(call) if has_entries else None
         self._reached = []

@@ -17,7 +17,6 @@ from tests.references.per_sample import batch, network, rows_by_loop
 from tests.references.refusals import check, refused
 from tests.references.running import assert_near, assert_rows_of_terms
 from tests.selection import one_in
-from tests.versions import needs_recent
 
 
 def masked(m: nn.Module) -> Tensor:
@@ -196,7 +195,6 @@ def test_a_penalty_by_an_extended_loss_module() -> None:
     check_term(penalised_network(), make, term)
 
 
-@needs_recent  # torch.autograd.backward is not seen there
 def test_two_roots() -> None:
     """A penalty that is a root of its own."""
     model = penalised_network()

@@ -19,7 +19,6 @@ from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import check, double, rows_of
 from tests.references.running import assert_near, assert_rows_of_terms, right_or_refused
 from tests.selection import one_in
-from tests.versions import needs_recent
 
 
 def test_inputs_that_come_by_another_way() -> None:
@@ -184,7 +183,6 @@ def test_samples_that_are_mixed_under_autocast_are_refused(dtype: torch.dtype) -
         loss.backward()
 
 
-@needs_recent  # torch.autograd.backward is not seen there
 def test_several_losses_given_to_backward() -> None:
     """``torch.autograd.backward([a, b])`` is the backward pass of their sum."""
     models = [double(nn.Linear(3, 2)) for _ in range(2)]

@@ -23,7 +23,7 @@ PRIVATE = {
     "_backward_hooks": {"tensors/hooks.py"},
     "_forward_cls": {"functions/nodes.py"},
     "_top_saved_tensors_default_hooks": {"eager/pieces.py"},
-    "_get_current_function_mode_stack": {"recording/aside.py"},
+    "_get_current_function_mode_stack": {"recording/recorder.py"},
     "_post_accumulate_grad_hooks": {"tensors/hooks.py"},
     "_fsdp_param_group": {"tensors/sharding.py"},
     "_unsharded_param": {"tensors/sharding.py"},

@@ -25,8 +25,8 @@ from packprop.engine.eager import pieces
 from packprop.engine.functions import saved
 from packprop.engine.functions.nodes import is_identity, is_once_differentiable
 from packprop.engine.functions.operands import saved_constants
-from packprop.engine.recording.aside import OwnMode, unseen
 from packprop.engine.recording.marks import LOSS, RecordedLoss, nodes_above
+from packprop.engine.recording.recorder import LossRecorder, unseen
 from packprop.engine.tensors.hooks import dictionaries_of_node
 from packprop.engine.tensors.state import taken_over, version
 from packprop.errors import PackpropError
@@ -437,7 +437,7 @@ def test_outside_of_a_pass_a_checkpoint_keeps_nothing() -> None:
 
 def test_the_stack_of_modes_names_the_outermost_first() -> None:
     """Leaving a mode takes the innermost off, whichever it is called on."""
-    outer, inner, tensor = OwnMode(), OwnMode(), torch.ones(1)
+    outer, inner, tensor = LossRecorder(None), LossRecorder(None), torch.ones(1)
     with outer, inner:
         assert torch.overrides._get_current_function_mode_stack() == [outer, inner]
         assert torch.overrides.has_torch_function((tensor,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -116,6 +117,27 @@ def test_backward_to_chosen_parameters(row: Row, names: list[str]) -> None:
         expected, found = (getattr(p.parameters[name], row.attribute) for p in (whole, part))
         for a, b in zip(torch.atleast_1d(found[0]), torch.atleast_1d(expected[0]), strict=True):
             assert_near(a, b, name)
+
+
+FORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "one": lambda layer: layer.weight,
+    "dictionary": lambda layer: {"weight": layer.weight},
+    "iterator": lambda layer: iter([layer.weight]),
+    "set": lambda layer: {layer.weight},
+    "edge": lambda layer: [torch.autograd.graph.get_gradient_edge(layer.weight)],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_chosen_parameters_in_any_form(form: str) -> None:
+    """PyTorch takes them in each of these."""
+    model, (x, y) = packprop.extend(network()), batch()
+    with packprop.backpack(extensions.BatchGrad()):
+        nn.functional.cross_entropy(model(x), y).backward(inputs=FORMS[form](model[0]))
+    rows = rows_by_loop(model, x, y)["0.weight"]
+    assert_near(model[0].weight.grad_batch, rows, "rows")
+    assert_near(model[0].weight.grad, rows.sum(0), "gradient")
+    assert model[0].bias.grad is None
 
 
 @pytest.mark.parametrize("extension", [extensions.BatchGrad, extensions.DiagGGNExact, extensions.KFAC])

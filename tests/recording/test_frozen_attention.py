@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
-from packprop.engine.recording.aside import CHOOSERS
+from packprop.engine.recording.recorder import CHOOSERS
 from tests.references.running import assert_near
 from tests.selection import one_in, thorough
 
@@ -77,23 +77,32 @@ def sequences() -> tuple[Tensor, Tensor]:
     return x.double(), torch.tensor([0, 2, 1, 0])
 
 
+INSIDE: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "plain": nullcontext,
+    "inside-backpack": lambda: packprop.backpack(extensions.BatchGrad()),
+    "inside-record": packprop.record,
+}
+
+
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> nn.Module:
     return MODELS[request.param]().double()
 
 
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("inside", [False, True], ids=["plain", "inside-backpack"])
+@pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
 @pytest.mark.filterwarnings("ignore:No backward pass was seen")
 def test_outputs_stay_what_they_are(
-    model: nn.Module, context: Callable[[], AbstractContextManager[Any]], inside: bool
+    model: nn.Module,
+    context: Callable[[], AbstractContextManager[Any]],
+    inside: Callable[[], AbstractContextManager[Any]],
 ) -> None:
     """To rounding: a layer alone takes its kernel only where there are no hooks on it."""
     x, _ = sequences()
     with context():
         expected = model(x)
         packprop.extend(model)
-        with packprop.backpack(extensions.BatchGrad()) if inside else nullcontext():
+        with inside():
             found = model(x)
     torch.testing.assert_close(found, expected)
 
@@ -167,11 +176,11 @@ def test_an_error_inside_puts_recording_back(error: BaseException) -> None:
         raise error
 
     handle = model.encoder.layers[0].linear1.register_forward_hook(fail)
-    with pytest.raises(type(error)), packprop.backpack(extensions.BatchGrad()):
+    with pytest.raises(type(error)), packprop.backpack(extensions.BatchGrad()), packprop.record():
         model(x)
     assert not torch.overrides._get_current_function_mode_stack()
     handle.remove()
-    with packprop.backpack(extensions.BatchGrad()):
+    with packprop.backpack(extensions.BatchGrad()), packprop.record():
         packprop.extend(nn.CrossEntropyLoss())(model(x), y).backward()
     torch.testing.assert_close(model.head.weight.grad_batch.sum(0), model.head.weight.grad)
     assert not torch.overrides._get_current_function_mode_stack()

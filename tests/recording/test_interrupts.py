@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed
@@ -86,6 +88,28 @@ def test_an_interrupt_in_a_frozen_encoder_inside_record() -> None:
         encoder(torch.randn(2, 3, 4))
     assert not torch.overrides._get_current_function_mode_stack()
     check_rows(packprop.extend(network()), *batch())
+
+
+class Interrupted(nn.Module):
+    """A loss of one's own."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside-backpack"])
+def test_an_interrupt_in_a_loss_declares_nothing_for_others(inside: bool) -> None:
+    """No hook tells that the call is over."""
+    loss = packprop.extend(Interrupted(), sample_axis=1)
+    layer = packprop.extend(nn.Linear(3, 2).double())
+    x, y = torch.randn(4, 5, 3).double(), torch.randn(4, 5, 2).double()
+    context = packprop.backpack(extensions.BatchGrad()) if inside else contextlib.nullcontext()
+    with pytest.raises(KeyboardInterrupt), context:
+        loss(layer(x), y)
+    value = F.mse_loss(layer(x), y)
+    with packprop.backpack(extensions.BatchGrad()):
+        value.backward()
+    assert len(layer.weight.grad_batch) == 4
 
 
 def test_an_error_in_the_backward_pass_leaves_nothing_on() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import packprop
@@ -139,6 +140,84 @@ def test_modes_of_the_user_see_the_calls_of_the_user_alone() -> None:
         out = loss(model(x), y)
         assert seen == plain
         out.backward()
+
+
+def test_backpack_is_no_mode() -> None:
+    """PyTorch's functions ask for modes, and take more time under them."""
+    with packprop.backpack(extensions.BatchGrad()):
+        assert not torch.overrides.has_torch_function((torch.ones(1),))
+        F.cross_entropy(network()(batch()[0]), batch()[1]).backward()
+
+
+def test_a_function_that_is_older_than_packprop() -> None:
+    """A name that was imported before packprop leads to PyTorch's function, and past the context."""
+    model, (x, y) = network(), batch()
+    older = torch.autograd.backward.__wrapped__
+    with (
+        pytest.warns(packprop.PackpropWarning, match="No backward pass was seen"),
+        packprop.backpack(extensions.BatchGrad()),
+    ):
+        older(F.cross_entropy(model(x), y))
+    assert model[0].weight.grad is not None
+    assert not hasattr(model[0].weight, "grad_batch")
+
+
+class Tagged(torch.Tensor):
+    """Notes the functions that it is given to."""
+
+    seen: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        cls.seen.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("call", [Tensor.backward, torch.autograd.backward])
+def test_tensors_of_other_classes(call: Callable[[Tensor], None]) -> None:
+    """Their class sees the call, as it does without packprop, and nothing of what packprop does."""
+    model, (x, y) = network(), batch()
+    loss = F.cross_entropy(model(x.as_subclass(Tagged)), y)
+    Tagged.seen.clear()
+    with packprop.backpack(extensions.BatchGrad()):
+        call(loss)
+    assert "backward" in Tagged.seen
+    for name, expected in rows_by_loop(model, x, y).items():
+        assert_near(model.get_parameter(name).grad_batch, expected, name)
+        assert type(model.get_parameter(name).grad_batch) is Tensor
+
+
+def test_edges_are_no_roots() -> None:
+    """The values of these are not known, so the pass is a plain one."""
+    model, (x, y) = network(), batch()
+    edge = torch.autograd.graph.get_gradient_edge(F.cross_entropy(model(x), y))
+    with (
+        pytest.warns(packprop.PackpropWarning, match="No backward pass was seen"),
+        packprop.backpack(extensions.BatchGrad()),
+    ):
+        torch.autograd.backward([edge], [torch.ones(()).double()])
+    assert model[0].weight.grad is not None
+    assert not hasattr(model[0].weight, "grad_batch")
+
+
+def test_backward_inside_of_a_pass() -> None:
+    """A pass that a hook runs is a plain one, and the context takes the next one over."""
+    models, (x, y) = [network(), network()], batch()
+
+    def hook(_: Tensor) -> None:
+        with torch.enable_grad():
+            F.cross_entropy(models[1](x), y).backward()
+
+    handle = models[0][0].weight.register_hook(hook)
+    with packprop.backpack(extensions.BatchGrad()):
+        F.cross_entropy(models[0](x), y).backward()
+        assert models[1][0].weight.grad is not None
+        assert not hasattr(models[1][0].weight, "grad_batch")
+        handle.remove()
+        F.cross_entropy(models[1](x), y).backward()
+    assert hasattr(models[1][0].weight, "grad_batch")
 
 
 def test_threads_do_not_see_each_other() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from packprop.engine.recording import OwnMode
 from packprop.engine.tensors import tensors_in
 
 
@@ -42,7 +42,7 @@ def values_read(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         yield from tensors_in([each for each in (*args, *kwargs.values()) if not isinstance(each, Tensor)])
 
 
-class Calls(OwnMode):
+class Calls(TorchFunctionMode):
     """Shows the calls of a pass, before they run.
 
     Args:

@@ -1,7 +1,6 @@
 """The forward pass: marks at losses and at the outputs of models, and hooks."""
 
 from packprop.engine.recording import switch
-from packprop.engine.recording.aside import OwnMode, is_running
 from packprop.engine.recording.marks import (
     AXIS,
     EXTENDED,
@@ -12,6 +11,7 @@ from packprop.engine.recording.marks import (
     marks_of,
     nodes_above,
 )
+from packprop.engine.recording.recorder import is_running
 from packprop.engine.recording.switch import (
     declared_around,
     disable,
@@ -26,7 +26,6 @@ __all__ = [
     "AXIS",
     "EXTENDED",
     "ForwardCall",
-    "OwnMode",
     "RecordedLoss",
     "SameForEachPass",
     "Walks",

@@ -193,29 +193,36 @@ def marks_of(node: Node) -> dict[str, Any]:
     return marks
 
 
-_register_hook, _retain_grad = Tensor.register_hook, Tensor.retain_grad
+def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+    """Put what ``make`` makes of a function of PyTorch's in its place, also if packprop is loaded again."""
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(make(original)))
 
 
-@functools.wraps(_register_hook)
-def _noted(tensor: Tensor, hook: Any) -> Any:
-    handle = _register_hook(tensor, hook)  # type: ignore[no-untyped-call]  # torch's own
-    hooks = dictionary_of(tensor)
-    if tensor.grad_fn is not None and hooks is not None:
-        noted = marks_of(tensor.grad_fn).setdefault(HOOKS, [])
-        if not any(hooks is known for known in noted):
-            noted.append(hooks)
-    return handle
+def _noted(register_hook: Callable[..., Any]) -> Callable[..., Any]:
+    def register(tensor: Tensor, hook: Any) -> Any:
+        handle = register_hook(tensor, hook)
+        hooks = dictionary_of(tensor)
+        if tensor.grad_fn is not None and hooks is not None:
+            noted = marks_of(tensor.grad_fn).setdefault(HOOKS, [])
+            if not any(hooks is known for known in noted):
+                noted.append(hooks)
+        return handle
+
+    return register
 
 
-@functools.wraps(_retain_grad)
-def _retained(tensor: Tensor) -> None:
-    _retain_grad(tensor)
-    if tensor.grad_fn is not None:
-        marks_of(tensor.grad_fn).setdefault(RETAINS, []).append(weakref.ref(tensor))
+def _retained(retain_grad: Callable[..., Any]) -> Callable[..., Any]:
+    def retain(tensor: Tensor) -> None:
+        retain_grad(tensor)
+        if tensor.grad_fn is not None:
+            marks_of(tensor.grad_fn).setdefault(RETAINS, []).append(weakref.ref(tensor))
+
+    return retain
 
 
-Tensor.register_hook = _noted  # type: ignore[method-assign]  # there is no other way to see it
-Tensor.retain_grad = _retained  # type: ignore[assignment,method-assign]  # nor this
+replace(Tensor, "register_hook", _noted)
+replace(Tensor, "retain_grad", _retained)
 
 
 def nodes_above(nodes: Iterable[Node | None], ends: Iterable[Node | None] = ()) -> Iterator[Node]:

@@ -1,10 +1,19 @@
-"""Marks at losses: the node that a loss made gets what autograd does not keep of its function."""
+"""Marks at losses: the node that a loss made gets what autograd does not keep of its function.
+
+# NOTE [Stepping aside]
+Attention modules compute otherwise where nothing is differentiated and no torch-function mode is in force: an
+encoder then leaves padded positions out, and returns zeros there. A recorder of losses is such a mode, so it
+would change what a frozen encoder computes. There is nothing to record in such a call, nor in calls of modules
+inside it. So packprop takes its modes off until the call ends. If another mode is in force, PyTorch takes the
+slow path in any case, and packprop's modes stay.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, MethodWrapperType
 from typing import Any
 
@@ -12,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_compiling
+from torch.overrides import TorchFunctionMode
 
 from packprop.engine.functions.losses.description import LOSSES, input_of, output_first
 from packprop.engine.functions.losses.rules import COMPOSITES, body_of, has_parts
 from packprop.engine.functions.nodes import number_of_node
-from packprop.engine.recording.aside import OwnMode, end_stale_absence, unseen
 from packprop.engine.recording.marks import LOSS, OUTPUT, ForwardCall, RecordedLoss, marks_of
 from packprop.engine.tensors.nesting import tensors_in
 from packprop.engine.tensors.state import version
@@ -25,13 +34,25 @@ from packprop.engine.tensors.state import version
 class _Current(threading.local):
     recorder: LossRecorder | None = None
     disabled: bool = False
+    absence: tuple[nn.Module, list[TorchFunctionMode]] | None = None
 
 
 current = _Current()
-"""The recorder of this thread, and the switch that turns recording off in it."""
+"""State of this thread: the recorder, whether nothing is recorded, and a module whose call no mode sees.
+
+With the module come the modes that are off, the outermost first.
+"""
 
 
-class LossRecorder(OwnMode):
+unseen = torch._C.DisableTorchFunction
+"""A context in which no torch-function mode sees which attributes packprop reads.
+
+It is private. Under a mode each attribute of a tensor costs a call of a Python function, and a mode of the
+user's has no business with what packprop reads.
+"""
+
+
+class LossRecorder(TorchFunctionMode):
     """Sees the loss functions that are called while it is in force.
 
     Args:
@@ -57,6 +78,11 @@ class LossRecorder(OwnMode):
         self.has_loss = False
         """True once a loss was recorded."""
 
+    @property
+    def is_stale(self) -> bool:
+        """Tell whether the call that ends it was interrupted, so that its closing hook did not run."""
+        return self.owner is not None and not is_running(self.owner)
+
     def start(self) -> LossRecorder:
         """Begin to see losses, in place of the recorder that did so before."""
         current.recorder = self
@@ -65,7 +91,8 @@ class LossRecorder(OwnMode):
 
     def stop(self) -> None:
         """Stop seeing losses; the recorder from before sees them again."""
-        end_stale_absence()  # modes come off in the order in which they were put on
+        if current.absence is not None and self in current.absence[1]:  # its call was interrupted
+            _put_back()
         current.recorder = self.outer
         if self.outer is not None:
             self.outer.has_loss |= self.has_loss
@@ -85,7 +112,7 @@ class LossRecorder(OwnMode):
             with self:
                 return body_of(func)(*args, **kwargs)
         out = func(*args, **kwargs)
-        if func in LOSSES and current.recorder is self and not current.disabled:
+        if func in LOSSES and current.recorder is self and not (current.disabled or self.is_stale):
             self.note(func, args, kwargs, out)
         return out
 
@@ -94,6 +121,49 @@ class LossRecorder(OwnMode):
         self.has_loss = True
         with unseen():
             mark_loss(function, args, kwargs, out, self.sample_axis, self.documents)
+
+
+CHOOSERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+"""Modules of PyTorch that compute otherwise under a torch-function mode."""
+
+
+WATCHING = ("packprop.", "torch.fx.experimental.proxy_tensor")
+"""Python modules with modes that only keep notes: packprop's own, and that of ``make_fx``."""
+
+
+def step_aside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Take modes off before a call of a module that would compute otherwise under them; a hook."""
+    if is_compiling() or current.recorder is None or current.absence is not None:
+        return
+    tensors: Iterator[Tensor] = tensors_in((list(module.parameters()), args, kwargs))
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return
+    modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # no public function says whose
+    if all(type(mode).__module__.startswith(WATCHING) for mode in modes):
+        current.absence = module, modes
+        for mode in reversed(modes):
+            TorchFunctionMode.__exit__(mode, None, None, None)
+
+
+def step_back(module: nn.Module, args: Any, output: Any) -> None:
+    """Put modes back after the call that they were taken off for; a hook."""
+    if current.absence is not None and current.absence[0] is module:
+        _put_back()
+
+
+def _put_back() -> None:
+    assert current.absence is not None
+    (_, modes), current.absence = current.absence, None
+    for mode in modes:
+        TorchFunctionMode.__enter__(mode)
+
+
+def is_running(owner: FrameType) -> bool:
+    """Tell whether a Python frame is among those that are running in this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not owner:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _has_other_classes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

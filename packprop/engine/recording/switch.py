@@ -12,9 +12,17 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from packprop.engine.functions.losses.read import called_by, has_left_its_node, leaves_its_node
-from packprop.engine.recording import aside
 from packprop.engine.recording.marks import AXIS, EXTENDED, HANDLES, LOSS, Handles, Walks, marks_of, nodes_above
-from packprop.engine.recording.recorder import LossRecorder, current, mark_loss, mark_outputs
+from packprop.engine.recording.recorder import (
+    CHOOSERS,
+    LossRecorder,
+    current,
+    mark_loss,
+    mark_outputs,
+    step_aside,
+    step_back,
+    unseen,
+)
 from packprop.engine.recording.unrecorded import is_traced_over, note_compiled
 from packprop.errors import BadInput, PackpropError
 
@@ -88,10 +96,10 @@ def extend(
             module.__dict__[HANDLES] = Handles(module, [handle])
         module.__dict__[SCRIPTED] = _refuse_scripting
     for child in module.modules():
-        if isinstance(child, aside.CHOOSERS) and CHOOSING not in child.__dict__:
+        if isinstance(child, CHOOSERS) and CHOOSING not in child.__dict__:
             child.__dict__[CHOOSING] = [
-                child.register_forward_pre_hook(aside.step_aside, with_kwargs=True),
-                child.register_forward_hook(aside.step_back, always_call=True),
+                child.register_forward_pre_hook(step_aside, with_kwargs=True),
+                child.register_forward_hook(step_back, always_call=True),
             ]
             child.__dict__[SCRIPTED] = _refuse_scripting
     return module
@@ -178,16 +186,16 @@ def _is_left_alone() -> bool:
 
 def _mark_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     if not _is_left_alone():
-        with aside.unseen():
+        with unseen():
             mark_outputs(module, module.__dict__.get(AXIS), args, kwargs, output)
 
 
 def _begin_loss(module: nn.Module, args: tuple[Any, ...]) -> None:
     if _is_left_alone():
         return
-    drop_stale_recording()
+    _drop_stale_recording()
     if current.recorder is None:
-        with aside.unseen():
+        with unseen():
             if leaves_its_node(module, args):
                 return
         LossRecorder(sys._getframe(1), module.__dict__.get(AXIS), module=module).start()
@@ -198,7 +206,7 @@ def _end_loss(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     if _is_left_alone():
         return
     if recorder is None:
-        with aside.unseen():
+        with unseen():
             called = called_by(module)
             if called is not None and has_left_its_node(output):
                 function, options = called
@@ -207,7 +215,7 @@ def _end_loss(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     if recorder.module is module:  # not a loss inside of the one that began it
         recorder.stop()
     if output is not None:
-        with aside.unseen():
+        with unseen():
             _record_own_loss(recorder, module, args, kwargs, output)
 
 
@@ -251,12 +259,9 @@ def _has_loss(out: Tensor, loss_input: Tensor) -> bool:
     return any(LOSS in marks_of(node) for node in nodes_above([out.grad_fn], [loss_input.grad_fn]))
 
 
-def drop_stale_recording() -> None:
-    """End a recording whose call was interrupted, so that its closing hook did not run."""
-    aside.end_stale_absence()
-    recorder = current.recorder
-    if recorder is not None and recorder.owner is not None and not aside.is_running(recorder.owner):
-        recorder.stop()
+def _drop_stale_recording() -> None:
+    if current.recorder is not None and current.recorder.is_stale:
+        current.recorder.stop()
 
 
 @contextlib.contextmanager
@@ -275,7 +280,7 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
         BadInput: If ``sample_axis`` or ``documents`` is no declaration; at the end, if ``documents`` were
             declared and no loss was called inside.
     """
-    drop_stale_recording()
+    _drop_stale_recording()
     if sample_axis is not None:
         _check_sample_axis("record(sample_axis=...) was entered.", sample_axis)
     if documents is not None:

@@ -112,14 +112,8 @@ def _one_term_per_entry(
 
 
 @_rule_of(F.nll_loss)
-def _nll_loss(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-) -> Loss:
-    terms = _cross_entropy(input, target, weight, ignore_index, reduction)
+def _nll_loss(**given: Any) -> Loss:
+    terms = _cross_entropy(**given)
     refusal = (
         "nll_loss is linear in its log-probabilities, so its own Hessian is zero; and no log_softmax over the "
         "classes has made them",
@@ -143,10 +137,8 @@ def _kl_div(input: Tensor, target: Tensor, reduction: str = "mean", log_target: 
 
 
 @_rule_of(F.binary_cross_entropy)
-def _binary_cross_entropy(
-    input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: str = "mean"
-) -> Loss:
-    terms = _binary_cross_entropy_with_logits(input, target, weight, reduction)
+def _binary_cross_entropy(**given: Any) -> Loss:
+    terms = _binary_cross_entropy_with_logits(**given)
     refusal = (
         "its curvature in probabilities is not that in logits, so the matrix would depend on what you call the "
         "model's output; and no sigmoid has made them",
@@ -171,12 +163,12 @@ def _poisson_nll_loss(
 
 
 @_rule_of(F.l1_loss)
-def _l1_loss(input: Tensor, target: Tensor, reduction: str = "mean", weight: Tensor | None = None) -> Loss:
+def _l1_loss(**given: Any) -> Loss:
     refusal = (
         "the Hessian of l1_loss is zero wherever it exists",
         "use smooth_l1_loss, huber_loss or mse_loss",
     )
-    return replace(_mse_loss(input, target, reduction, weight), root=None, refusal=refusal)
+    return replace(_mse_loss(**given), root=None, refusal=refusal)
 
 
 @_rule_of(F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss)

@@ -35,6 +35,34 @@ def test_losses_whose_divisor_is_not_known(loss: Callable[[Tensor, Tensor], Tens
         compute(model, loss, data, extensions.BatchGrad(), batch_size=3)
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("function", [F.mse_loss, F.huber_loss, F.l1_loss, F.poisson_nll_loss])
+@pytest.mark.parametrize("shapes", [((-1, 1), (-1,)), ((-1,), (-1, 1))], ids=["rows", "columns"])
+def test_targets_that_broadcast_over_the_samples(shapes: Any, function: Any, reduction: str) -> None:
+    """Each sample meets the targets of its batch, which are others in another batch."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return function(outputs.view(shapes[0]), targets.view(shapes[1]), reduction=reduction)
+
+    with pytest.raises(PackpropError, match="divided by is not known"):
+        compute(nn.Linear(3, 1), loss, (torch.randn(6, 3), torch.rand(6)), extensions.BatchGrad(), batch_size=3)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("function", [F.mse_loss, F.huber_loss])
+def test_several_targets_of_a_sample(function: Any) -> None:
+    """Those of one sample, ``[n, 1]`` against ``[n, 3]``, are in its own terms."""
+    model, data = nn.Linear(3, 1).double(), (torch.randn(5, 3).double(), torch.rand(5, 3).double())
+    asked = extensions.BatchGrad()
+    found = compute(model, function, data, asked, batch_size=3)[asked]
+    packprop.extend(model)
+    with packprop.backpack(extensions.BatchGrad()), packprop.record():
+        function(model(data[0]), data[1]).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad_batch)
+
+
 def test_a_loss_that_changes_its_reduction() -> None:
     model, (x, y) = small()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,3 +152,15 @@ def test_errors_between_batches_are_not_errors_of_the_data(monkeypatch: pytest.M
     model, data = small()
     with pytest.raises(OSError, match=r"^no space left$"):
         compute(model, nn.CrossEntropyLoss(), data, extensions.EKFAC(fisher="exact"))
+
+
+def test_terms_at_positions_that_are_reduced_by_hand(tmp_path: Path) -> None:
+    """A store that keeps losses of samples meets them before their divisor is asked for."""
+    model = nn.Sequential(nn.Linear(3, 8), nn.Unflatten(1, (2, 4)))
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets, reduction="none").mean()
+
+    data, asked = (torch.randn(6, 3), torch.randint(2, (6, 4))), extensions.BatchGrad()
+    with pytest.raises(PackpropError, match="what it is divided by is not known"):
+        compute(model, loss, data, asked, batch_size=3, store=tmp_path / "store", losses=True)

@@ -317,5 +317,5 @@ def sample_losses(graph: Graph) -> Tensor:
             "it does not return a term for each sample and position with reduction='none'",
             "use a loss function of torch that does, or store losses by hand: StoreWriter.write(loss=...)",
         )
-    front = layout.to_front(terms.to(accumulation_dtype(terms.dtype)))
-    return front.reshape(len(front), -1).sum(1) * factor
+    front = layout.to_front(terms.to(accumulation_dtype(terms.dtype)) * factor)
+    return front.reshape(len(front), -1).sum(1)

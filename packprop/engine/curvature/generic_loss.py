@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from packprop.engine.curvature.linear import vjps
 from packprop.engine.functions.losses.description import (
     PROVEN,
     Root,
@@ -174,10 +175,8 @@ def loss_hessian_products(graph: Graph, loss: ReachedLoss) -> Callable[[Tensor],
         gradient = loss_gradient(loss, edge, factor)
 
     def product(vectors: Tensor) -> Tensor:
-        if not gradient.requires_grad:
-            return torch.zeros_like(vectors)
-        columns = [torch.autograd.grad(gradient, edge, vector, retain_graph=True)[0] for vector in vectors]
-        return torch.stack(columns)
+        (found,) = vjps([gradient], [edge], [vectors])
+        return torch.zeros_like(vectors) if found is None else found
 
     return product
 

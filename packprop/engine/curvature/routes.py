@@ -314,10 +314,6 @@ def swept_uses(graph: Graph, routes: Routes) -> list[ReachedUse]:
 def with_own_ends(uses: Sequence[ReachedUse], routes: Routes) -> list[ReachedUse]:
     """Copy uses for a sweep that ends at those without another one of them upstream."""
     bits = routes.bits_of(uses)
-    return [replace(use, is_end=not bits & _upstream(use, routes.masks)) for use in uses]
-
-
-def _upstream(use: ReachedUse, masks: dict[Node, int]) -> int:
-    """Return the bits of the uses upstream of a use."""
-    above = [masks[node] for node, _ in use.anchors[0].next_functions if node is not None]
-    return functools.reduce(int.__or__, above, 0)
+    return [
+        replace(use, is_end=not bits & routes.masks[use.anchors[0]] & ~routes.bits_of([use])) for use in uses
+    ]

@@ -172,8 +172,8 @@ def convolved_by_groups(extents: Extents) -> bool:
 
     oneDNN's gradient of a weight takes images as they are. If there are many positions, unfolding the images is
     most of the work; if there are few, oneDNN spends more on rearranging its results. It takes channels in
-    groups of eight: fewer channels, such as those of the first layer's images, cost as much as eight. A depthwise
-    convolution has a kernel of its own.
+    groups of eight: fewer channels, such as those of the first layer's images, cost as much as eight. A
+    depthwise convolution has a kernel of its own.
     """
     if not extents.channels or extents.dtype not in (torch.float32, torch.float64):
         return False

@@ -33,8 +33,8 @@ LONG = 256
 """Sums of fewer terms take less time than copying their results does."""
 
 LARGE_IMAGE, LARGE_KERNEL, LARGE_WEIGHT = 150, 16, 2**15
-"""The pixels, and the entries of a kernel, at which gradients of filters for single channels are faster sample by
-sample; and the entries of the weight at which they cease to be."""
+"""The pixels, and the entries of a kernel, at which gradients of filters for single channels are faster sample
+by sample; and the entries of the weight at which they cease to be."""
 
 FULL = 16
 """MKL fills rows fastest whose length in single precision is a multiple of this."""

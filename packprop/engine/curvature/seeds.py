@@ -218,8 +218,9 @@ def _exact_columns(root: Root, positions: int, by_entry: bool, start: int, stop:
     joined = torch.cat(pieces)
     columns, samples, classes = joined.shape
     wide = joined.new_zeros(columns, samples, positions, classes)
-    places = [(t, number - start) for t, own in numbers.items() for number in own]
-    at, column = torch.tensor(places, device=joined.device).T[..., None]
+    places = [t for t, own in numbers.items() for _ in own]
+    order = [number - start for own in numbers.values() for number in own]
+    at, column = (torch.tensor(indices, device=joined.device)[:, None] for indices in (places, order))
     return wide.index_put_((column, torch.arange(samples, device=joined.device), at), joined)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,34 @@ def test_losses_whose_divisor_is_not_known(loss: Callable[[Tensor, Tensor], Tens
     model, data = small()
     with pytest.raises(PackpropError, match="what it is divided by is not known"):
         compute(model, loss, data, extensions.BatchGrad(), batch_size=3)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("function", [F.mse_loss, F.huber_loss, F.l1_loss, F.poisson_nll_loss])
+@pytest.mark.parametrize("shapes", [((-1, 1), (-1,)), ((-1,), (-1, 1))], ids=["rows", "columns"])
+def test_targets_that_broadcast_over_the_samples(shapes: Any, function: Any, reduction: str) -> None:
+    """Each sample meets the targets of its batch, which are others in another batch."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return function(outputs.view(shapes[0]), targets.view(shapes[1]), reduction=reduction)
+
+    with pytest.raises(PackpropError, match="divided by is not known"):
+        compute(nn.Linear(3, 1), loss, (torch.randn(6, 3), torch.rand(6)), extensions.BatchGrad(), batch_size=3)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("function", [F.mse_loss, F.huber_loss])
+def test_several_targets_of_a_sample(function: Any) -> None:
+    """Those of one sample, ``[n, 1]`` against ``[n, 3]``, are in its own terms."""
+    model, data = nn.Linear(3, 1).double(), (torch.randn(5, 3).double(), torch.rand(5, 3).double())
+    asked = extensions.BatchGrad()
+    found = compute(model, function, data, asked, batch_size=3)[asked]
+    packprop.extend(model)
+    with packprop.backpack(extensions.BatchGrad()), packprop.record():
+        function(model(data[0]), data[1]).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad_batch)
 
 
 def test_a_loss_that_changes_its_reduction() -> None:
@@ -123,3 +152,15 @@ def test_errors_between_batches_are_not_errors_of_the_data(monkeypatch: pytest.M
     model, data = small()
     with pytest.raises(OSError, match=r"^no space left$"):
         compute(model, nn.CrossEntropyLoss(), data, extensions.EKFAC(fisher="exact"))
+
+
+def test_terms_at_positions_that_are_reduced_by_hand(tmp_path: Path) -> None:
+    """A store that keeps losses of samples meets them before their divisor is asked for."""
+    model = nn.Sequential(nn.Linear(3, 8), nn.Unflatten(1, (2, 4)))
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets, reduction="none").mean()
+
+    data, asked = (torch.randn(6, 3), torch.randint(2, (6, 4))), extensions.BatchGrad()
+    with pytest.raises(PackpropError, match="what it is divided by is not known"):
+        compute(model, loss, data, asked, batch_size=3, store=tmp_path / "store", losses=True)

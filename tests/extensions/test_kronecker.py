@@ -81,6 +81,19 @@ def test_a_weight_is_a_factor_on_each_term(function: Any, options: dict[str, Any
         torch.testing.assert_close(weighted, plain)
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_several_targets_of_an_entry_are_as_many_terms() -> None:
+    """The Fisher of a mean is that of the sum, divided by the number of terms once."""
+    model, x, y, found = packprop.extend(nn.Linear(4, 1)), torch.randn(5, 4), torch.rand(5, 3), []
+    for reduction in ("mean", "sum"):
+        with packprop.record():
+            loss = F.huber_loss(model(x), y, reduction=reduction)
+        with packprop.backpack(extensions.KFAC(fisher="empirical")):
+            loss.backward()
+        found.append(model.bias.kfac[0])
+    torch.testing.assert_close(found[0], found[1] / y.numel())
+
+
 def test_a_loss_of_unknown_scale_has_no_empirical_fisher() -> None:
     problem = BY_NAME["own-convex"].problem(3)
     with pytest.raises(PackpropError, match="divided by"):

@@ -242,3 +242,15 @@ def test_a_budget_for_a_loss_that_takes_a_function_of_the_output(
     room = loss.untyped_storage().nbytes()
     assert live.peak <= made[0].peak + room
     assert all(hasattr(leaf, asked.savefield) for leaf in model.parameters())
+
+
+def test_a_plan_for_what_is_made_of_the_loss() -> None:
+    """Without data, nothing tells whether it couples samples: the plan is that of a loss that does not."""
+    model = packprop.extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+
+    def distance(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().sum().sqrt()
+
+    batch = torch.randn(5, 3), torch.randn(5, 2)
+    plan = packprop.plan(model, distance, batch, extensions.DiagHessian())
+    assert plan.peak > 0

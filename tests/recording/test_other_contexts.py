@@ -183,7 +183,8 @@ def test_tensors_of_other_classes(call: Callable[[Tensor], None]) -> None:
     Tagged.seen.clear()
     with packprop.backpack(extensions.BatchGrad()):
         call(loss)
-    assert "backward" in Tagged.seen
+    if IS_RECENT or call is Tensor.backward:  # before, PyTorch did not show the other call to classes
+        assert "backward" in Tagged.seen
     for name, expected in rows_by_loop(model, x, y).items():
         assert_near(model.get_parameter(name).grad_batch, expected, name)
         assert type(model.get_parameter(name).grad_batch) is Tensor

@@ -204,7 +204,8 @@ def loss_terms(graph: Graph) -> LossTerms:
             raise not_one_loss(
                 f"the loss {call.name}",
                 "what it is divided by is not known, so that batches cannot be given their weight",
-                f"use a loss function of torch with reduction='mean' or reduction='sum'; or {TELL}",
+                "use a loss function of torch with reduction='mean' or reduction='sum', and targets of its "
+                f"input's shape; or {TELL}",
             )
         found.append(known)
     if len({reduction for reduction, _ in found}) > 1:

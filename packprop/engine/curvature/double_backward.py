@@ -207,10 +207,6 @@ def _signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
     return (2 * coins - 1).to(like.device, like.dtype)
 
 
-Entries = tuple[Node, int] | None
-"""The output that arranged a tensor of single entries; ``None`` for sums of functions of single entries."""
-
-
 def term_gradients(graph: Graph, leaves: Sequence[Tensor], create_graph: bool = False) -> list[Tensor | None]:
     """Return gradients of the terms without samples in some leaves; ``None`` for a leaf in no such term."""
     if not any(id(leaf) in graph.in_terms for leaf in leaves):
@@ -255,31 +251,28 @@ def term_diagonals(
 
 def _coupled_leaves(graph: Graph) -> set[int]:
     """Return leaves with several entries in one nonlinear function: their Hessian may not be diagonal."""
-    arranged: dict[tuple[Node, int], Entries] = {}
+    # for each output, the one that arranged its single entries; ``None`` for sums of functions of them
+    arranged: dict[tuple[Node | None, int], tuple[Node, int] | None] = {}
     coupled: set[Node] = set()
     for node in upstream_first(graph, [edge.node for edge in graph.terms]):
-        given = [
-            (place, (above, output))
-            for place, (above, output) in enumerate(node.next_functions)
-            if above is not None and ((above, output) in arranged)
-        ]
+        given = {place: edge for place, edge in enumerate(node.next_functions) if edge in arranged}
         if getattr(node, "variable", None) is not None:
             arranged[node, 0] = (node, 0)
         if not given:
             continue
-        entries = [arranged[key] for _, key in given]
-        name, places = name_of_node(node), [place for place, _ in given]
+        entries, name = [arranged[edge] for edge in given.values()], name_of_node(node)
         alike = None not in entries and len(set(entries)) == 1
         for output, made in enumerate(made_by(node)):
             arranged[node, output] = None
             if name in REARRANGING and None not in entries:
                 arranged[node, output] = (node, output)
             elif alike and (name in ENTRYWISE or name in ENTRY_BY_ENTRY - SUMS or name in ("Add", "Sub")):
-                above, number = given[0][1]
+                above, number = next(iter(given.values()))
+                assert above is not None
                 same_shape = getattr(above, "variable", None) is not None or (
                     made_by(above)[number].shape == made.shape
                 )
                 arranged[node, output] = entries[0] if same_shape else None
-            elif not is_linear(node, places):
+            elif not is_linear(node, [*given]):
                 coupled.add(node)
     return set(map(id, leaves_above(coupled)))

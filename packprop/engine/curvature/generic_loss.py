@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from packprop.engine.curvature.linear import vjps
 from packprop.engine.functions.losses.description import (
     PROVEN,
     Root,
@@ -22,12 +23,13 @@ from packprop.engine.functions.nodes import is_from_outside, is_once_differentia
 from packprop.engine.functions.operands import option_of
 from packprop.engine.functions.registry import current as rules
 from packprop.engine.graph.graph import Graph, ReachedLoss
-from packprop.engine.graph.pull import derivatives
+from packprop.engine.graph.pull import derivatives, pull_columns
 from packprop.engine.graph.search import nodes_above
 from packprop.engine.recording.marks import RecordedLoss
 from packprop.engine.recording.switch import disable
 from packprop.engine.samples.hidden_mixing import parts
 from packprop.engine.tensors.dry import has_fault, is_dry_run
+from packprop.engine.tensors.layout import Layout
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.engine.tensors.repeated import one_by_one
 from packprop.engine.tensors.state import version
@@ -135,10 +137,16 @@ def generic_root(loss: ReachedLoss, factor: Tensor) -> Root:
             row = torch.zeros_like(gradient) if row is None else row
             return layout.to_front(row).reshape(layout.samples, -1)
 
-        _require_separate(product, front)
         unit = torch.eye(entries, dtype=front.dtype, device=front.device)
         rows = one_by_one(entries, lambda entry: [product(unit[entry])])
         hessian = torch.stack([row for (row,) in rows if row is not None], 1).to(wide)
+        if layout.samples > 1 and are_coupled([gradient], [call.edge], [layout]):
+            raise PackpropError(
+                GGN_ASKED,
+                "the loss function",
+                "its Hessian couples the outputs of different samples",
+                "use a loss that is a sum or mean of one term for each sample",
+            )
     return _rounded(matrix_root(0.5 * (hessian + hessian.mT), front.dtype), front.dtype)
 
 
@@ -168,10 +176,8 @@ def loss_hessian_products(graph: Graph, loss: ReachedLoss) -> Callable[[Tensor],
         gradient = loss_gradient(loss, edge, factor)
 
     def product(vectors: Tensor) -> Tensor:
-        if not gradient.requires_grad:
-            return torch.zeros_like(vectors)
-        columns = [torch.autograd.grad(gradient, edge, vector, retain_graph=True)[0] for vector in vectors]
-        return torch.stack(columns)
+        (found,) = vjps([gradient], [edge], [vectors])
+        return torch.zeros_like(vectors) if found is None else found
 
     return product
 
@@ -211,9 +217,7 @@ def require_root(graph: Graph, loss: ReachedLoss, root: Root, scale: Tensor) -> 
         columns = root.position(0, 0, root.columns)  # [k, n, c]
         if columns.numel() > MOST_ENTRIES:
             return
-        # sines of numbers that differ do not cancel, and nothing is drawn
-        numbers = torch.arange(1, columns[0].numel() + 1, dtype=torch.float64, device="cpu").sin()
-        vector = numbers.to(columns).view(columns.shape[1:])
+        vector = sines(columns[0])
         positions = columns.new_zeros(1, *scale.shape, columns.shape[-1])
 
         def placed(values: Tensor) -> Tensor:
@@ -266,30 +270,32 @@ def _require_twice_differentiable(loss: ReachedLoss) -> None:
             )
 
 
-def _require_separate(product: Callable[[Tensor], Tensor], front: Tensor) -> None:
-    """Raise if the Hessian of a loss has entries between samples: no sample then has its own curvature.
+def are_coupled(
+    gradients: Sequence[Tensor | None], edges: Sequence[GradientEdge], layouts: Sequence[Layout]
+) -> bool:
+    """Tell whether gradients at some edges depend on other samples there: no sample then has its own curvature.
 
-    Any two samples are told apart by one product. Sines of numbers that differ do not cancel between samples; a
-    traced pass must not draw.
+    Any two samples are told apart by one product. A traced pass notes the answer as a fault.
     """
-    samples = front.shape[0]
-    if samples == 1:
-        return
-    wide = accumulation_dtype(front.dtype)
-    numbers = torch.arange(1, front.numel() + 1, dtype=wide, device=front.device)
-    noise = numbers.sin().to(front.dtype).view(front.shape)
-    scale, leaks = product(noise).abs().amax(), []
-    for part in parts(samples, every=True):
-        fed = part.to(front.device)[:, None]
-        leaks.append(product(noise * fed).abs().where(~fed, 0.0).amax())
-    leaked = torch.stack(leaks).amax()
-    if has_fault(leaked > 1e-6 * scale):
-        raise PackpropError(
-            GGN_ASKED,
-            "the loss function",
-            "its Hessian couples the outputs of different samples",
-            "use a loss that is a sum or mean of one term for each sample",
-        )
+    curved = {p: each for p, each in enumerate(gradients) if each is not None and each.requires_grad}
+    tolerance = min([1e-6, *(64 * torch.finfo(gradient.dtype).eps for gradient in curved.values())])
+    found = []
+    for fed in parts(layouts[0].samples, every=True) if curved else ():
+        vectors = [sines(each) * layouts[p].broadcast(fed.to(each), each.dim()) for p, each in curved.items()]
+        products = pull_columns([*curved.values()], edges, vectors, batched=False)
+        for product, layout in zip(products, layouts, strict=True):
+            if product is not None and product.numel():
+                sizes = layout.to_front(product).reshape(layout.samples, -1).abs().amax(1)
+                own = fed.to(sizes.device)
+                found.append(sizes.where(~own, 0.0).amax() > tolerance * sizes.where(own, 0.0).amax())
+    return any(map(has_fault, found))
+
+
+def sines(like: Tensor) -> Tensor:
+    """Return sines of numbers that differ, of a tensor's shape: they do not cancel, and nothing is drawn."""
+    wide = accumulation_dtype(like.dtype.to_real())
+    numbers = torch.arange(1, like.numel() + 1, dtype=wide, device=like.device)
+    return numbers.sin().to(like.dtype).view(like.shape)
 
 
 def sample_losses(graph: Graph) -> Tensor:
@@ -327,5 +333,5 @@ def sample_losses(graph: Graph) -> Tensor:
             "it does not return a term for each sample and position with reduction='none'",
             "use a loss function of torch that does, or store losses by hand: StoreWriter.write(loss=...)",
         )
-    front = layout.to_front(terms.to(accumulation_dtype(terms.dtype)))
-    return front.reshape(len(front), -1).sum(1) * factor
+    front = layout.to_front(terms.to(accumulation_dtype(terms.dtype)) * factor)
+    return front.reshape(len(front), -1).sum(1)

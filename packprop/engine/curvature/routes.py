@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.engine.curvature.linear import noise_like
+from packprop.engine.curvature.generic_loss import are_coupled
 from packprop.engine.curvature.second_order import (
     ASKED,
     differentiating_twice,
@@ -52,10 +52,9 @@ from packprop.engine.functions.nodes import (
     name_of_node,
 )
 from packprop.engine.graph.graph import EAGER, Graph, ReachedUse
-from packprop.engine.graph.pull import pull_columns
 from packprop.engine.graph.search import nodes_above
-from packprop.engine.samples.feeding import sizes_of
-from packprop.engine.samples.separation import Place, differ, places_at, random_powers
+from packprop.engine.samples.feeding import model_outputs
+from packprop.engine.samples.separation import Place, places_at
 from packprop.engine.tensors.traced import decided
 from packprop.errors import PackpropError
 
@@ -93,55 +92,14 @@ def upstream_first(graph: Graph, starts: Iterable[Node]) -> list[Node]:
 
 
 def couples_samples(graph: Graph) -> bool:
-    """Tell whether the Hessian in the outputs of all uses has entries between samples.
-
-    The check is that of NOTE [Separation]. It multiplies the Hessian with a column of random numbers, in which
-    those of each sample are scaled by a power of two of their own, and with another column with the inverse
-    powers. The rows of a sample in the product are scaled by the sample's own power, unless a part of them
-    comes from another sample.
-    """
+    """Tell whether the Hessian in the model's outputs has entries between samples."""
     if graph.samples == 1:
         return False
     require_second_derivatives(graph.roots, graph.leaves(), named(graph), linear=True)
-    places = [(use, index) for use in graph.uses for index in use.nodes]
-    edges = [GradientEdge(*use.nodes[index]) for use, index in places]
-    label = graph.label(graph.uses[0])
-    with differentiating_twice(label), torch.enable_grad():
+    edges = [output.edge for output in model_outputs(graph)]
+    with differentiating_twice(graph.label(graph.uses[0])), torch.enable_grad():
         gradients = gradients_at(graph, edges, create_graph=True)
-    fed = {
-        place: gradient
-        for place, gradient in enumerate(gradients)
-        if gradient is not None and gradient.requires_grad
-    }
-    if not fed:
-        return False
-    noise = noise_like([*fed.values()])
-    info = [torch.finfo(gradient.dtype) for gradient in fed.values()]
-    powers = random_powers(graph.samples, min(each.max for each in info))
-    layouts = [use.layouts[index] for use, index in places]
-
-    def sizes_by(exponents: Tensor) -> dict[int, Tensor]:
-        """Return the sizes of the rows of each sample ``[n]``, without the sample's power, by place."""
-        seeds = [
-            random * layouts[place].broadcast(torch.exp2(exponents).to(random), random.dim())
-            for place, random in zip(fed, noise, strict=True)
-        ]
-        with differentiating_twice(label):
-            columns = pull_columns([*fed.values()], edges, seeds, batched=False)
-        found = {}
-        for place, column in enumerate(columns):
-            if column is not None and column.numel():
-                found[place] = sizes_of(layouts[place].to_front(column)) * torch.exp2(-exponents)
-        return found
-
-    up, down = sizes_by(powers), sizes_by(-powers)
-    tolerance = max(each.eps for each in info) ** 0.5
-    smallest = max(each.tiny for each in info)
-    return any(
-        not bool((sizes + down[place]).isfinite().all())
-        or differ(sizes, down[place], powers, tolerance, smallest)
-        for place, sizes in up.items()
-    )
+        return are_coupled(gradients, edges, graph.source_layouts)
 
 
 @dataclass
@@ -282,13 +240,6 @@ def choose_routes(graph: Graph, known_losses: bool, per_sample: bool, create_gra
     coupled = not all_known and decided(
         "whether the Hessian has entries between samples", lambda: couples_samples(graph)
     )
-    if coupled and per_sample:
-        raise PackpropError(
-            "A diagonal of the Hessian of each sample was asked for.",
-            "the function that combines the losses of samples",
-            "it is not linear in them: the Hessian has entries between samples, so no sample has its own",
-            "ask for DiagHessian() without subsampling, or reduce linearly (sum, mean, weights)",
-        )
     # the rows of these samples were reordered by assignments, which columns for all samples do not follow
     scattered = any(layout.rows is not None for use in graph.uses for layout in use.layouts)
     outputs: dict[tuple[ReachedUse, ...], list[Tensor]] = {}
@@ -363,10 +314,6 @@ def swept_uses(graph: Graph, routes: Routes) -> list[ReachedUse]:
 def with_own_ends(uses: Sequence[ReachedUse], routes: Routes) -> list[ReachedUse]:
     """Copy uses for a sweep that ends at those without another one of them upstream."""
     bits = routes.bits_of(uses)
-    return [replace(use, is_end=not bits & _upstream(use, routes.masks)) for use in uses]
-
-
-def _upstream(use: ReachedUse, masks: dict[Node, int]) -> int:
-    """Return the bits of the uses upstream of a use."""
-    above = [masks[node] for node, _ in use.anchors[0].next_functions if node is not None]
-    return functools.reduce(int.__or__, above, 0)
+    return [
+        replace(use, is_end=not bits & routes.masks[use.anchors[0]] & ~routes.bits_of([use])) for use in uses
+    ]

@@ -234,53 +234,30 @@ def faulty_node(
     Returns:
         ``None`` if there is no such node, because an earlier tensor is not finite.
     """
-    starts = [output.grad_fn if isinstance(output, Tensor) else output.node for output in outputs]
-    forward = list(nodes_above(starts))
-    made_by: dict[Node, Node] = dict(zip(forward, forward, strict=True))
-
-    def note_made(node: Node) -> Callable[..., None]:
-        def note(products: Sequence[Tensor | None], _: Any) -> None:
-            stack = [product.grad_fn for product in products if product is not None]
-            while stack:
-                above = stack.pop()
-                if above is not None and above not in made_by:
-                    made_by[above] = node
-                    stack += [further for further, _ in above.next_functions]
-
-        return note
-
-    with _hooked(forward, note_made), torch.enable_grad():
+    with torch.autograd.set_detect_anomaly(True, check_nan=False), torch.enable_grad():  # notes parents
         first = derivatives(outputs, inputs, seeds, create_graph=True)
     curved = [gradient for gradient in first if gradient is not None and gradient.requires_grad]
     if not curved or not are_finite(first):
         return None
     found: list[Node] = []
 
-    def look_at(node: Node) -> Callable[..., None]:
+    def look_at(node: Any) -> Callable[..., None]:
         def look(products: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
             if not found and are_finite(given) and not are_finite(products):
-                found.append(made_by.get(node, node))
+                found.append(node.metadata.get("parent_", node))
 
         return look
 
     above = [node for node in nodes_above(each.grad_fn for each in curved) if not hasattr(node, "variable")]
+    handles = [node.register_hook(look_at(node)) for node in above]
     try:
-        with _hooked(above, look_at):
-            derivatives(curved, ends, [torch.ones_like(gradient) for gradient in curved])
+        derivatives(curved, ends, [torch.ones_like(gradient) for gradient in curved])
     except RuntimeError:  # the faulty product was computed in another way
         return None
-    return found[0] if found else None
-
-
-@contextlib.contextmanager
-def _hooked(nodes: Iterable[Node], hook: Callable[[Node], Callable[..., None]]) -> Iterator[None]:
-    """Let each node call its own hook inside."""
-    handles = [node.register_hook(hook(node)) for node in nodes]
-    try:
-        yield
     finally:
         for handle in handles:
             handle.remove()
+    return found[0] if found else None
 
 
 def faulty_jacobian(outputs: Sequence[Any], inputs: Sequence[Any]) -> Node | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -205,29 +206,21 @@ def _exact_columns(root: Root, positions: int, by_entry: bool, start: int, stop:
     By default they are ordered by position, then by entry, which takes the fewest calls of the root. With
     ``by_entry`` they are ordered by entry, then by position, like the entries of the loss's input.
     """
-    reached: Sequence[int]
-    if by_entry:
-        reached = (
-            range(positions)
-            if stop - start >= positions
-            else sorted({k % positions for k in range(start, stop)})
-        )
-        runs = [(t, -((t - start) // positions), -((t - stop) // positions)) for t in reached]
-        numbers = [entry * positions + t - start for t, first, last in runs for entry in range(first, last)]
-    else:
-        reached = range(start // root.columns, -(-stop // root.columns))
-        runs = [
-            (t, max(0, start - t * root.columns), min(root.columns, stop - t * root.columns)) for t in reached
-        ]
-        numbers = list(range(stop - start))
-    pieces = [root.position(t, first, last) for t, first, last in runs]
-    joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     if positions == 1:
-        return joined.unsqueeze(2)
+        return root.position(0, start, stop).unsqueeze(2)
+    numbers: defaultdict[int, list[int]] = defaultdict(list)
+    for number in range(start, stop):
+        numbers[number % positions if by_entry else number // root.columns].append(number)
+    pieces = []
+    for t, own in numbers.items():
+        entries = [number // positions if by_entry else number % root.columns for number in own]
+        pieces.append(root.position(t, entries[0], entries[-1] + 1))
+    joined = torch.cat(pieces)
     columns, samples, classes = joined.shape
     wide = joined.new_zeros(columns, samples, positions, classes)
-    places = [t for t, first, last in runs for _ in range(first, last)]
-    at, column = (torch.tensor(indices, device=joined.device)[:, None] for indices in (places, numbers))
+    places = [t for t, own in numbers.items() for _ in own]
+    order = [number - start for own in numbers.values() for number in own]
+    at, column = (torch.tensor(indices, device=joined.device)[:, None] for indices in (places, order))
     return wide.index_put_((column, torch.arange(samples, device=joined.device), at), joined)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import time
 import warnings
 from collections import defaultdict
@@ -151,35 +150,21 @@ def doing(what: str, count: float) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def waiting(said: str, shown: bool = True) -> Iterator[None]:
-    """Tell how long the work inside has taken, if nothing knows how much of it is left.
-
-    A terminal shows it from a few seconds on, and clears the line in the end. Other outputs get one line, after
-    a minute.
-    """
-    done = threading.Event()
-    thread = threading.Thread(target=_tell, args=(said, done), daemon=True)
-    if shown:
-        thread.start()
-    try:
+    """Let a terminal show how long the work inside has taken, if nothing knows how much of it is left."""
+    if not shown or not sys.stderr.isatty():
         yield
-    finally:
-        done.set()
-        if shown:
-            thread.join()
-
-
-def _tell(said: str, done: threading.Event) -> None:
-    begin, is_terminal = clock(), sys.stderr.isatty()
-    if done.wait(SHOWN if is_terminal else LONG):
         return
-    if not is_terminal:
-        print(f"packprop: {said}, {LONG:.0f} s so far", file=sys.stderr, flush=True)
-        return
-    while True:
-        print(f"\r\033[Kpackprop: {said}, {clock() - begin:.0f} s", end="", file=sys.stderr, flush=True)
-        if done.wait(1.0):
-            break
-    print("\r\033[K", end="", file=sys.stderr, flush=True)
+    import_rich()
+    from rich.console import Console
+    from rich.progress import Progress, TimeElapsedColumn
+
+    columns = f"packprop: {said}", TimeElapsedColumn()
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
+    ) as progress:
+        progress.add_task("")
+        yield
 
 
 def _duration(seconds: float) -> str:

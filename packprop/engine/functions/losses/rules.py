@@ -70,10 +70,8 @@ def _cross_entropy(
 
 @_rule_of(F.mse_loss)
 def _mse_loss(input: Tensor, target: Tensor, reduction: str = "mean", weight: Tensor | None = None) -> Loss:
-    total: Tensor | float = input.numel() if weight is None else weight.sum()
-    return _one_term_per_entry(
-        input, target, 1.0 if weight is None else weight, total if reduction == "mean" else 1.0, gaussian_root
-    )
+    divisor = _divisor(input, target, reduction, None if weight is None else weight.sum())
+    return _one_term_per_entry(input, target, 1.0 if weight is None else weight, divisor, gaussian_root)
 
 
 @_rule_of(F.binary_cross_entropy_with_logits)
@@ -87,16 +85,29 @@ def _binary_cross_entropy_with_logits(
     each: Tensor | float = 1.0 if weight is None else weight
     if pos_weight is not None:
         each = each * (1 + (pos_weight - 1) * target)
-    return _one_term_per_entry(
-        input, target, each, input.numel() if reduction == "mean" else 1.0, bernoulli_root
-    )
+    return _one_term_per_entry(input, target, each, _divisor(input, target, reduction), bernoulli_root)
+
+
+def _divisor(
+    input: Tensor, target: Tensor, reduction: str, total: Tensor | float | None = None
+) -> Tensor | float | None:
+    """Return the divisor of a loss: of a mean the ``total``, by default the number of broadcast entries.
+
+    ``None`` if the input's samples may meet the targets of all others: losses of batches do not add up then.
+    """
+    shape = input.shape if input.shape == target.shape else torch.broadcast_shapes(input.shape, target.shape)
+    if shape != input.shape and target.dim() != input.dim():
+        return None
+    if reduction in ("none", "sum"):
+        return 1.0
+    return float(shape.numel()) if total is None else total
 
 
 def _one_term_per_entry(
     input: Tensor,
     target: Tensor,
     weight: Tensor | float,
-    divisor: Tensor | float,
+    divisor: Tensor | float | None,
     root: Callable[[Tensor, Tensor], Root],
 ) -> Loss:
     """Describe a loss with one term for each entry of its input."""
@@ -112,14 +123,8 @@ def _one_term_per_entry(
 
 
 @_rule_of(F.nll_loss)
-def _nll_loss(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-) -> Loss:
-    terms = _cross_entropy(input, target, weight, ignore_index, reduction)
+def _nll_loss(**given: Any) -> Loss:
+    terms = _cross_entropy(**given)
     refusal = (
         "nll_loss is linear in its log-probabilities, so its own Hessian is zero; and no log_softmax over the "
         "classes has made them",
@@ -130,7 +135,8 @@ def _nll_loss(
 
 @_rule_of(F.kl_div)
 def _kl_div(input: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False) -> Loss:
-    divisor = {"mean": input.numel(), "batchmean": len(input) if input.dim() else 1}.get(reduction, 1)
+    of_batch = len(input) if input.dim() else 1
+    divisor = _divisor(input, target, reduction, of_batch if reduction == "batchmean" else None)
     mass = target.exp() if log_target else target
     terms = _one_term_per_entry(input, target, mass, divisor, softmax_root)
     refusal = (
@@ -143,10 +149,8 @@ def _kl_div(input: Tensor, target: Tensor, reduction: str = "mean", log_target: 
 
 
 @_rule_of(F.binary_cross_entropy)
-def _binary_cross_entropy(
-    input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: str = "mean"
-) -> Loss:
-    terms = _binary_cross_entropy_with_logits(input, target, weight, reduction)
+def _binary_cross_entropy(**given: Any) -> Loss:
+    terms = _binary_cross_entropy_with_logits(**given)
     refusal = (
         "its curvature in probabilities is not that in logits, so the matrix would depend on what you call the "
         "model's output; and no sigmoid has made them",
@@ -159,7 +163,7 @@ def _binary_cross_entropy(
 def _poisson_nll_loss(
     input: Tensor, target: Tensor, log_input: bool = True, reduction: str = "mean", **options: Any
 ) -> Loss:
-    terms = _one_term_per_entry(input, target, 1.0, input.numel() if reduction == "mean" else 1.0, poisson_root)
+    terms = _one_term_per_entry(input, target, 1.0, _divisor(input, target, reduction), poisson_root)
     if log_input or terms.refusal:
         return terms
     refusal = (
@@ -171,21 +175,21 @@ def _poisson_nll_loss(
 
 
 @_rule_of(F.l1_loss)
-def _l1_loss(input: Tensor, target: Tensor, reduction: str = "mean", weight: Tensor | None = None) -> Loss:
+def _l1_loss(**given: Any) -> Loss:
     refusal = (
         "the Hessian of l1_loss is zero wherever it exists",
         "use smooth_l1_loss, huber_loss or mse_loss",
     )
-    return replace(_mse_loss(input, target, reduction, weight), root=None, refusal=refusal)
+    return replace(_mse_loss(**given), root=None, refusal=refusal)
 
 
 @_rule_of(F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss)
 def _generic_entries(
-    input: Tensor, reduction: str = "mean", weight: Tensor | None = None, **options: Any
+    input: Tensor, target: Tensor, reduction: str = "mean", weight: Tensor | None = None, **options: Any
 ) -> Loss:
     """Describe a loss with one term for each entry, whose curvature double backward computes."""
     each: Tensor | float = 1.0 if weight is None else weight
-    return Loss(None, each, float(input.numel()) if reduction == "mean" else 1.0, None)
+    return Loss(None, each, _divisor(input, target, reduction), None)
 
 
 def _generic(input: Tensor, *args: Any, **kwargs: Any) -> Loss:

@@ -213,12 +213,9 @@ class Describer:
             return sorted((self.of(each, where) for each in entries), key=json.dumps)
         if len(entries) <= SPOTS:
             return [self.of(each, where) for each in entries]
-        inside = Describer(self._by_text)
-        some = [inside.of(each, where) for each in entries[:: len(entries) // 100]]
-        self.draws |= inside.draws
-        self.changes |= inside.changes
-        self.generators += inside.generators
-        self.around |= inside.around
+        left, self._left = self._left, MOST
+        some = [self.of(each, where) for each in entries[:: len(entries) // 100]]
+        self._left = left
         return f"{len(entries)} entries {bytes_digest(json.dumps(some, sort_keys=True).encode())}"
 
     def _function(self, function: FunctionType, where: str) -> dict[str, Any]:

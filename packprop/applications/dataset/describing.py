@@ -97,6 +97,7 @@ class Describer:
         self._met: dict[tuple[Any, ...], tuple[str, Any]] = {}
         self._classes: dict[tuple[Any, ...], tuple[dict[str, Any], Code]] = {}
         self._digests: dict[int, tuple[str, Tensor]] = {}
+        self._searched: dict[int, Any] = {}
         self._left, self._depth = MOST, 0
 
     def of(self, value: Any, where: str, read: set[str] | None = None) -> Any:
@@ -187,11 +188,11 @@ class Describer:
 
     def _note_generators(self, values: Iterable[Any], where: str) -> None:
         """Note the generators that values hold, even if they do not count."""
-        for each in generators_in(values):
+        for each in generators_in(values, self._searched):
             self.draws = True
             if isinstance(each, random.SystemRandom):  # it has no state
                 self._cannot_tell(where)
-            elif not any(each is known for known in self.generators):
+            else:
                 self.generators.append(each)
 
     def _cannot_tell(self, where: str) -> None:

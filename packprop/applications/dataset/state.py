@@ -336,7 +336,7 @@ class MergedResults(Counts):
             "partial": [[*key, value] for key, value in self.partial.items()],
             "rotations": [[*key, value] for key, value in self.rotations.items()],
             "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()},
-            "weights": [self.weights.own, self.weights.of_more, self.weights.rounding],
+            "weights": [*vars(self.weights).values()],
             **{name: getattr(self, name) for name in PLAIN},
         }
 

@@ -39,14 +39,12 @@ def data_set_facts(data: Any, describer: Describer, is_read: bool = True) -> dic
             described nothing else, so that what draws belongs to the data set.
         is_read: Says that samples may be read.
     """
-    facts = {"data set": describer.of(data, "the data set")}
+    facts, found = {"data set": describer.of(data, "the data set")}, dict[str, str]()
     has_indices = isinstance(data, Sized) and hasattr(data, "__getitem__")
     if has_indices and not isinstance(data, IterableDataset):
         found = {} if describer.draws or not is_read else _some_samples(data)
         facts |= {"samples": len(data), "some samples": found}
-        if not found:
-            describer.untold.append("samples of the data set")
-    else:
+    if not found:
         describer.untold.append("samples of the data set")
     return facts
 

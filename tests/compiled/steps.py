@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import packprop
-from packprop.applications.compiled import replayer
 from packprop.applications.compiled.step import CompiledStep
 from packprop.engine.tensors.nesting import tensors_in
 from packprop.errors import PackpropWarning
@@ -23,9 +22,8 @@ EAGER_CALLS = 3
 
 
 @pytest.fixture
-def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing has been compiled yet, nor warned of."""
-    monkeypatch.setattr(replayer._Said, "warnings", set())
+def fresh_compiler() -> Iterator[None]:
+    """Nothing has been compiled yet."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

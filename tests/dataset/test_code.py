@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import packprop
 from packprop import BadInput
 from packprop.applications.dataset.code import code_of
-from packprop.applications.dataset.identity import changes_around
+from packprop.applications.dataset.identity import describer_of
 from packprop.extensions import SumGradSquared
 
 TABLE: dict[str, Any] = {"k": 1.0}
@@ -172,10 +172,10 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("loss", [counted, helped, noted, set_globally, *enclosed()], ids=lambda f: f.__name__)
 def test_losses_that_change_something_around_them(loss: Any) -> None:
-    assert changes_around(nn.Linear(2, 2), loss)
+    assert describer_of(nn.Linear(2, 2), loss).changes
     hooked = nn.Linear(2, 2)
     hooked.register_forward_hook(lambda module, given, out: loss(out, given))
-    assert changes_around(hooked, nn.CrossEntropyLoss())
+    assert describer_of(hooked, nn.CrossEntropyLoss()).changes
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_losses_that_change_something_around_them(loss: Any) -> None:
     ids=lambda f: getattr(f, "__name__", type(f).__name__),
 )
 def test_losses_that_change_nothing_around_them(loss: Any) -> None:
-    assert not changes_around(nn.Linear(2, 2), loss)
+    assert not describer_of(nn.Linear(2, 2), loss).changes
 
 
 class Head(nn.Module):

@@ -248,6 +248,13 @@ def test_where_generators_are_found() -> None:
     assert len([*generators_in(values)]) == len(ours)
 
 
+def test_generators_behind_many_values_are_found() -> None:
+    first, last, alone = (random.Random(number) for number in range(3))
+    many = [[number] for number in range(10_000)]
+    values = [{"objects": [*many, first], "numbers": [*range(10_000), last]}, alone]
+    assert {id(each) for each in generators_in(values)} == {id(first), id(last), id(alone)}
+
+
 class WithoutLength(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         yield from zip(*samples(), strict=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rich.text
 import torch
 from torch import nn
 
@@ -401,10 +402,24 @@ def test_what_cannot_be_told_is_said(tmp_path: Path) -> None:
     assert len([each for each in said if issubclass(each.category, PackpropWarning)]) == 1
 
 
+def test_what_cannot_be_told_in_long_lists_is_said(tmp_path: Path) -> None:
+    """Of a list of more than 1,024 entries some stand for all."""
+    changed = PROGRAM.replace("self.table = ", "self.counters = [iter([1])] * 2000\n        self.table = ")
+    call(changed, tmp_path)
+    with pytest.warns(PackpropWarning, match="cannot tell whether these have changed.*: counters of"):
+        call(changed, tmp_path)
+
+
 def test_another_precision_is_refused(tmp_path: Path) -> None:
     call(PROGRAM, tmp_path)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(BadInput, match="its precision: autocast on cpu"):
         call(PROGRAM, tmp_path)
+
+
+def test_versions_of_classes_in_a_long_list() -> None:
+    describer = Describer()
+    describer.of([rich.text.Text("a")] * 2000, "a list")
+    assert "rich" in describer.versions
 
 
 @pytest.mark.parametrize("known", ["by itself", "by its distribution", "not"])

@@ -16,7 +16,7 @@ import packprop
 from packprop import extensions
 from packprop.applications.compiled.replayer import Kind
 from packprop.applications.dataset import replays
-from packprop.applications.dataset.identity import names_around
+from packprop.applications.dataset.identity import describer_of
 from packprop.applications.dataset.replays import MANY, WhereItPays, told
 from packprop.errors import PackpropWarning
 from tests.references.running import assert_near
@@ -299,7 +299,7 @@ def test_a_model_that_reads_nothing_around_it_compares_nothing() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x)[:, : self.width]
 
-    assert names_around(nn.Sequential(Plain(), network()), nn.CrossEntropyLoss()) == []
+    assert not describer_of(nn.Sequential(Plain(), network()), nn.CrossEntropyLoss()).around
 
 
 def test_faulty_data_are_found() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import PackpropError, PackpropWarning, backpack, extensions
+from packprop.applications.dataset.loss_terms import TermWeights
+from packprop.applications.dataset.state import MergedResults
 from packprop.engine.functions.losses.description import LOSSES
 from packprop.functions import Loss
 from tests.dataset.small import EXACT, SIZE, compute
@@ -262,6 +265,54 @@ def test_penalties_that_differ_between_batches(penalty: Callable[[nn.Module, Ten
     assert [w.category for w in said if "depends on the split" in str(w.message)] == [PackpropWarning]
     plain = packprop.compute(model, nn.MSELoss(), data, extensions.BatchL2Grad(), progress=False)["batch_l2"]
     assert_all_near(norms, plain, "norms", 1e-10)
+
+
+def test_penalties_are_mentioned_once_in_a_continued_run(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).double()
+    batches = [(torch.randn(2, 4).double(), torch.randn(2, 2).double()) for _ in range(6)]
+    fails = [3]
+
+    def loss(f: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(f, y) + by_data(model, f)
+
+    def read() -> Iterator[Any]:
+        for number, batch in enumerate(batches):
+            if [number] == fails:
+                raise OSError("gone")
+            yield batch
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with pytest.raises(PackpropError, match="gone"):
+            compute(model, loss, read(), extensions.BatchL2Grad(), checkpoint=tmp_path, every=1)
+        fails.clear()
+        compute(model, loss, read(), extensions.BatchL2Grad(), checkpoint=tmp_path, every=1)
+    assert sum("depends on the split" in str(each.message) for each in said) == 1
+
+
+def test_weights_of_terms_are_kept_whole() -> None:
+    before, after = MergedResults([]), MergedResults([])
+    before.weights = TermWeights({"terms": [1.0]}, {"terms": [2.0]}, 0.1, True, True)
+    after.restore(before.saved())
+    assert after.weights == before.weights
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_loss_that_takes_no_sample_more_is_mentioned(size: int | None) -> None:
+    """Nothing tells then whether the division by the size of the batch stands for the split into batches."""
+    model = nn.Linear(4, 3).double()
+    data = torch.randn(6, 4).double(), torch.randint(3, (6,))
+    offsets = torch.zeros(size or 6, 1).double()
+
+    def loss(f: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(f + offsets, y, reduction="sum") / len(y)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        compute(model, loss, data, extensions.BatchL2Grad(), batch_size=size)
+    found = ["computed with its last sample twice (RuntimeError: " in str(each.message) for each in said]
+    assert found == ([True] if size else [])  # one batch is not split
 
 
 def test_one_penalty_in_all_batches_is_not_mentioned() -> None:

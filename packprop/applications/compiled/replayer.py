@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -203,8 +203,8 @@ class Replayer:
             outcome, fault = checked(self._pass, traced, runner, state, inputs, targets)
         if (differing := _differing(traced.decisions, decisions)) is not None:
             fault = f"values decide on it anew in each pass: {differing}"
-        if runner.warning is not None and self._policy.warns:
-            _say_once(runner.warning)
+        if runner.warning is not None:
+            self._say(runner.warning, runner.warning, stacklevel=5)
         if fault is None:
             kind.runner = runner
         elif runner.backend != REPLAY:
@@ -305,22 +305,11 @@ class Replayer:
         """Say once that calls run eagerly."""
         self._say(about, f"A compiled step runs passes eagerly, without a graph: {reason}.")
 
-    def _say(self, about: str, warning: str) -> None:
+    def _say(self, about: str, warning: str, stacklevel: int = 6) -> None:
         """Warn once about the same thing."""
         if about not in self._warned and self._policy.warns:
             self._warned.add(about)
-            warnings.warn(warning, PackpropWarning, stacklevel=6)
-
-
-class _Said:
-    warnings: ClassVar[set[str]] = set()
-
-
-def _say_once(warning: str) -> None:
-    """Warn about the same thing once in a process."""
-    if warning not in _Said.warnings:
-        _Said.warnings.add(warning)
-        warnings.warn(warning, PackpropWarning, stacklevel=5)
+            warnings.warn(warning, PackpropWarning, stacklevel=stacklevel)
 
 
 PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)

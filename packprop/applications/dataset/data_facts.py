@@ -35,20 +35,17 @@ def data_set_facts(data: Any, describer: Describer, is_read: bool = True) -> dic
 
     Args:
         data: A data set, with indices or without.
-        describer: Describes its class and options, and notes the parts that it cannot describe.
+        describer: Describes its class and options, and notes the parts that it cannot describe; it has
+            described nothing else, so that what draws belongs to the data set.
         is_read: Says that samples may be read.
     """
-    before, describer.draws = describer.draws, False
-    facts = {"data set": describer.of(data, "the data set")}
+    facts, found = {"data set": describer.of(data, "the data set")}, dict[str, str]()
     has_indices = isinstance(data, Sized) and hasattr(data, "__getitem__")
     if has_indices and not isinstance(data, IterableDataset):
         found = {} if describer.draws or not is_read else _some_samples(data)
         facts |= {"samples": len(data), "some samples": found}
-        if not found:
-            describer.untold.append("samples of the data set")
-    else:
+    if not found:
         describer.untold.append("samples of the data set")
-    describer.draws |= before
     return facts
 
 
@@ -56,14 +53,15 @@ def loader_facts(loader: Any, describer: Describer) -> dict[str, Any]:
     """Describe batches that come as they are, without reading them."""
     if isinstance(loader, DataLoader):
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        # whatever a data set opens for itself on reading has to be opened by each worker
+        of_data_set = data_set_facts(loader.dataset, describer, is_read=loader.num_workers == 0)
         return {
             "class": type(loader).__name__,
             "batch size": loader.batch_size,
             "sampler": _sampler_facts(sampler, describer),
             "collate_fn": describer.of(loader.collate_fn, "collate_fn"),
             "worker_init_fn": describer.of(loader.worker_init_fn, "worker_init_fn"),
-            # whatever a data set opens for itself on reading has to be opened by each worker
-            **data_set_facts(loader.dataset, describer, is_read=loader.num_workers == 0),
+            **of_data_set,
         }
     if isinstance(loader, (list, tuple)):
         some = [loader[at] for at in _places(len(loader))]

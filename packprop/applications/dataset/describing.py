@@ -97,6 +97,7 @@ class Describer:
         self._met: dict[tuple[Any, ...], tuple[str, Any]] = {}
         self._classes: dict[tuple[Any, ...], tuple[dict[str, Any], Code]] = {}
         self._digests: dict[int, tuple[str, Tensor]] = {}
+        self._searched: dict[int, Any] = {}
         self._left, self._depth = MOST, 0
 
     def of(self, value: Any, where: str, read: set[str] | None = None) -> Any:
@@ -188,11 +189,11 @@ class Describer:
 
     def _note_generators(self, values: Iterable[Any], where: str) -> None:
         """Note the generators that values hold, even if they do not count."""
-        for each in generators_in(values):
+        for each in generators_in(values, self._searched):
             self.draws = True
             if isinstance(each, random.SystemRandom):  # it has no state
                 self._cannot_tell(where)
-            elif not any(each is known for known in self.generators):
+            else:
                 self.generators.append(each)
 
     def _cannot_tell(self, where: str) -> None:
@@ -214,12 +215,9 @@ class Describer:
             return sorted((self.of(each, where) for each in entries), key=json.dumps)
         if len(entries) <= SPOTS:
             return [self.of(each, where) for each in entries]
-        inside = Describer(self._by_text)
-        some = [inside.of(each, where) for each in entries[:: len(entries) // 100]]
-        self.draws |= inside.draws
-        self.changes |= inside.changes
-        self.generators += inside.generators
-        self.around |= inside.around
+        left, self._left = self._left, MOST
+        some = [self.of(each, where) for each in entries[:: len(entries) // 100]]
+        self._left = left
         return f"{len(entries)} entries {bytes_digest(json.dumps(some, sort_keys=True).encode())}"
 
     def _function(self, function: FunctionType, where: str) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -23,16 +22,16 @@ CONTAINERS = (list, dict, set, deque)
 WITHOUT = (str, bytes, bytearray, int, float, complex, Tensor, np.ndarray, type, ModuleType, CodeType)
 """Types that hold no generator."""
 
-MOST = 5000
-"""The most values that one search visits."""
 
+def generators_in(values: Iterable[Any], met: dict[int, Any] | None = None) -> Iterator[Any]:
+    """Find generators that values hold: in containers, attributes, arguments of functions, and around these.
 
-def generators_in(values: Iterable[Any]) -> Iterator[Any]:
-    """Find generators that values hold: in containers, attributes, arguments of functions, and around these."""
-    todo, met = [*values], dict[int, Any]()
+    Args:
+        values: Anything.
+        met: The values of earlier searches by identity, which this one leaves out; it adds its own.
+    """
+    todo, met = [*values], {} if met is None else met
     for value in todo:  # grows
-        if len(met) == MOST:
-            return
         if value is None or isinstance(value, WITHOUT) or id(value) in met:
             continue
         met[id(value)] = value
@@ -41,4 +40,4 @@ def generators_in(values: Iterable[Any]) -> Iterator[Any]:
         elif isinstance(value, FunctionType):  # which refers to all names of its module
             todo += [*(each for _, each in cells(value)), value.__defaults__, value.__kwdefaults__]
         else:
-            todo += islice(gc.get_referents(value), MOST)
+            todo += gc.get_referents(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -83,23 +83,13 @@ def identity_of(
     return facts
 
 
-def changes_around(model: nn.Module, loss: Any) -> bool:
-    """Tell whether code of model or loss changes something around it, such as a global counter."""
-    return _describer_of(model, loss).changes
-
-
-def names_around(model: nn.Module, loss: Any) -> list[tuple[Mapping[str, Any], str]]:
-    """Return the names that code of model or loss reads from around it, each with the place that has it."""
-    return [(space, name) for (_, name), space in _describer_of(model, loss).around.items()]
-
-
 def keep_generators(model: nn.Module, loss: Any, data: Batches) -> None:
     """Make the data keep the states of all generators in model, loss and data, for another reading."""
     data.described(Describer())
-    data.keep_generators(_describer_of(model, loss).generators)
+    data.keep_generators(describer_of(model, loss).generators)
 
 
-def _describer_of(model: nn.Module, loss: Any) -> Describer:
+def describer_of(model: nn.Module, loss: Any) -> Describer:
     """Return what has described the model and the loss."""
     describer = Describer(by_text=True)
     _described_modules(model, describer)

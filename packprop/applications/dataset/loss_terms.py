@@ -7,10 +7,11 @@ divide the loss afterwards: ``F.cross_entropy(f, y, reduction="sum") / len(y)`` 
 batches. So packprop reads the weight of each term in the backward pass: the factor on the value of the loss
 function, over its divisor. Times the terms of the batch, it is the same in all batches of one loss. Batches of
 one size may hide that it depends on the size. If anything follows the loss function, packprop calls the loss
-once more on the first batch, with the last sample twice, and compares. Options of the loss function that are no
-values of samples, such as weights of classes, must also be the same in all batches. So must penalties on
-parameters, which the loss of all samples has once: packprop compares the norm of their gradient. That of the
-loss with one sample more does not tell: the model's output is no sample there, and enters it.
+once more on the first batch, with the last sample twice, and compares; a warning names a loss that cannot take
+it. Options of the loss function that are no values of samples, such as weights of classes, must also be the
+same in all batches. So must penalties on parameters, which the loss of all samples has once: packprop compares
+the norm of their gradient. That of the loss with one sample more does not tell: the model's output is no sample
+there, and enters it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from packprop.applications.dataset.messages import explanation
 from packprop.engine.curvature import factors_on_losses, term_gradients
 from packprop.engine.functions import describe
 from packprop.engine.graph import Graph, walk
@@ -91,6 +93,7 @@ class TermWeights:
         rounding: The relative difference that counts as rounding, in the precision of the loss.
         penalties_vary: Says that penalties were other ones in some batch.
         told: Says that the user was warned of penalties.
+        why_unknown: The reason why ``of_more`` is not known, if the loss refuses the last sample twice.
     """
 
     own: dict[str, Any] = field(default_factory=dict)
@@ -98,6 +101,7 @@ class TermWeights:
     rounding: float = 0.0
     penalties_vary: bool = False
     told: bool = False
+    why_unknown: str = ""
 
     def add(self, weights: Mapping[str, Tensor], terms: float) -> None:
         """Add the weights of a batch, whose loss was divided by ``terms``; without terms it has none.
@@ -112,11 +116,21 @@ class TermWeights:
             self.own = {**found, **self.own}
 
     def require_any_size(self) -> None:
-        """Refuse further batches if the weights depend on the number of samples.
+        """Refuse further batches if the weights depend on the number of samples; warn if nothing tells.
 
         Raises:
             PackpropError: If they do.
         """
+        if self.why_unknown:
+            warnings.warn(
+                "The loss of the first batch cannot be computed with its last sample twice "
+                f"({self.why_unknown}). So packprop does not see a factor on the loss that depends on the size "
+                "of the batch, as in loss.sum() / len(targets): quantities would then depend on the split of "
+                "the data into batches. Leave such a division to the loss function, reduction='mean'.",
+                PackpropWarning,
+                stacklevel=2,
+            )
+            self.why_unknown = ""
         if self.of_more:
             self.require({**self.of_more, PENALTIES: self.own.get(PENALTIES)})
 
@@ -290,14 +304,17 @@ def counted_terms(
     terms, is_first = number_of_terms(divisor), not before.own
     before.add(weights, terms)
     if is_first and loss is not None and outputs is not None:
-        before.of_more = _weights_of_more(loss, outputs, targets, graph.samples)
+        try:
+            before.of_more = _weights_of_more(loss, outputs, targets, graph.samples)
+        except Exception as error:  # the user's loss may refuse these rows in any way
+            before.why_unknown = explanation(error)
     return reduction, terms, weights
 
 
 def _weights_of_more(loss: LossFunction, outputs: Any, targets: Any, samples: int) -> dict[str, Any]:
     """Return the weights of the loss with the last sample twice; see NOTE [Weights of terms].
 
-    Return nothing if that fails: outputs and targets need not have a row for each sample.
+    That fails in any way if outputs and targets do not have a row for each sample.
     """
 
     def more(tensor: Tensor) -> Tensor:
@@ -307,15 +324,12 @@ def _weights_of_more(loss: LossFunction, outputs: Any, targets: Any, samples: in
     def computed(tensor: Tensor) -> Tensor:  # as the model's outputs are: losses of leaves are not recorded
         return more(tensor).requires_grad_().clone() if tensor.is_floating_point() else more(tensor)
 
-    try:
-        with torch.enable_grad(), record(), random_numbers_from(random_states()):
-            value = loss(map_tensors(computed, outputs), together(map_tensors(more, targets)))
-        graph = walk([value], [None], None)
-        graph.samples = samples + 1
-        found = {name: each.tolist() for name, each in loss_terms(graph).weights.items()}
-        return found if all(map(math.isfinite, found[TERMS])) else {}
-    except Exception:  # the user's loss may refuse these rows in any way
-        return {}
+    with torch.enable_grad(), record(), random_numbers_from(random_states()):
+        value = loss(map_tensors(computed, outputs), together(map_tensors(more, targets)))
+    graph = walk([value], [None], None)
+    graph.samples = samples + 1
+    found = {name: each.tolist() for name, each in loss_terms(graph).weights.items()}
+    return found if all(map(math.isfinite, found[TERMS])) else {}
 
 
 def _together(

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from packprop.applications.dataset.digests import seed_from
 from packprop.engine.algebra import Monoid
-from packprop.engine.distributed import AllRanks, exchanged, merged_in_turn, ranks_of
+from packprop.engine.distributed import AllRanks, arrive, exchanged, merged_in_turn, ranks_of
 from packprop.engine.tensors import map_tensors
 from packprop.errors import BadInput, PackpropError
 
@@ -65,20 +64,9 @@ class Ranks:
         Raises:
             PackpropError: If some do not come in time; gloo names them.
         """
-        if self.world == 1 or self.all is None:
-            return
-        if torch.distributed.get_backend(self.all.group) != "gloo":
-            return
-        limit = timedelta(seconds=self.all.timeout)
-        try:
-            torch.distributed.monitored_barrier(self.all.group, limit, wait_all_ranks=True)
-        except RuntimeError as error:
-            raise PackpropError(
-                ASKED,
-                f"rank {self.rank}",
-                f"not all ranks came within {self.all.timeout:g} s ({str(error).splitlines()[0]})",
-                "call compute(...) on all ranks; or, on some of them alone, with ranks='own'",
-            ) from error
+        if self.world > 1 and self.all is not None:
+            instead = "call compute(...) on all ranks; or, on some of them alone, with ranks='own'"
+            arrive(self.all.group, self.all.timeout, ASKED, instead)
 
     def agree(self, has_any: bool) -> bool:
         """Tell whether any rank has samples.

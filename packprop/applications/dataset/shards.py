@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from packprop.applications.dataset.ranks import Ranks
 from packprop.applications.dataset.saved import ASKED, SavedShards
 from packprop.applications.dataset.state import Key, MergedResults
-from packprop.applications.dataset.sums import begun, merged_with
+from packprop.applications.dataset.sums import merged_with
 from packprop.engine.algebra import Moments
 from packprop.engine.tensors import (
     is_distributed,
@@ -57,9 +57,8 @@ class ShardedResults(MergedResults):
         """Merge the results of a pass on all ranks; each keeps the parts of its own shards."""
         for key, value in ranks.merged_in_turn(self.arrived, self.monoid_of):
             self.arrived.pop(key, None)
-            shard, monoid, before = self.shards[key[2]], self.monoid_of(key), self.kept.get(key)
-            part = _each(value, lambda whole, shard=shard: part_like(whole, shard))
-            self.kept[key] = begun(monoid, part) if before is None else merged_with(monoid, before, part)
+            part = _each(value, lambda whole, shard=self.shards[key[2]]: part_like(whole, shard))
+            self.kept[key] = merged_with(self.monoid_of(key), self.kept.get(key), part)
 
     def of_all(self, ranks: Ranks) -> MergedResults:
         """Work as for any results; results kept as parts become a ``DTensor``, placed like the parameter."""

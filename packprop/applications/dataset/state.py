@@ -16,7 +16,7 @@ from packprop.applications.dataset.loss_terms import TermWeights, require_same_w
 from packprop.applications.dataset.parts import Part, needs_second_reading
 from packprop.applications.dataset.ranks import Ranks
 from packprop.applications.dataset.result import Result, Value
-from packprop.applications.dataset.sums import begun, merged_with, widened
+from packprop.applications.dataset.sums import merged_with, widened
 from packprop.engine.algebra import KEEP, SUM, Monoid, lift, nothing_like, rescale
 from packprop.engine.passes import warn_of_skipped
 from packprop.engine.tensors import accumulation_dtype, doing, expect, map_tensors, tensors_in
@@ -210,10 +210,7 @@ class MergedResults(Counts):
     def _merge_row(self, key: Key, partial: Any) -> None:
         """Merge a partial result of a batch with those before."""
         monoid, before = self.monoid_of(key), self.partial.get(key)
-        if before is None:
-            self.partial[key] = begun(monoid, partial)
-            return
-        if monoid.axis is not None:
+        if before is not None and monoid.axis is not None:
             _require_same_rows(self.extensions[key[0]], key[2], monoid.axis, [before[-1], *partial])
         self.partial[key] = merged_with(monoid, before, partial)
 
@@ -336,7 +333,7 @@ class MergedResults(Counts):
             "partial": [[*key, value] for key, value in self.partial.items()],
             "rotations": [[*key, value] for key, value in self.rotations.items()],
             "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()},
-            "weights": [self.weights.own, self.weights.of_more, self.weights.rounding],
+            "weights": [*vars(self.weights).values()],
             **{name: getattr(self, name) for name in PLAIN},
         }
 

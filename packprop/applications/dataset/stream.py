@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 from packprop.applications.compiled.facts import facts_of
 from packprop.applications.compiled.replayer import Replayer
 from packprop.applications.dataset.batch_pass import BatchPass
-from packprop.applications.dataset.identity import changes_around, names_around
+from packprop.applications.dataset.describing import Describer
+from packprop.applications.dataset.identity import describer_of
 from packprop.applications.dataset.parts import Part
 from packprop.applications.dataset.replays import WhereItPays, told
 from packprop.engine.passes import ChunkSizes
@@ -72,19 +73,20 @@ class BatchStream:
         self._same = SameForEachPass(step.modules)
         self._replayer = None
         if left is not None:
-            pays = WhereItPays(left, lambda: changes_around(step.model, step.loss), self._facts_around)
+            pays = WhereItPays(left, lambda: self._code.changes, self._facts_around)
             self._replayer = Replayer(step, "inductor", None, pays)
 
     @functools.cached_property
-    def _names_around(self) -> list[tuple[Mapping[str, Any], str]]:
-        return names_around(self.step.model, self.step.loss)
+    def _code(self) -> Describer:
+        """The description of the code of model and loss."""
+        return describer_of(self.step.model, self.step.loss)
 
     def _facts_around(self) -> Any:
         """Describe globals, and others from around their code, that model and loss read."""
-        if not self._names_around:  # most code reads none: nothing to go through in each batch
+        if not self._code.around:  # most code reads none: nothing to go through in each batch
             return []
         modules = {id(each) for root in self.step.modules for each in root.modules()}
-        return facts_of([space.get(name) for space, name in self._names_around], modules)
+        return facts_of([space.get(name) for (_, name), space in self._code.around.items()], modules)
 
     def add(
         self,

@@ -13,7 +13,7 @@ PIECE = 2**18
 """Entries of a large tensor that are added up at once: those that stay in a processor's caches."""
 
 
-def begun(monoid: Monoid, partial: Any) -> Any:
+def _begun(monoid: Monoid, partial: Any) -> Any:
     """Return the first partial result, in its own memory, with more digits if others will be added."""
     if monoid.grows or monoid is KEEP:
         return partial
@@ -25,7 +25,9 @@ def begun(monoid: Monoid, partial: Any) -> Any:
 
 
 def merged_with(monoid: Monoid, before: Any, partial: Any) -> Any:
-    """Merge another partial result into one; sums in place."""
+    """Merge a partial result into those before, sums in place; the first one has ``None`` before it."""
+    if before is None:
+        return _begun(monoid, partial)
     if monoid is SUM and isinstance(before, Tensor) and before.shape == partial.shape:
         add_to(before, partial)
         return before

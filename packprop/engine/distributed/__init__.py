@@ -1,6 +1,7 @@
 """Several processes: values of the samples of all ranks, and how packprop puts them together."""
 
 from packprop.engine.distributed.joint import JointPass as JointPass
+from packprop.engine.distributed.merging import arrive as arrive
 from packprop.engine.distributed.merging import exchanged as exchanged
 from packprop.engine.distributed.merging import merge_over_ranks as merge_over_ranks
 from packprop.engine.distributed.merging import merged_in_turn as merged_in_turn

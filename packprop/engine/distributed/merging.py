@@ -259,8 +259,20 @@ class RefusedElsewhere(PackpropError):
     """Raised if another rank has refused its part of a pass; all ranks know, and none waits for this one."""
 
 
-def arrive(group: Group, timeout: float = PATIENCE) -> None:
+def arrive(
+    group: Group,
+    timeout: float,
+    asked: str = "Quantities were asked for in a backward pass of several ranks.",
+    instead: str = "run the same passes on all ranks, each inside `with backpack(..., ranks=...)` of the same "
+    "extensions; a rank without samples runs an empty batch; or allow more time: AllRanks(timeout=...)",
+) -> None:
     """Wait until all ranks are at the same place.
+
+    Args:
+        group: The ranks.
+        timeout: Seconds to wait for the others.
+        asked: The call of the user, for messages.
+        instead: What to do if some do not come.
 
     Raises:
         PackpropError: If some do not come in time. Only gloo can say so; others end by their own timeout.
@@ -271,12 +283,11 @@ def arrive(group: Group, timeout: float = PATIENCE) -> None:
         torch.distributed.monitored_barrier(group, timedelta(seconds=timeout), wait_all_ranks=True)
     except RuntimeError as error:
         raise RefusedElsewhere(
-            "Quantities were asked for in a backward pass of several ranks.",
-            f"rank {torch.distributed.get_rank(group)}, at the beginning of the pass",
-            f"not all ranks came within {timeout:g} s: one has ended, is late, or runs another pass than "
-            f"this one ({str(error).splitlines()[0]})",
-            "run the same passes on all ranks, each inside `with backpack(..., ranks=...)` of the same "
-            "extensions; a rank without samples runs an empty batch; or allow more time: AllRanks(timeout=...)",
+            asked,
+            f"rank {torch.distributed.get_rank(group)}, at the beginning",
+            f"not all ranks came within {timeout:g} s: one has ended, is late, or does something else "
+            f"({str(error).splitlines()[0]})",
+            instead,
         ) from error
 
 

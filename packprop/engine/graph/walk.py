@@ -160,6 +160,7 @@ def _note_order(graph: Graph, trail: Trail) -> None:
         graph.is_opaque |= is_opaque(node)
         if axes is None or axes or (reordered and not reordered.isdisjoint(trail.neighbours[node])):
             reordered.add(node)
+    trail.options.append(graph.is_opaque)
     for use in graph.uses:
         use.reordered = not reordered.isdisjoint(use.anchors)
 

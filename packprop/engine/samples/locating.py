@@ -73,7 +73,7 @@ class _Memory:
     Args:
         locations: Where the samples are, if this holds for all values.
         examined: Passes in which values hide no mixing.
-        looks: For passes whose values keep the samples apart: when to look for hidden mixing again.
+        looks: For passes whose values or opaque functions keep the samples apart: when to look again.
         structures: Structures of ``examined`` passes, whatever their shapes.
         separate_losses: Passes whose losses are sums over samples for all values.
     """
@@ -91,8 +91,6 @@ _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def _memory_of(graph: Graph) -> _Memory:
     modules = graph.modules
-    if graph.is_opaque:  # what it does now, it need not do in the next pass
-        return _Memory()
     key = modules[0] if modules else graph.leaves()[0]
     memory = _KNOWN.get(key)
     if memory is None:
@@ -156,7 +154,8 @@ def _locate_samples(graph: Graph) -> None:
         loss.layout = layout
     for use, layouts in zip(graph.uses, locations.uses, strict=True):
         use.layouts = layouts
-    if locations.is_lasting and graph.signature not in memory.locations and not is_order_of_data(graph):
+    lasts = locations.is_lasting and not graph.is_opaque  # which computes something else in the next pass
+    if lasts and graph.signature not in memory.locations and not is_order_of_data(graph):
         if len(memory.locations) == MANY:
             memory.locations.clear()
         memory.locations[graph.signature] = locations
@@ -286,17 +285,16 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     if graph.signature in memory.examined or not (look is None or look.is_due(graph)):
         return _SampleLocations(samples, chosen, first_of(fitting), False)
     fitting, on_values, for_all = dependence(feed, samples, fitting, graph.structure not in memory.structures)
-    if on_values:
-        hidden = find_hidden(graph, feed, samples, fitting)
-        if hidden is not None:
-            _require_settled(graph, [hidden[0]])
-            memory.looks.pop(graph.signature, None)  # it is refused in the next pass, too
-            raise _mixed(graph, *hidden)
-        if look is None:
-            memory.looks[graph.signature] = Look(constants_of(graph))
-    else:
+    hidden = find_hidden(graph, feed, samples, fitting) if on_values else None
+    if hidden is not None:
+        _require_settled(graph, [hidden[0]])
+        memory.looks.pop(graph.signature, None)  # it is refused in the next pass, too
+        raise _mixed(graph, *hidden)
+    if not (on_values or graph.is_opaque):
         memory.examined.add(graph.signature)
         memory.structures.add(graph.structure)
+    elif look is None:
+        memory.looks[graph.signature] = Look(constants_of(graph))
     return _SampleLocations(samples, chosen, first_of(fitting), for_all and in_order)
 
 

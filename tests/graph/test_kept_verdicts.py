@@ -339,3 +339,20 @@ def test_a_gate_along_another_axis() -> None:
     model.gate.data.zero_()
     with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
         loss(model(x), y).backward()
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["input", "behind the input"])
+def test_a_masked_weight_of_another_model(behind: bool) -> None:
+    """Its graph has the nodes and shapes of one where the input takes the place of the mask."""
+    mask, y = torch.rand(4, 3).double(), torch.zeros(4, 3).double()
+    masked = double(Apply(lambda m, x: x @ (mask * m.weight)))
+    gated: Any = double(Apply(lambda m, x: m.matrix @ ((x.relu() if behind else x) * m.weight)))
+    gated.register_buffer("matrix", torch.diag(torch.rand(4) + 1).double())
+    x = torch.randn(4, 3).double()
+    for model, given in ((masked, torch.randn(4, 4).double()), (gated, x)):
+        model.weight = nn.Parameter(torch.randn(4, 3).double())
+        packprop.extend(model)
+        with packprop.backpack(extensions.BatchGrad()):
+            nn.functional.mse_loss(model(given), y).backward()
+    rows = 2 / 12 * gated(x) * gated.matrix.diagonal()[:, None] * (x.relu() if behind else x)
+    torch.testing.assert_close(gated.weight.grad_batch.sum(1), rows.detach())

@@ -16,7 +16,8 @@ alternative would hide layers that mix samples:
 * A function of parameters alone that turns a tensor in which samples meet into one in which they are separate,
   and does not only repeat it. It has mixed them.
 
-packprop remembers its decisions for graphs of the same structure.
+packprop remembers its decisions for graphs of the same structure that the same model makes. A constant that is
+data goes before them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils.weak import WeakIdKeyDictionary
 
 from packprop.engine.functions.node_rules import entries_of_node
 from packprop.engine.functions.nodes import (
@@ -88,12 +90,9 @@ WEIGHTS = {
 """Nodes of layers -> the places of the operands in which the samples meet."""
 
 
-MANY = 1024
-"""The number of structures that packprop remembers."""
-
-
-_PARAMETRIC: dict[int, frozenset[int]] = {}
-"""Structures of graphs -> the places of nodes that sweeps have shown to be made of parameters alone."""
+_PARAMETRIC: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The module that was called first, or the first parameter -> structures of graphs -> the places of nodes that
+sweeps have shown to be made of parameters alone."""
 
 
 class Constants:
@@ -173,6 +172,7 @@ class Reading:
         self._trail, self._wanted, self._below = trail, wanted, below_losses
         self._roots = [(root.grad_fn, root.output_nr) for root in graph.roots if root.grad_fn is not None]
         self._constants = Constants(graph.forwards)
+        self._owner = next(iter(graph.modules), None) or next(iter(wanted.values()))
         taken = [(loss.call.shape, loss.call.declared) for loss in graph.losses]
         taken = taken or [(shape, forward.declared) for _, forward, shape in graph.outputs if shape]
         self._is_one_sample = any(all(map(_is_one, shape[axis or 0 :][:1])) for shape, axis in taken)
@@ -216,6 +216,7 @@ class Reading:
     def _kind(self, node: Node, given: Sequence[int]) -> str:
         """Return the kind of a node that takes parameters, and perhaps constants."""
         remembered = self._trail.places[node] in self._parametric
+        remembered = remembered and self._constants.are_known(node) is not False
         kind = "parameters" if remembered else self._kind_by_operands(node, given)
         if kind != "parameters":
             return kind
@@ -255,7 +256,8 @@ class Reading:
     @functools.cached_property
     def _parametric(self) -> frozenset[int]:
         """The places of the nodes that an earlier pass has shown to be made of parameters alone."""
-        return _PARAMETRIC.get(self._trail.structure(), frozenset()) if _PARAMETRIC else frozenset()
+        known = _PARAMETRIC.get(self._owner)
+        return known.get(self._trail.structure(), frozenset()) if known else frozenset()
 
     @functools.cached_property
     def _takers(self) -> dict[Node, list[tuple[Node, int]]]:
@@ -326,11 +328,8 @@ class Reading:
         is_weight = set(use.places).issubset(WEIGHTS.get(name, ()))  # of a layer whose input is known
         if is_layer and not (is_weight and self._constants.are_known(node)):
             return False
-        if len(_PARAMETRIC) >= MANY:
-            _PARAMETRIC.clear()
-        structure = self._trail.structure()
-        known = _PARAMETRIC.get(structure, self._parametric)
-        _PARAMETRIC[structure] = known | {self._trail.places[node]}
+        known, structure = _PARAMETRIC.setdefault(self._owner, {}), self._trail.structure()
+        known[structure] = known.get(structure, frozenset()) | {self._trail.places[node]}
         return True
 
 

@@ -118,6 +118,11 @@ class ReachedLoss:
     others: list[GradientEdge] = field(default_factory=list)
 
     @property
+    def given(self) -> list[GradientEdge]:
+        """The edges of what it takes, first that of its input."""
+        return [self.call.edge, *self.call.others]
+
+    @property
     def value(self) -> GradientEdge:
         """The edge of its value."""
         return GradientEdge(self.node, self.output)

@@ -46,10 +46,12 @@ from packprop.engine.functions.nodes import (
     readable_name,
 )
 from packprop.engine.functions.operands import (
+    ALIKE,
     BY_DATA,
     ENTRY_BY_ENTRY,
     EXPANDING,
     HIDING,
+    INDEXED,
     VECTORS,
     WHOLE,
     WITH_SUMMAND,
@@ -125,22 +127,32 @@ class Constants:
         """The memory of the models' inputs."""
         return {each for forward in self._forwards for each in forward.storages} - self._own
 
-    def are_known(self, node: Node) -> bool | None:
-        """Return ``True`` if no constant of a node is data, ``False`` if one is, ``None`` if some may be."""
+    def of(self, node: Node) -> list[tuple[Tensor, bool | None]] | None:
+        """Return the constants of a node, each with ``True`` if it is the model's own, and ``False`` if it is data.
+
+        Each with ``None`` if nothing shows that; ``None`` in place of all if they are elsewhere, or freed.
+        """
         if keeps_elsewhere(node):
             return None
         try:
             constants = list(saved_constants(node))
         except RuntimeError:  # an earlier pass has freed them
             return None
-        missing = sum(above is None for above, _ in node.next_functions)
-        known: bool | None = True if missing <= len(constants) else None  # sums do not save what they add
+        found: list[tuple[Tensor, bool | None]] = []
         for tensor, place in zip(constants, map(_place_of(), constants), strict=True):
-            if place in self._inputs or is_of_batch(tensor) or tensor.is_nested:
-                return False
-            if tensor.dim() and place not in self._own and not _counts(node, tensor):
-                known = None
-        return known
+            is_data = place in self._inputs or is_of_batch(tensor) or tensor.is_nested
+            is_own = not tensor.dim() or place in self._own or _counts(node, tensor)
+            found.append((tensor, False if is_data else is_own or None))
+        return found
+
+    def are_known(self, node: Node) -> bool | None:
+        """Return ``True`` if no constant of a node is data, ``False`` if one is, ``None`` if some may be."""
+        constants = self.of(node)
+        if constants is None:
+            return None
+        known = {is_own for _, is_own in constants}
+        missing = sum(above is None for above, _ in node.next_functions)  # sums do not save what they add
+        return False if False in known else (None if None in known or missing > len(constants) else True)
 
 
 def _place_of() -> Callable[[Tensor], int]:
@@ -176,8 +188,12 @@ class Reading:
         taken = [(loss.call.shape, loss.call.declared) for loss in graph.losses]
         taken = taken or [(shape, forward.declared) for _, forward, shape in graph.outputs if shape]
         self._is_one_sample = any(all(map(_is_one, shape[axis or 0 :][:1])) for shape, axis in taken)
+        self._graph = graph
         self._derived: set[Node] = set()
+        self._wide: set[Node] = set()
         self.made_of_parameters: dict[Node, None] = {}
+        self.bad: set[Node] = set()
+        """Nodes made of parameters that no loss depends on, and of constants that samples may be in."""
         self.uses: dict[Node, ReachedUse] = {}
         self.answers: dict[Node, bool | None] = {}
         """Nodes, each with whether its constants are known; the structure decides on everything else."""
@@ -239,7 +255,10 @@ class Reading:
         """Return the kind of a node, given that what it takes was made of parameters alone."""
         name, is_own = name_of_node(node), is_from_outside(node)
         whole = len(given) == len(node.next_functions) and name in MADE_OF_PARAMETERS and not is_own
-        if node not in self._below or whole or self._has_no_room(node) or name == "Repeat":
+        if node not in self._below:
+            self._note_term(node, given)
+            return "parameters"
+        if whole or self._has_no_room(node) or name == "Repeat":
             return "parameters"
         if is_own:
             return "undecided"
@@ -249,7 +268,7 @@ class Reading:
         if known is False:
             return "use"
         if known is None and is_dry_run() and not self._is_one_sample:  # of one sample, nothing meets
-            is_likely = self._keeps_shape(node, given) or _is_contracted(node, given)
+            is_likely = _keeps_shape(node, given) or _is_contracted(node, given)
             return "parameters" if is_likely else "undecided"
         return "parameters" if known and name not in HIDING else "undecided"
 
@@ -283,18 +302,44 @@ class Reading:
                 return True
         return False
 
-    def _keeps_shape(self, node: Node, given: Sequence[int]) -> bool:
-        """Tell whether a node works on a parameter entry by entry, and keeps its shape."""
-        if not (is_change_of_view(node) or name_of_node(node) in ENTRY_BY_ENTRY):
+    def _note_term(self, node: Node, given: Sequence[int]) -> None:
+        """Note whether samples may enter a function of parameters that no loss depends on.
+
+        See NOTE [Terms without samples] in ``terms.py``.
+        """
+        name, shape = name_of_node(node), shapes_of(node)[0]
+        above = [each for each, _ in node.next_functions]
+        own = [place for place in given if above[place] not in self._wide]
+        if any(above[place] in self.bad for place in given) or not self._meets_no_samples(node, given, own):
+            self.bad.add(node)
+        of_this_shape = [place for place in given if shape_at(node, place) == shape] or given
+        if shape.numel() > 1 and (name in EXPANDING or set(own).isdisjoint(of_this_shape)):
+            self._wide.add(node)
+
+    def _meets_no_samples(self, node: Node, given: Sequence[int], own: Sequence[int]) -> bool:
+        """Tell whether no constant of such a function brings samples; operands ``own`` are not expanded."""
+        name = name_of_node(node)
+        if len(given) == len(node.next_functions) and name in WHOLE - HIDING:
+            return True
+        constants = self._of_all.of(node)
+        if constants is None or any(is_own is False for _, is_own in constants):
             return False
-        shape = torch.Size(made_by(node)[0].shape)
-        edges = [node.next_functions[place] for place in given]
-        leaves = [getattr(above, "variable", None) for above, _ in edges]
-        return any(
-            shape == torch.Size((made_by(above)[number] if leaf is None else leaf).shape)
-            for (above, number), leaf in zip(edges, leaves, strict=True)
-            if above is not None
-        )
+        if name in ENTRY_BY_ENTRY:
+            return bool(own) if name in ALIKE else _keeps_shape(node, own)
+        unknown = [tensor for tensor, is_own in constants if not is_own]
+        if name in VECTORS:
+            return all(tensor.dim() < 2 for tensor in unknown)
+        if name in INDEXED:
+            taken = shape_at(node, given[0])  # a mask of it brings no axis of its own
+            return all(each.dtype == torch.bool and each.shape == taken[: each.dim()] for each in unknown)
+        return name in PRODUCTS and not unknown and (name not in WITH_SUMMAND or 0 in given)
+
+    @functools.cached_property
+    def _of_all(self) -> Constants:
+        """Tells constants apart by all extended models, also by those that were not called."""
+        modules = self._graph.known_modules
+        own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        return Constants(self._graph.forwards, [weakref.ref(tensor) for tensor in own])
 
     def _outputs_reached(self) -> dict[Node, dict[int, None]]:
         reached: dict[Node, dict[int, None]] = {node: {} for node in self._trail.order}
@@ -341,3 +386,19 @@ def _is_one(extent: Any) -> bool:
 def _is_contracted(node: Node, given: Sequence[int]) -> bool:
     """Tell whether a node contracts a parameter with a vector, which then holds no samples."""
     return name_of_node(node) in VECTORS and 0 in given
+
+
+def _keeps_shape(node: Node, given: Sequence[int]) -> bool:
+    """Tell whether a node works on a parameter entry by entry, and keeps its shape."""
+    if not (is_change_of_view(node) or name_of_node(node) in ENTRY_BY_ENTRY):
+        return False
+    shape = torch.Size(made_by(node)[0].shape)
+    return any(shape_at(node, place) == shape for place in given)
+
+
+def shape_at(node: Node, place: int) -> torch.Size:
+    """Return the shape of a node's operand at one place."""
+    above, output = node.next_functions[place]
+    assert above is not None
+    leaf = getattr(above, "variable", None)
+    return torch.Size(made_by(above)[output].shape) if leaf is None else leaf.shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,8 +73,8 @@ def walk(
     require_derivatives(graph, [node for node, name in trail.names.items() if name == WITHOUT_DERIVATIVE])
     find_missing(graph, trail.consumed, wanted)
     graph.consumed = bool(trail.consumed)
-    if graph.missing or (trail.consumed and graph.losses):
-        settle_terms(graph, starts)
+    if graph.reading is not None and (graph.missing or (trail.consumed and graph.losses)):
+        settle_terms(graph)
     find_open_places(graph, trail.inputs)
     losses = {loss.node for loss in graph.losses}
     without_loss = set(nodes_above((start for start in starts if start not in losses), losses))
@@ -193,12 +193,12 @@ def _read_uses(graph: Graph, trail: Trail, wanted: Sequence[Tensor] | None) -> N
     leaves = _parameters(graph, trail)
     if not leaves:
         return
-    others = [(loss, edge) for loss in graph.losses for edge in loss.call.others]
-    reading = _sorted(graph, trail, leaves, [edge.node for _, edge in others])
-    alone = reading.made_of_parameters
-    if any(edge.node in alone for _, edge in others):  # no sample enters these: a loss does not lead to them
-        others = [(loss, edge) for loss, edge in others if edge.node not in alone]
-        reading = _sorted(graph, trail, leaves, [edge.node for _, edge in others])
+    alone: Collection[Node] = ()
+    reading = _sorted(graph, trail, leaves, alone)
+    given = {edge.node for loss in graph.losses for edge in loss.given}
+    while not given.isdisjoint(reading.made_of_parameters.keys() - alone):
+        alone = reading.made_of_parameters.keys()  # no sample enters there: a loss does not lead to it
+        reading = _sorted(graph, trail, leaves, alone)
     graph.reading = reading
     settled = reading.settled
     trail.consumed = [(leaf, node) for leaf, node in trail.consumed if node not in settled]
@@ -214,16 +214,22 @@ def _read_uses(graph: Graph, trail: Trail, wanted: Sequence[Tensor] | None) -> N
             graph.uses.append(use)
             trail.neighbours[node] = [edge.node for edge in use.edges]
             _find_sites(graph, use, chosen)
-    for loss, edge in others:
-        if not reading.uses.keys().isdisjoint(nodes_above([edge.node])):
-            loss.others.append(edge)
+    for loss in graph.losses:
+        for edge in loss.call.others:
+            if edge.node not in alone and not reading.uses.keys().isdisjoint(nodes_above([edge.node])):
+                loss.others.append(edge)
 
 
-def _sorted(graph: Graph, trail: Trail, leaves: dict[int, Tensor], others: list[Node]) -> Reading:
-    """Return the sorted nodes; ``others`` made arguments of losses beside their inputs."""
-    ends = [loss.call.edge.node for loss in graph.losses] + others
+def _sorted(graph: Graph, trail: Trail, leaves: dict[int, Tensor], alone: Collection[Node]) -> Reading:
+    """Return the sorted nodes.
+
+    Args:
+        alone: Nodes that are known to be made of parameters alone, as is a loss that takes no others.
+    """
+    given = {loss.node: [edge.node for edge in loss.given if edge.node not in alone] for loss in graph.losses}
+    losses = {node for node, taken in given.items() if taken}
+    ends = [node for taken in given.values() for node in taken]
     ends += [edge.node for edge, forward, _ in graph.outputs if forward.has_parameters]
-    losses = {loss.node for loss in graph.losses}
     reading = Reading(graph, trail, leaves, set(nodes_above(ends)))
     reading.sort(losses | trail.below(losses))
     return reading

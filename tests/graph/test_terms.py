@@ -42,6 +42,9 @@ def with_buffer(m: nn.Module) -> Tensor:
     return ((m[0].weight - m[0].anchor) ** 2).sum() + (m[0].weight.T @ m[0].laplacian @ m[0].weight).trace()
 
 
+FISHER, OLD = torch.rand(4, 3).double(), torch.randn(4, 3).double()
+
+
 TERMS: dict[str, Callable[[Any], Tensor]] = {
     "squares": lambda m: sum((p**2).sum() for p in m.parameters()),
     "norm": lambda m: torch.linalg.norm(m[0].weight),
@@ -56,6 +59,7 @@ TERMS: dict[str, Callable[[Any], Tensor]] = {
     "entropy with epsilon": lambda m: -(m[2].bias.softmax(0) * (m[2].bias.softmax(0) + 1e-8).log()).sum(),
     "prior": lambda m: -torch.distributions.Normal(0.0, 2.0).log_prob(m[0].bias).sum(),
     "buffers": with_buffer,
+    "elastic": lambda m: (FISHER * (m[0].weight - OLD) ** 2).sum(),
     "towards zero": lambda m: F.mse_loss(m[0].weight, torch.zeros(4, 3).double()),
     "normalised": lambda m: F.normalize(m[0].weight).sum(0).square().sum(),
     "determinant": lambda m: torch.linalg.slogdet(m[0].weight.T @ m[0].weight)[1],
@@ -275,6 +279,7 @@ def samples_meet(m: Any, x: Tensor, y: Tensor) -> dict[str, Callable[[], Tensor]
         "linear": lambda: F.linear(x, weight, m[0].bias).square().mean(),
         "broadcast": lambda: (x[:, None] * weight).square().mean(),
         "expanded": lambda: (weight[0].expand(len(x), 3) - x).square().mean(),
+        "expanded, behind a function": lambda: (weight[0].expand(len(x), 3).exp() - x.exp()).square().mean(),
         "repeated": lambda: (weight[0].repeat(len(x), 1) * x).mean(),
         "looked up": lambda: m[2].weight[y].square().mean(),
         "embedded": lambda: F.embedding(y, m[2].weight).square().mean(),

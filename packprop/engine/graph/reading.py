@@ -128,7 +128,7 @@ class Constants:
         return {each for forward in self._forwards for each in forward.storages} - self._own
 
     def of(self, node: Node) -> list[tuple[Tensor, bool | None]] | None:
-        """Return the constants of a node, each with ``True`` if it is the model's own, and ``False`` if it is data.
+        """Return the constants of a node, each with ``True`` if it is the model's own, ``False`` if it is data.
 
         Each with ``None`` if nothing shows that; ``None`` in place of all if they are elsewhere, or freed.
         """
@@ -150,9 +150,11 @@ class Constants:
         constants = self.of(node)
         if constants is None:
             return None
-        known = {is_own for _, is_own in constants}
-        missing = sum(above is None for above, _ in node.next_functions)  # sums do not save what they add
-        return False if False in known else (None if None in known or missing > len(constants) else True)
+        known = [is_own for _, is_own in constants]
+        if False in known:
+            return False
+        missing = sum(above is None for above, _ in node.next_functions)
+        return True if missing <= len(known) and None not in known else None  # sums do not save what they add
 
 
 def _place_of() -> Callable[[Tensor], int]:
@@ -183,12 +185,13 @@ class Reading:
     def __init__(self, graph: Graph, trail: Trail, wanted: dict[int, Tensor], below_losses: set[Node]) -> None:
         self._trail, self._wanted, self._below = trail, wanted, below_losses
         self._roots = [(root.grad_fn, root.output_nr) for root in graph.roots if root.grad_fn is not None]
-        self._constants = Constants(graph.forwards)
-        self._owner = next(iter(graph.modules), None) or next(iter(wanted.values()))
+        self._forwards = graph.forwards
+        self._constants = Constants(self._forwards)
+        self._modules = graph.modules
+        self._owner = self._modules[0] if self._modules else next(iter(wanted.values()))
         taken = [(loss.call.shape, loss.call.declared) for loss in graph.losses]
         taken = taken or [(shape, forward.declared) for _, forward, shape in graph.outputs if shape]
         self._is_one_sample = any(all(map(_is_one, shape[axis or 0 :][:1])) for shape, axis in taken)
-        self._graph = graph
         self._derived: set[Node] = set()
         self._wide: set[Node] = set()
         self.made_of_parameters: dict[Node, None] = {}
@@ -224,6 +227,7 @@ class Reading:
             kind = "use" if not data.isdisjoint(above) else self._kind(node, given)
             if kind == "parameters":
                 parameters[node] = None
+                self._note_width(node, given)
                 continue
             self.uses[node] = use = self._use(node, given, reached[node])
             use.undecided, use.suspect = kind != "use", kind == "suspect"
@@ -256,7 +260,8 @@ class Reading:
         name, is_own = name_of_node(node), is_from_outside(node)
         whole = len(given) == len(node.next_functions) and name in MADE_OF_PARAMETERS and not is_own
         if node not in self._below:
-            self._note_term(node, given)
+            if not self._meets_no_samples(node, given):
+                self.bad.add(node)
             return "parameters"
         if whole or self._has_no_room(node) or name == "Repeat":
             return "parameters"
@@ -302,29 +307,31 @@ class Reading:
                 return True
         return False
 
-    def _note_term(self, node: Node, given: Sequence[int]) -> None:
-        """Note whether samples may enter a function of parameters that no loss depends on.
+    def _note_width(self, node: Node, given: Sequence[int]) -> None:
+        """Note whether an expansion has made the shape of a node, and no parameter."""
+        wide = [place for place in given if node.next_functions[place][0] in self._wide]
+        if not wide and name_of_node(node) not in EXPANDING:
+            return
+        shape = shapes_of(node)[0]
+        of_this_shape = [place for place in given if shape_at(node, place) == shape] or given
+        if shape.numel() > 1 and (name_of_node(node) in EXPANDING or set(wide).issuperset(of_this_shape)):
+            self._wide.add(node)
+
+    def _meets_no_samples(self, node: Node, given: Sequence[int]) -> bool:
+        """Tell whether no sample enters a function of parameters that no loss depends on.
 
         See NOTE [Terms without samples] in ``terms.py``.
         """
-        name, shape = name_of_node(node), shapes_of(node)[0]
-        above = [each for each, _ in node.next_functions]
-        own = [place for place in given if above[place] not in self._wide]
-        if any(above[place] in self.bad for place in given) or not self._meets_no_samples(node, given, own):
-            self.bad.add(node)
-        of_this_shape = [place for place in given if shape_at(node, place) == shape] or given
-        if shape.numel() > 1 and (name in EXPANDING or set(own).isdisjoint(of_this_shape)):
-            self._wide.add(node)
-
-    def _meets_no_samples(self, node: Node, given: Sequence[int], own: Sequence[int]) -> bool:
-        """Tell whether no constant of such a function brings samples; operands ``own`` are not expanded."""
-        name = name_of_node(node)
+        name, above = name_of_node(node), [node.next_functions[place][0] for place in given]
+        if not self.bad.isdisjoint(above):
+            return False
         if len(given) == len(node.next_functions) and name in WHOLE - HIDING:
             return True
         constants = self._of_all.of(node)
         if constants is None or any(is_own is False for _, is_own in constants):
             return False
         if name in ENTRY_BY_ENTRY:
+            own = [place for place, each in zip(given, above, strict=True) if each not in self._wide]
             return bool(own) if name in ALIKE else _keeps_shape(node, own)
         unknown = [tensor for tensor, is_own in constants if not is_own]
         if name in VECTORS:
@@ -337,9 +344,9 @@ class Reading:
     @functools.cached_property
     def _of_all(self) -> Constants:
         """Tells constants apart by all extended models, also by those that were not called."""
-        modules = self._graph.known_modules
+        modules = [*self._modules, *EXTENDED]
         own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        return Constants(self._graph.forwards, [weakref.ref(tensor) for tensor in own])
+        return Constants(self._forwards, [weakref.ref(tensor) for tensor in own])
 
     def _outputs_reached(self) -> dict[Node, dict[int, None]]:
         reached: dict[Node, dict[int, None]] = {node: {} for node in self._trail.order}

@@ -221,11 +221,7 @@ def _read_uses(graph: Graph, trail: Trail, wanted: Sequence[Tensor] | None) -> N
 
 
 def _sorted(graph: Graph, trail: Trail, leaves: dict[int, Tensor], alone: Collection[Node]) -> Reading:
-    """Return the sorted nodes.
-
-    Args:
-        alone: Nodes that are known to be made of parameters alone, as is a loss that takes no others.
-    """
+    """Return the sorted nodes; a loss that takes nothing but nodes ``alone``, made of parameters, is none."""
     given = {loss.node: [edge.node for edge in loss.given if edge.node not in alone] for loss in graph.losses}
     losses = {node for node, taken in given.items() if taken}
     ends = [node for taken in given.values() for node in taken]

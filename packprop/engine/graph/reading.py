@@ -140,9 +140,11 @@ class Constants:
             return None
         found: list[tuple[Tensor, bool | None]] = []
         for tensor, place in zip(constants, map(_place_of(), constants), strict=True):
-            is_data = place in self._inputs or is_of_batch(tensor) or tensor.is_nested
-            is_own = not tensor.dim() or place in self._own or _counts(node, tensor)
-            found.append((tensor, False if is_data else is_own or None))
+            if place in self._inputs or is_of_batch(tensor) or tensor.is_nested:
+                found.append((tensor, False))
+            else:
+                is_own = not tensor.dim() or place in self._own or _counts(node, tensor)
+                found.append((tensor, is_own or None))
         return found
 
     def are_known(self, node: Node) -> bool | None:
@@ -322,7 +324,8 @@ class Reading:
 
         See NOTE [Terms without samples] in ``terms.py``.
         """
-        name, above = name_of_node(node), [node.next_functions[place][0] for place in given]
+        name, shape = name_of_node(node), shapes_of(node)[0]
+        above = [node.next_functions[place][0] for place in given]
         if not self.bad.isdisjoint(above):
             return False
         if len(given) == len(node.next_functions) and name in WHOLE - HIDING:
@@ -332,7 +335,7 @@ class Reading:
             return False
         if name in ENTRY_BY_ENTRY:
             own = [place for place, each in zip(given, above, strict=True) if each not in self._wide]
-            return bool(own) if name in ALIKE else _keeps_shape(node, own)
+            return any(name in ALIKE or shape_at(node, place) == shape for place in own)
         unknown = [tensor for tensor, is_own in constants if not is_own]
         if name in VECTORS:
             return all(tensor.dim() < 2 for tensor in unknown)

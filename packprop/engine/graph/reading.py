@@ -140,11 +140,9 @@ class Constants:
             return None
         found: list[tuple[Tensor, bool | None]] = []
         for tensor, place in zip(constants, map(_place_of(), constants), strict=True):
-            if place in self._inputs or is_of_batch(tensor) or tensor.is_nested:
-                found.append((tensor, False))
-            else:
-                is_own = not tensor.dim() or place in self._own or _counts(node, tensor)
-                found.append((tensor, is_own or None))
+            is_data = place in self._inputs or is_of_batch(tensor) or tensor.is_nested
+            is_own = not tensor.dim() or place in self._own or None
+            found.append((tensor, False if is_data else is_own))
         return found
 
     def are_known(self, node: Node) -> bool | None:
@@ -162,16 +160,6 @@ class Constants:
 def _place_of() -> Callable[[Tensor], int]:
     """Return the function that tells memory apart: a dry run has no addresses."""
     return storage_key if is_dry_run() else storage_of
-
-
-def _counts(node: Node, index: Tensor) -> bool:
-    """Tell in a dry run whether an index counts positions, which samples share; with data, the sweeps decide.
-
-    An index without an axis for samples counts as one, because the batch does not decide on it.
-    """
-    is_index = not index.is_floating_point() and index.dtype != torch.bool
-    is_shared = index.dim() < 2 or index.shape[0] == 1
-    return is_dry_run() and name_of_node(node) in BY_DATA and is_index and is_shared
 
 
 class Reading:
@@ -269,13 +257,14 @@ class Reading:
             return "parameters"
         if is_own:
             return "undecided"
+        guesses = is_dry_run() and not self._is_one_sample  # of one sample, nothing meets
         if name == "Expand":
-            return "parameters" if is_dry_run() and self._becomes_a_weight(node) else "undecided"
+            return "parameters" if guesses and self._becomes_a_weight(node) else "undecided"
         known = self.answers[node] = self._constants.are_known(node)
         if known is False:
             return "use"
-        if known is None and is_dry_run() and not self._is_one_sample:  # of one sample, nothing meets
-            is_likely = _keeps_shape(node, given) or _is_contracted(node, given)
+        if known is None and guesses:
+            is_likely = _keeps_shape(node, given) or _is_contracted(node, given) or self._counts(node)
             return "parameters" if is_likely else "undecided"
         return "parameters" if known and name not in HIDING else "undecided"
 
@@ -308,6 +297,16 @@ class Reading:
             if (entrywise or name in PASSING) and self._becomes_a_weight(below):
                 return True
         return False
+
+    def _counts(self, node: Node) -> bool:
+        """Tell whether the indices of a node count positions, which samples share.
+
+        An index without an axis for samples counts as one, because the batch does not decide on it.
+        """
+        unknown = [index for index, is_own in self._constants.of(node) or () if not is_own]
+        are_numbers = all(not index.is_floating_point() and index.dtype != torch.bool for index in unknown)
+        are_shared = bool(unknown) and all(index.dim() < 2 or index.shape[0] == 1 for index in unknown)
+        return name_of_node(node) in BY_DATA and are_numbers and are_shared
 
     def _note_width(self, node: Node, given: Sequence[int]) -> None:
         """Note whether an expansion has made the shape of a node, and no parameter."""

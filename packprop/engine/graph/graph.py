@@ -117,7 +117,7 @@ class ReachedLoss:
     is_open: bool = False
     others: list[GradientEdge] = field(default_factory=list)
 
-    @property
+    @functools.cached_property
     def given(self) -> list[GradientEdge]:
         """The edges of what it takes, first that of its input."""
         return [self.call.edge, *self.call.others]

@@ -16,8 +16,8 @@ alternative would hide layers that mix samples:
 * A function of parameters alone that turns a tensor in which samples meet into one in which they are separate,
   and does not only repeat it. It has mixed them.
 
-packprop remembers its decisions for graphs of the same structure that the same model makes. A constant that is
-data goes before them.
+packprop remembers its decisions for graphs of the same nodes and edges that the same model makes, whatever their
+shapes. A constant that is data goes before them.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ WEIGHTS = {
 
 
 _PARAMETRIC: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The module that was called first, or the first parameter -> structures of graphs -> the places of nodes that
+"""The module that was called first, or the first parameter -> the wiring of a graph -> the places of nodes that
 sweeps have shown to be made of parameters alone."""
 
 
@@ -272,7 +272,7 @@ class Reading:
     def _parametric(self) -> frozenset[int]:
         """The places of the nodes that an earlier pass has shown to be made of parameters alone."""
         known = _PARAMETRIC.get(self._owner)
-        return known.get(self._trail.structure(), frozenset()) if known else frozenset()
+        return known.get(self._trail.wiring, frozenset()) if known else frozenset()
 
     @functools.cached_property
     def _takers(self) -> dict[Node, list[tuple[Node, int]]]:
@@ -382,8 +382,8 @@ class Reading:
         is_weight = set(use.places).issubset(WEIGHTS.get(name, ()))  # of a layer whose input is known
         if is_layer and not (is_weight and self._constants.are_known(node)):
             return False
-        known, structure = _PARAMETRIC.setdefault(self._owner, {}), self._trail.structure()
-        known[structure] = known.get(structure, frozenset()) | {self._trail.places[node]}
+        known, wiring = _PARAMETRIC.setdefault(self._owner, {}), self._trail.wiring
+        known[wiring] = known.get(wiring, frozenset()) | {self._trail.places[node]}
         return True
 
 

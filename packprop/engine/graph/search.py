@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from packprop.engine.functions.nodes import made_by
 from packprop.engine.recording.marks import nodes_above
 
 __all__ = ["Trail", "depth_first", "leaves_above", "nodes_above", "upstream_of"]
@@ -76,13 +75,14 @@ class Trail:
     consumed: list[tuple[Tensor, Node]] = field(default_factory=list)
 
     @functools.cached_property
-    def edges(self) -> tuple[tuple[int, int], ...]:
-        """The node, by number, and the output that each input of each node comes from; known after the walk."""
-        return tuple(
+    def wiring(self) -> int:
+        """A number that is equal for graphs of the same nodes and edges; known after the walk."""
+        edges = tuple(
             (-1 if above is None else self.places.get(above, -1), output)
             for node in self.places
             for above, output in self.inputs[node]
         )
+        return hash((tuple(self.names.values()), edges))
 
     def below(self, nodes: Iterable[Node]) -> set[Node]:
         """Return the nodes that were computed from some nodes."""
@@ -92,13 +92,3 @@ class Trail:
                 found.add(node)
                 sources.add(node)
         return found
-
-    def structure(self) -> int:
-        """Return a number that is equal for graphs of the same nodes, edges and shapes."""
-        shapes = []
-        for node in self.places:
-            try:
-                shapes.append(tuple(made_by(node)[0].shape) if node.next_functions else ())
-            except RuntimeError:  # of nested tensors
-                shapes.append(())
-        return hash((tuple(self.names.values()), self.edges, tuple(shapes)))

@@ -215,7 +215,7 @@ def _read_uses(graph: Graph, trail: Trail, wanted: Sequence[Tensor] | None) -> N
             trail.neighbours[node] = [edge.node for edge in use.edges]
             _find_sites(graph, use, chosen)
     for loss in graph.losses:
-        for edge in loss.call.others:
+        for edge in loss.given[1:]:
             if edge.node not in alone and not reading.uses.keys().isdisjoint(nodes_above([edge.node])):
                 loss.others.append(edge)
 
@@ -302,5 +302,5 @@ def _signature(graph: Graph, trail: Trail) -> int:
     places = [*graph.open, *(edge for loss in graph.losses for edge in loss.others)]
     met = tuple(tuple(made_by(edge.node)[edge.output_nr].shape) for edge in places)
     open_paths = met, tuple(loss.is_open for loss in graph.losses)
-    named = tuple(trail.names.values()), repr((trail.options, declared)), tuple(trail.extents), trail.edges
+    named = trail.wiring, repr((trail.options, declared)), tuple(trail.extents)
     return hash((named, uses, losses, open_paths, bool(graph.without_loss)))

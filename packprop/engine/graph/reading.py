@@ -16,7 +16,7 @@ alternative would hide layers that mix samples:
 * A function of parameters alone that turns a tensor in which samples meet into one in which they are separate,
   and does not only repeat it. It has mixed them.
 
-packprop remembers its decisions for graphs of the same nodes and edges that the same model makes, whatever their
+packprop remembers its decisions for graphs of the same nodes and edges that the same model makes, of whatever
 shapes. A constant that is data goes before them.
 """
 

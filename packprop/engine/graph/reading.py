@@ -240,10 +240,7 @@ class Reading:
 
     def _has_no_room(self, node: Node) -> bool:
         """Tell whether what a node made is too small to hold the samples."""
-        try:
-            return not self._is_one_sample and all(_is_one(n) for each in made_by(node) for n in each.shape)
-        except RuntimeError:  # nested tensors have no shape
-            return False
+        return not self._is_one_sample and all(_is_one(extent) for shape in shapes_of(node) for extent in shape)
 
     def _kind_by_operands(self, node: Node, given: Sequence[int]) -> str:
         """Return the kind of a node, given that what it takes was made of parameters alone."""

@@ -90,7 +90,7 @@ def walk(
     graph.hooks = hooks_on(trail.order, tensors)
     require_known_shards(graph, unshards)
     graph.again = lambda: walk(roots, gradients, wanted, unshards=unshards)
-    graph.structure, graph.signature = _structure(graph, trail), _signature(graph, trail)
+    graph.structure, graph.signature = _structure_and_signature(graph, trail)
     return graph
 
 
@@ -282,25 +282,19 @@ def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None) -> None:
             )
 
 
-def _structure(graph: Graph, trail: Trail) -> int:
-    """Return a number that is equal for passes of equal structure, of any extents."""
-    functions = tuple((loss.call.function, loss.call.documents is None) for loss in graph.losses)
-    return hash(
-        (tuple(trail.names.values()), repr(trail.options), tuple(use.name for use in graph.uses), functions)
-    )
-
-
-def _signature(graph: Graph, trail: Trail) -> int:
-    """Return a number that is equal for passes of equal structure, shapes and options.
+def _structure_and_signature(graph: Graph, trail: Trail) -> tuple[int, int]:
+    """Return two numbers that are equal for passes of equal structure: of any extents, and of equal shapes.
 
     Options enter as a text. Python's hash of a number is the number modulo 2^61 - 1, and that of -1 is -2: it
     would take axis -1 for -2, and, as autograd shows -1 as 2^64 - 1, -2 for 6. Places and extents are small.
     """
-    uses = tuple((use.name, tuple(use.shapes)) for use in graph.uses)
-    losses = tuple((loss.call.function, loss.call.shape, loss.call.documents is None) for loss in graph.losses)
     declared = [loss.call.declared for loss in graph.losses] + [forward.declared for forward in graph.forwards]
+    functions = tuple((loss.call.function, loss.call.documents is None) for loss in graph.losses)
+    uses = tuple(use.name for use in graph.uses)
+    structure = hash((trail.wiring, repr((trail.options, declared)), uses, functions))
     places = [*graph.open, *(edge for loss in graph.losses for edge in loss.others)]
-    met = tuple(tuple(made_by(edge.node)[edge.output_nr].shape) for edge in places)
-    open_paths = met, tuple(loss.is_open for loss in graph.losses)
-    named = trail.wiring, repr((trail.options, declared)), tuple(trail.extents)
-    return hash((named, uses, losses, open_paths, bool(graph.without_loss)))
+    shapes: list[tuple[Any, ...]] = [tuple(use.shapes) for use in graph.uses]
+    shapes += [loss.call.shape for loss in graph.losses]
+    shapes += [tuple(made_by(edge.node)[edge.output_nr].shape) for edge in places]
+    open_paths = tuple(loss.is_open for loss in graph.losses), bool(graph.without_loss)
+    return structure, hash((structure, tuple(trail.extents), tuple(shapes), len(places), open_paths))

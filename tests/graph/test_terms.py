@@ -345,48 +345,56 @@ def test_what_is_no_sum_is_refused(make: Callable[[Any, Tensor], Tensor], inside
 
 
 class Shared(nn.Module):
-    """A layer whose weight is a product of two parameters, and a term of that product."""
+    """A layer whose weight is a product of two parameters; it may return a term of that product as well."""
 
-    def __init__(self, term: Callable[[Tensor, Tensor], Tensor]) -> None:
+    weight: Tensor
+
+    def __init__(self, term: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
         super().__init__()
         self.a, self.b = (nn.Parameter(torch.randn(shape).double()) for shape in ((3, 2), (2, 3)))
         self.term = term
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weight = self.a @ self.b
-        return F.linear(x, weight).tanh(), self.term(weight, x)
+    def forward(self, x: Tensor) -> Any:
+        self.weight = self.a @ self.b
+        out = F.linear(x, self.weight).tanh()
+        return out if self.term is None else (out, self.term(self.weight, x))
 
 
 OF_WEIGHT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "squares": lambda weight, x: weight.square().sum(),
     "recorded": lambda weight, x: F.mse_loss(weight, torch.zeros(3, 3).double()),
+    "scaled": lambda weight, x: 2 * F.mse_loss(weight, torch.zeros(3, 3).double()),
+    "loss of classes": lambda weight, x: F.cross_entropy(weight, torch.arange(3)),
     "matmul": lambda weight, x: (x @ weight.T).square().mean(),
     "broadcast": lambda weight, x: (weight.sum(0) * x).square().mean(),
-    "loss of classes": lambda weight, x: F.cross_entropy(weight, torch.arange(3)),
 }
 
 
+@pytest.mark.parametrize("samples", [3, 5])
+@pytest.mark.parametrize("inside", [True, False], ids=["in the model", "behind it"])
 @pytest.mark.parametrize("name", OF_WEIGHT)
-def test_a_term_of_a_weight_that_a_layer_takes_as_well(name: str) -> None:
-    model = packprop.extend(Shared(OF_WEIGHT[name]))
-    x, y = batch()
-    out, term = model(x)
+def test_a_term_of_a_weight_that_a_layer_takes_as_well(name: str, inside: bool, samples: int) -> None:
+    """In the model, packprop sees that the input and the weight meet, and takes rows of the whole loss."""
+    model = packprop.extend(Shared(OF_WEIGHT[name]) if inside else Shared())
+    x, y = batch(samples)
+    out, term = model(x) if inside else (model(x), OF_WEIGHT[name](model.weight, x))
     loss = F.cross_entropy(out, y) + 0.1 * term
-    if name not in ("squares", "recorded"):
+    if name == "loss of classes" or (name in ("matmul", "broadcast") and not inside):
         check(refused(loss, extensions.BatchGrad(), model=model), "outside of every known loss")
         return
     with packprop.backpack(extensions.BatchGrad()):
         loss.backward(retain_graph=True)
     for p in model.parameters():
         (penalty,) = torch.autograd.grad(0.1 * term, p, retain_graph=True)
-        assert_near(p.grad - penalty, p.grad_batch.sum(0), "rows")
+        of_samples = p.grad if name in ("matmul", "broadcast") else p.grad - penalty
+        assert_near(of_samples, p.grad_batch.sum(0), "rows")
 
 
 @pytest.mark.parametrize("name", ["product", "root"])
 def test_what_is_no_sum_of_a_loss_and_such_a_term(name: str) -> None:
-    model = packprop.extend(Shared(lambda weight, x: weight.square().sum()))
+    model = packprop.extend(Shared())
     x, y = batch()
-    out, term = model(x)
-    loss = F.cross_entropy(out, y)
+    loss = F.cross_entropy(model(x), y)
+    term = model.weight.square().sum()
     value = loss * term if name == "product" else (loss + term).sqrt()
     check(refused(value, extensions.BatchGrad(), model=model), "loss")

@@ -202,10 +202,11 @@ def _read_uses(graph: Graph, trail: Trail, wanted: Sequence[Tensor] | None) -> N
     graph.reading = reading
     settled = reading.settled
     trail.consumed = [(leaf, node) for leaf, node in trail.consumed if node not in settled]
+    computed = settled.difference(reading.uses, trail.leaves)
     for node in trail.order:
-        if node not in settled and node not in reading.made_of_parameters:
+        if node not in settled:  # what uses take may enter terms as well
             for above in trail.neighbours[node]:
-                if above in settled and above in reading.made_of_parameters:
+                if above in computed:
                     trail.consumed += [(leaf, node) for leaf in leaves_above([above])]
     chosen = None if wanted is None else {id(leaf) for leaf in wanted}
     for node in reversed(trail.order):
@@ -224,9 +225,11 @@ def _sorted(graph: Graph, trail: Trail, leaves: dict[int, Tensor], alone: Collec
     """Return the sorted nodes; a loss that takes nothing but nodes ``alone``, made of parameters, is none."""
     given = {loss.node: [edge.node for edge in loss.given if edge.node not in alone] for loss in graph.losses}
     losses = {node for node, taken in given.items() if taken}
+    terms = given.keys() - losses
     ends = [node for taken in given.values() for node in taken]
     ends += [edge.node for edge, forward, _ in graph.outputs if forward.has_parameters]
-    reading = Reading(graph, trail, leaves, set(nodes_above(ends)))
+    below_losses = set(nodes_above((node for node in ends if node not in terms), terms))
+    reading = Reading(graph, trail, leaves, below_losses)
     reading.sort(losses | trail.below(losses))
     return reading
 

@@ -57,6 +57,7 @@ TERMS: dict[str, Callable[[Any], Tensor]] = {
     "off-diagonal": masked,
     "entropy": lambda m: -(m[2].weight.softmax(1) * m[2].weight.log_softmax(1)).sum(),
     "entropy with epsilon": lambda m: -(m[2].bias.softmax(0) * (m[2].bias.softmax(0) + 1e-8).log()).sum(),
+    "divergence": lambda m: F.kl_div(m[2].weight.log_softmax(1), torch.full((3, 4), 0.25).double()),
     "prior": lambda m: -torch.distributions.Normal(0.0, 2.0).log_prob(m[0].bias).sum(),
     "buffers": with_buffer,
     "elastic": lambda m: (FISHER * (m[0].weight - OLD) ** 2).sum(),

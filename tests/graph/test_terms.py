@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
@@ -61,6 +62,9 @@ TERMS: dict[str, Callable[[Any], Tensor]] = {
     "prior": lambda m: -torch.distributions.Normal(0.0, 2.0).log_prob(m[0].bias).sum(),
     "buffers": with_buffer,
     "elastic": lambda m: (FISHER * (m[0].weight - OLD) ** 2).sum(),
+    "in a checkpoint": lambda m: checkpoint(
+        lambda weight: (FISHER * (weight - OLD) ** 2).sum(), m[0].weight, use_reentrant=False
+    ),
     "towards zero": lambda m: F.mse_loss(m[0].weight, torch.zeros(4, 3).double()),
     "normalised": lambda m: F.normalize(m[0].weight).sum(0).square().sum(),
     "determinant": lambda m: torch.linalg.slogdet(m[0].weight.T @ m[0].weight)[1],

@@ -130,10 +130,8 @@ class Constants:
     def of(self, node: Node) -> list[tuple[Tensor, bool | None]] | None:
         """Return the constants of a node, each with ``True`` if it is the model's own, ``False`` if it is data.
 
-        Each with ``None`` if nothing shows that; ``None`` in place of all if they are elsewhere, or freed.
+        Each with ``None`` if nothing shows that; ``None`` in place of all if they are freed.
         """
-        if keeps_elsewhere(node):
-            return None
         try:
             constants = list(saved_constants(node))
         except RuntimeError:  # an earlier pass has freed them
@@ -147,7 +145,7 @@ class Constants:
 
     def are_known(self, node: Node) -> bool | None:
         """Return ``True`` if no constant of a node is data, ``False`` if one is, ``None`` if some may be."""
-        constants = self.of(node)
+        constants = None if keeps_elsewhere(node) else self.of(node)
         if constants is None:
             return None
         known = [is_own for _, is_own in constants]
@@ -300,7 +298,8 @@ class Reading:
 
         An index without an axis for samples counts as one, because the batch does not decide on it.
         """
-        unknown = [index for index, is_own in self._constants.of(node) or () if not is_own]
+        constants = [] if keeps_elsewhere(node) else self._constants.of(node) or []
+        unknown = [index for index, is_own in constants if not is_own]
         are_numbers = all(not index.is_floating_point() and index.dtype != torch.bool for index in unknown)
         are_shared = bool(unknown) and all(index.dim() < 2 or index.shape[0] == 1 for index in unknown)
         return name_of_node(node) in BY_DATA and are_numbers and are_shared

@@ -58,7 +58,7 @@ from packprop.engine.functions.operands import (
     saved_constants,
 )
 from packprop.engine.functions.saved import keeps_elsewhere
-from packprop.engine.graph.completeness import shapes_of
+from packprop.engine.graph.completeness import shape_at, shapes_of
 from packprop.engine.graph.graph import EAGER, Graph, ReachedUse
 from packprop.engine.graph.search import Trail, nodes_above
 from packprop.engine.recording.marks import EXTENDED, ForwardCall, called_modules
@@ -294,10 +294,7 @@ class Reading:
         return False
 
     def _counts(self, node: Node) -> bool:
-        """Tell whether the indices of a node count positions, which samples share.
-
-        An index without an axis for samples counts as one, because the batch does not decide on it.
-        """
+        """Tell whether the indices of a node count positions: they have no axis that could hold samples."""
         constants = [] if keeps_elsewhere(node) else self._constants.of(node) or []
         unknown = [index for index, is_own in constants if not is_own]
         are_numbers = all(not index.is_floating_point() and index.dtype != torch.bool for index in unknown)
@@ -401,9 +398,3 @@ def _keeps_shape(node: Node, given: Sequence[int]) -> bool:
         return False
     shape = torch.Size(made_by(node)[0].shape)
     return any(shape_at(node, place) == shape for place in given)
-
-
-def shape_at(node: Node, place: int) -> torch.Size:
-    """Return the shape of a node's operand at one place."""
-    above, output = node.next_functions[place]
-    return torch.Size(made_by(above)[output].shape)

@@ -34,8 +34,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from packprop.engine.functions.losses import LOSSES
 from packprop.engine.functions.nodes import name_of_node
 from packprop.engine.functions.operands import SUMS, is_linear
+from packprop.engine.graph.completeness import shape_at
 from packprop.engine.graph.graph import Graph
-from packprop.engine.graph.reading import shape_at
 from packprop.engine.graph.search import leaves_above, nodes_above
 
 

@@ -294,6 +294,8 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         memory.examined.add(graph.signature)
         memory.structures.add(graph.structure)
     elif look is None:
+        if len(memory.looks) == MANY:
+            memory.looks.clear()
         memory.looks[graph.signature] = Look(constants_of(graph))
     return _SampleLocations(samples, chosen, first_of(fitting), for_all and in_order)
 

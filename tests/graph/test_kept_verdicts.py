@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from packprop.engine.samples import locating as located
 from packprop.errors import PackpropError
 from packprop.functions import Loss
 from tests.cases.models.wrapping import Apply, Raw
@@ -260,16 +261,16 @@ class Options:
 
 
 class Centred(torch.autograd.Function):
-    """Subtracts the mean along an axis that an object holds."""
+    """Subtracts the mean along an axis that an object holds, without one along the second axis."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, options: Options) -> Tensor:
+    def forward(ctx: Any, h: Tensor, options: Options | None) -> Tensor:
         ctx.options = options
-        return h - h.mean(options.axis, keepdim=True)
+        return centred(h, options.axis if options else 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad - grad.mean(ctx.options.axis, keepdim=True), None
+        return centred(grad, ctx.options.axis if ctx.options else 1), None
 
 
 def centred(h: Tensor, axis: int) -> Tensor:
@@ -327,6 +328,73 @@ def test_functions_that_show_nothing(name: str) -> None:
             continue
         with packprop.backpack(extensions.BatchGrad()):
             value.backward()
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["separate", "by values"])
+@pytest.mark.parametrize("name", OPAQUE)
+def test_functions_that_show_nothing_are_looked_at_less_and_less(
+    name: str, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is kept of such a pass, so that only the random numbers are worth their time in each one."""
+    looks: list[int] = []
+    look = located.dependence
+    monkeypatch.setattr(located, "dependence", lambda *given: looks.append(passes) or look(*given))
+    model: Any = double(
+        Apply(
+            lambda m, x: m.head(OPAQUE[name](m.first(x), 1) + (m.gate * m.first(x).mean(0) if gated else 0.0)),
+            first=nn.Linear(3, 3),
+            head=nn.Linear(3, 2),
+        )
+    )
+    model.register_buffer("gate", torch.zeros((), dtype=torch.float64))
+    packprop.extend(model)
+    x, y = torch.randn(3, 3).double(), torch.randn(3, 2).double()
+    passes = 0
+    while passes < 10:
+        passes += 1
+        with packprop.backpack(extensions.BatchGrad()):
+            nn.functional.mse_loss(model(x), y).backward()
+    assert set(looks) <= ({1, 2, 3, 4, 5, 6, 8} if name == "scripted" else {1, 2, 4, 8})
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_a_closed_gate_beside_functions_that_show_nothing(name: str) -> None:
+    """A trainable gate of zero is refused there as anywhere: its own gradient is made of other samples."""
+    model: Any = double(
+        Apply(
+            lambda m, x: m.head(OPAQUE[name](m.first(x), 1) + m.gate * m.first(x).roll(1, 0)),
+            first=nn.Linear(3, 3),
+            head=nn.Linear(3, 2),
+        )
+    )
+    model.gate = nn.Parameter(torch.zeros((), dtype=torch.float64))
+    packprop.extend(model)
+    for _ in range(3):
+        value = nn.functional.mse_loss(model(torch.randn(3, 3).double()), torch.zeros(3, 2).double())
+        with (
+            pytest.raises(PackpropError, match="present values of 'gate' hide"),
+            packprop.backpack(extensions.BatchGrad()),
+        ):
+            value.backward()
+
+
+def test_a_function_that_begins_to_keep_an_object() -> None:
+    """A pass whose functions show nothing learns nothing from one of theirs with as many numbers and texts."""
+    model: Any = double(
+        Apply(
+            lambda m, x: m.head(Centred.apply(m.first(x).tanh(), m.option)),  # type: ignore[no-untyped-call]  # torch's own
+            first=nn.Linear(3, 3),
+            head=nn.Linear(3, 2),
+        )
+    )
+    packprop.extend(model)
+    x, y = torch.randn(3, 3).double(), torch.randn(3, 2).double()
+    for model.option in (None, Options(1)):
+        with packprop.backpack(extensions.BatchGrad()):
+            nn.functional.mse_loss(model(x), y).backward()
+    model.option = Options(0)
+    with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
+        nn.functional.mse_loss(model(x), y).backward()
 
 
 def test_a_gate_along_another_axis() -> None:
@@ -438,3 +506,20 @@ def test_what_one_model_makes_of_parameters_another_one_makes_of_data() -> None:
         else:
             with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
                 value.backward()
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["input", "behind the input"])
+def test_a_masked_weight_of_another_model(behind: bool) -> None:
+    """Its graph has the nodes and shapes of one where the input takes the place of the mask."""
+    mask, y = torch.rand(4, 3).double(), torch.zeros(4, 3).double()
+    masked = double(Apply(lambda m, x: x @ (mask * m.weight)))
+    gated: Any = double(Apply(lambda m, x: m.matrix @ ((x.relu() if behind else x) * m.weight)))
+    gated.register_buffer("matrix", torch.diag(torch.rand(4) + 1).double())
+    x = torch.randn(4, 3).double()
+    for model, given in ((masked, torch.randn(4, 4).double()), (gated, x)):
+        model.weight = nn.Parameter(torch.randn(4, 3).double())
+        packprop.extend(model)
+        with packprop.backpack(extensions.BatchGrad()):
+            nn.functional.mse_loss(model(given), y).backward()
+    rows = 2 / 12 * gated(x) * gated.matrix.diagonal()[:, None] * (x.relu() if behind else x)
+    torch.testing.assert_close(gated.weight.grad_batch.sum(1), rows.detach())

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
@@ -41,6 +42,9 @@ def with_buffer(m: nn.Module) -> Tensor:
     return ((m[0].weight - m[0].anchor) ** 2).sum() + (m[0].weight.T @ m[0].laplacian @ m[0].weight).trace()
 
 
+FISHER, OLD = torch.rand(4, 3).double(), torch.randn(4, 3).double()
+
+
 TERMS: dict[str, Callable[[Any], Tensor]] = {
     "squares": lambda m: sum((p**2).sum() for p in m.parameters()),
     "norm": lambda m: torch.linalg.norm(m[0].weight),
@@ -53,8 +57,13 @@ TERMS: dict[str, Callable[[Any], Tensor]] = {
     "off-diagonal": masked,
     "entropy": lambda m: -(m[2].weight.softmax(1) * m[2].weight.log_softmax(1)).sum(),
     "entropy with epsilon": lambda m: -(m[2].bias.softmax(0) * (m[2].bias.softmax(0) + 1e-8).log()).sum(),
+    "divergence": lambda m: F.kl_div(m[2].weight.log_softmax(1), torch.full((3, 4), 0.25).double()),
     "prior": lambda m: -torch.distributions.Normal(0.0, 2.0).log_prob(m[0].bias).sum(),
     "buffers": with_buffer,
+    "elastic": lambda m: (FISHER * (m[0].weight - OLD) ** 2).sum(),
+    "in a checkpoint": lambda m: checkpoint(
+        lambda weight: (FISHER * (weight - OLD) ** 2).sum(), m[0].weight, use_reentrant=False
+    ),
     "towards zero": lambda m: F.mse_loss(m[0].weight, torch.zeros(4, 3).double()),
     "normalised": lambda m: F.normalize(m[0].weight).sum(0).square().sum(),
     "determinant": lambda m: torch.linalg.slogdet(m[0].weight.T @ m[0].weight)[1],
@@ -273,6 +282,7 @@ def samples_meet(m: Any, x: Tensor, y: Tensor) -> dict[str, Callable[[], Tensor]
         "linear": lambda: F.linear(x, weight, m[0].bias).square().mean(),
         "broadcast": lambda: (x[:, None] * weight).square().mean(),
         "expanded": lambda: (weight[0].expand(len(x), 3) - x).square().mean(),
+        "expanded, behind a function": lambda: (weight[0].expand(len(x), 3).exp() - x.exp()).square().mean(),
         "repeated": lambda: (weight[0].repeat(len(x), 1) * x).mean(),
         "looked up": lambda: m[2].weight[y].square().mean(),
         "embedded": lambda: F.embedding(y, m[2].weight).square().mean(),
@@ -335,3 +345,59 @@ def test_what_is_no_sum_is_refused(make: Callable[[Any, Tensor], Tensor], inside
     else:
         loss = make(model, packprop.extend(nn.CrossEntropyLoss())(model(x), y))
     check(refused(loss, extensions.BatchGrad(), model=model), "parameter")
+
+
+class Shared(nn.Module):
+    """A layer whose weight is a product of two parameters; it may return a term of that product as well."""
+
+    weight: Tensor
+
+    def __init__(self, term: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(shape).double()) for shape in ((3, 2), (2, 3)))
+        self.term = term
+
+    def forward(self, x: Tensor) -> Any:
+        self.weight = self.a @ self.b
+        out = F.linear(x, self.weight).tanh()
+        return out if self.term is None else (out, self.term(self.weight, x))
+
+
+OF_WEIGHT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "squares": lambda weight, x: weight.square().sum(),
+    "recorded": lambda weight, x: F.mse_loss(weight, torch.zeros(3, 3).double()),
+    "scaled": lambda weight, x: 2 * F.mse_loss(weight, torch.zeros(3, 3).double()),
+    "loss of classes": lambda weight, x: F.cross_entropy(weight, torch.arange(3)),
+    "matmul": lambda weight, x: (x @ weight.T).square().mean(),
+    "broadcast": lambda weight, x: (weight.sum(0) * x).square().mean(),
+}
+
+
+@pytest.mark.parametrize("samples", [3, 5])
+@pytest.mark.parametrize("inside", [True, False], ids=["in the model", "behind it"])
+@pytest.mark.parametrize("name", OF_WEIGHT)
+def test_a_term_of_a_weight_that_a_layer_takes_as_well(name: str, inside: bool, samples: int) -> None:
+    """In the model, packprop sees that the input and the weight meet, and takes rows of the whole loss."""
+    model = packprop.extend(Shared(OF_WEIGHT[name]) if inside else Shared())
+    x, y = batch(samples)
+    out, term = model(x) if inside else (model(x), OF_WEIGHT[name](model.weight, x))
+    loss = F.cross_entropy(out, y) + 0.1 * term
+    if name == "loss of classes" or (name in ("matmul", "broadcast") and not inside):
+        check(refused(loss, extensions.BatchGrad(), model=model), "outside of every known loss")
+        return
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward(retain_graph=True)
+    for p in model.parameters():
+        (penalty,) = torch.autograd.grad(0.1 * term, p, retain_graph=True)
+        of_samples = p.grad if name in ("matmul", "broadcast") else p.grad - penalty
+        assert_near(of_samples, p.grad_batch.sum(0), "rows")
+
+
+@pytest.mark.parametrize("name", ["product", "root"])
+def test_what_is_no_sum_of_a_loss_and_such_a_term(name: str) -> None:
+    model = packprop.extend(Shared())
+    x, y = batch()
+    loss = F.cross_entropy(model(x), y)
+    term = model.weight.square().sum()
+    value = loss * term if name == "product" else (loss + term).sqrt()
+    check(refused(value, extensions.BatchGrad(), model=model), "loss")

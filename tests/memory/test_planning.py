@@ -187,6 +187,40 @@ def test_a_plan_finds_the_uses_of_a_parametrised_weight(samples: int) -> None:
         model.zero_grad()
 
 
+class Positions(nn.Module):
+    """Embeddings of words and of their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(9, 4), nn.Embedding(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.words((x.abs() * 9).long() % 9) + self.places(torch.arange(x.shape[1]))
+        return self.head(h.mean(1))  # type: ignore[no-any-return]  # of torch
+
+
+class Repeated(nn.Module):
+    """A layer whose outputs all have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row, self.head = nn.Parameter(torch.ones(1, 6)), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.linear(x, self.row.expand(6, 6)).tanh())  # type: ignore[no-any-return]  # of torch
+
+
+@pytest.mark.parametrize("samples", [1, 4, 6])
+@pytest.mark.parametrize("make", [Positions, Repeated])
+def test_a_plan_finds_the_uses_of_the_pass(make: type[nn.Module], samples: int) -> None:
+    """For one sample, and for as many samples as positions or outputs."""
+    model, loss = packprop.extend(make()), nn.CrossEntropyLoss()
+    x, y = torch.rand(samples, 6), torch.arange(samples) % 3
+    plan = packprop.plan(model, loss, (x, y), [extensions.BatchGrad()])
+    with packprop.backpack(extensions.BatchGrad(), memory=plan):
+        loss(model(x), y).backward()
+
+
 def test_memory_of_a_result_that_was_dropped_is_no_result() -> None:
     """The next tensor may lie where it lay."""
     recorder = PeakRecorder(torch.device("cpu"))

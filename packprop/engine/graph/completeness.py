@@ -122,6 +122,12 @@ def shapes_of(node: Node) -> list[torch.Size]:
         raise nested(f"{node.name()}, which the backward pass goes through") from error
 
 
+def shape_at(node: Node, place: int) -> torch.Size:
+    """Return the shape of a node's operand at one place."""
+    above, output = node.next_functions[place]
+    return torch.Size(made_by(above)[output].shape)
+
+
 def require_separable(graph: Graph) -> None:
     """Raise if packprop knows that a layer mixes the samples."""
     if graph.mixers:

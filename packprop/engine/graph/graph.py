@@ -117,6 +117,11 @@ class ReachedLoss:
     is_open: bool = False
     others: list[GradientEdge] = field(default_factory=list)
 
+    @functools.cached_property
+    def given(self) -> list[GradientEdge]:
+        """The edges of what it takes, first that of its input."""
+        return [self.call.edge, *self.call.others]
+
     @property
     def value(self) -> GradientEdge:
         """The edge of its value."""

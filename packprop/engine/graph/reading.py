@@ -16,7 +16,8 @@ alternative would hide layers that mix samples:
 * A function of parameters alone that turns a tensor in which samples meet into one in which they are separate,
   and does not only repeat it. It has mixed them.
 
-packprop remembers its decisions on undecided nodes for graphs of the same structure.
+packprop remembers its decisions on undecided nodes, for graphs of the same nodes, options and edges that the
+same model makes, of whatever shapes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils.weak import WeakIdKeyDictionary
 
 from packprop.engine.functions.node_rules import entries_of_node
 from packprop.engine.functions.nodes import (
@@ -44,17 +46,19 @@ from packprop.engine.functions.nodes import (
     readable_name,
 )
 from packprop.engine.functions.operands import (
+    ALIKE,
     BY_DATA,
     ENTRY_BY_ENTRY,
     EXPANDING,
     HIDING,
+    INDEXED,
     VECTORS,
     WHOLE,
     WITH_SUMMAND,
     saved_constants,
 )
 from packprop.engine.functions.saved import keeps_elsewhere
-from packprop.engine.graph.completeness import shapes_of
+from packprop.engine.graph.completeness import shape_at, shapes_of
 from packprop.engine.graph.graph import EAGER, Graph, ReachedUse
 from packprop.engine.graph.search import Trail, nodes_above
 from packprop.engine.recording.marks import EXTENDED, ForwardCall, called_modules
@@ -88,12 +92,9 @@ WEIGHTS = {
 """Nodes of layers -> the places of the operands in which the samples meet."""
 
 
-MANY = 1024
-"""The number of structures that packprop remembers."""
-
-
-_PARAMETRIC: dict[int, frozenset[int]] = {}
-"""Structures of graphs -> the places of nodes that sweeps have shown to be made of parameters alone."""
+_PARAMETRIC: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The module that was called first, or the first parameter -> the wiring of a graph -> the places of nodes that
+sweeps have shown to be made of parameters alone."""
 
 
 class Constants:
@@ -126,37 +127,37 @@ class Constants:
         """The memory of the models' inputs."""
         return {each for forward in self._forwards for each in forward.storages} - self._own
 
-    def are_known(self, node: Node) -> bool | None:
-        """Return ``True`` if no constant of a node is data, ``False`` if one is, ``None`` if some may be."""
-        if keeps_elsewhere(node):
-            return None
+    def of(self, node: Node) -> list[tuple[Tensor, bool | None]] | None:
+        """Return the constants of a node, each with ``True`` if it is the model's own, ``False`` if it is data.
+
+        Each with ``None`` if nothing shows that; ``None`` in place of all if they are freed.
+        """
         try:
             constants = list(saved_constants(node))
         except RuntimeError:  # an earlier pass has freed them
             return None
-        missing = sum(above is None for above, _ in node.next_functions)
-        known: bool | None = True if missing <= len(constants) else None  # sums do not save what they add
+        found: list[tuple[Tensor, bool | None]] = []
         for tensor, place in zip(constants, map(_place_of(), constants), strict=True):
-            if place in self._inputs or is_of_batch(tensor) or tensor.is_nested:
-                return False
-            if tensor.dim() and place not in self._own and not _counts(node, tensor):
-                known = None
-        return known
+            is_data = place in self._inputs or is_of_batch(tensor) or tensor.is_nested
+            is_own = not tensor.dim() or place in self._own or None
+            found.append((tensor, False if is_data else is_own))
+        return found
+
+    def are_known(self, node: Node) -> bool | None:
+        """Return ``True`` if no constant of a node is data, ``False`` if one is, ``None`` if some may be."""
+        constants = None if keeps_elsewhere(node) else self.of(node)
+        if constants is None:
+            return None
+        known = [is_own for _, is_own in constants]
+        if False in known:
+            return False
+        missing = sum(above is None for above, _ in node.next_functions)
+        return True if missing <= len(known) and None not in known else None  # sums do not save what they add
 
 
 def _place_of() -> Callable[[Tensor], int]:
     """Return the function that tells memory apart: a dry run has no addresses."""
     return storage_key if is_dry_run() else storage_of
-
-
-def _counts(node: Node, index: Tensor) -> bool:
-    """Tell in a dry run whether an index counts positions, which samples share; with data, the sweeps decide.
-
-    An index without an axis for samples counts as one, because the batch does not decide on it.
-    """
-    is_index = not index.is_floating_point() and index.dtype != torch.bool
-    is_shared = index.dim() < 2 or index.shape[0] == 1
-    return is_dry_run() and name_of_node(node) in BY_DATA and is_index and is_shared
 
 
 class Reading:
@@ -172,12 +173,18 @@ class Reading:
     def __init__(self, graph: Graph, trail: Trail, wanted: dict[int, Tensor], below_losses: set[Node]) -> None:
         self._trail, self._wanted, self._below = trail, wanted, below_losses
         self._roots = [(root.grad_fn, root.output_nr) for root in graph.roots if root.grad_fn is not None]
-        self._constants = Constants(graph.forwards)
+        self._forwards = graph.forwards
+        self._constants = Constants(self._forwards)
+        self._modules = graph.modules
+        self._owner = self._modules[0] if self._modules else next(iter(wanted.values()))
         taken = [(loss.call.shape, loss.call.declared) for loss in graph.losses]
         taken = taken or [(shape, forward.declared) for _, forward, shape in graph.outputs if shape]
         self._is_one_sample = any(all(map(_is_one, shape[axis or 0 :][:1])) for shape, axis in taken)
         self._derived: set[Node] = set()
+        self._wide: set[Node] = set()
         self.made_of_parameters: dict[Node, None] = {}
+        self.bad: set[Node] = set()
+        """Nodes made of parameters that no loss depends on, and of constants that samples may be in."""
         self.uses: dict[Node, ReachedUse] = {}
         self.answers: dict[Node, bool | None] = {}
         """Nodes, each with whether its constants are known; the structure decides on everything else."""
@@ -208,6 +215,7 @@ class Reading:
             kind = "use" if not data.isdisjoint(above) else self._kind(node, given)
             if kind == "parameters":
                 parameters[node] = None
+                self._note_width(node, given)
                 continue
             self.uses[node] = use = self._use(node, given, reached[node])
             use.undecided, use.suspect = kind != "use", kind == "suspect"
@@ -228,33 +236,36 @@ class Reading:
 
     def _has_no_room(self, node: Node) -> bool:
         """Tell whether what a node made is too small to hold the samples."""
-        try:
-            return not self._is_one_sample and all(_is_one(n) for each in made_by(node) for n in each.shape)
-        except RuntimeError:  # nested tensors have no shape
-            return False
+        return not self._is_one_sample and all(_is_one(extent) for shape in shapes_of(node) for extent in shape)
 
     def _kind_by_operands(self, node: Node, given: Sequence[int]) -> str:
         """Return the kind of a node, given that what it takes was made of parameters alone."""
         name, is_own = name_of_node(node), is_from_outside(node)
         whole = len(given) == len(node.next_functions) and name in MADE_OF_PARAMETERS and not is_own
-        if node not in self._below or whole or self._has_no_room(node) or name == "Repeat":
+        if node not in self._below:
+            if not self._meets_no_samples(node, given):
+                self.bad.add(node)
+            return "parameters"
+        if whole or self._has_no_room(node) or name == "Repeat":
             return "parameters"
         if is_own:
             return "undecided"
+        guesses = is_dry_run() and not self._is_one_sample  # of one sample, nothing meets
         if name == "Expand":
-            return "parameters" if is_dry_run() and self._becomes_a_weight(node) else "undecided"
+            return "parameters" if guesses and self._becomes_a_weight(node) else "undecided"
         known = self.answers[node] = self._constants.are_known(node)
         if known is False:
             return "use"
-        if known is None and is_dry_run() and not self._is_one_sample:  # of one sample, nothing meets
-            is_likely = self._keeps_shape(node, given) or _is_contracted(node, given)
+        if known is None and guesses:
+            is_likely = _keeps_shape(node, given) or _is_contracted(node, given) or self._counts(node)
             return "parameters" if is_likely else "undecided"
         return "parameters" if known and name not in HIDING else "undecided"
 
     @functools.cached_property
     def _parametric(self) -> frozenset[int]:
         """The places of the nodes that an earlier pass has shown to be made of parameters alone."""
-        return _PARAMETRIC.get(self._trail.structure, frozenset()) if _PARAMETRIC else frozenset()
+        known = _PARAMETRIC.get(self._owner)
+        return known.get(self._trail.wiring, frozenset()) if known else frozenset()
 
     @functools.cached_property
     def _takers(self) -> dict[Node, list[tuple[Node, int]]]:
@@ -280,18 +291,57 @@ class Reading:
                 return True
         return False
 
-    def _keeps_shape(self, node: Node, given: Sequence[int]) -> bool:
-        """Tell whether a node works on a parameter entry by entry, and keeps its shape."""
-        if not (is_change_of_view(node) or name_of_node(node) in ENTRY_BY_ENTRY):
+    def _counts(self, node: Node) -> bool:
+        """Tell whether the indices of a node count positions: they have no axis that could hold samples."""
+        constants = [] if keeps_elsewhere(node) else self._constants.of(node) or []
+        unknown = [index for index, is_own in constants if not is_own]
+        are_numbers = all(not index.is_floating_point() and index.dtype != torch.bool for index in unknown)
+        are_shared = bool(unknown) and all(index.dim() < 2 or index.shape[0] == 1 for index in unknown)
+        return name_of_node(node) in BY_DATA and are_numbers and are_shared
+
+    def _note_width(self, node: Node, given: Sequence[int]) -> None:
+        """Note whether an expansion has made the shape of a node, and no parameter."""
+        wide = [place for place in given if node.next_functions[place][0] in self._wide]
+        if not wide and name_of_node(node) not in EXPANDING:
+            return
+        shape = shapes_of(node)[0]
+        of_this_shape = [place for place in given if shape_at(node, place) == shape] or given
+        if shape.numel() > 1 and (name_of_node(node) in EXPANDING or set(wide).issuperset(of_this_shape)):
+            self._wide.add(node)
+
+    def _meets_no_samples(self, node: Node, given: Sequence[int]) -> bool:
+        """Tell whether no sample enters a function of parameters that no loss depends on.
+
+        See NOTE [Terms without samples] in ``terms.py``.
+        """
+        name, shape = name_of_node(node), shapes_of(node)[0]
+        above = [node.next_functions[place][0] for place in given]
+        if not self.bad.isdisjoint(above):
             return False
-        shape = torch.Size(made_by(node)[0].shape)
-        edges = [node.next_functions[place] for place in given]
-        leaves = [getattr(above, "variable", None) for above, _ in edges]
-        return any(
-            shape == torch.Size((made_by(above)[number] if leaf is None else leaf).shape)
-            for (above, number), leaf in zip(edges, leaves, strict=True)
-            if above is not None
-        )
+        if len(given) == len(node.next_functions) and name in WHOLE - HIDING:
+            return True
+        constants = self._of_all.of(node)
+        if constants is None or any(is_own is False for _, is_own in constants):
+            return False
+        if name in ENTRY_BY_ENTRY:
+            own = [place for place, each in zip(given, above, strict=True) if each not in self._wide]
+            return any(name in ALIKE or shape_at(node, place) == shape for place in own)
+        unknown = [tensor for tensor, is_own in constants if not is_own]
+        if is_dry_run():  # views of buffers look like other constants there: the pass decides
+            unknown = []
+        if name in VECTORS:
+            return all(tensor.dim() < 2 for tensor in unknown)
+        if name in INDEXED:
+            taken = shape_at(node, given[0])  # a mask of it brings no axis of its own
+            return all(each.dtype == torch.bool and each.shape == taken[: each.dim()] for each in unknown)
+        return name in PRODUCTS and not unknown and (name not in WITH_SUMMAND or 0 in given)
+
+    @functools.cached_property
+    def _of_all(self) -> Constants:
+        """Tells constants apart by all extended models, also by those that were not called."""
+        modules = [*self._modules, *EXTENDED]
+        own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        return Constants(self._forwards, [weakref.ref(tensor) for tensor in own])
 
     def _outputs_reached(self) -> dict[Node, dict[int, None]]:
         reached: dict[Node, dict[int, None]] = {node: {} for node in self._trail.order}
@@ -325,11 +375,8 @@ class Reading:
         is_weight = set(use.places).issubset(WEIGHTS.get(name, ()))  # of a layer whose input is known
         if is_layer and not (is_weight and self._constants.are_known(node)):
             return False
-        if len(_PARAMETRIC) >= MANY:
-            _PARAMETRIC.clear()
-        structure = self._trail.structure
-        known = _PARAMETRIC.get(structure, self._parametric)
-        _PARAMETRIC[structure] = known | {self._trail.places[node]}
+        known, wiring = _PARAMETRIC.setdefault(self._owner, {}), self._trail.wiring
+        known[wiring] = known.get(wiring, frozenset()) | {self._trail.places[node]}
         return True
 
 
@@ -341,3 +388,11 @@ def _is_one(extent: Any) -> bool:
 def _is_contracted(node: Node, given: Sequence[int]) -> bool:
     """Tell whether a node contracts a parameter with a vector, which then holds no samples."""
     return name_of_node(node) in VECTORS and 0 in given
+
+
+def _keeps_shape(node: Node, given: Sequence[int]) -> bool:
+    """Tell whether a node works on a parameter entry by entry, and keeps its shape."""
+    if not (is_change_of_view(node) or name_of_node(node) in ENTRY_BY_ENTRY):
+        return False
+    shape = torch.Size(made_by(node)[0].shape)
+    return any(shape_at(node, place) == shape for place in given)

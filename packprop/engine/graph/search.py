@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from packprop.engine.functions.nodes import made_by
 from packprop.engine.recording.marks import nodes_above
 
 __all__ = ["Trail", "depth_first", "leaves_above", "nodes_above", "upstream_of"]
@@ -79,13 +78,19 @@ class Trail:
     consumed: list[tuple[Tensor, Node]] = field(default_factory=list)
 
     @functools.cached_property
-    def edges(self) -> tuple[tuple[int, int], ...]:
-        """The node, by number, and the output that each input of each node comes from; known after the walk."""
-        return tuple(
+    def wiring(self) -> int:
+        """A number that is equal for graphs of the same nodes, options and edges; known after the walk.
+
+        Options enter as a text. Python's hash of a number is the number modulo 2^61 - 1, and that of -1 is -2:
+        it would take axis -1 for -2, and, as autograd shows -1 as 2^64 - 1, -2 for 6. Places and extents are
+        small.
+        """
+        edges = tuple(
             (-1 if above is None else self.places.get(above, -1), output)
             for node in self.places
             for above, output in self.inputs[node]
         )
+        return hash((tuple(self.names.values()), repr(self.options), edges))
 
     def below(self, nodes: Iterable[Node]) -> set[Node]:
         """Return the nodes that were computed from some nodes."""
@@ -95,24 +100,3 @@ class Trail:
                 found.add(node)
                 sources.add(node)
         return found
-
-    @functools.cached_property
-    def functions(self) -> tuple[Any, ...]:
-        """Names, options and edges of all nodes; known after the walk.
-
-        Options enter as a text. Python's hash of a number is the number modulo 2^61 - 1, and that of -1 is -2:
-        it would take axis -1 for -2, and, as autograd shows -1 as 2^64 - 1, -2 for 6. Places and extents are
-        small.
-        """
-        return tuple(self.names.values()), repr(self.options), self.edges
-
-    @functools.cached_property
-    def structure(self) -> int:
-        """A number that is equal for graphs of equal ``functions`` and shapes; known after the walk."""
-        shapes = []
-        for node in self.places:
-            try:
-                shapes.append(tuple(made_by(node)[0].shape) if node.next_functions else ())
-            except RuntimeError:  # of nested tensors
-                shapes.append(())
-        return hash((self.functions, tuple(shapes)))

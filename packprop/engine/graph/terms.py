@@ -29,40 +29,22 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from packprop.engine.functions.losses import LOSSES
-from packprop.engine.functions.nodes import PRODUCTS, made_by, name_of_node
-from packprop.engine.functions.operands import (
-    ALIKE,
-    ENTRY_BY_ENTRY,
-    EXPANDING,
-    HIDING,
-    INDEXED,
-    SUMS,
-    VECTORS,
-    WHOLE,
-    WITH_SUMMAND,
-    is_linear,
-    saved_constants,
-)
-from packprop.engine.graph.completeness import shapes_of
+from packprop.engine.functions.nodes import name_of_node
+from packprop.engine.functions.operands import SUMS, is_linear
+from packprop.engine.graph.completeness import shape_at
 from packprop.engine.graph.graph import Graph
-from packprop.engine.graph.search import depth_first, leaves_above, nodes_above, upstream_of
-from packprop.engine.tensors.dry import is_dry_run
-from packprop.engine.tensors.sharding import named_wholes
-from packprop.engine.tensors.state import storage_of
+from packprop.engine.graph.search import leaves_above, nodes_above
 
 
-def settle_terms(graph: Graph, starts: Sequence[Node]) -> None:
+def settle_terms(graph: Graph) -> None:
     """Find terms that no sample enters; see NOTE [Terms without samples].
 
     Their parameters and losses leave the graph's ``missing`` and ``losses``; the terms enter its ``terms``.
     """
     found = _Terms(graph)
-    found.look(starts)
     graph.missing = [pair for pair in graph.missing if not found.is_free_of_samples(pair[1])]
     graph.losses = [loss for loss in graph.losses if loss.node not in found.free]
     graph.terms = found.edges(graph)
@@ -71,50 +53,29 @@ def settle_terms(graph: Graph, starts: Sequence[Node]) -> None:
 
 def meets_samples_unseen(graph: Graph) -> bool:
     """Tell whether parameters may meet samples in a graph that holds no use of them."""
-    found = _Terms(graph)
-    found.look([root.grad_fn for root in graph.roots if root.grad_fn is not None])
-    return found.has_suspects
+    return graph.reading is not None and _Terms(graph).has_suspects
 
 
 class _Terms:
-    """The nodes of a graph, sorted by what they depend on: samples, or parameters alone."""
+    """The nodes of a graph that depend on samples, and where terms made of parameters alone join these."""
 
     def __init__(self, graph: Graph) -> None:
-        self._use_at = {node: use for use in graph.uses for node in use.anchors}
+        self._parametric = graph.reading.made_of_parameters.keys()
         self._losses = {loss.node for loss in graph.losses}
-        self._data_leaves = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
-        modules = graph.known_modules
-        own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        own += [*graph.leaves(), *(whole for module in modules for _, whole in named_wholes(module))]
-        self._owned = {id(tensor) for tensor in own}
-        if is_dry_run():  # tensors have no addresses, and packprop reads no constants
-            own = []
-        inputs = {place for forward in graph.forwards for place in forward.storages}
-        self._data_storages = inputs - {storage_of(tensor) for tensor in own}
-        self._known = {_place_of(tensor) for tensor in own}
         self._data: set[Node] = set()
         self._after_loss: set[Node] = set()
-        self._parametric: set[Node] = set()
-        self._bad: set[Node] = set()
-        self._wide: set[Node] = set()
         self._joins: dict[Node, list[Node]] = {}
         self._spoilers: list[Node] = []
         """Nodes that some function is not linear in: no sum above them adds a term to the loss."""
         self._suspects: list[Node] = []
         self._strange = False
         """``True`` if some leaf is neither an input of a recorded call nor known to be a parameter."""
-        self.free: set[Node] = set()
-        """Nodes that are computed from parameters alone, and enter the rest of the loss by sums alone."""
-
-    def look(self, starts: Sequence[Node]) -> None:
-        """Sort the nodes of the graph, each after all nodes that it was computed from."""
-        for node, done in depth_first(starts, self._upstream, {}):
-            if done:
-                self._sort(node)
-        spoilt = {node for node, _ in depth_first(self._spoilers, self._upstream, {})}
+        self._look(graph)
+        spoilt = set(nodes_above(self._spoilers))
         for join in spoilt.intersection(self._joins):
             self._suspects += self._joins.pop(join)
-        self.free = self._parametric - set(nodes_above([*self._suspects, *self._bad]))
+        self.free: set[Node] = self._parametric - set(nodes_above([*self._suspects, *graph.reading.bad]))
+        """Nodes that are computed from parameters alone, and enter the rest of the loss by sums alone."""
 
     def is_free_of_samples(self, node: Node) -> bool:
         """Tell whether a node takes a leaf as part of a term that no sample enters."""
@@ -135,34 +96,26 @@ class _Terms:
                     found[above, output] = GradientEdge(above, output)
         return list(found.values())
 
-    def _upstream(self, node: Node) -> list[Node]:
-        use = self._use_at.get(node)
-        return upstream_of(node) if use is None else [edge.node for edge in use.edges]
-
-    def _sort(self, node: Node) -> None:
-        """Sort one node, after everything upstream of it."""
-        use = self._use_at.get(node)
-        leaf = getattr(node, "variable", None)
-        if use is not None:
-            self._data.add(node)
-            self._spoilers += self._upstream(node)
-        elif leaf is not None:
-            if id(leaf) in self._data_leaves:
+    def _look(self, graph: Graph) -> None:
+        """Look at the nodes that are not made of parameters alone, each after all that lie upstream of it."""
+        inputs = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
+        uses = {node: use for use in graph.uses for node in use.anchors}
+        for node in graph.order:
+            leaf = getattr(node, "variable", None)
+            if node in uses:
                 self._data.add(node)
-            elif isinstance(leaf, nn.Parameter) or id(leaf) in self._owned:
-                self._parametric.add(node)
-            else:
-                self._strange = True
-        else:
-            self._sort_function(node)
+                self._spoilers += [edge.node for edge in uses[node].edges]
+            elif leaf is not None and id(leaf) in inputs:
+                self._data.add(node)
+            elif node not in self._parametric:
+                self._strange |= leaf is not None
+                self._look_at_function(node)
 
-    def _sort_function(self, node: Node) -> None:
+    def _look_at_function(self, node: Node) -> None:
         above = {place: each for place, (each, _) in enumerate(node.next_functions) if each is not None}
         data = {place: each for place, each in above.items() if each in self._data}
         terms = {place: each for place, each in above.items() if each in self._parametric}
-        if not data:
-            if terms:
-                self._sort_term(node, list(terms))
+        if not (data or terms):
             return
         self._data.add(node)
         if any(each in self._after_loss or each in self._losses for each in data.values()):
@@ -172,69 +125,10 @@ class _Terms:
         if terms:
             # no sample has a share in a term that is added behind a loss, or to single numbers
             is_sum = name_of_node(node) in SUMS
-            if is_sum and (node in self._after_loss or not any(_shape_at(node, place) for place in data)):
+            if is_sum and (node in self._after_loss or not any(shape_at(node, place) for place in data)):
                 self._joins[node] = list(terms.values())
             else:
                 self._suspects += terms.values()
-
-    def _sort_term(self, node: Node, terms: Sequence[int]) -> None:
-        """Sort a function of parameters, and perhaps of constants."""
-        self._parametric.add(node)
-        name, shape = name_of_node(node), shapes_of(node)[0]
-        above = [upstream for upstream, _ in node.next_functions]
-        if any(above[place] in self._bad for place in terms) or not self._meets_no_samples(node, name, terms):
-            self._bad.add(node)
-        of_this_shape = [place for place in terms if _shape_at(node, place) == shape] or terms
-        wide = name in EXPANDING or all(above[place] in self._wide for place in of_this_shape)
-        if wide and shape.numel() > 1:
-            self._wide.add(node)
-
-    def _meets_no_samples(self, node: Node, name: str, terms: Sequence[int]) -> bool:
-        above = [upstream for upstream, _ in node.next_functions]
-        all_seen = len(terms) == len(above)
-        if all_seen and name in WHOLE and name not in HIDING:
-            return True
-        constants = _constants_of(node)
-        if constants is None or any(storage_of(tensor) in self._data_storages for tensor in constants):
-            return False
-        if name in ENTRY_BY_ENTRY:
-            operands = [place for place in terms if above[place] not in self._wide]
-            return any(name in ALIKE or _shape_at(node, place) == shapes_of(node)[0] for place in operands)
-        unknown = [tensor for tensor in constants if _place_of(tensor) not in self._known]
-        if name in VECTORS:
-            return all(tensor.dim() < 2 for tensor in unknown)
-        if name in INDEXED:
-            taken = _shape_at(node, terms[0])  # a mask of it brings no axis of its own
-            return all(each.dtype == torch.bool and each.shape == taken[: each.dim()] for each in unknown)
-        if name in PRODUCTS:
-            return not unknown and (name not in WITH_SUMMAND or 0 in terms)
-        return False
-
-
-def _shape_at(node: Node, place: int) -> torch.Size:
-    """Return the shape of a node's operand at one place."""
-    above, output = node.next_functions[place]
-    assert above is not None
-    leaf = getattr(above, "variable", None)
-    return torch.Size(made_by(above)[output].shape) if leaf is None else leaf.shape
-
-
-def _constants_of(node: Node) -> list[Tensor] | None:
-    """Return the constants that a node saved, none in a dry run; ``None`` if they are gone."""
-    if is_dry_run():
-        return []
-    try:
-        return list(saved_constants(node))
-    except RuntimeError:  # an earlier pass has freed them
-        return None
-
-
-def _place_of(tensor: Tensor) -> tuple[int, int] | None:
-    """Return the address and number of a tensor's entries; ``None`` for tensors without an address."""
-    try:
-        return tensor.data_ptr(), tensor.numel()
-    except (RuntimeError, NotImplementedError):
-        return None
 
 
 def find_open_places(graph: Graph, inputs: Mapping[Node, Sequence[Any]]) -> None:

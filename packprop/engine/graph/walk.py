@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,8 +73,8 @@ def walk(
     require_derivatives(graph, [node for node, name in trail.names.items() if name == WITHOUT_DERIVATIVE])
     find_missing(graph, trail.consumed, wanted)
     graph.consumed = bool(trail.consumed)
-    if graph.missing or (trail.consumed and graph.losses):
-        settle_terms(graph, starts)
+    if graph.reading is not None and (graph.missing or (trail.consumed and graph.losses)):
+        settle_terms(graph)
     find_open_places(graph, trail.inputs)
     losses = {loss.node for loss in graph.losses}
     without_loss = set(nodes_above((start for start in starts if start not in losses), losses))
@@ -90,7 +90,7 @@ def walk(
     graph.hooks = hooks_on(trail.order, tensors)
     require_known_shards(graph, unshards)
     graph.again = lambda: walk(roots, gradients, wanted, unshards=unshards)
-    graph.structure, graph.signature = _structure(graph, trail), _signature(graph, trail)
+    graph.structure, graph.signature = _structure_and_signature(graph, trail)
     return graph
 
 
@@ -160,6 +160,7 @@ def _note_order(graph: Graph, trail: Trail) -> None:
         graph.is_opaque |= is_opaque(node)
         if axes is None or axes or (reordered and not reordered.isdisjoint(trail.neighbours[node])):
             reordered.add(node)
+    trail.orders.append(graph.is_opaque)
     for use in graph.uses:
         use.reordered = not reordered.isdisjoint(use.anchors)
 
@@ -192,19 +193,20 @@ def _read_uses(graph: Graph, trail: Trail, wanted: Sequence[Tensor] | None) -> N
     leaves = _parameters(graph, trail)
     if not leaves:
         return
-    others = [(loss, edge) for loss in graph.losses for edge in loss.call.others]
-    reading = _sorted(graph, trail, leaves, [edge.node for _, edge in others])
-    alone = reading.made_of_parameters
-    if any(edge.node in alone for _, edge in others):  # no sample enters these: a loss does not lead to them
-        others = [(loss, edge) for loss, edge in others if edge.node not in alone]
-        reading = _sorted(graph, trail, leaves, [edge.node for _, edge in others])
+    alone: Collection[Node] = ()
+    reading = _sorted(graph, trail, leaves, alone)
+    given = {edge.node for loss in graph.losses for edge in loss.given}
+    while not given.isdisjoint(reading.made_of_parameters.keys() - alone):
+        alone = reading.made_of_parameters.keys()  # no sample enters there: a loss does not lead to it
+        reading = _sorted(graph, trail, leaves, alone)
     graph.reading = reading
     settled = reading.settled
     trail.consumed = [(leaf, node) for leaf, node in trail.consumed if node not in settled]
+    computed = settled.difference(reading.uses, trail.leaves)
     for node in trail.order:
-        if node not in settled and node not in reading.made_of_parameters:
+        if node not in settled:  # what uses take may enter terms as well
             for above in trail.neighbours[node]:
-                if above in settled and above in reading.made_of_parameters:
+                if above in computed:
                     trail.consumed += [(leaf, node) for leaf in leaves_above([above])]
     chosen = None if wanted is None else {id(leaf) for leaf in wanted}
     for node in reversed(trail.order):
@@ -213,17 +215,21 @@ def _read_uses(graph: Graph, trail: Trail, wanted: Sequence[Tensor] | None) -> N
             graph.uses.append(use)
             trail.neighbours[node] = [edge.node for edge in use.edges]
             _find_sites(graph, use, chosen)
-    for loss, edge in others:
-        if not reading.uses.keys().isdisjoint(nodes_above([edge.node])):
-            loss.others.append(edge)
+    for loss in graph.losses:
+        for edge in loss.given[1:]:
+            if edge.node not in alone and not reading.uses.keys().isdisjoint(nodes_above([edge.node])):
+                loss.others.append(edge)
 
 
-def _sorted(graph: Graph, trail: Trail, leaves: dict[int, Tensor], others: list[Node]) -> Reading:
-    """Return the sorted nodes; ``others`` made arguments of losses beside their inputs."""
-    ends = [loss.call.edge.node for loss in graph.losses] + others
+def _sorted(graph: Graph, trail: Trail, leaves: dict[int, Tensor], alone: Collection[Node]) -> Reading:
+    """Return the sorted nodes; a loss that takes nothing but nodes ``alone``, made of parameters, is none."""
+    given = {loss.node: [edge.node for edge in loss.given if edge.node not in alone] for loss in graph.losses}
+    losses = {node for node, taken in given.items() if taken}
+    terms = given.keys() - losses
+    ends = [node for taken in given.values() for node in taken]
     ends += [edge.node for edge, forward, _ in graph.outputs if forward.has_parameters]
-    losses = {loss.node for loss in graph.losses}
-    reading = Reading(graph, trail, leaves, set(nodes_above(ends)))
+    below_losses = set(nodes_above((node for node in ends if node not in terms), terms))
+    reading = Reading(graph, trail, leaves, below_losses)
     reading.sort(losses | trail.below(losses))
     return reading
 
@@ -279,21 +285,20 @@ def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None) -> None:
             )
 
 
-def _structure(graph: Graph, trail: Trail) -> int:
-    """Return a number that is equal for passes of equal structure, of any extents."""
-    losses = tuple((loss.call.function, loss.call.documents is None) for loss in graph.losses)
-    return hash((trail.functions, repr(trail.orders), tuple(use.name for use in graph.uses), losses))
+def _structure_and_signature(graph: Graph, trail: Trail) -> tuple[int, int]:
+    """Return two numbers that are equal for passes of equal structure: of any extents, and of equal shapes.
 
-
-def _signature(graph: Graph, trail: Trail) -> int:
-    """Return a number that is equal for passes of equal structure, shapes and options."""
-    uses = tuple((use.name, tuple(use.shapes)) for use in graph.uses)
+    Options enter as a text, see ``Trail.wiring``.
+    """
     calls = [loss.call for loss in graph.losses]
-    losses = tuple((each.function, each.shape, each.documents is None) for each in calls)
     declared = [each.declared for each in calls] + [forward.declared for forward in graph.forwards]
     told = [told_axes(each.function, each.args, each.kwargs) for each in calls]
+    functions = tuple((each.function, each.documents is None) for each in calls)
+    uses = tuple(use.name for use in graph.uses)
+    structure = hash((trail.wiring, repr((trail.orders, declared, told)), uses, functions))
     places = [*graph.open, *(edge for loss in graph.losses for edge in loss.others)]
-    met = tuple(tuple(made_by(edge.node)[edge.output_nr].shape) for edge in places)
-    open_paths = met, tuple(loss.is_open for loss in graph.losses)
-    named = trail.functions, repr((trail.orders, declared, told)), tuple(trail.extents)
-    return hash((named, uses, losses, open_paths, bool(graph.without_loss)))
+    shapes: list[tuple[Any, ...]] = [tuple(use.shapes) for use in graph.uses]
+    shapes += [each.shape for each in calls]
+    shapes += [tuple(made_by(edge.node)[edge.output_nr].shape) for edge in places]
+    open_paths = tuple(loss.is_open for loss in graph.losses), bool(graph.without_loss)
+    return structure, hash((structure, tuple(trail.extents), tuple(shapes), len(places), open_paths))

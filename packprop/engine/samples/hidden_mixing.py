@@ -20,6 +20,7 @@ sample is made of others. This is so if the numbers in other samples' rows, whic
 it; or, where a function on the way has no second derivative, if other numbers come back while zeros of the
 parameter are changed. This check costs several times the pass: packprop makes it in the first pass, again when
 a buffer or a frozen parameter has changed, and in the 2nd, 4th, 8th pass and so on, for what data alone hide.
+In these passes, too, it feeds NaN in where a node does not show what its function computes.
 """
 
 from __future__ import annotations

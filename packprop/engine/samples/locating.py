@@ -78,7 +78,7 @@ class _Memory:
     Args:
         locations: Where the samples are, if this holds for all values.
         examined: Passes in which values hide no mixing, also by their documents.
-        looks: For passes whose values keep the samples apart: when to look for hidden mixing again.
+        looks: For passes whose values or opaque functions keep the samples apart: when to look again.
         structures: Structures of ``examined`` passes, whatever their shapes.
         separate_losses: Passes whose losses are sums over samples for all values.
     """
@@ -96,8 +96,6 @@ _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def _memory_of(graph: Graph) -> _Memory:
     modules = graph.modules
-    if graph.is_opaque:  # what it does now, it need not do in the next pass
-        return _Memory()
     key = modules[0] if modules else graph.leaves()[0]
     memory = _KNOWN.get(key)
     if memory is None:
@@ -161,7 +159,8 @@ def _locate_samples(graph: Graph) -> None:
         loss.layout = layout
     for use, layouts in zip(graph.uses, locations.uses, strict=True):
         use.layouts = layouts
-    if locations.is_lasting and graph.signature not in memory.locations and not is_order_of_data(graph):
+    lasts = locations.is_lasting and not graph.is_opaque  # which computes something else in the next pass
+    if lasts and graph.signature not in memory.locations and not is_order_of_data(graph):
         if len(memory.locations) == MANY:
             memory.locations.clear()
         memory.locations[graph.signature] = locations
@@ -293,17 +292,18 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         return _SampleLocations(samples, chosen, first_of(fitting), False)
     every = samples < MANY_SAMPLES or documents is not None or graph.structure not in memory.structures
     fitting, on_values, for_all = dependence(feed, samples, fitting, every)
-    if on_values:
-        hidden = find_hidden(graph, feed, samples, fitting)
-        if hidden is not None:
-            _require_settled(graph, [hidden[0]])
-            memory.looks.pop(graph.signature, None)  # it is refused in the next pass, too
-            raise _mixed(graph, *hidden)
-        if look is None:
-            memory.looks[graph.signature] = Look(constants_of(graph))
-    else:
+    hidden = find_hidden(graph, feed, samples, fitting) if on_values else None
+    if hidden is not None:
+        _require_settled(graph, [hidden[0]])
+        memory.looks.pop(graph.signature, None)  # it is refused in the next pass, too
+        raise _mixed(graph, *hidden)
+    if not (on_values or graph.is_opaque):
         memory.examined.note(case)
         memory.structures.add(graph.structure)
+    elif look is None:
+        if len(memory.looks) == MANY:
+            memory.looks.clear()
+        memory.looks[graph.signature] = Look(constants_of(graph))
     return _SampleLocations(samples, chosen, first_of(fitting), for_all and in_order)
 
 

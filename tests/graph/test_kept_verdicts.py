@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from packprop.engine.functions import verdicts
+from packprop.engine.graph import reading
 from packprop.engine.samples import locating as located
 from packprop.errors import PackpropError
 from packprop.functions import Loss
@@ -523,3 +525,23 @@ def test_a_masked_weight_of_another_model(behind: bool) -> None:
             nn.functional.mse_loss(model(given), y).backward()
     rows = 2 / 12 * gated(x) * gated.matrix.diagonal()[:, None] * (x.relu() if behind else x)
     torch.testing.assert_close(gated.weight.grad_batch.sum(1), rows.detach())
+
+
+def test_verdicts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose graph has another length in each pass does not fill the memory."""
+    monkeypatch.setattr(verdicts, "MANY", 4)
+    mask = torch.rand(4, 3).double()
+
+    def repeated(m: Any, x: Tensor) -> Tensor:
+        h = x @ (mask * m.weight)
+        for _ in range(m.length):
+            h = h.tanh()
+        return h
+
+    model: Any = double(Raw(repeated, weight=(4, 3)))
+    packprop.extend(model)
+    for length in range(1, 10):
+        model.length = length
+        with packprop.backpack(extensions.BatchGrad()):
+            nn.functional.mse_loss(model(torch.randn(4, 4).double()), torch.zeros(4, 3).double()).backward()
+        assert 0 < len(reading._PARAMETRIC[model]) <= 4

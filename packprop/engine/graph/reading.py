@@ -58,6 +58,7 @@ from packprop.engine.functions.operands import (
     saved_constants,
 )
 from packprop.engine.functions.saved import keeps_elsewhere
+from packprop.engine.functions.verdicts import Verdicts
 from packprop.engine.graph.completeness import shape_at, shapes_of
 from packprop.engine.graph.graph import EAGER, Graph, ReachedUse
 from packprop.engine.graph.search import Trail, nodes_above
@@ -93,8 +94,8 @@ WEIGHTS = {
 
 
 _PARAMETRIC: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The module that was called first, or the first parameter -> the wiring of a graph -> the places of nodes that
-sweeps have shown to be made of parameters alone."""
+"""The module that was called first, or the first parameter -> nodes that sweeps have shown to be made of
+parameters alone, each by the wiring of its graph and its place."""
 
 
 class Constants:
@@ -223,7 +224,8 @@ class Reading:
 
     def _kind(self, node: Node, given: Sequence[int]) -> str:
         """Return the kind of a node that takes parameters, and perhaps constants."""
-        kind, remembered = self._kind_by_operands(node, given), self._trail.places[node] in self._parametric
+        kind, known = self._kind_by_operands(node, given), _PARAMETRIC.get(self._owner)
+        remembered = bool(known) and (self._trail.wiring, self._trail.places[node]) in known
         if kind == "use" or (kind == "undecided" and not remembered):
             return kind
         derived = any(node.next_functions[place][0] in self._derived for place in given)
@@ -260,12 +262,6 @@ class Reading:
             is_likely = _keeps_shape(node, given) or _is_contracted(node, given) or self._counts(node)
             return "parameters" if is_likely else "undecided"
         return "parameters" if known and name not in HIDING else "undecided"
-
-    @functools.cached_property
-    def _parametric(self) -> frozenset[int]:
-        """The places of the nodes that an earlier pass has shown to be made of parameters alone."""
-        known = _PARAMETRIC.get(self._owner)
-        return known.get(self._trail.wiring, frozenset()) if known else frozenset()
 
     @functools.cached_property
     def _takers(self) -> dict[Node, list[tuple[Node, int]]]:
@@ -375,8 +371,8 @@ class Reading:
         is_weight = set(use.places).issubset(WEIGHTS.get(name, ()))  # of a layer whose input is known
         if is_layer and not (is_weight and self._constants.are_known(node)):
             return False
-        known, wiring = _PARAMETRIC.setdefault(self._owner, {}), self._trail.wiring
-        known[wiring] = known.get(wiring, frozenset()) | {self._trail.places[node]}
+        verdicts = _PARAMETRIC.setdefault(self._owner, Verdicts())
+        verdicts.note((self._trail.wiring, self._trail.places[node]))
         return True
 
 

@@ -273,6 +273,7 @@ def test_a_wrong_rule_is_refused_in_a_pass(asked: Any) -> None:
 
 
 def test_a_right_rule_is_looked_at_once() -> None:
+    """The graph shows nothing of the gate, so passes 1, 2 and 4 also look for hidden mixing."""
     packprop.register_use(Gate)(lambda call: scaled(call, right_factor(call)))
     called: list[int] = []
     model, loss = loss_of_gate(called)
@@ -282,7 +283,7 @@ def test_a_right_rule_is_looked_at_once() -> None:
         with packprop.backpack(extensions.BatchGrad()):
             loss.backward(retain_graph=True)
         times.append(len(called) - before)
-    assert times[1] == times[2] == times[3] < times[0]
+    assert times[2] < times[1] == times[3] == times[0] - 1
     (weight,) = (p for name, p in model.named_parameters() if name == "weight")
     assert weight.grad is not None
     torch.testing.assert_close(4 * weight.grad_batch.sum(0), weight.grad)

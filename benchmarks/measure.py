@@ -8,7 +8,6 @@ a neighbour. See the notes for what is counted.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import random
@@ -32,6 +31,7 @@ from benchmarks.contestants import CONTESTANTS, QUANTITIES, Call, Gap, Quantity,
 from benchmarks.problems import PROBLEMS, Task
 from benchmarks.tracked import size_of
 from packprop.engine.memory.live import LiveBytes
+from packprop.engine.tensors.device import return_freed_pages
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
@@ -241,9 +241,7 @@ def _start_onednn() -> None:
 
 def _settle() -> None:
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    return_freed_pages()
 
 
 def _status(field: str) -> int:

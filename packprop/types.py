@@ -14,7 +14,7 @@ from packprop.engine.algebra.monoid import CAT as CAT
 from packprop.engine.algebra.monoid import MOMENTS as MOMENTS
 from packprop.engine.algebra.monoid import SUM as SUM
 from packprop.engine.algebra.monoid import Monoid
-from packprop.engine.tensors.precision import accumulation_dtype
+from packprop.engine.tensors.precision import NARROW, accumulation_dtype
 from packprop.errors import BadInput, PackpropWarning
 
 
@@ -153,7 +153,7 @@ class Extension:
 
     def dtype_of(self, parameter: torch.dtype) -> torch.dtype:
         """Return the precision of values: that of sums, or that of the parameter if they are rounded to it."""
-        return parameter if self.rounded else accumulation_dtype(parameter)
+        return parameter if self.rounded or parameter not in NARROW else accumulation_dtype(parameter)
 
     def finish(self, values: list[Any], samples: int) -> Any:
         """Return the value, from the merged results of the rows and the number of samples that they cover."""

@@ -39,7 +39,9 @@ class ByUnit(Extension):
 
     def finish(self, values: list[Any], samples: int) -> Any:
         """Move samples before tokens."""
-        return values[0].movedim(1, 0) if self.rows[0].over_n is CAT[1] else values[0]
+        if self.per == "token" and self.rows[0].over_n is CAT[1]:
+            return values[0].movedim(1, 0)
+        return values[0]
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -67,13 +67,14 @@ def forced_algorithm(kind: str) -> str | None:
     return None if chosen is None else chosen.get(kind)
 
 
-def choose_algorithm(kind: str, fastest: str, holds: Mapping[str, int], held: int | None) -> str:
+def choose_algorithm(kind: str, fastest: str, holds: Callable[[], Mapping[str, int]], held: int | None) -> str:
     """Return the name of the algorithm that one use takes.
 
     Args:
         kind: The kind of computation, a key of ``CHOICES``.
         fastest: The algorithm that takes the least time.
-        holds: For each algorithm, the bytes that it keeps for one sample and that the others do not need.
+        holds: Returns, for each algorithm, the bytes that it keeps for one sample and that the others do not
+            need.
         held: The limit on these bytes; ``None`` for no limit.
 
     Returns:
@@ -83,9 +84,10 @@ def choose_algorithm(kind: str, fastest: str, holds: Mapping[str, int], held: in
     forced = forced_algorithm(kind)
     if forced is not None:
         return forced
-    if held is None or holds[fastest] <= held:
+    if held is None:
         return fastest
-    return min(holds, key=holds.__getitem__)
+    sizes = holds()
+    return fastest if sizes[fastest] <= held else min(sizes, key=sizes.__getitem__)
 
 
 FEW_CHANNELS = 8
@@ -134,12 +136,15 @@ def norms_by_products(extents: Extents) -> bool:
     if positions == 1:
         return True
     few = 2 * positions * (fan_in + fan_out) <= fan_in * fan_out
-    inputs = 0 if convolved_by_groups(extents) else extents.unfolded
-    size = extents.dtype.itemsize
-    holds = {
-        "gradients": size * (groups * fan_in * fan_out + inputs),
-        "products": _held_by_products(extents) + size * extents.unfolded,
-    }
+
+    def holds() -> dict[str, int]:
+        inputs = 0 if convolved_by_groups(extents) else extents.unfolded
+        size = extents.dtype.itemsize
+        return {
+            "gradients": size * (groups * fan_in * fan_out + inputs),
+            "products": _held_by_products(extents) + size * extents.unfolded,
+        }
+
     return choose_algorithm("norms", "products" if few else "gradients", holds, extents.held) == "products"
 
 
@@ -181,5 +186,8 @@ def convolved_by_groups(extents: Extents) -> bool:
     is_depthwise = extents.channels == 1 < extents.groups
     many = extents.positions > extents.fan_out and (extents.channels >= FEW_CHANNELS or is_depthwise)
     many = many and onednn and extents.dtype == torch.float32
-    holds = {"patches": extents.dtype.itemsize * extents.unfolded, "groups": 0}
+
+    def holds() -> dict[str, int]:
+        return {"patches": extents.dtype.itemsize * extents.unfolded, "groups": 0}
+
     return choose_algorithm("convolutions", "groups" if many else "patches", holds, extents.held) == "groups"

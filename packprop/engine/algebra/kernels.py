@@ -11,7 +11,7 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from packprop.engine.algebra.choices import forced_algorithm
 from packprop.engine.tensors.device import device_kind, multiplies_wide
-from packprop.engine.tensors.precision import accumulation_dtype, widened
+from packprop.engine.tensors.precision import NARROW, accumulation_dtype, widened
 from packprop.engine.tensors.traced import is_traced
 
 WORTH_A_CALL = 12 * 2**20
@@ -49,6 +49,8 @@ SHORT = 32
 def wide_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiply matrices, or batches of them, in the precision of sums; the result is in ``out`` if given."""
     multiply = torch.mm if left.dim() == 2 else torch.bmm
+    if left.dtype not in NARROW and right.dtype not in NARROW:
+        return multiply(left, right, out=out)
     if left.dtype == right.dtype and multiplies_wide(left):
         wide = accumulation_dtype(left.dtype)
         return multiply(left, right, wide) if out is None else multiply(left, right, wide, out=out)
@@ -157,23 +159,35 @@ def norms_of(rows: Tensor) -> Tensor:
     On a CPU, PyTorch adds up the squares of a row in a few places, one after the other: from a million entries
     on, single precision keeps three or four digits. So long rows go in pieces.
     """
-    norms: Tensor
-    if rows.shape[-1] > LONG_ROW and device_kind(rows) == "cpu":
-        whole = rows.shape[-1] // LONG_ROW * LONG_ROW
-        pieces = norms_of(rows[..., :whole].unflatten(-1, (-1, LONG_ROW)))
-        rest = torch.linalg.vector_norm(rows[..., whole:], dim=-1, keepdim=True)
-        return norms_of(torch.cat([pieces, rest], -1))
-    norms = torch.linalg.vector_norm(rows, dim=-1)
+    length = rows.shape[-1]
+    if length > LONG_ROW and device_kind(rows) == "cpu":
+        whole = length // LONG_ROW * LONG_ROW
+        pieces = norms_of(torch.unflatten(rows[..., :whole] if whole < length else rows, -1, (-1, LONG_ROW)))
+        if whole < length:
+            rest = torch.linalg.vector_norm(rows[..., whole:], dim=-1, keepdim=True)
+            pieces = torch.cat([pieces, rest], -1)
+        return norms_of(pieces)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
     return norms
 
 
 def worth_a_call(terms: int, entries: int, dtype: torch.dtype, device: str) -> bool:
     """Tell whether a product of so many entries, sums of ``terms``, is faster by itself than in a batch."""
-    large = terms >= SHORT and terms * entries >= WORTH_A_CALL * torch.get_num_threads()
+    return (
+        _is_large_product(terms, entries)
+        and not is_traced()  # a graph gains nothing from many calls, and a compiler cannot lower this one
+        and dtype == torch.float32
+        and device == "cpu"
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def _is_large_product(terms: int, entries: int) -> bool:
+    """Tell whether the size of a product makes it faster by itself, unless an algorithm is forced."""
     forced = forced_algorithm("products")
-    if not (large if forced is None else forced == "single") or is_traced():
-        return False  # a graph gains nothing from many calls, and a compiler cannot lower this one
-    return dtype == torch.float32 and device == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if forced is not None:
+        return forced == "single"
+    return terms >= SHORT and terms * entries >= WORTH_A_CALL * torch.get_num_threads()
 
 
 def grouped_gradients(
@@ -243,10 +257,12 @@ def _kernel_for(
     The operator copies its first matrix unless that one is in memory by rows. If both are there by columns, the
     smaller one goes first, unless you want the product ``by_rows``: it is then there by columns.
     """
+    terms, entries = left.shape[-1], left.shape[-2] * right.shape[-2]
     fits = (
-        device_kind(left) == device_kind(right)
+        _is_large_product(terms, entries)
+        and device_kind(left) == device_kind(right)
         and left.dtype == right.dtype
-        and worth_a_call(left.shape[-1], left.shape[-2] * right.shape[-2], left.dtype, device_kind(left))
+        and worth_a_call(terms, entries, left.dtype, device_kind(left))
         and not (torch.is_grad_enabled() and (left.requires_grad or right.requires_grad))
     )
     library: Any = torch.ops.mkldnn
@@ -263,8 +279,8 @@ def _kernel_for(
 
 def _is_faster_swapped(left: Tensor, right: Tensor) -> bool:
     """Tell whether MKL forms products ``[b, o, i]`` faster as ``[b, i, o]``, as for three-channel filters."""
-    fits = left.dtype == torch.float32 and device_kind(left) == "cpu" and not is_traced()
-    return fits and left.shape[1] % FULL == 0 and right.shape[1] % FULL != 0
+    fits = left.shape[1] % FULL == 0 and right.shape[1] % FULL != 0 and left.dtype == torch.float32
+    return fits and device_kind(left) == "cpu" and not is_traced()
 
 
 def _plain(matrices: Tensor) -> Tensor:

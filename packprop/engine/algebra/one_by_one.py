@@ -37,11 +37,12 @@ ONE_BY_ONE = frozenset({per_sample_grad, summed_grad, sum_sq, sq_norm, moments})
 
 def evaluate_together(structure: Statistical, statistics: Sequence[Statistic]) -> list[Any]:
     """Return values of several statistics of one structure; see NOTE [One by one]."""
-    gradients = _gradients_one_by_one(structure, statistics)
-    first = next(gradients, None)
+    gradients = _gradients_one_by_one(structure, statistics) if isinstance(structure, Outer) else None
+    first = None if gradients is None else next(gradients, None)
     if first is None:
         return [statistic(structure) for statistic in statistics]
     assert isinstance(structure, Outer)
+    assert gradients is not None
     sums = _Sums(structure, statistics, first)
     for gradient in islice(gradients, 2) if is_dry_run() else gradients:
         sums.add(gradient)
@@ -64,14 +65,15 @@ def goes_one_by_one(statistics: Sequence[Statistic], extents: Extents) -> bool:
     )
 
 
-def _gradients_one_by_one(structure: Statistical, statistics: Sequence[Statistic]) -> Iterator[Tensor]:
-    """Yield per-sample gradients ``[o, i]`` if forming them one by one is best; else nothing."""
-    if not isinstance(structure, Outer) or structure.cotangent is None or structure.cotangent.shape[0] > 1:
-        return iter(())
+def _gradients_one_by_one(structure: Outer, statistics: Sequence[Statistic]) -> Iterator[Tensor] | None:
+    """Return an iterator over per-sample gradients ``[o, i]`` if forming them one by one is best."""
+    cotangent = structure.cotangent
+    if cotangent is None or cotangent.shape[0] > 1 or cotangent.shape[2] == 1:  # no statistic shares positions
+        return None
     keeps = per_sample_grad in statistics
     if (keeps and structure.out is None) or not goes_one_by_one(statistics, structure.extents):
-        return iter(())
-    return products_one_by_one(*structure.matrices, by_rows=keeps) or iter(())
+        return None
+    return products_one_by_one(*structure.matrices, by_rows=keeps)
 
 
 class _Sums:

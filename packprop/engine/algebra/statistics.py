@@ -133,7 +133,7 @@ def sq_norm(structure: Structure) -> Tensor:
     if fast is not None:
         return fast
     norms = square_norms(flat_rows(structure))
-    return norms.squeeze(0) if len(norms) == 1 else norms.sum(0)
+    return norms.squeeze(0) if norms.shape[0] == 1 else norms.sum(0)
 
 
 def gram(structure: Structure) -> Tensor:

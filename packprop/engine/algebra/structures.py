@@ -52,7 +52,8 @@ class _OfUse(_Formed):
     @cached_property
     def wide_cotangent(self) -> Tensor:
         """The cotangent in at least single precision."""
-        return widened(self.given_cotangent)
+        assert self.cotangent is not None, "this structure was built without a cotangent"
+        return widened(self.cotangent)
 
 
 @dataclass(eq=False)  # a frozen one takes six times as long to make, and each use makes some in each pass
@@ -100,7 +101,9 @@ class Outer(_OfUse):
     @property
     def factors(self) -> tuple[Tensor, Tensor]:
         """Cotangent and inputs for products: as they were given, if they have one precision."""
-        cotangent, inputs = self.given_cotangent, self.given_inputs
+        cotangent, inputs = self.cotangent, self.given
+        assert cotangent is not None, "this structure was built without a cotangent"
+        inputs = inputs if isinstance(inputs, Tensor) else self.x
         return (cotangent, inputs) if cotangent.dtype == inputs.dtype else (self.wide_cotangent, self.x)
 
     @property
@@ -142,6 +145,8 @@ class Outer(_OfUse):
             outer_products(*self.matrices, out=self.out.view(samples * groups, fan_out, -1))
             return self.out
         products = outer_products(*self.matrices)
+        if columns == 1:
+            return self.fold(products.reshape(1, samples, groups, fan_out, -1))
         return self.fold(products.reshape(samples, groups, columns, fan_out, -1).permute(2, 0, 1, 3, 4))
 
     @cached_property
@@ -155,7 +160,7 @@ class Outer(_OfUse):
         cotangent, x = self.factors
         columns, samples, positions, groups, fan_out = cotangent.shape
         left = cotangent.permute(1, 3, 0, 4, 2).reshape(samples * groups, columns * fan_out, positions)
-        return left, x.permute(0, 2, 3, 1).reshape(samples * groups, self.shape[3], positions)
+        return left, x.permute(0, 2, 3, 1).reshape(samples * groups, x.shape[3], positions)
 
 
 @dataclass(frozen=True)

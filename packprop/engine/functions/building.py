@@ -19,7 +19,9 @@ from packprop.engine.functions.node_calls import NodeCall
 from packprop.engine.tensors.device import multiplies_wide
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.layout import Layout
-from packprop.engine.tensors.precision import accumulation_dtype, widened
+from packprop.engine.tensors.precision import NARROW, accumulation_dtype, widened
+
+ALL = slice(None)
 
 AT_ONCE = 2**22
 """Largest number of entries of cotangents in one chunk, with a masked copy for each sample."""
@@ -29,9 +31,9 @@ def select_samples(tensor: Tensor, samples: Samples, skip: int = 0, as_they_are:
     """Return some samples of a tensor, along axis ``skip``; in at least single precision, or as they are."""
     if isinstance(samples, Tensor):
         tensor = tensor.index_select(skip, samples.to(tensor.device))
-    elif samples != slice(None):
-        tensor = tensor[(slice(None),) * skip + (samples,)]
-    return tensor if as_they_are else widened(tensor)
+    elif samples != ALL:
+        tensor = tensor[(ALL,) * skip + (samples,)]
+    return tensor if as_they_are or tensor.dtype not in NARROW else widened(tensor)
 
 
 def rowwise(
@@ -46,10 +48,10 @@ def rowwise(
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
         layout, cotangent = layouts[0], cotangents[0]
         saved = [layout.to_front(each()) for each in inputs]
-        as_they_are = only_multiplied and _stays_narrow(saved[0])
+        as_they_are = only_multiplied and saved[0].dtype in NARROW and _stays_narrow(saved[0])
         if cotangent is not None:
             cotangent = select_samples(layout.to_front(cotangent, 1), samples, 1, as_they_are)
-        structure = build(cotangent, *(select_samples(each, samples, 0, as_they_are) for each in saved))
+        structure = build(cotangent, *[select_samples(each, samples, 0, as_they_are) for each in saved])
         return structure if layout.rows is None else filled_up(structure)
 
     return structure_of
@@ -121,7 +123,8 @@ def scaled(
         product = select_samples(layout.to_front(cotangent, 1), samples, 1, as_they_are=True)
         if callable(factor):  # in single precision, and so is the product
             shape = torch.Size(cotangent.shape[1:])
-            product = product * select_samples(layout.to_front(factor().expand(shape)), samples) ** power
+            scale = select_samples(layout.to_front(factor().expand(shape)), samples)
+            product = product * (scale if power == 1 else scale**power)
         elif factor != 1.0:
             product = widened(product) * factor**power
         rows = sum_over_broadcast(product, layout, broadcast_shape, samples)
@@ -148,16 +151,17 @@ def sum_over_broadcast(
     """
     rest, along_samples = broadcast_shape, 1  # the parameter's extent along the samples' axes
     if layout.axis is not None:
-        along_samples = math.prod(broadcast_shape[layout.axis : layout.behind])
-        before, behind = broadcast_shape[: layout.axis], broadcast_shape[layout.behind :]
+        end = layout.behind
+        along_samples = math.prod(broadcast_shape[layout.axis : end])
+        before, behind = broadcast_shape[: layout.axis], broadcast_shape[end:]
         rest = before + behind
         if layout.folded:  # parts keep the place of the sample axis
             rest = (*before, 1 if along_samples == 1 else layout.parts, *behind)
     summed = [2 + axis for axis, size in enumerate(rest) if size == 1 and product.shape[2 + axis] != 1]
-    wide = accumulation_dtype(product.dtype)
-    if wide == product.dtype:
+    if product.dtype not in NARROW:
         rows = product.sum(summed, keepdim=True) if summed else product.clone()  # never a view of the cotangent
     else:
+        wide = accumulation_dtype(product.dtype)
         rows = product.sum(summed, keepdim=True, dtype=wide) if summed else product.to(wide)
     if along_samples == 1:
         return rows

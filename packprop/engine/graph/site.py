@@ -58,7 +58,7 @@ class Site:
         structure = self.entry.structure_of(cotangents, where, samples)
         if held is not None and isinstance(structure, Outer):
             structure = replace(structure, held=held)
-        if self.direct:
+        if self.entry.parameter is self.leaf:
             return structure
         if structure.rows is None:
             return Dense(None)

@@ -88,7 +88,8 @@ class _Work:
         summed: Container[int] = (),
     ) -> None:
         self.tasks, self.ends, self.columns, self.summed = tasks, ends, columns, summed
-        self.statistics = [task.row.statistic for task in tasks]
+        self.rows = [task.row for task in tasks]
+        self.statistics = [row.statistic for row in self.rows]
         self.kept = next((task for task in tasks if task.row.statistic is per_sample_grad), None)
         """The task that keeps per-sample gradients of one column, if there is one."""
         self.condenses = any(task.shows_cotangents for task in tasks)
@@ -101,8 +102,7 @@ class _Work:
         """Return the results that consist of these values of the statistics, of all samples and columns."""
         if self._keeps_one:
             return values
-        rows = [task.row for task in self.tasks]
-        return [whole(value, row.over_v, row.over_n) for value, row in zip(values, rows, strict=True)]
+        return [whole(value, row.over_v, row.over_n) for value, row in zip(values, self.rows, strict=True)]
 
 
 class DirectPass:
@@ -231,7 +231,7 @@ class DirectPass:
             del work.left[id(site.leaf)]
             self._take(work, (use, site, cotangents))
             if work.ends:
-                self._save(site.leaf)
+                self._saver.save(site.leaf, self._values.pop(id(site.leaf)))
 
     def _take(self, work: _Work, contribution: Contribution) -> None:
         """Take the results of some tasks for one leaf."""
@@ -243,21 +243,14 @@ class DirectPass:
         except OfParameter as error:
             raise error.named(self._request.graph.name(leaf)) from None
         if work.condenses:
-            pairs = zip([task.row for task in work.tasks], values, strict=True)
-            self._finite.note([leaf], smallest_sums(pairs).values())
+            self._finite.note([leaf], smallest_sums(zip(work.rows, values, strict=True)).values())
         self._keep(leaf, work, values)
 
     def _keep(self, leaf: Tensor, work: _Work, values: list[Any]) -> None:
         """Keep results of a leaf, at the numbers of their rows, until it has all of them."""
-        known = self._values.get(id(leaf))
-        if known is None:
-            known = self._values[id(leaf)] = {each: [None] * number for each, number in self._numbers.items()}
+        known = self._values.setdefault(id(leaf), {})
         for task, value in zip(work.tasks, values, strict=True):
-            known[task.extension][task.index] = value
-
-    def _save(self, leaf: Tensor) -> None:
-        """Save the values of a leaf, which are complete."""
-        self._saver.save(leaf, self._values.pop(id(leaf)))
+            known.setdefault(task.extension, [None] * self._numbers[task.extension])[task.index] = value
 
     def _statistics(self, work: _Work, contribution: Contribution) -> list[Any]:
         """Return the results of some tasks for one leaf; keep its gradient if packprop sums it."""
@@ -268,7 +261,8 @@ class DirectPass:
             task, of_all = work.kept, Extent(0, request.graph.samples, request.graph.samples)
             result = functools.partial(self._result_of, task, leaf)
             structure = written_in_place(structure, leaf, result, work.columns, of_all)
-        self._drop_spares(leaf, work)
+        if self._spare:
+            self._drop_spares(self._spare, leaf, work)
         if id(leaf) in work.summed:
             total, *values = evaluate_together(structure, [summed_grad, *work.statistics])
             self._gradients[id(leaf)] = for_grad(leaf, total, values)
@@ -282,18 +276,18 @@ class DirectPass:
         zeros = Dense(leaf.new_zeros(shape, dtype=accumulation_dtype(leaf.dtype)))
         with torch.no_grad():
             self._keep(leaf, work, work.whole([statistic(zeros) for statistic in work.statistics]))
-            self._save(leaf)
+            self._saver.save(leaf, self._values.pop(id(leaf)))
 
     def _result_of(self, task: Task, leaf: Tensor) -> Partial:
         """Return the result that per-sample gradients of a leaf are written to."""
         spare = None if self._spare is None else self._spare.pop((task.extension, id(leaf)), None)
         return Partial(task.row.over_v, task.row.over_n, spare)
 
-    def _drop_spares(self, leaf: Tensor, work: _Work) -> None:
+    @staticmethod
+    def _drop_spares(spare: dict[tuple[Extension, int], Tensor], leaf: Tensor, work: _Work) -> None:
         """Free results of an earlier pass that no value takes the place of, before the values are made."""
-        if self._spare:
-            for task in work.tasks:
-                self._spare.pop((task.extension, id(leaf)), None)
+        for task in work.tasks:
+            spare.pop((task.extension, id(leaf)), None)
 
     def _in_chunks(self, work: _Work, contribution: Contribution) -> list[Any]:
         """Return the results of some tasks for one leaf in chunks: those of all samples exceeded the memory."""

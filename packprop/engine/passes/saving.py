@@ -78,12 +78,12 @@ class ResultSaver:
             if value is None:
                 self._skipped.setdefault(extension, []).append(self._graph.name(leaf))
                 continue
-            if without_correlations(extension, value, leaf.shape):
-                self._diagonal.setdefault(extension, []).append(self._graph.name(leaf))
             dtype = extension.dtype_of(leaf.dtype)
             if isinstance(value, Tensor):
                 value = _saved(value, dtype)
             elif not callable(value):  # products keep the tensors that they read as they are
+                if without_correlations(extension, value, leaf.shape):
+                    self._diagonal.setdefault(extension, []).append(self._graph.name(leaf))
                 value = map_tensors(functools.partial(_saved, dtype=dtype), value)
             home = self._graph.home(leaf)
             if home is not leaf and _is_of_parameter(extension, value, leaf):
@@ -130,10 +130,10 @@ def without_correlations(extension: Extension, value: Any, shape: Sequence[int])
     if getattr(extension, "otherwise", "") is not None:
         return False
     factors = value.vectors if isinstance(value, Eigen) else value if isinstance(value, list) else []
-    return any(
-        factor.dim() == 1 and (place == 0 or len(shape) != 2 or len(factor) != shape[0])
-        for place, factor in enumerate(factors)
-    )
+    for place, factor in enumerate(factors):
+        if factor.dim() == 1 and (place == 0 or len(shape) != 2 or factor.shape[0] != shape[0]):
+            return True
+    return False
 
 
 def warn_of_diagonals(extension: Extension, names: Sequence[str]) -> None:

@@ -83,8 +83,9 @@ class Layout(NamedTuple):
         if self.parts == 1:
             return tensor if axis == skip else tensor.movedim(axis, skip)
         split = (self.samples, self.parts) if self.major else (self.parts, self.samples)
-        tensor = tensor.unflatten(axis, split)
-        return tensor.movedim(axis if self.major else axis + 1, skip)
+        tensor = torch.unflatten(tensor, axis, split)  # the method of tensors is Python around it
+        axis = axis if self.major else axis + 1
+        return tensor if axis == skip else tensor.movedim(axis, skip)
 
     def front_shape(self, shape: torch.Size) -> torch.Size:
         """The shape of what ``to_front`` returns for a tensor of ``shape``."""

@@ -7,6 +7,9 @@ from torch import Tensor
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
+NARROW = frozenset(_WIDER)
+"""The precisions whose numbers packprop adds up in a wider one."""
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the precision of sums: at least that of float32; whole numbers stay as they are."""

@@ -161,7 +161,7 @@ def _weight(call: NodeCall, image: torch.Size, geometry: Geometry) -> Entry:
             cotangent = cotangent.flatten(-space).transpose(-1, -2)
             cotangent = cotangent.reshape(*cotangent.shape[:2], shape[1], groups, fan_out)
         unfolded = LazyTensor(shape, lambda: geometry.unfold(images).reshape(shape))
-        by_shifts = geometry.has_shifts and choose_algorithm("factors", fastest, {}, None) == "shifts"
+        by_shifts = geometry.has_shifts and choose_algorithm("factors", fastest, dict, None) == "shifts"
         moment = functools.partial(geometry.moment, images, by_shifts)
         return Outer(unfolded, cotangent, fold, moment, direct=direct, inner=inner, channels=image_channels)
 

@@ -25,10 +25,18 @@ from benchmarks.data_page import draw_course, rows_of_dataset, rows_of_store
 from benchmarks.measure import MIB, ROOT
 from benchmarks.problems import SUITES
 from benchmarks.run import RESULTS, Record, disagrees
-from benchmarks.targets import TARGETS, Missing, Records
+from benchmarks.targets import TARGETS, Missing, Records, Target
 from benchmarks.training_page import CLIPPING, MONITOR, MOST, rows_of_clipping, rows_of_monitor
+from benchmarks.work import KINDS
 
 DOCS = ROOT / "docs"
+
+WORK = (
+    "*Work over plain* says what is left to gain where a target in time is missed: the multiplications of "
+    "matrix products, the bytes that operators read and write, and the number of operators of one step, each "
+    "over those of a plain step (`python -m benchmarks.work`). Large models take the time of the first two. In "
+    "small ones each operator costs as much as the Python around it."
+)
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, with a marker for each too.
 STYLES: dict[str, tuple[str, str]] = {
@@ -119,6 +127,24 @@ def _time_cell(record: Record) -> str:
 def _memory_cell(record: Record) -> str:
     peaks = record["peak_bytes"]
     return f"{peaks['resident'] / MIB:.0f} / {peaks['allocated'] / MIB:.0f} / {peaks['results'] / MIB:.0f}"
+
+
+def _work_cell(record: Record) -> str:
+    return " / ".join(significant(record["over_plain"][kind]) for kind in KINDS)
+
+
+def work_over_plain(content: dict[str, Any] | None) -> dict[str, list[Record]]:
+    """Return by problem what ``python -m benchmarks.work`` has counted, each over that of plain."""
+    counted: dict[str, list[Record]] = {}
+    plain: dict[tuple[str, str], Record] = {}
+    for record in [] if content is None else content["records"]:
+        asked = record["problem"], record["quantity"]
+        if record["contestant"] == "plain":
+            plain[asked] = record
+            continue
+        over = {kind: record[kind] / plain[asked][kind] for kind in KINDS}
+        counted.setdefault(record["problem"], []).append(record | {"over_plain": over, "gap": None})
+    return counted
 
 
 def _environment(described: Record) -> str:
@@ -311,7 +337,7 @@ REASONS = {
 """Why cost grows as it does, by axis."""
 
 
-def _section(suite: str, content: dict[str, Any], images: Path) -> list[str]:
+def _section(suite: str, content: dict[str, Any], images: Path, work: dict[str, list[Record]]) -> list[str]:
     records, problems = content["records"], content["problems"]
     picture = images / f"benchmark-{suite}.png"
     if suite.startswith("growth-"):
@@ -339,23 +365,50 @@ def _section(suite: str, content: dict[str, Any], images: Path) -> list[str]:
             "Peak in MiB, resident / allocated / results:",
             _crossed(records, _memory_cell, "memory"),
         ]
+        if counted := work.get(suite):
+            body += [
+                "What a step does over plain, multiplications / bytes / operators:",
+                _crossed(counted, _work_cell, "work"),
+            ]
     if gaps := _gaps(records):
         body.append("\n".join(gaps))
     return [*body, f"{_agreement(records)} {_environment(content['environment'])}"]
 
 
-def targets(records: Records) -> str:
-    """Cross the figures that were aimed at with those reached."""
+def targets(records: Records, work: dict[str, list[Record]]) -> str:
+    """Cross the figures that were aimed at with those reached, and show what a step does if they were not."""
     rows = []
     for target in TARGETS:
         try:
             reached = target.figure(records)
         except Missing as missing:
-            rows.append([target.case, target.what, f"{target.bound:g}", f"none ({missing})", ""])
+            rows.append([target.case, target.what, f"{target.bound:g}", f"none ({missing})", "", ""])
             continue
-        met = "yes" if reached <= target.bound else "**no**"
-        rows.append([target.case, target.what, f"{target.bound:g}", significant(reached), met])
-    return markdown(["case", "figure", "at most", "reached", "met"], rows)
+        met = reached <= target.bound
+        done = "" if met else _work_of(target, work)
+        rows.append(
+            [
+                target.case,
+                target.what,
+                f"{target.bound:g}",
+                significant(reached),
+                "yes" if met else "**no**",
+                done,
+            ]
+        )
+    return markdown(["case", "figure", "at most", "reached", "met", "work over plain"], rows)
+
+
+def _work_of(target: Target, work: dict[str, list[Record]]) -> str:
+    """Return what packprop's step and its peer's do, for a target in time."""
+    if target.of is None or "time" not in target.what:
+        return ""
+    problem, quantity, peer = target.of
+    return "; ".join(
+        f"{record['contestant']} {_work_cell(record)}"
+        for record in work.get(problem, [])
+        if record["quantity"] == quantity and record["contestant"] in ("packprop", peer)
+    )
 
 
 GLANCED = ("BatchGrad", "BatchL2Grad", "Variance", "DiagGGNExact", "KFAC")
@@ -638,12 +691,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     images.mkdir(parents=True, exist_ok=True)
 
     suites = _load(options.results)
+    counted = options.results / "work.json"
+    work = work_over_plain(json.loads(counted.read_text()) if counted.exists() else None)
     parts = [HEAD.strip()]
     if suites:
         everything = Records(r for content in suites.values() for r in content["records"])
-        parts += [*_glance_section(suites), "## Targets", targets(everything)]
+        parts += [*_glance_section(suites), "## Targets", WORK, targets(everything, work)]
     for suite, content in suites.items():
-        parts += _section(suite, content, images)
+        parts += _section(suite, content, images, work)
     compiled = options.results / "compiled.json"
     if compiled.exists():
         parts += _compiled_section(json.loads(compiled.read_text()), images)

@@ -112,7 +112,7 @@ def test_the_least_memory_unfolds_nothing(monkeypatch: Any) -> None:
     monkeypatch.setattr(convolution, "patches", refused)
     with packprop.algorithms(convolutions="patches"), pytest.raises(AssertionError, match="unfolded"):
         step(network(), data(), extensions.BatchGrad())
-    monkeypatch.setattr(packprop.engine.context, "default_chunk_sizes", lambda device: ChunkSizes(0, 0, held=0))
+    monkeypatch.setattr("packprop.engine.context.default_chunk_sizes", lambda device: ChunkSizes(0, 0, held=0))
     step(network(), data(), extensions.BatchGrad(), extensions.BatchL2Grad(), extensions.Variance())
 
 

@@ -155,7 +155,7 @@ def test_uses_of_tied_parameters_are_swept_together() -> None:
     expected = {name: p.diag_ggn_exact.clone() for name, p in model.named_parameters()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ColumnSweeps, "run", watched)
-        patch.setattr(packprop.engine.context, "default_chunk_sizes", lambda device: ChunkSizes(0, 0, 0, 1))
+        patch.setattr("packprop.engine.context.default_chunk_sizes", lambda device: ChunkSizes(0, 0, 0, 1))
         step(model, batch, extensions.DiagGGNExact())
     assert sorted(map(len, swept)) == [2, 2, 4]  # weight and bias of a layer; twice those of the tied one
     assert sorted({name for names in swept for name in names}) == sorted(expected)

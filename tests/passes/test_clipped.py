@@ -238,7 +238,7 @@ def test_few_samples_at_a_time(monkeypatch: Any) -> None:
     x, y = torch.randn(7, 2, 4, 4, dtype=torch.double), torch.arange(7)
     found = []
     for sizes in (ChunkSizes(2**30, 2**30), ChunkSizes(0, 0, held=0)):
-        monkeypatch.setattr(packprop.engine.context, "default_chunk_sizes", lambda device, sizes=sizes: sizes)
+        monkeypatch.setattr("packprop.engine.context.default_chunk_sizes", lambda device, sizes=sizes: sizes)
         model.zero_grad()
         with packprop.clipped_gradients(max_norm=0.5) as clipped:
             LOSS(model(x), y).backward()

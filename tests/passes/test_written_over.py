@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.engine.algebra.monoid import Partial
+from packprop.engine.passes import saving
 from packprop.engine.passes.chunks import ChunkSizes
 from packprop.errors import PackpropError
 from tests.versions import needs_counting
@@ -32,10 +33,16 @@ def one_step(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Tensor:
     return found
 
 
+@pytest.fixture(autouse=True)
+def small_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of a few entries are worth it, too."""
+    monkeypatch.setattr(saving, "WORTH_REUSE", 0)
+
+
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks so small that results are put together of several; one that comes whole is the chunk itself."""
-    monkeypatch.setattr(packprop.engine.context, "default_chunk_sizes", lambda device: ChunkSizes(2**12, 2**12))
+    monkeypatch.setattr("packprop.engine.context.default_chunk_sizes", lambda device: ChunkSizes(2**12, 2**12))
 
 
 HOLDS: dict[str, Callable[[Tensor], Any]] = {

@@ -18,7 +18,7 @@ from packprop.engine.graph.links import Entrance, entrance_of
 from packprop.engine.graph.search import upstream_of
 from packprop.engine.graph.site import Site
 from packprop.engine.recording.marks import EXTENDED, ForwardCall, RecordedLoss, called_modules
-from packprop.engine.tensors.hooks import Hooks
+from packprop.engine.tensors.hooks import NO_HOOKS, Hooks
 from packprop.engine.tensors.layout import Layout
 from packprop.engine.tensors.names import named_parameters
 from packprop.engine.tensors.sharding import ShardedUnit, named_wholes, sharded_units
@@ -183,7 +183,7 @@ class Graph:
     missing: list[tuple[Tensor, Node]] = field(default_factory=list)
     terms: list[GradientEdge] = field(default_factory=list)
     in_terms: dict[int, Tensor] = field(default_factory=dict)
-    hooks: Hooks = field(default_factory=Hooks)
+    hooks: Hooks = NO_HOOKS
     is_opaque: bool = False
     kept: bool = True
     structure: int = 0
@@ -207,8 +207,7 @@ class Graph:
     @property
     def forwards(self) -> list[ForwardCall]:
         """The calls of extended models that the pass goes through."""
-        forwards = [forward for _, forward, _ in self.outputs]
-        return list({id(forward): forward for forward in forwards}.values())
+        return list({id(forward): forward for _, forward, _ in self.outputs}.values())
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -166,6 +166,7 @@ class Graph:
         again: Walks once more, when packprop knows more about undecided uses.
         notes: What passes of this structure note for later ones, if the walk is kept.
         is_settled: Whether losses are known to be sums over samples, from this pass or an earlier one like it.
+        known_leaves: What ``leaves`` returns, if a kept walk knows it.
     """
 
     roots: Sequence[Tensor]
@@ -196,6 +197,7 @@ class Graph:
     again: Callable[[], Graph] | None = None
     notes: deque[Any] = field(default_factory=deque)
     is_settled: bool = False
+    known_leaves: list[Tensor] | None = field(default=None, init=False)  # a copy may have other uses
 
     @property
     def documents(self) -> Tensor | None:
@@ -221,6 +223,8 @@ class Graph:
 
     def leaves(self) -> list[Tensor]:
         """Return every trainable leaf that enters a use, once."""
+        if self.known_leaves is not None:
+            return [*self.known_leaves]
         return list({id(site.leaf): site.leaf for use in self.uses for site in use.sites}.values())
 
     def _sites_on_nodes(self) -> Iterator[Site]:

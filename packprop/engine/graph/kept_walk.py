@@ -209,7 +209,7 @@ class KeptWalk:
         places = outlined.places
         self._served: dict[None, Outline] = {}  # the one pass that has it: only dictionaries set at once
         self._uses = [_kept(use, outlined) for use in graph.uses]
-        self._reached = [kept.use for kept in self._uses]
+        self._reached, self._entering = [kept.use for kept in self._uses], graph.leaves()
         self._names = {short_name(outlined.nodes[kept.place].name()): None for kept in self._uses}
         self._rules = rules_named(self._names)  # that made the entries of uses
         self._constants = [(places[node], known) for node, known in graph.reading.answers.items()]
@@ -312,7 +312,7 @@ class KeptWalk:
             kept.use.nodes, kept.use.waits = {}, kept.waits
             for number in kept.outputs:
                 kept.use.nodes[number] = node, number
-        graph.uses = [*self._reached]
+        graph.uses, graph.known_leaves = [*self._reached], self._entering
         self._nodes = nodes
         graph.order = [nodes[place] for place in self._order]
         graph.samples, graph.source_layouts, graph.structure, graph.signature = self._found

@@ -24,7 +24,9 @@ from packprop.engine import user_pass
 from packprop.engine.algebra.monoid import Monoid
 from packprop.engine.algebra.one_by_one import evaluate_together
 from packprop.engine.algebra.statistics import sum_sq
-from packprop.engine.graph.kept_walk import KeptWalk
+from packprop.engine.functions.entry import plain_options
+from packprop.engine.functions.registry import RULES, current
+from packprop.engine.graph.kept_walk import PLAIN, KeptWalk
 from packprop.engine.graph.sweep import Watch
 from packprop.engine.passes.direct import DirectPass
 from packprop.types import GRADIENT, Extension, Row
@@ -279,6 +281,59 @@ def test_a_change_between_passes(
     CHANGES[change](run)
     for _ in range(FIRST + 1):
         run.check(monkeypatch)
+
+
+def with_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.model.recomputed = True
+
+
+def with_another_rule(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = RULES["Addmm"]
+    monkeypatch.setitem(RULES, "Addmm", rule._replace(entry_of=lambda call: rule.entry_of(call)))
+
+
+def with_an_equal_rule(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "Addmm", RULES["Addmm"]._replace())
+
+
+def without_any_rule(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current, "ignored", True)
+
+
+@pytest.mark.parametrize("change", [with_checkpoint, with_another_rule, with_an_equal_rule, without_any_rule])
+def test_a_walk_does_not_hold_where_what_the_key_does_not_tell_has_changed(
+    change: Callable[[Run, pytest.MonkeyPatch], None], served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(ASKED["norms"])
+    for _ in range(FIRST):
+        run.step()
+    before = served.kept
+    assert before
+    change(run, monkeypatch)
+    run.check(monkeypatch)
+    assert served.kept == before
+
+
+def test_hooks_on_parameters_stay_quiet_in_sweeps(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run once in each pass, in that of the user."""
+    run = Run(ASKED["Hessian"])
+    for _ in range(FIRST):
+        run.step()
+    before, calls = served.kept, []
+    run.model.first.weight.register_hook(calls.append)
+    run.step()
+    assert served.kept == before + 1
+    assert len(calls) == 1
+
+
+def test_the_key_holds_plain_numbers_as_they_are() -> None:
+    for value in (3, True, "none", None, (), (1, 2), (1, None, "x", False)):
+        assert type(value) in PLAIN or (type(value) is tuple and PLAIN.issuperset(map(type, value)))
+        assert plain_options(value) == value
+        assert type(plain_options(value)) is type(value)
+    for value in (0.5, [1, 2], (1, 0.5), ((1,), 2), torch.Size([1])):
+        assert type(value) not in PLAIN
+        assert type(value) is not tuple or not PLAIN.issuperset(map(type, value))
 
 
 @pytest.mark.parametrize("asked", ["norms", "exact GGN"])

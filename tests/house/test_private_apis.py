@@ -69,6 +69,8 @@ def spellings(tree: ast.Module) -> Iterator[str]:
                 yield from (alias.name for alias in names)
             case ast.Call(ast.Name("getattr" | "hasattr"), [_, ast.Constant(str(name)), *_]):
                 yield name
+            case ast.Call(ast.Attribute(attr="attrgetter"), [ast.Constant(str(name))]):
+                yield name
 
 
 def own_names(tree: ast.Module) -> Iterator[str]:
@@ -122,8 +124,8 @@ def test_the_documentation_shows_what_counts_as_documented() -> None:
 
 def test_the_search_finds_private_names() -> None:
     text = "import torch\nfrom torch._C import _x\n"
-    text += "class A:\n    def _own(self): return torch._y(_z=1) + x._version\n"
-    found = {name: {"a.py"} for name in ("_x", "_y", "_z", "_version")}
+    text += "class A:\n    def _own(self): return torch._y(_z=1) + x._version, operator.attrgetter('_a')\n"
+    found = {name: {"a.py"} for name in ("_x", "_y", "_z", "_version", "_a")}
     assert private_of_others({"a.py": ast.parse(text)}) == found
 
 

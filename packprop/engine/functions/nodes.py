@@ -7,6 +7,7 @@ elementwise, which costs time but is always right.
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -203,10 +204,14 @@ def number_of_node(node: Any) -> int:
     return int(node._sequence_nr())
 
 
+outputs_of: Callable[[Node], Sequence[Any]] = operator.attrgetter("_input_metadata")
+"""Returns shape, dtype and device of each output of a node, which nothing public tells."""
+
+
 def made_by(node: Any) -> list[Any]:
-    """Return shape, dtype and device of each output of a node, which nothing public tells; or a leaf."""
+    """Return shape, dtype and device of each output of a node; or a leaf."""
     leaf = getattr(node, "variable", None)
-    return list(node._input_metadata) if leaf is None else [leaf]
+    return list(outputs_of(node)) if leaf is None else [leaf]
 
 
 def has_option(node: Node, name: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -139,12 +139,13 @@ def _exponent(node: Node) -> float:
 
 def options_of(node: Node) -> Sequence[Any]:
     """Return a node's saved axes, places and exponents; no factors, which many loops change slowly."""
-    return [plain_options(getattr(node, name), name in EXPONENTS) for name in _options_of_type(type(node))[0]]
+    names = numbers_of_type(type(node))
+    return [plain_options(getattr(node, name), name in EXPONENTS) for name in names if "_sym_" not in name]
 
 
 def extents_of(node: Node) -> Sequence[Any]:
     """Return the saved extents of a node, which vary with the batch."""
-    return [plain_options(getattr(node, name)) for name in _options_of_type(type(node))[1]]
+    return [plain_options(getattr(node, name)) for name in numbers_of_type(type(node)) if "_sym_" in name]
 
 
 def facts_of(node: Any) -> list[Any]:
@@ -182,33 +183,31 @@ def option_of(value: Any) -> Any:
     return value if is_plain else type(value)
 
 
-def numbers_of_type(kind: type) -> tuple[str, ...]:
-    """Return the names under which a type of node shows its saved options and extents."""
-    options, extents = _options_of_type(kind)
-    return options + extents
-
-
 @functools.lru_cache(maxsize=1024)
-def _options_of_type(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of a type's saved options and extents; tensors are neither, and have a raw form."""
-    saved = {name for name in dir(kind) if name.startswith("_saved_")}
-    names = sorted(name for name in saved if f"_raw{name}" not in dir(kind))
-    options = tuple(name for name in names if "_sym_" not in name)
-    return options, tuple(name for name in names if name not in options)
+def numbers_of_type(kind: type) -> tuple[str, ...]:
+    """Return the names under which a type of node shows its saved options, and extents, which are "sym".
+
+    Tensors are neither, and have a raw form.
+    """
+    shown = dir(kind)
+    return tuple(name for name in shown if name.startswith("_saved_") and f"_raw{name}" not in shown)
 
 
-def saved_constants(node: Node) -> Iterator[Tensor]:
+def saved_constants(node: Node) -> list[Tensor]:
     """Return the saved tensors of a node that do not require a gradient."""
-    return (tensor for tensor in saved_tensors(node) if not tensor.requires_grad)
+    return [tensor for tensor in saved_tensors(node) if not tensor.requires_grad]
 
 
-def saved_tensors(node: Node) -> Iterator[Tensor]:
-    """Yield the saved tensors of a node, which autograd shows under a name for each operand."""
+def saved_tensors(node: Node) -> list[Tensor]:
+    """Return the saved tensors of a node, which autograd shows under a name for each operand."""
+    found: list[Tensor] = []
     for name in raw_names(type(node)):
         value = getattr(node, name.removeprefix("_raw"), None)
         for tensor in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(tensor, Tensor):
-                yield tensor
+            if not isinstance(tensor, Tensor):
+                continue
+            found.append(tensor)
+    return found
 
 
 MATRIX_PRODUCTS = {
@@ -225,7 +224,7 @@ def takes_sparse(node: Node) -> bool:
     In a checkpoint, which would have to run again, the product counts as one of dense matrices.
     """
     names = MATRIX_PRODUCTS.get(name_of_node(node), ())
-    if not names or all(above is not None for above, _ in node.next_functions) or keeps_elsewhere(node):
+    if not names or None not in [above for above, _ in node.next_functions] or keeps_elsewhere(node):
         return False
     return any(is_sparse(getattr(node, name, None)) for name in names)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -95,6 +95,11 @@ def rule_for(node: Node) -> Rule | None:
     if isinstance(node, BackwardCFunction):
         return RULES.get(function_of(node)) or RULES.get(node.name())
     return RULES.get(short_name(node.name()))
+
+
+def rules_named(names: Iterable[str]) -> list[Rule | None]:
+    """Return what ``rule_for`` returns for PyTorch's own nodes with these short names."""
+    return [None if current.ignored else RULES.get(name) for name in names]
 
 
 class _Current(threading.local):

@@ -93,13 +93,15 @@ def explaining_checkpoints() -> Iterator[None]:
         ) from error
 
 
-def keeps_elsewhere(node: Any) -> bool:
-    """Tell whether a checkpoint keeps the saved tensors of a node, and recomputes them when they are read."""
-    kind: Any = type(node)
-    for name in raw_names(kind):
-        raw = getattr(node, name)
-        if any(map(_is_kept_elsewhere, raw)) if isinstance(raw, (tuple, list)) else _is_kept_elsewhere(raw):
-            return True
+def keeps_elsewhere(*nodes: Any) -> bool:
+    """Tell whether a checkpoint keeps saved tensors of any node, and recomputes them when they are read."""
+    for node in nodes:
+        kind: Any = type(node)
+        for name in raw_names(kind):
+            raw = getattr(node, name)
+            for each in raw if isinstance(raw, (tuple, list)) else (raw,):
+                if type(getattr(each, "data", None)).__module__ == checkpoint.__name__:
+                    return True
     return False
 
 

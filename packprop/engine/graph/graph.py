@@ -18,7 +18,7 @@ from packprop.engine.graph.links import Entrance, entrance_of
 from packprop.engine.graph.search import upstream_of
 from packprop.engine.graph.site import Site
 from packprop.engine.recording.marks import EXTENDED, ForwardCall, RecordedLoss, called_modules
-from packprop.engine.tensors.hooks import Hooks
+from packprop.engine.tensors.hooks import NO_HOOKS, Hooks
 from packprop.engine.tensors.layout import Layout
 from packprop.engine.tensors.names import named_parameters
 from packprop.engine.tensors.sharding import ShardedUnit, named_wholes, sharded_units
@@ -166,6 +166,7 @@ class Graph:
         again: Walks once more, when packprop knows more about undecided uses.
         notes: What passes of this structure note for later ones, if the walk is kept.
         is_settled: Whether losses are known to be sums over samples, from this pass or an earlier one like it.
+        known_leaves: What ``leaves`` returns, if a kept walk knows it.
     """
 
     roots: Sequence[Tensor]
@@ -183,7 +184,7 @@ class Graph:
     missing: list[tuple[Tensor, Node]] = field(default_factory=list)
     terms: list[GradientEdge] = field(default_factory=list)
     in_terms: dict[int, Tensor] = field(default_factory=dict)
-    hooks: Hooks = field(default_factory=Hooks)
+    hooks: Hooks = NO_HOOKS
     is_opaque: bool = False
     kept: bool = True
     structure: int = 0
@@ -196,6 +197,7 @@ class Graph:
     again: Callable[[], Graph] | None = None
     notes: deque[Any] = field(default_factory=deque)
     is_settled: bool = False
+    known_leaves: list[Tensor] | None = field(default=None, init=False)  # a copy may have other uses
 
     @property
     def documents(self) -> Tensor | None:
@@ -207,8 +209,7 @@ class Graph:
     @property
     def forwards(self) -> list[ForwardCall]:
         """The calls of extended models that the pass goes through."""
-        forwards = [forward for _, forward, _ in self.outputs]
-        return list({id(forward): forward for forward in forwards}.values())
+        return list({id(forward): forward for _, forward, _ in self.outputs}.values())
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -222,6 +223,8 @@ class Graph:
 
     def leaves(self) -> list[Tensor]:
         """Return every trainable leaf that enters a use, once."""
+        if self.known_leaves is not None:
+            return [*self.known_leaves]
         return list({id(site.leaf): site.leaf for use in self.uses for site in use.sites}.values())
 
     def _sites_on_nodes(self) -> Iterator[Site]:

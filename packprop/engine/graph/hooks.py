@@ -12,7 +12,7 @@ from packprop.engine.functions.nodes import DOERS, is_identity
 from packprop.engine.graph.graph import Graph
 from packprop.engine.graph.search import nodes_above
 from packprop.engine.recording.marks import HOOKS, RETAINS, marks_of
-from packprop.engine.tensors.hooks import NOTHING, Hooks, dictionaries_of_node, has_users_hooks, is_hooked
+from packprop.engine.tensors.hooks import NOTHING, Hooks, dictionaries_of_node, has_users_hooks, hooked
 from packprop.errors import PackpropError
 
 
@@ -21,7 +21,7 @@ def hooks_on(nodes: Iterable[Node], tensors: Iterable[Tensor]) -> Hooks:
 
     Those on nodes of leaves run in the user's pass alone.
     """
-    chosen = [tensor for tensor in tensors if is_hooked(tensor)]
+    chosen = hooked(tensors)
     dictionaries, doers = [], []
     for node in nodes:
         if hasattr(node, "variable"):

@@ -12,6 +12,7 @@ is a use), or the walk is not kept at all: see ``may_be_kept``. A walk serves on
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -26,9 +27,9 @@ from packprop.engine.functions.entry import plain_options
 from packprop.engine.functions.losses import LOSSES, told_axes
 from packprop.engine.functions.node_calls import NodeSlot
 from packprop.engine.functions.node_rules import entries_of_node
-from packprop.engine.functions.nodes import is_from_outside, made_by, name_of_node
+from packprop.engine.functions.nodes import is_from_outside, name_of_node, outputs_of, short_name
 from packprop.engine.functions.operands import EXPONENTS, MATRIX_PRODUCTS, numbers_of_type, takes_sparse
-from packprop.engine.functions.registry import rule_for
+from packprop.engine.functions.registry import rules_named
 from packprop.engine.functions.saved import keeps_elsewhere
 from packprop.engine.graph.graph import Graph, ReachedLoss, ReachedUse
 from packprop.engine.graph.reading import Constants
@@ -41,13 +42,21 @@ from packprop.engine.recording.marks import (
     RETAINS,
     ForwardCall,
     RecordedLoss,
+    called_modules,
     marks_of,
     unmarked_loss,
 )
-from packprop.engine.tensors.hooks import Hooks, has_hooks_of_user, is_hooked
+from packprop.engine.tensors.hooks import NO_HOOKS, Hooks, has_hooks_of_user, hooked
 
 MANY = 8
 """The number of requests of which passes of one structure keep notes."""
+
+PLAIN = frozenset({int, bool, str, type(None)})
+"""Types of numbers that the key holds as they are, and also tuples of them; ``plain_options`` returns them."""
+
+
+Outputs = dict[tuple[Node, int], tuple[ForwardCall, torch.Size]]
+"""Marked outputs of models: their node, and number among its outputs -> their call and shape."""
 
 
 class Outline(NamedTuple):
@@ -56,31 +65,27 @@ class Outline(NamedTuple):
     Args:
         nodes: Its nodes, in an order that is the same for graphs of equal structure.
         places: The number of each node in this order.
+        numbers: The numbers that each node has saved, as they are.
+        leaves: Its leaves, which are parameters.
         losses: The marked losses of nodes.
-        outputs: Marked outputs of models: their node, and number among its outputs -> their call and shape.
+        outputs: Its marked outputs of models.
         key: A value that is equal for graphs of the same nodes, edges, options and leaves, with tensors of the
             same shapes and precisions, and with losses and models marked at the same places.
     """
 
     nodes: list[Node]
     places: dict[Node, int]
+    numbers: list[list[Any]]
     leaves: list[Tensor]
     losses: dict[Node, RecordedLoss]
-    outputs: dict[tuple[Node, int], tuple[ForwardCall, torch.Size]]
+    outputs: Outputs
     key: tuple[Any, ...]
 
     @property
     def module(self) -> nn.Module | None:
         """The module that made its first marked output; ``None`` without one."""
-        return next((forward.module() for forward, _ in self.outputs.values()), None)
-
-    def place(self, node: Node) -> int:
-        """Return the number of a node; a new one if it was not met before."""
-        number = self.places.get(node)
-        if number is None:
-            number = self.places[node] = len(self.nodes)
-            self.nodes.append(node)
-        return number
+        first = next(iter(self.outputs.values()), None)
+        return None if first is None else first[0].module()
 
 
 def outline(roots: Sequence[Tensor]) -> Outline | None:
@@ -92,38 +97,66 @@ def outline(roots: Sequence[Tensor]) -> Outline | None:
     """
     key: list[Any] = []
     nodes: list[Node] = []
-    found = Outline(nodes, {}, [], {}, {}, ())
+    places: dict[Node, int] = {}
+    numbers: list[list[Any]] = []
+    leaves: list[Tensor] = []
+    losses: dict[Node, RecordedLoss] = {}
+    outputs: Outputs = {}
+    kinds: dict[type, tuple[str, ...]] = {}
     for root in roots:
         if root.grad_fn is None:
             return None
-        key += (found.place(root.grad_fn), root.output_nr)
-    for node in nodes:  # grows on the way
+        if root.grad_fn not in places:
+            places[root.grad_fn] = len(nodes)
+            nodes.append(root.grad_fn)
+        key += (places[root.grad_fn], root.output_nr)
+    for node in nodes:  # grows on the way; this loop makes no call of Python's for a usual node
+        own: list[Any] = []
+        numbers.append(own)
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             if type(leaf) is not nn.Parameter:
                 return None
-            found.leaves.append(leaf)
-            key += (id(leaf), *leaf.shape, leaf.dtype, leaf.device)
+            leaves.append(leaf)
+            key.append(id(leaf))
+            key += leaf.shape
+            key += (leaf.dtype, leaf.device)
             continue
+        kind = type(node)
+        if kind not in kinds:
+            if is_from_outside(node):
+                return None
+            kinds[kind] = numbers_of_type(kind)
         marks = marks_of(node)
-        if is_from_outside(node) or (marks and not _add_marks(found, node, marks, key)):
+        if marks and not _add_marks(node, marks, losses, outputs, key):
             return None
         edges = node.next_functions
         key += (node.name(), len(edges))
         for above, number in edges:
-            key += (None,) if above is None else (found.place(above), number)
+            if above is None:
+                key.append(None)
+                continue
+            if above not in places:
+                places[above] = len(nodes)
+                nodes.append(above)
+            key += (places[above], number)
         try:
-            for made in made_by(node):
-                key += (*made.shape, made.dtype)
+            for made in outputs_of(node):
+                key += made.shape
+                key.append(made.dtype)
         except RuntimeError:  # of nested tensors
             return None
-        for name in numbers_of_type(type(node)):
+        for name in kinds[kind]:
             value = getattr(node, name)
-            key.append(value if type(value) is int else plain_options(value, name in EXPONENTS))
-    return found._replace(key=tuple(key))
+            own.append(value)
+            is_plain = type(value) in PLAIN or (type(value) is tuple and PLAIN.issuperset(map(type, value)))
+            key.append(value if is_plain else plain_options(value, name in EXPONENTS))
+    return Outline(nodes, places, numbers, leaves, losses, outputs, tuple(key))
 
 
-def _add_marks(found: Outline, node: Node, marks: dict[str, Any], key: list[Any]) -> bool:
+def _add_marks(
+    node: Node, marks: dict[str, Any], losses: dict[Node, RecordedLoss], outputs: Outputs, key: list[Any]
+) -> bool:
     """Note the marks of a node; tell whether the key can tell them."""
     if HOOKS in marks or RETAINS in marks:
         return False
@@ -131,11 +164,11 @@ def _add_marks(found: Outline, node: Node, marks: dict[str, Any], key: list[Any]
         loss, output = marks[LOSS]
         if loss.documents is not None or loss.function not in LOSSES or loss.released:
             return False
-        found.losses[node] = loss
+        losses[node] = loss
         key += (loss.function, *loss.shape, loss.declared, output)
         key += told_axes(loss.function, loss.args, loss.kwargs)
     for output, (forward, shape) in marks.get(OUTPUT, {}).items():
-        found.outputs[node, output] = forward, shape
+        outputs[node, output] = forward, shape
         key += (id(forward.module()), forward.declared, output, *shape)
     return True
 
@@ -167,7 +200,6 @@ class _KeptUse:
 
     Args:
         outputs: The outputs that the pass reaches.
-        rule: The rule that made its entries.
         numbers: The numbers that the node has saved.
         waits: Whether a visit reads what the node has saved at once, unless a pass changes that.
         slots: The slots of nodes that its entries read, each with the number of the node in the outline.
@@ -176,7 +208,6 @@ class _KeptUse:
     use: ReachedUse
     place: int
     outputs: Sequence[int]
-    rule: Any
     numbers: list[Any]
     waits: bool
     slots: list[tuple[NodeSlot, int]]
@@ -191,7 +222,10 @@ class KeptWalk:
     def __init__(self, graph: Graph, outlined: Outline, faults: int = 0) -> None:
         places = outlined.places
         self._served: dict[None, Outline] = {}  # the one pass that has it: only dictionaries set at once
-        self._uses = [_kept(use, places) for use in graph.uses]
+        self._uses = [_kept(use, outlined) for use in graph.uses]
+        self._reached, self._entering = [kept.use for kept in self._uses], graph.leaves()
+        self._names = {short_name(outlined.nodes[kept.place].name()): None for kept in self._uses}
+        self._rules = rules_named(self._names)  # that made the entries of uses
         self._constants = [(places[node], known) for node, known in graph.reading.answers.items()]
         self._own = [weakref.ref(tensor) for tensor in Constants(graph.forwards).tensors()]
         self._products = [  # that may take something without an edge
@@ -262,7 +296,8 @@ class KeptWalk:
         self, outlined: Outline, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> Graph | None:
         nodes = outlined.nodes
-        graph = Graph(roots, gradients)
+        hooks = hooked(self.leaves)
+        graph = Graph(roots, gradients, hooks=Hooks(hooks) if hooks else NO_HOOKS)
         graph.losses = self._read_losses(outlined)
         if len(graph.losses) != len(self._losses):
             return None
@@ -270,25 +305,30 @@ class KeptWalk:
             (GradientEdge(nodes[place], number), *outlined.outputs[nodes[place], number])
             for place, number in self._outputs
         ]
-        constants = Constants(graph.forwards, self._own)
-        if (
-            [reference() for reference in self._modules] != graph.modules
-            or any(constants.are_known(nodes[place]) is not known for place, known in self._constants)
-            or any(takes_sparse(nodes[place]) for place in self._products)
-        ):
+        forwards = graph.forwards
+        if [reference() for reference in self._modules] != called_modules(forwards):
             return None
-        for kept in self._uses:
-            node = nodes[kept.place]
-            if _numbers(node) != kept.numbers or rule_for(node) is not kept.rule or keeps_elsewhere(node):
+        constants = Constants(forwards, self._own)
+        for place, known in self._constants:
+            if constants.are_known(nodes[place]) is not known:
+                return None
+        for place in self._products:
+            if takes_sparse(nodes[place]):
+                return None
+        uses = [nodes[kept.place] for kept in self._uses]
+        if keeps_elsewhere(*uses) or not all(map(operator.is_, rules_named(self._names), self._rules)):
+            return None
+        for kept, node in zip(self._uses, uses, strict=True):
+            if outlined.numbers[kept.place] != kept.numbers:
                 return None
             for slot, place in kept.slots:
                 slot.node = nodes[place]
-            kept.use.nodes = {number: (node, number) for number in kept.outputs}
-            kept.use.waits = kept.waits
-        graph.uses = [kept.use for kept in self._uses]
+            kept.use.nodes, kept.use.waits = {}, kept.waits
+            for number in kept.outputs:
+                kept.use.nodes[number] = node, number
+        graph.uses, graph.known_leaves = [*self._reached], self._entering
         self._nodes = nodes
         graph.order = [nodes[place] for place in self._order]
-        graph.hooks = Hooks(leaf for leaf in self.leaves if is_hooked(leaf))
         graph.samples, graph.source_layouts, graph.structure, graph.signature = self._found
         graph.notes, graph.is_settled = self._notes, True
         graph.units, graph.shards = [], {}
@@ -311,14 +351,10 @@ class KeptWalk:
         return found
 
 
-def _numbers(node: Any) -> list[Any]:
-    """Return the numbers that a node has saved, as they are."""
-    return [getattr(node, name) for name in numbers_of_type(type(node))]
-
-
-def _kept(use: ReachedUse, places: dict[Any, int]) -> _KeptUse:
+def _kept(use: ReachedUse, outlined: Outline) -> _KeptUse:
     """Return a use without its node, with entries that read the node of each pass."""
     ((node, _), *_) = use.nodes.values()
+    places = outlined.places
     slots: list[NodeSlot] = []
     entries = entries_of_node(node, use.places, use.shapes, False, slots)
     kept = copy.copy(use)
@@ -330,8 +366,7 @@ def _kept(use: ReachedUse, places: dict[Any, int]) -> _KeptUse:
         kept,
         places[node],
         list(use.nodes),
-        rule_for(node),
-        _numbers(node),
+        outlined.numbers[places[node]],
         use.waits,
         [(slot, places[slot.node]) for slot in slots],
     )

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ from packprop.engine.recording.marks import EXTENDED, ForwardCall, called_module
 from packprop.engine.recording.unrecorded import is_compiled_region
 from packprop.engine.tensors.dry import is_dry_run, is_of_batch, storage_key
 from packprop.engine.tensors.layout import possible_layouts
-from packprop.engine.tensors.state import storage_of
+from packprop.engine.tensors.state import storages_of
 
 MADE_OF_PARAMETERS = WHOLE - EXPANDING - HIDING
 """Functions without operands that the graph hides, if they have an edge for each operand."""
@@ -119,14 +119,10 @@ class Constants:
         return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
     @functools.cached_property
-    def _own(self) -> set[int]:
-        """The memory of parameters and buffers."""
-        return {*map(_place_of(), self.tensors())} - {0}
-
-    @functools.cached_property
-    def _inputs(self) -> set[int]:
-        """The memory of the models' inputs."""
-        return {each for forward in self._forwards for each in forward.storages} - self._own
+    def _memory(self) -> tuple[set[int], set[int]]:
+        """The memory of parameters and buffers, and that of the models' inputs."""
+        own = {*_places_of(self.tensors())} - {0}
+        return own, {each for forward in self._forwards for each in forward.storages} - own
 
     def of(self, node: Node) -> list[tuple[Tensor, bool | None]] | None:
         """Return the constants of a node, each with ``True`` if it is the model's own, ``False`` if it is data.
@@ -134,13 +130,16 @@ class Constants:
         Each with ``None`` if nothing shows that; ``None`` in place of all if they are freed.
         """
         try:
-            constants = list(saved_constants(node))
+            constants = saved_constants(node)
         except RuntimeError:  # an earlier pass has freed them
             return None
+        if not constants:
+            return []
         found: list[tuple[Tensor, bool | None]] = []
-        for tensor, place in zip(constants, map(_place_of(), constants), strict=True):
-            is_data = place in self._inputs or is_of_batch(tensor) or tensor.is_nested
-            is_own = not tensor.dim() or place in self._own or None
+        own, inputs = self._memory
+        for tensor, place in zip(constants, _places_of(constants), strict=True):
+            is_data = place in inputs or is_of_batch(tensor) or tensor.is_nested
+            is_own = not tensor.dim() or place in own or None
             found.append((tensor, False if is_data else is_own))
         return found
 
@@ -152,13 +151,13 @@ class Constants:
         known = [is_own for _, is_own in constants]
         if False in known:
             return False
-        missing = sum(above is None for above, _ in node.next_functions)
+        missing = [above for above, _ in node.next_functions].count(None)
         return True if missing <= len(known) and None not in known else None  # sums do not save what they add
 
 
-def _place_of() -> Callable[[Tensor], int]:
-    """Return the function that tells memory apart: a dry run has no addresses."""
-    return storage_key if is_dry_run() else storage_of
+def _places_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return numbers that tell the memory of some tensors apart: a dry run has no addresses."""
+    return [*map(storage_key, tensors)] if is_dry_run() else storages_of(tensors)
 
 
 class Reading:

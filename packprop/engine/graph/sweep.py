@@ -20,7 +20,7 @@ from packprop.engine.functions.operands import CURVED
 from packprop.engine.graph.graph import ReachedUse
 from packprop.engine.graph.pull import pull_columns
 from packprop.engine.graph.search import nodes_above
-from packprop.engine.tensors.hooks import Hooks
+from packprop.engine.tensors.hooks import NO_HOOKS, Hooks
 from packprop.errors import PackpropError
 
 Visit = Callable[[ReachedUse, list[Tensor | None]], None]
@@ -48,7 +48,6 @@ class SweepOptions:
 
 
 ONE_COLUMN = SweepOptions()
-NO_HOOKS = Hooks()
 ONE_COLUMN_WITHOUT_INPUTS = SweepOptions(needs_inputs=False)
 
 

@@ -55,10 +55,11 @@ class ResultSaver:
         the start of the pass, when a step without them has room for activations.
         """
         spare: dict[tuple[Extension, int], Tensor] = {}
+        leaves, shards = self._graph.leaves(), self._graph.shards
         for extension in extensions:
             reused = reuse and grows(extension)
-            for leaf in self._graph.leaves():
-                holder = [vars(self._graph.home(leaf)).pop(extension.savefield, None)]
+            for leaf in leaves:
+                holder = [vars(shards.get(id(leaf), leaf)).pop(extension.savefield, None)]
                 if reused and _may_be_overwritten(holder[0]):
                     old = taken_over(holder)
                     if old is not None:

@@ -11,6 +11,7 @@ what they did before.
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -187,10 +188,8 @@ def unmarked_loss(node: Node) -> RecordedLoss | None:
     return RecordedLoss(*read, given.shape, version(given), number=number_of_node(node))
 
 
-def marks_of(node: Node) -> dict[str, Any]:
-    """The dictionary of marks of a node (torch types this property as a method)."""
-    marks: dict[str, Any] = node.metadata  # type: ignore[assignment]  # a property
-    return marks
+marks_of: Callable[[Node], dict[str, Any]] = operator.attrgetter("metadata")
+"""Returns the dictionary of marks of a node: a property, which torch types as a method."""
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:

@@ -74,7 +74,7 @@ def is_of_batch(tensor: Tensor) -> bool:
 
 def is_dry_run() -> bool:
     """Tell whether this is a dry run, in which tensors have no data."""
-    return dry_run_device() is not None
+    return _DRY_RUN.get() is not None
 
 
 def has_fault(condition: Tensor) -> bool:

@@ -42,7 +42,12 @@ def dictionary_of(tensor: Tensor) -> HookDictionary | None:
 
 def is_hooked(tensor: Tensor) -> bool:
     """Tell whether user code runs when a gradient arrives at a tensor."""
-    return bool(tensor._backward_hooks) or tensor.retains_grad
+    return bool(hooked([tensor]))
+
+
+def hooked(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return those of some tensors at which user code runs when a gradient arrives."""
+    return [tensor for tensor in tensors if tensor._backward_hooks or tensor.retains_grad]
 
 
 def has_late_hooks(tensor: Tensor) -> bool:
@@ -74,8 +79,8 @@ def has_users_hooks(hooks: HookDictionary) -> bool:
 
 def undisturbed(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Keep the hooks on tensors quiet while the block inside differentiates with respect to them."""
-    hooked = [tensor for tensor in tensors if is_hooked(tensor)]
-    return Hooks(hooked).quiet() if hooked else NOTHING
+    chosen = hooked(tensors)
+    return Hooks(chosen).quiet() if chosen else NOTHING
 
 
 class Hooks:
@@ -94,9 +99,11 @@ class Hooks:
         doers: Iterable[tuple[Any, Callable[..., Any]]] = (),
     ) -> None:
         chosen = list({id(tensor): tensor for tensor in tensors}.values())
-        inside = [*dictionaries, *_dictionaries(tensor for tensor in chosen if not tensor.is_leaf)]
-        everywhere = [*inside, *_dictionaries(tensor for tensor in chosen if tensor.is_leaf)]
-        self.dictionaries = list({id(hooks): hooks for hooks in everywhere}.values())
+        inside, at_leaves = [*dictionaries], list[HookDictionary]()
+        for tensor in chosen:
+            if hooks := dictionary_of(tensor):
+                (at_leaves if tensor.is_leaf else inside).append(hooks)
+        self.dictionaries = list({id(hooks): hooks for hooks in (*inside, *at_leaves)}.values())
         """The hooks on tensors and nodes, as autograd keeps them."""
         self._retaining = [tensor for tensor in chosen if tensor.retains_grad]
         self._doers = list(doers)
@@ -175,8 +182,8 @@ class Hooks:
                     hooks[number] = before[number]
 
 
-def _dictionaries(tensors: Iterable[Tensor]) -> list[HookDictionary]:
-    return [hooks for tensor in tensors if (hooks := dictionary_of(tensor))]
+NO_HOOKS = Hooks()
+"""Those of a part without any."""
 
 
 def _is_own(hook: Any) -> bool:

@@ -206,6 +206,8 @@ def warn_of_shared_attributes(extensions: Iterable[Any]) -> None:
         field = getattr(extension, "savefield", "")
         before = earlier.get(field, extension)
         earlier[field] = extension
+        if before is extension:
+            continue
         if type(before) is not type(extension) or repr(vars(before)) != repr(vars(extension)):
             warnings.warn(
                 f"{before!r} and {extension!r} are both saved as {field!r}, which holds the value of the "

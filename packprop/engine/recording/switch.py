@@ -193,7 +193,8 @@ def _mark_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def _begin_loss(module: nn.Module, args: tuple[Any, ...]) -> None:
     if _is_left_alone():
         return
-    _drop_stale_recording()
+    if current.recorder is not None:
+        _drop_stale_recording()
     if current.recorder is None:
         with unseen():
             if leaves_its_node(module, args):

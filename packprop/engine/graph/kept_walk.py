@@ -44,7 +44,7 @@ from packprop.engine.recording.marks import (
     marks_of,
     unmarked_loss,
 )
-from packprop.engine.tensors.hooks import Hooks, has_hooks_of_user, is_hooked
+from packprop.engine.tensors.hooks import Hooks, is_hooked, meet_users_hooks
 
 MANY = 8
 """The number of requests of which passes of one structure keep notes."""
@@ -251,12 +251,8 @@ class KeptWalk:
             everywhere: Whether packprop sweeps through the graph by itself, without any hook. Otherwise only
                 hooks on gradients of parameters matter, which are sums over samples.
         """
-        places = range(len(self._nodes)) if everywhere else self._summing
-        return any(
-            has_hooks_of_user(self._nodes[place])
-            for place in places
-            if not hasattr(self._nodes[place], "variable")
-        )
+        nodes = self._nodes if everywhere else [self._nodes[place] for place in self._summing]
+        return meet_users_hooks([node for node in nodes if not hasattr(node, "variable")])
 
     def _bound(
         self, outlined: Outline, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]

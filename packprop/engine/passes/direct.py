@@ -10,7 +10,6 @@ the time of a pass through a small model. A clipped pass keeps the collector: it
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +52,7 @@ class Notes:
         asked: Its rows, and its sizes of chunks.
         samples: The number of samples.
         is_direct: Whether later passes can be direct.
+        devices: The types of devices that its leaves are on.
         summed: Leaves whose gradient packprop sums itself; see NOTE [One product for two].
         others: All other leaves.
     """
@@ -60,6 +60,7 @@ class Notes:
     asked: tuple[list[Row], ChunkSizes]
     samples: int
     is_direct: bool
+    devices: set[str]
     summed: list[Tensor]
     others: list[Tensor]
 
@@ -89,11 +90,17 @@ class _Work:
     ) -> None:
         self.tasks, self.ends, self.columns, self.summed = tasks, ends, columns, summed
         self.statistics = [task.row.statistic for task in tasks]
-        self.kept = next((task for task in tasks if task.row.statistic is per_sample_grad), None)
-        """The task that keeps per-sample gradients of one column, if there is one."""
-        self.condenses = any(task.shows_cotangents for task in tasks)
+        self.kept: Task | None = None
+        """The first task that keeps per-sample gradients of one column, if there is one."""
+        self.condenses = False
         """True if NaN in a cotangent shows in some result, which is smaller."""
-        self._keeps_one = all(task.row.over_v.keeps_one and task.row.over_n.keeps_one for task in tasks)
+        self._keeps_one = True
+        for task in tasks:
+            row = task.row
+            if self.kept is None and row.statistic is per_sample_grad:
+                self.kept = task
+            self.condenses = self.condenses or task.shows_cotangents
+            self._keeps_one = self._keeps_one and row.over_v.keeps_one and row.over_n.keeps_one
         self.left = {id(site.leaf): (use, site) for use in uses for site in use.sites}
         """The leaves that the sweep has not reached, by identity, each with its use."""
 
@@ -117,18 +124,29 @@ class DirectPass:
     def __init__(self, request: Request, saver: ResultSaver, reuses: bool) -> None:
         self._request, self._saver, self._reuses = request, saver, reuses
         self._tasks = tasks_by_seed(request.extensions)
-        rows = [task.row for tasks in self._tasks.values() for task in tasks]
-        self._asked = rows, request.chunk_sizes
-        self._notes = next((notes for notes in request.graph.notes if notes.asked == self._asked), None)
-        self._is_simple = all(
-            row.seed.kind in SWEPT and row.after is None and not row.of_parameter for row in rows
-        ) and not any(extension.subsampling for extension in request.extensions)
-        if INPUTS in self._tasks:  # they are taken along with columns
+        rows: list[Row] = []
+        self._numbers: dict[Extension, int] = {}  # of the rows of each extension
+        self._is_simple, self._has_rows = True, False
+        for seed, tasks in self._tasks.items():
+            self._is_simple &= seed.kind in SWEPT
+            for task in tasks:
+                extension, row = task.extension, task.row
+                rows.append(row)
+                self._numbers[extension] = self._numbers.get(extension, 0) + 1
+                if row.after is not None or row.of_parameter or extension.subsampling:
+                    self._is_simple = False
+                self._has_rows |= row.statistic is per_sample_grad
+        self.is_of_gradients = list(self._tasks) == [GRADIENT]
+        """True if all values are statistics of the gradient, so that the user's pass is the only sweep."""
+        if not self.is_of_gradients and INPUTS in self._tasks:  # they are taken along with columns
             self._is_simple &= not self._tasks.keys() <= {INPUTS, GRADIENT}
-        self._has_rows = any(row.statistic is per_sample_grad for row in rows)
+        self._asked, self._notes = (rows, request.chunk_sizes), None
+        for notes in request.graph.notes:
+            if notes.asked == self._asked:
+                self._notes = notes
+                break
         self._finite = FiniteCheck()
         self._gradients: dict[int, Tensor] = {}
-        self._numbers = Counter(task.extension for tasks in self._tasks.values() for task in tasks)
         self._values: dict[int, dict[Extension, list[Any]]] = {}
         self._spare: dict[tuple[Extension, int], Tensor] | None = None
 
@@ -136,11 +154,6 @@ class DirectPass:
     def is_possible(self) -> bool:
         """Tell whether this pass can be direct, as far as an earlier one of this structure has shown."""
         return self._notes is not None and self._notes.is_direct and self._is_simple
-
-    @property
-    def is_of_gradients(self) -> bool:
-        """Tell whether all values are statistics of the gradient, so that the user's pass is the only sweep."""
-        return list(self._tasks) == [GRADIENT]
 
     def notes(self) -> Notes | None:
         """Return the notes of an ordinary pass; ``None`` if it need not take any."""
@@ -150,7 +163,8 @@ class DirectPass:
         is_direct = not any(use.waits or len(use.nodes) > 1 for use in graph.uses)
         statistics = [task.row.statistic for task in self._tasks.get(GRADIENT, ())]
         leaves = summed_leaves(self._request, statistics) if statistics else ([], [])
-        return Notes(self._asked, graph.samples, is_direct, *leaves)
+        devices = {leaf.device.type for leaf in graph.leaves()}
+        return Notes(self._asked, graph.samples, is_direct, devices, *leaves)
 
     def run(self, backward: Backward) -> bool:
         """Sweep the columns, run the user's own pass, and take the statistics along with both.
@@ -160,10 +174,13 @@ class DirectPass:
         """
         graph, notes = self._request.graph, self._notes
         assert notes is not None
-        tasks = {seed: list(own) for seed, own in self._tasks.items()}
-        share_exact_columns(tasks)
-        inputs, gradient = tasks.pop(INPUTS, []), tasks.pop(GRADIENT, [])
-        autocast = AutocastRegions.now({leaf.device.type for leaf in graph.leaves()})
+        autocast = AutocastRegions.now(notes.devices)
+        if self.is_of_gradients:
+            tasks, inputs, (gradient,) = {}, [], self._tasks.values()
+        else:
+            tasks = {seed: list(own) for seed, own in self._tasks.items()}
+            share_exact_columns(tasks)
+            inputs, gradient = tasks.pop(INPUTS, []), tasks.pop(GRADIENT, [])
         if tasks:
             with torch.no_grad(), autocast.switched(False), graph.hooks.quiet():
                 if not self._sweep_columns(tasks, inputs, bool(gradient)):
@@ -204,12 +221,7 @@ class DirectPass:
         restricts = bool(notes.summed) and not graph.hooks.are_any
         summed = notes.summed if restricts else []
         work = _Work(tasks, graph.uses, ends=True, summed=set(map(id, summed)))
-
-        def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
-            with autocast.switched(False):
-                self._visit(work, use, cotangents)
-
-        watch = Watch(graph.uses, visit, graph.hooks)
+        watch = Watch(graph.uses, autocast.outside(functools.partial(self._visit, work)), graph.hooks)
         complete = False
         try:
             backward(notes.others if restricts else None)

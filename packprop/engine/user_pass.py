@@ -39,7 +39,7 @@ from packprop.engine.passes.direct import DirectPass
 from packprop.engine.passes.gradient import changed_gradient
 from packprop.engine.passes.nothing import samples_of_nothing, saved_nothing
 from packprop.engine.passes.probes import ASKED, by_groups
-from packprop.engine.passes.request import Request, settle_loss_inputs
+from packprop.engine.passes.request import Request, settle_for_seeds, settle_loss_inputs
 from packprop.engine.passes.saving import Hook, ResultSaver
 from packprop.engine.samples.locating import check_graph, keep_walk, kept_walk
 from packprop.engine.tensors.dry import is_dry_run
@@ -106,7 +106,7 @@ class PassOptions:
     @property
     def are_of_samples(self) -> bool:
         """Tell whether values are made of those of single samples."""
-        return self.clips_or_probes or not all(map(OF_BATCH, self.extensions))
+        return not all(map(OF_BATCH, self.extensions)) or self.clips_or_probes
 
     @property
     def is_limited(self) -> bool:
@@ -187,7 +187,7 @@ def _ran_again(
         if kept.meets_hooks(everywhere=sweeps):
             return False
         if sweeps:
-            settle_loss_inputs(graph, options.extensions, kept=call.keeps_graph)
+            settle_for_seeds(graph, direct.tasks, kept=call.keeps_graph)
         if is_direct and direct.run(one.users_pass):
             one.saver.warn_of_large()
         else:

@@ -32,7 +32,7 @@ from packprop.engine.passes.column_sweeps import are_one_sweep, sweep_chunk
 from packprop.engine.passes.contributions import Contribution, unreached
 from packprop.engine.passes.finite import FiniteCheck
 from packprop.engine.passes.gradient import Backward, hand_over, summed_leaves
-from packprop.engine.passes.request import Request, Task, require_possible, tasks_by_seed
+from packprop.engine.passes.request import Request, Task, tasks_by_seed
 from packprop.engine.passes.saving import ResultSaver
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.errors import OfParameter
@@ -123,11 +123,11 @@ class DirectPass:
 
     def __init__(self, request: Request, saver: ResultSaver, reuses: bool) -> None:
         self._request, self._saver, self._reuses = request, saver, reuses
-        self._tasks = tasks_by_seed(request.extensions)
+        self.tasks = tasks_by_seed(request.extensions)
         rows: list[Row] = []
         self._numbers: dict[Extension, int] = {}  # of the rows of each extension
         self._is_simple, self._has_rows = True, False
-        for seed, tasks in self._tasks.items():
+        for seed, tasks in self.tasks.items():
             self._is_simple &= seed.kind in SWEPT
             for task in tasks:
                 extension, row = task.extension, task.row
@@ -136,10 +136,10 @@ class DirectPass:
                 if row.after is not None or row.of_parameter or extension.subsampling:
                     self._is_simple = False
                 self._has_rows |= row.statistic is per_sample_grad
-        self.is_of_gradients = list(self._tasks) == [GRADIENT]
+        self.is_of_gradients = list(self.tasks) == [GRADIENT]
         """True if all values are statistics of the gradient, so that the user's pass is the only sweep."""
-        if not self.is_of_gradients and INPUTS in self._tasks:  # they are taken along with columns
-            self._is_simple &= not self._tasks.keys() <= {INPUTS, GRADIENT}
+        if not self.is_of_gradients and INPUTS in self.tasks:  # they are taken along with columns
+            self._is_simple &= not self.tasks.keys() <= {INPUTS, GRADIENT}
         self._asked, self._notes = (rows, request.chunk_sizes), None
         for notes in request.graph.notes:
             if notes.asked == self._asked:
@@ -161,7 +161,7 @@ class DirectPass:
             return None
         graph = self._request.graph
         is_direct = not any(use.waits or len(use.nodes) > 1 for use in graph.uses)
-        statistics = [task.row.statistic for task in self._tasks.get(GRADIENT, ())]
+        statistics = [task.row.statistic for task in self.tasks.get(GRADIENT, ())]
         leaves = summed_leaves(self._request, statistics) if statistics else ([], [])
         devices = {leaf.device.type for leaf in graph.leaves()}
         return Notes(self._asked, graph.samples, is_direct, devices, *leaves)
@@ -176,9 +176,9 @@ class DirectPass:
         assert notes is not None
         autocast = AutocastRegions.now(notes.devices)
         if self.is_of_gradients:
-            tasks, inputs, (gradient,) = {}, [], self._tasks.values()
+            tasks, inputs, (gradient,) = {}, [], self.tasks.values()
         else:
-            tasks = {seed: list(own) for seed, own in self._tasks.items()}
+            tasks = {seed: list(own) for seed, own in self.tasks.items()}
             share_exact_columns(tasks)
             inputs, gradient = tasks.pop(INPUTS, []), tasks.pop(GRADIENT, [])
         if tasks:
@@ -195,8 +195,7 @@ class DirectPass:
 
     def _sweep_columns(self, tasks: dict[Seed, list[Task]], inputs: list[Task], waits: bool) -> bool:
         """Sweep all columns; ``waits``: the values of leaves are not complete afterwards."""
-        request, uses = self._request, self._request.graph.uses
-        require_possible(request, self._tasks)
+        request, uses = self._request, self._request.graph.uses  # a pass with equal rows has shown it possible
         roots = made_columns(request, tasks)
         if not all(are_one_sweep(request, groups) for groups in roots.values()):
             request.drawn.update(roots)
@@ -230,8 +229,9 @@ class DirectPass:
             watch.close(complete)
         for _, site in work.left.values():
             self._save_zeros(site.leaf, work)
-        reached = [leaf for leaf in summed if id(leaf) in self._gradients]
-        hand_over([(leaf, self._gradients.pop(id(leaf))) for leaf in reached])
+        if summed:
+            reached = [leaf for leaf in summed if id(leaf) in self._gradients]
+            hand_over([(leaf, self._gradients.pop(id(leaf))) for leaf in reached])
 
     def _visit(self, work: _Work, use: ReachedUse, cotangents: list[Tensor | None]) -> None:
         """Take the statistics of the leaves of a use; save them if the values of these leaves end with them."""

@@ -195,7 +195,8 @@ def check_extensions(asked: str, *given: Any) -> tuple[Extension, ...]:
                 "give instances from packprop.extensions, or of your own subclass of Extension",
             )
     once = tuple(dict.fromkeys(extensions))  # an extension that is given twice counts once
-    warn_of_shared_attributes(once)
+    if len(once) > 1:
+        warn_of_shared_attributes(once)
     return once
 
 

@@ -205,8 +205,8 @@ class Backpack:
         budget = self._options.memory
         if budget is None:
             keep_freed_pages()
-            leaves = graph.leaves()
-            return default_chunk_sizes(leaves[0].device if leaves else None)
+            devices = (site.leaf.device for use in graph.uses for site in use.sites)
+            return default_chunk_sizes(next(devices, None))
         if graph.documents is not None:
             raise without_plan()
         if isinstance(budget, Plan):

@@ -54,7 +54,7 @@ NOT_RECORDED = (
 )
 
 
-OF_BATCH = attrgetter("of_batch")
+NAME, OF_BATCH = attrgetter("name"), attrgetter("of_batch")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class PassOptions:
     @property
     def asked(self) -> str:
         """The request, for errors about samples."""
-        names = ", ".join([extension.name for extension in self.extensions]) or self.context
+        names = ", ".join(map(NAME, self.extensions)) or self.context
         return f"{names}: quantities that are made of those of single samples were asked for."
 
     def saver(self, graph: Graph) -> ResultSaver:

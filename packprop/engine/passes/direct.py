@@ -10,7 +10,7 @@ the time of a pass through a small model. A clipped pass keeps the collector: it
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +89,7 @@ class _Work:
         summed: Container[int] = (),
     ) -> None:
         self.tasks, self.ends, self.columns, self.summed = tasks, ends, columns, summed
-        self.statistics = [task.row.statistic for task in tasks]
+        self.statistics: list[Callable[..., Any]] = []
         self.kept: Task | None = None
         """The first task that keeps per-sample gradients of one column, if there is one."""
         self.condenses = False
@@ -97,6 +97,7 @@ class _Work:
         self._keeps_one = True
         for task in tasks:
             row = task.row
+            self.statistics.append(row.statistic)
             if self.kept is None and row.statistic is per_sample_grad:
                 self.kept = task
             self.condenses = self.condenses or task.shows_cotangents
@@ -145,15 +146,12 @@ class DirectPass:
             if notes.asked == self._asked:
                 self._notes = notes
                 break
+        self.is_possible = self._notes is not None and self._notes.is_direct and self._is_simple
+        """True if this pass can be direct, as far as an earlier one of this structure has shown."""
         self._finite = FiniteCheck()
         self._gradients: dict[int, Tensor] = {}
         self._values: dict[int, dict[Extension, list[Any]]] = {}
         self._spare: dict[tuple[Extension, int], Tensor] | None = None
-
-    @property
-    def is_possible(self) -> bool:
-        """Tell whether this pass can be direct, as far as an earlier one of this structure has shown."""
-        return self._notes is not None and self._notes.is_direct and self._is_simple
 
     def notes(self) -> Notes | None:
         """Return the notes of an ordinary pass; ``None`` if it need not take any."""
@@ -178,7 +176,7 @@ class DirectPass:
         if self.is_of_gradients:
             tasks, inputs, (gradient,) = {}, [], self.tasks.values()
         else:
-            tasks = {seed: list(own) for seed, own in self.tasks.items()}
+            tasks = self.tasks.copy()
             share_exact_columns(tasks)
             inputs, gradient = tasks.pop(INPUTS, []), tasks.pop(GRADIENT, [])
         if tasks:

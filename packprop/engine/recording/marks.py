@@ -87,8 +87,8 @@ class ForwardCall:
     declared: int | None = None
     args: Any = ()
     kwargs: Any = field(default_factory=dict)
-    leaves: list[weakref.ref[Tensor]] = field(default_factory=list)
-    storages: list[int] = field(default_factory=list)
+    leaves: list[weakref.ref[Tensor]] = field(default_factory=list, init=False)
+    storages: list[int] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         given, has_data = tensors_of_call(self.args, self.kwargs), not is_dry_run()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,27 @@ SWEPT = ("gradient", "ggn", "empirical", "none")
 """Kinds of seeds whose statistics a direct pass takes."""
 
 
+class Facts(NamedTuple):
+    """What the rows of one sweep tell about its results.
+
+    Args:
+        condenses: Whether NaN in a cotangent shows in some result, which is smaller.
+        keeps_one: Whether the value of one partial result is what it was made of, in each row.
+    """
+
+    condenses: bool
+    keeps_one: bool
+
+    @classmethod
+    def of(cls, tasks: Sequence[Task]) -> Facts:
+        """The facts about the rows of some tasks."""
+        rows = [task.row for task in tasks]
+        return cls(
+            any(task.shows_cotangents for task in tasks),
+            all(row.over_v.keeps_one and row.over_n.keeps_one for row in rows),
+        )
+
+
 @dataclass
 class Notes:
     """The notes of a pass for later ones with equal statistics, which are kept if it succeeds.
@@ -52,6 +73,7 @@ class Notes:
         asked: Its rows, and its sizes of chunks.
         samples: The number of samples.
         is_direct: Whether later passes can be direct.
+        facts: What its rows tell, by the seed of their sweep.
         devices: The types of devices that its leaves are on.
         summed: Leaves whose gradient packprop sums itself; see NOTE [One product for two].
         others: All other leaves.
@@ -60,6 +82,7 @@ class Notes:
     asked: tuple[list[Row], ChunkSizes]
     samples: int
     is_direct: bool
+    facts: dict[Seed, Facts]
     devices: set[str]
     summed: list[Tensor]
     others: list[Tensor]
@@ -74,6 +97,7 @@ class _Work:
 
     Args:
         tasks: The tasks at each leaf.
+        facts: What their rows tell.
         uses: The uses that the sweep goes to.
         ends: Whether the values of leaves are complete after it.
         columns: The columns of the sweep.
@@ -83,31 +107,26 @@ class _Work:
     def __init__(
         self,
         tasks: list[Task],
+        facts: Facts,
         uses: Sequence[ReachedUse],
         ends: bool,
         columns: Extent = ONE,
         summed: Container[int] = (),
     ) -> None:
-        self.tasks, self.ends, self.columns, self.summed = tasks, ends, columns, summed
+        self.tasks, self.facts, self.ends, self.columns, self.summed = tasks, facts, ends, columns, summed
         self.statistics: list[Callable[..., Any]] = []
         self.kept: Task | None = None
         """The first task that keeps per-sample gradients of one column, if there is one."""
-        self.condenses = False
-        """True if NaN in a cotangent shows in some result, which is smaller."""
-        self._keeps_one = True
         for task in tasks:
-            row = task.row
-            self.statistics.append(row.statistic)
-            if self.kept is None and row.statistic is per_sample_grad:
+            self.statistics.append(task.row.statistic)
+            if self.kept is None and task.row.statistic is per_sample_grad:
                 self.kept = task
-            self.condenses = self.condenses or task.shows_cotangents
-            self._keeps_one = self._keeps_one and row.over_v.keeps_one and row.over_n.keeps_one
         self.left = {id(site.leaf): (use, site) for use in uses for site in use.sites}
         """The leaves that the sweep has not reached, by identity, each with its use."""
 
     def whole(self, values: list[Any]) -> list[Any]:
         """Return the results that consist of these values of the statistics, of all samples and columns."""
-        if self._keeps_one:
+        if self.facts.keeps_one:
             return values
         rows = [task.row for task in self.tasks]
         return [whole(value, row.over_v, row.over_n) for value, row in zip(values, rows, strict=True)]
@@ -125,6 +144,7 @@ class DirectPass:
     def __init__(self, request: Request, saver: ResultSaver, reuses: bool) -> None:
         self._request, self._saver, self._reuses = request, saver, reuses
         self.tasks = tasks_by_seed(request.extensions)
+        """The rows of all extensions, by seed."""
         rows: list[Row] = []
         self._numbers: dict[Extension, int] = {}  # of the rows of each extension
         self._is_simple, self._has_rows = True, False
@@ -134,7 +154,7 @@ class DirectPass:
                 extension, row = task.extension, task.row
                 rows.append(row)
                 self._numbers[extension] = self._numbers.get(extension, 0) + 1
-                if row.after is not None or row.of_parameter or extension.subsampling:
+                if row.after is not None or row.of_parameter or extension.subsampling is not None:
                     self._is_simple = False
                 self._has_rows |= row.statistic is per_sample_grad
         self.is_of_gradients = list(self.tasks) == [GRADIENT]
@@ -161,8 +181,11 @@ class DirectPass:
         is_direct = not any(use.waits or len(use.nodes) > 1 for use in graph.uses)
         statistics = [task.row.statistic for task in self.tasks.get(GRADIENT, ())]
         leaves = summed_leaves(self._request, statistics) if statistics else ([], [])
+        tasks = self.tasks.copy()
+        share_exact_columns(tasks)
+        facts = {seed: Facts.of(own) for seed, own in tasks.items()}
         devices = {leaf.device.type for leaf in graph.leaves()}
-        return Notes(self._asked, graph.samples, is_direct, devices, *leaves)
+        return Notes(self._asked, graph.samples, is_direct, facts, devices, *leaves)
 
     def run(self, backward: Backward) -> bool:
         """Sweep the columns, run the user's own pass, and take the statistics along with both.
@@ -181,7 +204,7 @@ class DirectPass:
             inputs, gradient = tasks.pop(INPUTS, []), tasks.pop(GRADIENT, [])
         if tasks:
             with torch.no_grad(), autocast.switched(False), graph.hooks.quiet():
-                if not self._sweep_columns(tasks, inputs, bool(gradient)):
+                if not self._sweep_columns(tasks, inputs, notes, bool(gradient)):
                     notes.is_direct = False
                     return False
         if gradient:
@@ -191,7 +214,9 @@ class DirectPass:
         self._finite.warn(graph)
         return True
 
-    def _sweep_columns(self, tasks: dict[Seed, list[Task]], inputs: list[Task], waits: bool) -> bool:
+    def _sweep_columns(
+        self, tasks: dict[Seed, list[Task]], inputs: list[Task], notes: Notes, waits: bool
+    ) -> bool:
         """Sweep all columns; ``waits``: the values of leaves are not complete afterwards."""
         request, uses = self._request, self._request.graph.uses  # a pass with equal rows has shown it possible
         roots = made_columns(request, tasks)
@@ -199,12 +224,13 @@ class DirectPass:
             request.drawn.update(roots)
             return False
         if inputs:
-            work = _Work(inputs, uses, ends=False)
+            work = _Work(inputs, notes.facts[INPUTS], uses, ends=False)
             for use in uses:
                 self._visit(work, use, ArrivedCotangents([None] * len(use.shapes)))
         for number, (seed, (group,)) in enumerate(roots.items(), 1):
             ends = number == len(roots) and not waits
-            work = _Work(tasks[seed], uses, ends, Extent(0, group.count, group.count))
+            columns = Extent(0, group.count, group.count)
+            work = _Work(tasks[seed], notes.facts[seed], uses, ends, columns)
             sweep_chunk(group, range(group.count), uses, functools.partial(self._visit, work))
             for use, site in list(work.left.values()):
                 if id(site.leaf) in work.left:
@@ -217,7 +243,8 @@ class DirectPass:
         assert notes is not None
         restricts = bool(notes.summed) and not graph.hooks.are_any
         summed = notes.summed if restricts else []
-        work = _Work(tasks, graph.uses, ends=True, summed=set(map(id, summed)))
+        facts = notes.facts[GRADIENT]
+        work = _Work(tasks, facts, graph.uses, ends=True, summed=set(map(id, summed)))
         watch = Watch(graph.uses, autocast.outside(functools.partial(self._visit, work)), graph.hooks)
         complete = False
         try:
@@ -235,7 +262,7 @@ class DirectPass:
         """Take the statistics of the leaves of a use; save them if the values of these leaves end with them."""
         if self._spare is None:
             self._spare = self._saver.take_off(self._request.extensions, self._reuses and self._has_rows)
-        if not work.condenses:
+        if not work.facts.condenses:
             self._finite.note([site.leaf for site in use.sites], cotangents)
         for site in use.sites:
             del work.left[id(site.leaf)]
@@ -252,7 +279,7 @@ class DirectPass:
             values = self._in_chunks(work, contribution)
         except OfParameter as error:
             raise error.named(self._request.graph.name(leaf)) from None
-        if work.condenses:
+        if work.facts.condenses:
             pairs = zip([task.row for task in work.tasks], values, strict=True)
             self._finite.note([leaf], smallest_sums(pairs).values())
         self._keep(leaf, work, values)

@@ -45,7 +45,7 @@ SWEPT = ("gradient", "ggn", "empirical", "none")
 
 
 class Facts(NamedTuple):
-    """What the rows of one sweep tell about its results.
+    """The facts that the rows of one sweep tell about its results.
 
     Args:
         condenses: Whether NaN in a cotangent shows in some result, which is smaller.

@@ -195,7 +195,8 @@ def check_extensions(asked: str, *given: Any) -> tuple[Extension, ...]:
                 "give instances from packprop.extensions, or of your own subclass of Extension",
             )
     once = tuple(dict.fromkeys(extensions))  # an extension that is given twice counts once
-    warn_of_shared_attributes(once)
+    if len(once) > 1:
+        warn_of_shared_attributes(once)
     return once
 
 
@@ -206,6 +207,8 @@ def warn_of_shared_attributes(extensions: Iterable[Any]) -> None:
         field = getattr(extension, "savefield", "")
         before = earlier.get(field, extension)
         earlier[field] = extension
+        if before is extension:
+            continue
         if type(before) is not type(extension) or repr(vars(before)) != repr(vars(extension)):
             warnings.warn(
                 f"{before!r} and {extension!r} are both saved as {field!r}, which holds the value of the "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, Self
 
 import torch
@@ -31,6 +32,8 @@ from packprop.engine.user_pass import BackwardCall, PassOptions, run_pass
 from packprop.errors import BadInput, PackpropWarning
 from packprop.types import Extensions, Seed, check_extensions
 
+KEEPS_GRAPH = attrgetter("keeps_graph")
+
 SIZES_OF_CHUNKS = "sizes of chunks"
 """Name of the decision that passes under a budget make, and that a traced pass takes over."""
 
@@ -53,7 +56,8 @@ def _taken_over(plain: Callable[..., None]) -> Callable[..., None]:
 
     def backward(*args: Any, **kwargs: Any) -> None:
         is_compiling = torch.compiler.is_compiling()  # the compiler cannot read the rest
-        context = None if is_compiling or is_dry_run() else innermost()
+        active = [] if is_compiling or is_dry_run() else _local.active
+        context = active[-1] if active else None
         run = plain if context is None or context.is_running else context.take_over
         return run(*args, **kwargs)
 
@@ -171,7 +175,7 @@ class Backpack:
     def take_over(self, *args: Any, **kwargs: Any) -> None:
         """Run ``torch.autograd.backward`` with these arguments, and compute the extensions along with it."""
         call = BackwardCall(*args, **kwargs)
-        call.keeps_graph |= any(extension.keeps_graph for extension in self.extensions)
+        call.keeps_graph |= any(map(KEEPS_GRAPH, self.extensions))
         self.is_running = True
         try:
             self._backward(call, call.run)
@@ -201,7 +205,8 @@ class Backpack:
         budget = self._options.memory
         if budget is None:
             keep_freed_pages()
-            return default_chunk_sizes(next((leaf.device for leaf in graph.leaves()), None))
+            devices = (site.leaf.device for use in graph.uses for site in use.sites)
+            return default_chunk_sizes(next(devices, None))
         if graph.documents is not None:
             raise without_plan()
         if isinstance(budget, Plan):

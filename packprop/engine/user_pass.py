@@ -14,6 +14,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from packprop.engine.passes.direct import DirectPass
 from packprop.engine.passes.gradient import changed_gradient
 from packprop.engine.passes.nothing import samples_of_nothing, saved_nothing
 from packprop.engine.passes.probes import ASKED, by_groups
-from packprop.engine.passes.request import Request, settle_loss_inputs
+from packprop.engine.passes.request import Request, settle_for_seeds, settle_loss_inputs
 from packprop.engine.passes.saving import Hook, ResultSaver
 from packprop.engine.samples.locating import check_graph, keep_walk, kept_walk
 from packprop.engine.tensors.dry import is_dry_run
@@ -51,6 +52,9 @@ NOT_RECORDED = (
     "A backward pass inside `with backpack(...)` met no use of a parameter: nothing but gradients was "
     f"computed, because {UNKNOWN_LOSS}. Instead: {MARK_THE_LOSS}."
 )
+
+
+NAME, OF_BATCH = attrgetter("name"), attrgetter("of_batch")
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class PassOptions:
     @property
     def asked(self) -> str:
         """The request, for errors about samples."""
-        names = ", ".join(extension.name for extension in self.extensions) or self.context
+        names = ", ".join(map(NAME, self.extensions)) or self.context
         return f"{names}: quantities that are made of those of single samples were asked for."
 
     def saver(self, graph: Graph) -> ResultSaver:
@@ -102,7 +106,7 @@ class PassOptions:
     @property
     def are_of_samples(self) -> bool:
         """Tell whether values are made of those of single samples."""
-        return self.clips_or_probes or not all(each.of_batch for each in self.extensions)
+        return not all(map(OF_BATCH, self.extensions)) or self.clips_or_probes
 
     @property
     def is_limited(self) -> bool:
@@ -183,7 +187,7 @@ def _ran_again(
         if kept.meets_hooks(everywhere=sweeps):
             return False
         if sweeps:
-            settle_loss_inputs(graph, options.extensions, kept=call.keeps_graph)
+            settle_for_seeds(graph, direct.tasks, kept=call.keeps_graph)
         if is_direct and direct.run(one.users_pass):
             one.saver.warn_of_large()
         else:
@@ -207,11 +211,11 @@ def _may_repeat(options: PassOptions, call: BackwardCall, joint: JointPass | Non
         return False
     if is_traced() or is_dry_run() or not options.are_of_samples:
         return False
-    return not any(
-        extension.keeps_graph or row.seed.kind not in REPEATED or row.seed.by_token
-        for extension in options.extensions
-        for row in extension.rows
-    )
+    for extension in options.extensions:
+        for row in extension.rows:
+            if extension.keeps_graph or row.seed.kind not in REPEATED or row.seed.by_token:
+                return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -248,8 +252,9 @@ class _Pass:
     def request(self, drawn: dict[Seed, list[Columns]], chunk_sizes: Callable[[Graph], ChunkSizes]) -> Request:
         """Return the request of a pass through a graph whose samples have been located."""
         options, graph, joint = self.options, self.graph, self.joint
-        extensions, groups = by_groups(graph, options.probes, options.extensions, self._is_plain)
-        clip = None
+        extensions, groups, clip = options.extensions, None, None
+        if options.probes is not None:
+            extensions, groups = by_groups(graph, options.probes, extensions, self._is_plain)
         if options.clipping is not None:
             clip = settled(options.clipping, graph, self._is_plain, groups)
         sizes = chunk_sizes(graph)
@@ -345,21 +350,24 @@ class BackwardCall:
         inputs: Any = None,
     ) -> None:
         self.roots = _listed(tensors)
-        self._given = _listed(grad_tensors), _listed(grad_variables), _listed(inputs)
-        gradients, older, chosen = self._given
+        gradients = None if grad_tensors is None else _listed(grad_tensors)
+        older = None if grad_variables is None else _listed(grad_variables)
+        chosen = None if inputs is None else _listed(inputs)
+        self._given = gradients, older, chosen
         self.gradients = gradients or older or [None] * len(self.roots)
         self.create_graph = create_graph
         self.keeps_graph = create_graph if retain_graph is None else retain_graph
-        leaves = [_leaf(each) for each in chosen or ()]
-        self.leaves = None if chosen is None else [leaf for leaf in leaves if leaf is not None]
+        self.leaves = None if chosen is None else [leaf for leaf in map(_leaf, chosen) if leaf is not None]
 
     @property
     def is_plain(self) -> bool:
         """Tell whether the pass is torch's alone: it refuses the call, or a root is an edge, without values."""
-        return not self.roots or any(
-            not (isinstance(root, Tensor) and root.requires_grad) or (root.numel() != 1 and given is None)
-            for root, given in zip(self.roots, self.gradients, strict=True)
-        )
+        if not self.roots:
+            return True
+        for root, given in zip(self.roots, self.gradients, strict=True):
+            if not (isinstance(root, Tensor) and root.requires_grad) or (root.numel() != 1 and given is None):
+                return True
+        return False
 
     def run(self, leaves: Sequence[Tensor] | None = None) -> None:
         """Run the pass as the user called it, or for some leaves only."""
@@ -372,7 +380,7 @@ def _listed(value: Any) -> Any:
     """Return the tensors of an argument as a list; ``None`` if it was left out."""
     if value is None:
         return None
-    if isinstance(value, GradientEdge) or torch.overrides.is_tensor_like(value):
+    if isinstance(value, (Tensor, GradientEdge)) or torch.overrides.is_tensor_like(value):
         return [value]
     return list(value.values() if isinstance(value, dict) else value)
 

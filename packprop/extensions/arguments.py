@@ -9,6 +9,8 @@ from packprop.engine.algebra.factors import Otherwise as Otherwise
 from packprop.errors import BadInput, require_number
 from packprop.types import Extension
 
+OTHERWISE = (*get_args(Otherwise), None)
+
 
 def require_one_of(asked: str, where: str, value: object, choices: tuple[str | None, ...]) -> None:
     """Refuse a value that is not one of the choices.
@@ -31,7 +33,7 @@ def require_otherwise(asked: str, value: object) -> None:
     Raises:
         BadInput: A ``ValueError``.
     """
-    require_one_of(asked, "otherwise", value, (*get_args(Otherwise), None))
+    require_one_of(asked, "otherwise", value, OTHERWISE)
 
 
 def require_draws(name: str, mc_samples: object) -> None:

@@ -21,6 +21,8 @@ from packprop.types import Extension, Row
 Per = Literal["sample", "token"]
 """The units that have rows of their own."""
 
+UNITS = get_args(Per)
+
 
 class ByUnit(Extension):
     """An extension with rows for samples, or for tokens; quantities of tokens have an attribute of their own.
@@ -33,7 +35,7 @@ class ByUnit(Extension):
     def __post_init__(self) -> None:
         """Refuse bad arguments at once."""
         super().__post_init__()
-        require_one_of(f"{self.name}(per={self.per!r}) was asked for.", "per", self.per, get_args(Per))
+        require_one_of(f"{self.name}(per={self.per!r}) was asked for.", "per", self.per, UNITS)
         if self.per == "token":
             object.__setattr__(self, "savefield", f"{type(self).savefield}_token")
 

@@ -66,7 +66,7 @@ class BatchL2Grad(BySampleOrToken):
     """
 
     savefield = "batch_l2"
-    of_samples = Row(GRADIENT, sq_norm, over_n=CAT[0], degree=2)
+    of_samples = Row(GRADIENT, sq_norm, over_n=CAT[0], degree=2, condenses=True)
     of_tokens = Row(GRADIENT_BY_TOKEN, token_sq_norm, over_n=CAT[1], over_v=ADD_IN_PLACE, degree=2)
 
 

@@ -47,6 +47,8 @@ from packprop.extensions.arguments import Otherwise, require_one_of, require_oth
 from packprop.extensions.sampled import Sampled
 from packprop.types import EMPIRICAL, EXACT, INPUTS, Extension, Row, Seed
 
+APPROXIMATIONS = get_args(Approximation)
+
 EIGENVALUE_DRAWS = 4
 """Fresh draws for eigenvalues, for each draw for eigenvectors; they share a vectorised sweep."""
 
@@ -81,7 +83,7 @@ class _FromColumns(Sampled):
         """Refuse bad arguments at once."""
         super().__post_init__()
         asked = f"{self.name}(approximation={self.approximation!r}, fisher={self.fisher!r}) was asked for."
-        require_one_of(asked, "approximation", self.approximation, get_args(Approximation))
+        require_one_of(asked, "approximation", self.approximation, APPROXIMATIONS)
         require_one_of(asked, "fisher", self.fisher, self.fishers)
         require_otherwise(asked, self.otherwise)
 
@@ -143,7 +145,7 @@ class KFLR(Factors):
         """Refuse bad arguments at once."""
         super().__post_init__()
         asked = f"KFLR(approximation={self.approximation!r}) was asked for."
-        require_one_of(asked, "approximation", self.approximation, get_args(Approximation))
+        require_one_of(asked, "approximation", self.approximation, APPROXIMATIONS)
         require_otherwise(asked, self.otherwise)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 
@@ -112,7 +113,7 @@ def test_hooks_in_another_thread_see_what_is_chosen_in_this_one() -> None:
     use = ReachedUse("exp", [], [torch.Size([2])], {0: (node, 0)})
     with packprop.algorithms(norms="products"):
         watch = Watch([], lambda _, given: found.append((given[0].tolist(), forced_algorithm("norms"))))
-        hook = watch._hook(use, 0, 0)
+        hook = functools.partial(watch._note_arrived, use, 0, 0)
         hook((torch.full((2,), 1.0),))
         thread = threading.Thread(target=hook, args=((torch.full((2,), 2.0),),))
         thread.start()

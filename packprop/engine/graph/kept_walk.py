@@ -46,7 +46,7 @@ from packprop.engine.recording.marks import (
     marks_of,
     unmarked_loss,
 )
-from packprop.engine.tensors.hooks import NO_HOOKS, Hooks, has_hooks_of_user, hooked
+from packprop.engine.tensors.hooks import NO_HOOKS, Hooks, hooked, meet_users_hooks
 
 MANY = 8
 """The number of requests of which passes of one structure keep notes."""
@@ -240,7 +240,8 @@ class KeptWalk:
         self._modules = [weakref.ref(module) for module in graph.modules]
         self._order = [places[node] for node in graph.order]
         self._found = graph.samples, graph.source_layouts, graph.structure, graph.signature
-        self._summing = [places[node] for node in (*graph.reading.uses, *graph.reading.made_of_parameters)]
+        summing = (*graph.reading.uses, *graph.reading.made_of_parameters)
+        self._summing = [places[node] for node in summing if not hasattr(node, "variable")]
         self._nodes: Sequence[Node] = []
         self._notes: deque[Any] = deque(maxlen=MANY)
         self.leaves = outlined.leaves
@@ -285,12 +286,9 @@ class KeptWalk:
             everywhere: Whether packprop sweeps through the graph by itself, without any hook. Otherwise only
                 hooks on gradients of parameters matter, which are sums over samples.
         """
-        places = range(len(self._nodes)) if everywhere else self._summing
-        return any(
-            has_hooks_of_user(self._nodes[place])
-            for place in places
-            if not hasattr(self._nodes[place], "variable")
-        )
+        if everywhere:
+            return meet_users_hooks([node for node in self._nodes if not hasattr(node, "variable")])
+        return meet_users_hooks([self._nodes[place] for place in self._summing])
 
     def _bound(
         self, outlined: Outline, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]

@@ -63,28 +63,26 @@ class Watch:
         self._visiting = False
         self._thread, self._context = threading.get_ident(), contextvars.copy_context()
         self._handles = [
-            node.register_prehook(self._hook(use, index, output))
+            node.register_prehook(functools.partial(self._note_arrived, use, index, output))
             for use in uses
             for index, (node, output) in use.nodes.items()
         ]
 
-    def _hook(self, use: ReachedUse, index: int, output: int) -> Callable[[Any], None]:
-        """Return a hook that notes a cotangent, with the context variables of the thread that watches.
+    def _note_arrived(
+        self, use: ReachedUse, index: int, output: int, gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Note a cotangent, with the context variables of the thread that watches; a hook.
 
         Autograd has a thread for each accelerator.
         """
-
-        def note_cotangent(gradients: Sequence[Tensor | None]) -> None:
-            if self._visiting:  # a visit pulls back through this very node
-                return
-            cotangent = gradients[output]
-            cotangent = None if cotangent is None else cotangent.unsqueeze(0)
-            if threading.get_ident() == self._thread:
-                self.note(use, index, cotangent)
-            else:
-                self._context.copy().run(self.note, use, index, cotangent)
-
-        return note_cotangent
+        if self._visiting:  # a visit pulls back through this very node
+            return
+        cotangent = gradients[output]
+        cotangent = None if cotangent is None else cotangent.unsqueeze(0)
+        if threading.get_ident() == self._thread:
+            self.note(use, index, cotangent)
+        else:
+            self._context.copy().run(self.note, use, index, cotangent)
 
     def note(self, use: ReachedUse, index: int, cotangent: Tensor | None) -> None:
         """Note one cotangent ``[v, *y]``, and visit the use if it was the last."""
@@ -96,11 +94,17 @@ class Watch:
     def _finish(self, use: ReachedUse) -> None:
         arrived = self._pending.pop(use)
         cotangents = ArrivedCotangents(map(arrived.get, range(len(use.shapes))))
-        if not [each for each in cotangents if each is not None]:
+        for cotangent in cotangents:
+            if cotangent is not None:
+                break
+        else:  # nothing has arrived at any output
             return
         self._visiting = True
         try:
-            with self._hooks.quiet():
+            if self._hooks.are_any:
+                with self._hooks.quiet():
+                    self._visit(use, cotangents)
+            else:
                 self._visit(use, cotangents)
         finally:
             self._visiting = False

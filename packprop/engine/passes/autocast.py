@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,18 +23,27 @@ class AutocastRegions(NamedTuple):
     @classmethod
     def now(cls, devices: Iterable[str]) -> AutocastRegions:
         """Return the active regions."""
-        available = (kind for kind in devices if torch.amp.is_autocast_available(kind))
-        return cls(
-            tuple(
-                (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-                for kind in available
-                if torch.is_autocast_enabled(kind)
-            )
-        )
+        regions = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+            for kind in devices
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        ]
+        return cls(tuple(regions))
 
     def switched(self, on: bool) -> contextlib.AbstractContextManager[None]:
         """Enter the regions again, or leave them."""
         return self._switched(on) if self.regions else NOTHING
+
+    def outside(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Return what calls a function with the regions left."""
+        if not self.regions:
+            return function
+
+        def called(*args: Any) -> None:
+            with self._switched(False):
+                function(*args)
+
+        return called
 
     @contextlib.contextmanager
     def _switched(self, on: bool) -> Iterator[None]:

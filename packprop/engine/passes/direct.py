@@ -10,10 +10,9 @@ the time of a pass through a small model. A clipped pass keeps the collector: it
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from packprop.engine.algebra.structures import Dense, Outer, Statistical
 from packprop.engine.functions.entry import ArrivedCotangents
 from packprop.engine.graph.graph import ReachedUse
 from packprop.engine.graph.sweep import Watch
-from packprop.engine.passes.accumulator import Accumulator, for_grad, smallest_sums, written_in_place
+from packprop.engine.passes.accumulator import Accumulator, for_grad, written_in_place
 from packprop.engine.passes.autocast import AutocastRegions
 from packprop.engine.passes.backward_pass import made_columns, share_exact_columns
 from packprop.engine.passes.chunks import ChunkSizes
@@ -33,7 +32,7 @@ from packprop.engine.passes.column_sweeps import are_one_sweep, sweep_chunk
 from packprop.engine.passes.contributions import Contribution, unreached
 from packprop.engine.passes.finite import FiniteCheck
 from packprop.engine.passes.gradient import Backward, hand_over, summed_leaves
-from packprop.engine.passes.request import Request, Task, require_possible, tasks_by_seed
+from packprop.engine.passes.request import Request, Task, tasks_by_seed
 from packprop.engine.passes.saving import ResultSaver
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.errors import OfParameter
@@ -45,6 +44,27 @@ SWEPT = ("gradient", "ggn", "empirical", "none")
 """Kinds of seeds whose statistics a direct pass takes."""
 
 
+class Facts(NamedTuple):
+    """The facts that the rows of one sweep tell about its results.
+
+    Args:
+        shows: The numbers of the rows whose results are smaller than cotangents, and show NaN in these.
+        keeps_one: Whether the value of one partial result is what it was made of, in each row.
+    """
+
+    shows: list[int]
+    keeps_one: bool
+
+    @classmethod
+    def of(cls, tasks: Sequence[Task]) -> Facts:
+        """The facts about the rows of some tasks."""
+        rows = [task.row for task in tasks]
+        return cls(
+            [n for n, task in enumerate(tasks) if task.shows_cotangents and task.row.seed != INPUTS],
+            all(row.over_v.keeps_one and row.over_n.keeps_one for row in rows),
+        )
+
+
 @dataclass
 class Notes:
     """The notes of a pass for later ones with equal statistics, which are kept if it succeeds.
@@ -53,6 +73,8 @@ class Notes:
         asked: Its rows, and its sizes of chunks.
         samples: The number of samples.
         is_direct: Whether later passes can be direct.
+        facts: What its rows tell, by the seed of their sweep.
+        devices: The types of devices that its leaves are on.
         summed: Leaves whose gradient packprop sums itself; see NOTE [One product for two].
         others: All other leaves.
     """
@@ -60,6 +82,8 @@ class Notes:
     asked: tuple[list[Row], ChunkSizes]
     samples: int
     is_direct: bool
+    facts: dict[Seed, Facts]
+    devices: set[str]
     summed: list[Tensor]
     others: list[Tensor]
 
@@ -73,6 +97,7 @@ class _Work:
 
     Args:
         tasks: The tasks at each leaf.
+        facts: What their rows tell.
         uses: The uses that the sweep goes to.
         ends: Whether the values of leaves are complete after it.
         columns: The columns of the sweep.
@@ -82,25 +107,28 @@ class _Work:
     def __init__(
         self,
         tasks: list[Task],
+        facts: Facts,
         uses: Sequence[ReachedUse],
         ends: bool,
         columns: Extent = ONE,
         summed: Container[int] = (),
     ) -> None:
-        self.tasks, self.ends, self.columns, self.summed = tasks, ends, columns, summed
-        self.rows = [task.row for task in tasks]
-        self.statistics = [row.statistic for row in self.rows]
-        self.kept = next((task for task in tasks if task.row.statistic is per_sample_grad), None)
-        """The task that keeps per-sample gradients of one column, if there is one."""
-        self.condenses = any(task.shows_cotangents for task in tasks)
-        """True if NaN in a cotangent shows in some result, which is smaller."""
-        self._keeps_one = all(task.row.over_v.keeps_one and task.row.over_n.keeps_one for task in tasks)
+        self.tasks, self.facts, self.ends, self.columns, self.summed = tasks, facts, ends, columns, summed
+        self.rows: list[Row] = []
+        self.statistics: list[Callable[..., Any]] = []
+        self.kept: Task | None = None
+        """The first task that keeps per-sample gradients of one column, if there is one."""
+        for task in tasks:
+            self.rows.append(task.row)
+            self.statistics.append(task.row.statistic)
+            if self.kept is None and task.row.statistic is per_sample_grad:
+                self.kept = task
         self.left = {id(site.leaf): (use, site) for use in uses for site in use.sites}
         """The leaves that the sweep has not reached, by identity, each with its use."""
 
     def whole(self, values: list[Any]) -> list[Any]:
         """Return the results that consist of these values of the statistics, of all samples and columns."""
-        if self._keeps_one:
+        if self.facts.keeps_one:
             return values
         return [whole(value, row.over_v, row.over_n) for value, row in zip(values, self.rows, strict=True)]
 
@@ -116,31 +144,35 @@ class DirectPass:
 
     def __init__(self, request: Request, saver: ResultSaver, reuses: bool) -> None:
         self._request, self._saver, self._reuses = request, saver, reuses
-        self._tasks = tasks_by_seed(request.extensions)
-        rows = [task.row for tasks in self._tasks.values() for task in tasks]
-        self._asked = rows, request.chunk_sizes
-        self._notes = next((notes for notes in request.graph.notes if notes.asked == self._asked), None)
-        self._is_simple = all(
-            row.seed.kind in SWEPT and row.after is None and not row.of_parameter for row in rows
-        ) and not any(extension.subsampling for extension in request.extensions)
-        if INPUTS in self._tasks:  # they are taken along with columns
-            self._is_simple &= not self._tasks.keys() <= {INPUTS, GRADIENT}
-        self._has_rows = any(row.statistic is per_sample_grad for row in rows)
+        self.tasks = tasks_by_seed(request.extensions)
+        """The rows of all extensions, by seed."""
+        rows: list[Row] = []
+        self._numbers: dict[Extension, int] = {}  # of the rows of each extension
+        self._is_simple, self._has_rows = True, False
+        for seed, tasks in self.tasks.items():
+            self._is_simple &= seed.kind in SWEPT
+            for task in tasks:
+                extension, row = task.extension, task.row
+                rows.append(row)
+                self._numbers[extension] = self._numbers.get(extension, 0) + 1
+                if row.after is not None or row.of_parameter or extension.subsampling is not None:
+                    self._is_simple = False
+                self._has_rows |= row.statistic is per_sample_grad
+        self.is_of_gradients = list(self.tasks) == [GRADIENT]
+        """True if all values are statistics of the gradient, so that the user's pass is the only sweep."""
+        if not self.is_of_gradients and INPUTS in self.tasks:  # they are taken along with columns
+            self._is_simple &= not self.tasks.keys() <= {INPUTS, GRADIENT}
+        self._asked, self._notes = (rows, request.chunk_sizes), None
+        for notes in request.graph.notes:
+            if notes.asked == self._asked:
+                self._notes = notes
+                break
+        self.is_possible = self._notes is not None and self._notes.is_direct and self._is_simple
+        """True if this pass can be direct, as far as an earlier one of this structure has shown."""
         self._finite = FiniteCheck()
         self._gradients: dict[int, Tensor] = {}
-        self._numbers = Counter(task.extension for tasks in self._tasks.values() for task in tasks)
         self._values: dict[int, dict[Extension, list[Any]]] = {}
         self._spare: dict[tuple[Extension, int], Tensor] | None = None
-
-    @property
-    def is_possible(self) -> bool:
-        """Tell whether this pass can be direct, as far as an earlier one of this structure has shown."""
-        return self._notes is not None and self._notes.is_direct and self._is_simple
-
-    @property
-    def is_of_gradients(self) -> bool:
-        """Tell whether all values are statistics of the gradient, so that the user's pass is the only sweep."""
-        return list(self._tasks) == [GRADIENT]
 
     def notes(self) -> Notes | None:
         """Return the notes of an ordinary pass; ``None`` if it need not take any."""
@@ -148,9 +180,13 @@ class DirectPass:
             return None
         graph = self._request.graph
         is_direct = not any(use.waits or len(use.nodes) > 1 for use in graph.uses)
-        statistics = [task.row.statistic for task in self._tasks.get(GRADIENT, ())]
+        statistics = [task.row.statistic for task in self.tasks.get(GRADIENT, ())]
         leaves = summed_leaves(self._request, statistics) if statistics else ([], [])
-        return Notes(self._asked, graph.samples, is_direct, *leaves)
+        tasks = self.tasks.copy()
+        share_exact_columns(tasks)
+        facts = {seed: Facts.of(own) for seed, own in tasks.items()}
+        devices = {leaf.device.type for leaf in graph.leaves()}
+        return Notes(self._asked, graph.samples, is_direct, facts, devices, *leaves)
 
     def run(self, backward: Backward) -> bool:
         """Sweep the columns, run the user's own pass, and take the statistics along with both.
@@ -160,13 +196,16 @@ class DirectPass:
         """
         graph, notes = self._request.graph, self._notes
         assert notes is not None
-        tasks = {seed: list(own) for seed, own in self._tasks.items()}
-        share_exact_columns(tasks)
-        inputs, gradient = tasks.pop(INPUTS, []), tasks.pop(GRADIENT, [])
-        autocast = AutocastRegions.now({leaf.device.type for leaf in graph.leaves()})
+        autocast = AutocastRegions.now(notes.devices)
+        if self.is_of_gradients:
+            tasks, inputs, (gradient,) = {}, [], self.tasks.values()
+        else:
+            tasks = self.tasks.copy()
+            share_exact_columns(tasks)
+            inputs, gradient = tasks.pop(INPUTS, []), tasks.pop(GRADIENT, [])
         if tasks:
             with torch.no_grad(), autocast.switched(False), graph.hooks.quiet():
-                if not self._sweep_columns(tasks, inputs, bool(gradient)):
+                if not self._sweep_columns(tasks, inputs, notes, bool(gradient)):
                     notes.is_direct = False
                     return False
         if gradient:
@@ -176,21 +215,23 @@ class DirectPass:
         self._finite.warn(graph)
         return True
 
-    def _sweep_columns(self, tasks: dict[Seed, list[Task]], inputs: list[Task], waits: bool) -> bool:
+    def _sweep_columns(
+        self, tasks: dict[Seed, list[Task]], inputs: list[Task], notes: Notes, waits: bool
+    ) -> bool:
         """Sweep all columns; ``waits``: the values of leaves are not complete afterwards."""
-        request, uses = self._request, self._request.graph.uses
-        require_possible(request, self._tasks)
+        request, uses = self._request, self._request.graph.uses  # a pass with equal rows has shown it possible
         roots = made_columns(request, tasks)
         if not all(are_one_sweep(request, groups) for groups in roots.values()):
             request.drawn.update(roots)
             return False
         if inputs:
-            work = _Work(inputs, uses, ends=False)
+            work = _Work(inputs, notes.facts[INPUTS], uses, ends=False)
             for use in uses:
                 self._visit(work, use, ArrivedCotangents([None] * len(use.shapes)))
         for number, (seed, (group,)) in enumerate(roots.items(), 1):
             ends = number == len(roots) and not waits
-            work = _Work(tasks[seed], uses, ends, Extent(0, group.count, group.count))
+            columns = Extent(0, group.count, group.count)
+            work = _Work(tasks[seed], notes.facts[seed], uses, ends, columns)
             sweep_chunk(group, range(group.count), uses, functools.partial(self._visit, work))
             for use, site in list(work.left.values()):
                 if id(site.leaf) in work.left:
@@ -203,13 +244,9 @@ class DirectPass:
         assert notes is not None
         restricts = bool(notes.summed) and not graph.hooks.are_any
         summed = notes.summed if restricts else []
-        work = _Work(tasks, graph.uses, ends=True, summed=set(map(id, summed)))
-
-        def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
-            with autocast.switched(False):
-                self._visit(work, use, cotangents)
-
-        watch = Watch(graph.uses, visit, graph.hooks)
+        facts = notes.facts[GRADIENT]
+        work = _Work(tasks, facts, graph.uses, ends=True, summed=set(map(id, summed)))
+        watch = Watch(graph.uses, autocast.outside(functools.partial(self._visit, work)), graph.hooks)
         complete = False
         try:
             backward(notes.others if restricts else None)
@@ -218,14 +255,15 @@ class DirectPass:
             watch.close(complete)
         for _, site in work.left.values():
             self._save_zeros(site.leaf, work)
-        reached = [leaf for leaf in summed if id(leaf) in self._gradients]
-        hand_over([(leaf, self._gradients.pop(id(leaf))) for leaf in reached])
+        if summed:
+            reached = [leaf for leaf in summed if id(leaf) in self._gradients]
+            hand_over([(leaf, self._gradients.pop(id(leaf))) for leaf in reached])
 
     def _visit(self, work: _Work, use: ReachedUse, cotangents: list[Tensor | None]) -> None:
         """Take the statistics of the leaves of a use; save them if the values of these leaves end with them."""
         if self._spare is None:
             self._spare = self._saver.take_off(self._request.extensions, self._reuses and self._has_rows)
-        if not work.condenses:
+        if not work.facts.shows:
             self._finite.note([site.leaf for site in use.sites], cotangents)
         for site in use.sites:
             del work.left[id(site.leaf)]
@@ -242,8 +280,8 @@ class DirectPass:
             values = self._in_chunks(work, contribution)
         except OfParameter as error:
             raise error.named(self._request.graph.name(leaf)) from None
-        if work.condenses:
-            self._finite.note([leaf], smallest_sums(zip(work.rows, values, strict=True)).values())
+        if work.facts.shows:
+            self._finite.note_smallest(leaf, [values[number] for number in work.facts.shows])
         self._keep(leaf, work, values)
 
     def _keep(self, leaf: Tensor, work: _Work, values: list[Any]) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from packprop.engine.graph.graph import Graph
-from packprop.engine.tensors.dry import all_finite, extremes
+from packprop.engine.tensors.dry import all_finite, extremes, joined
+from packprop.engine.tensors.nesting import tensors_in
 from packprop.errors import PackpropWarning
+
+FEW = 256
+"""Entries of a result up to which the check keeps the result itself, and looks at all of them together."""
 
 
 class FiniteCheck:
@@ -23,12 +27,31 @@ class FiniteCheck:
 
     def note(self, leaves: Iterable[Tensor], tensors: Iterable[Tensor | None]) -> None:
         """Remember the extreme entries of some tensors, for some leaves."""
-        found = [extreme for tensor in tensors if tensor is not None for extreme in extremes(tensor)]
+        found: list[Tensor] = []
+        for tensor in tensors:
+            if tensor is not None:
+                found += extremes(tensor)
         for leaf in leaves:
             seen = self._seen.setdefault(id(leaf), [])
             seen += found
             if len(seen) > 32:  # two are enough, because they keep NaN
-                seen[:] = torch.stack(seen).aminmax()
+                seen[:] = joined(seen).aminmax()
+
+    def note_smallest(self, leaf: Tensor, results: Iterable[Any]) -> None:
+        """Remember the smallest of the results of a leaf, each of which shows NaN in its cotangents."""
+        smallest: Tensor | None = None
+        for result in results:
+            for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
+                if tensor.numel() and (smallest is None or tensor.numel() < smallest.numel()):
+                    smallest = tensor
+        if smallest is None:
+            return
+        if smallest.numel() > FEW or smallest.is_complex():
+            self.note([leaf], [smallest])
+        else:
+            self._seen.setdefault(id(leaf), []).append(
+                smallest.detach() if smallest.requires_grad else smallest
+            )
 
     def first(self, graph: Graph) -> Tensor | None:
         """Return the first leaf with an entry that is not finite; wait for each device."""

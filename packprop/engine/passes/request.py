@@ -119,7 +119,12 @@ def settle_loss_inputs(graph: Graph, extensions: Sequence[Extension], kept: bool
     Raises:
         FreedGraph: If an extension needs them, and an earlier pass has freed them.
     """
-    if any(row.seed not in (GRADIENT, INPUTS) for extension in extensions for row in extension.rows):
+    settle_for_seeds(graph, [row.seed for extension in extensions for row in extension.rows], kept)
+
+
+def settle_for_seeds(graph: Graph, seeds: Iterable[Seed], kept: bool = False) -> None:
+    """``settle_loss_inputs`` for extensions whose rows have these seeds."""
+    if any(seed not in (GRADIENT, INPUTS) for seed in seeds):
         require_loss_inputs(graph)
     elif not kept:
         graph.drop_loss_inputs()

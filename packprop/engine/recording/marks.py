@@ -88,18 +88,20 @@ class ForwardCall:
     declared: int | None = None
     args: Any = ()
     kwargs: Any = field(default_factory=dict)
-    leaves: list[weakref.ref[Tensor]] = field(default_factory=list)
-    storages: list[int] = field(default_factory=list)
+    leaves: list[weakref.ref[Tensor]] = field(default_factory=list, init=False)
+    storages: list[int] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        given = tensors_of_call(self.args, self.kwargs)
-        if any(tensor.is_nested and tensor.layout == torch.strided for tensor in given):  # these have no shape
-            self.args, self.kwargs = (), {}
-            return
-        if not is_dry_run():
-            self.storages = [place for tensor in given if (place := storage_of(tensor))]
-        self.leaves = [weakref.ref(tensor) for tensor in given if tensor.requires_grad and tensor.is_leaf]
-        if not self.kwargs and all(isinstance(each, Tensor) for each in self.args):  # most calls
+        given, has_data = tensors_of_call(self.args, self.kwargs), not is_dry_run()
+        for tensor in given:
+            if tensor.is_nested and tensor.layout == torch.strided:  # these have no shape
+                self.args, self.kwargs, self.leaves, self.storages = (), {}, [], []
+                return
+            if has_data and (place := storage_of(tensor)):
+                self.storages.append(place)
+            if tensor.requires_grad and tensor.is_leaf:
+                self.leaves.append(weakref.ref(tensor))
+        if not self.kwargs and [*map(id, given)] == [*map(id, self.args)]:  # most calls: tensors alone
             self.args = tuple(map(TensorSpec.of, given))
             return
         self.args, self.kwargs = map_tensors(TensorSpec.of, self.args), map_tensors(TensorSpec.of, self.kwargs)

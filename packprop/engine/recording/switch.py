@@ -23,7 +23,7 @@ from packprop.engine.recording.recorder import (
     step_back,
     unseen,
 )
-from packprop.engine.recording.unrecorded import is_traced_over, note_compiled
+from packprop.engine.recording.unrecorded import note_compiled
 from packprop.errors import BadInput, PackpropError
 
 # `extend` returns its argument, and a type checker keeps its class.
@@ -177,7 +177,7 @@ def is_extended(module: nn.Module) -> bool:
 
 def _is_left_alone() -> bool:
     """Tell whether nothing is marked: under ``disable``, without gradients, while a compiler or tracer runs."""
-    if (compiles := is_compiling()) or is_traced_over():
+    if (compiles := is_compiling()) or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
         if compiles:
             note_compiled()
         return True
@@ -193,7 +193,8 @@ def _mark_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def _begin_loss(module: nn.Module, args: tuple[Any, ...]) -> None:
     if _is_left_alone():
         return
-    _drop_stale_recording()
+    if current.recorder is not None:
+        _drop_stale_recording()
     if current.recorder is None:
         with unseen():
             if leaves_its_node(module, args):

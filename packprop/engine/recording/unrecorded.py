@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import torch
 from torch.autograd.graph import Node
 
 from packprop.errors import PackpropWarning
@@ -32,11 +31,6 @@ class _Traced:
 
 
 _traced = _Traced()
-
-
-def is_traced_over() -> bool:
-    """Tell whether ``torch.jit.trace`` is tracing a module, so that nothing is recorded."""
-    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]  # torch's own
 
 
 def is_compiled_region(node: Node) -> bool:

@@ -110,22 +110,33 @@ def extremes(tensor: Tensor) -> list[Tensor]:
     return [*(torch.view_as_real(values) if values.is_complex() else values).aminmax()]
 
 
-def all_finite(scalars: Sequence[Tensor]) -> bool:
-    """Tell whether all of some scalars are finite; waits for each device once. Without data, they are.
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return all entries of some tensors on one axis."""
+    if any(tensor.dim() for tensor in tensors):
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return torch.stack([*tensors])
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Tell whether all of some real tensors are finite; waits for each device once. Without data, they are.
 
     They also are in a traced pass, which notes a condition that shows after a replay.
     """
     if is_dry_run():
         return True
     by_device: dict[torch.device, list[Tensor]] = {}
-    for scalar in scalars:
-        by_device.setdefault(scalar.device, []).append(scalar)
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
     if is_traced():
         for same in by_device.values():
-            joined = torch.stack(same)
-            note_fault((joined - joined).any())  # the difference is NaN, which counts as true
+            entries = joined(same)
+            note_fault((entries - entries).any())  # the difference is NaN, which counts as true
         return True
-    return all(math.isfinite(value) for same in by_device.values() for value in torch.stack(same).tolist())
+    found: list[float] = []
+    for same in by_device.values():
+        entries = joined(same)
+        found += (entries if entries.numel() <= 64 else torch.stack(entries.aminmax())).tolist()
+    return all(map(math.isfinite, found))
 
 
 def are_finite(tensors: Sequence[Tensor | None]) -> bool:

@@ -67,9 +67,16 @@ def dictionaries_of_node(node: Any) -> tuple[HookDictionary, HookDictionary]:
     return before, after
 
 
-def has_hooks_of_user(node: Any) -> bool:
-    """Tell whether a node has any hook that is not packprop's own."""
-    return any(hooks and has_users_hooks(hooks) for hooks in dictionaries_of_node(node))
+def meet_users_hooks(nodes: Iterable[Any]) -> bool:
+    """Tell whether any of some nodes has a hook that is not packprop's own."""
+    for node in nodes:
+        for register in (node.register_prehook, node.register_hook):
+            handle = register(_stand_in)
+            hooks = handle.hooks_dict_ref()
+            del hooks[handle.id]
+            if hooks and has_users_hooks(hooks):
+                return True
+    return False
 
 
 def has_users_hooks(hooks: HookDictionary) -> bool:

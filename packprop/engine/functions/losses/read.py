@@ -68,7 +68,9 @@ def called_by(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Any]] | 
 
 def leaves_its_node(module: nn.Module, args: tuple[Any, ...]) -> bool:
     """Tell whether the call of a loss module will leave a node of ``LOSS_NODES``: no mode need see it."""
-    if type(module) not in MODULES or len(args) != 2 or not all(isinstance(each, Tensor) for each in args):
+    if type(module) not in MODULES or len(args) != 2:
+        return False
+    if not (isinstance(args[0], Tensor) and isinstance(args[1], Tensor)):
         return False
     if isinstance(module, nn.CrossEntropyLoss):
         return not module.label_smoothing and not args[1].is_floating_point()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -24,14 +24,15 @@ def _rule_of(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
 
     def register(rule: Rule) -> Rule:
         for function in functions:
-            add_rule(functools.partial(_described, rule, inspect.signature(function)), function)
+            names = tuple(inspect.signature(function).parameters)
+            add_rule(functools.partial(_described, rule, names), function)
         return rule
 
     return register
 
 
-def _described(rule: Rule, signature: inspect.Signature, *args: Any, **kwargs: Any) -> Loss:
-    given = signature.bind(*args, **kwargs).arguments
+def _described(rule: Rule, names: Sequence[str], *args: Any, **kwargs: Any) -> Loss:
+    given = {**dict(zip(names, args, strict=False)), **kwargs}  # the loss was called with these, so they fit
     size_average, reduce = given.pop("size_average", None), given.pop("reduce", None)
     if size_average is not None or reduce is not None:
         given["reduction"] = "none" if reduce is False else "sum" if size_average is False else "mean"

@@ -55,15 +55,20 @@ PLAIN = frozenset({int, bool, str, type(None)})
 """Types of numbers that the key holds as they are, and also tuples of them; ``plain_options`` returns them."""
 
 
+Outputs = dict[tuple[Node, int], tuple[ForwardCall, torch.Size]]
+"""Marked outputs of models: their node, and number among its outputs -> their call and shape."""
+
+
 class Outline(NamedTuple):
     """The nodes of a graph, and what tells its structure.
 
     Args:
         nodes: Its nodes, in an order that is the same for graphs of equal structure.
         places: The number of each node in this order.
-        losses: The marked losses of nodes.
-        outputs: Marked outputs of models: their node, and number among its outputs -> their call and shape.
         numbers: The numbers that each node has saved, as they are.
+        leaves: Its leaves, which are parameters.
+        losses: The marked losses of nodes.
+        outputs: Its marked outputs of models.
         key: A value that is equal for graphs of the same nodes, edges, options and leaves, with tensors of the
             same shapes and precisions, and with losses and models marked at the same places.
     """
@@ -73,7 +78,7 @@ class Outline(NamedTuple):
     numbers: list[list[Any]]
     leaves: list[Tensor]
     losses: dict[Node, RecordedLoss]
-    outputs: dict[tuple[Node, int], tuple[ForwardCall, torch.Size]]
+    outputs: Outputs
     key: tuple[Any, ...]
 
     @property
@@ -91,9 +96,13 @@ def outline(roots: Sequence[Tensor]) -> Outline | None:
     are no parameters.
     """
     key: list[Any] = []
+    nodes: list[Node] = []
+    places: dict[Node, int] = {}
+    numbers: list[list[Any]] = []
+    leaves: list[Tensor] = []
+    losses: dict[Node, RecordedLoss] = {}
+    outputs: Outputs = {}
     kinds: dict[type, tuple[str, ...]] = {}
-    found = Outline([], {}, [], [], {}, {}, ())
-    nodes, places = found.nodes, found.places
     for root in roots:
         if root.grad_fn is None:
             return None
@@ -102,14 +111,16 @@ def outline(roots: Sequence[Tensor]) -> Outline | None:
             nodes.append(root.grad_fn)
         key += (places[root.grad_fn], root.output_nr)
     for node in nodes:  # grows on the way; this loop makes no call of Python's for a usual node
-        numbers: list[Any] = []
-        found.numbers.append(numbers)
+        own: list[Any] = []
+        numbers.append(own)
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             if type(leaf) is not nn.Parameter:
                 return None
-            found.leaves.append(leaf)
-            key += (id(leaf), *leaf.shape, leaf.dtype, leaf.device)
+            leaves.append(leaf)
+            key.append(id(leaf))
+            key += leaf.shape
+            key += (leaf.dtype, leaf.device)
             continue
         kind = type(node)
         if kind not in kinds:
@@ -117,7 +128,7 @@ def outline(roots: Sequence[Tensor]) -> Outline | None:
                 return None
             kinds[kind] = numbers_of_type(kind)
         marks = marks_of(node)
-        if marks and not _add_marks(found, node, marks, key):
+        if marks and not _add_marks(node, marks, losses, outputs, key):
             return None
         edges = node.next_functions
         key += (node.name(), len(edges))
@@ -131,18 +142,21 @@ def outline(roots: Sequence[Tensor]) -> Outline | None:
             key += (places[above], number)
         try:
             for made in outputs_of(node):
-                key += (*made.shape, made.dtype)
+                key += made.shape
+                key.append(made.dtype)
         except RuntimeError:  # of nested tensors
             return None
         for name in kinds[kind]:
             value = getattr(node, name)
-            numbers.append(value)
+            own.append(value)
             is_plain = type(value) in PLAIN or (type(value) is tuple and PLAIN.issuperset(map(type, value)))
             key.append(value if is_plain else plain_options(value, name in EXPONENTS))
-    return found._replace(key=tuple(key))
+    return Outline(nodes, places, numbers, leaves, losses, outputs, tuple(key))
 
 
-def _add_marks(found: Outline, node: Node, marks: dict[str, Any], key: list[Any]) -> bool:
+def _add_marks(
+    node: Node, marks: dict[str, Any], losses: dict[Node, RecordedLoss], outputs: Outputs, key: list[Any]
+) -> bool:
     """Note the marks of a node; tell whether the key can tell them."""
     if HOOKS in marks or RETAINS in marks:
         return False
@@ -150,11 +164,11 @@ def _add_marks(found: Outline, node: Node, marks: dict[str, Any], key: list[Any]
         loss, output = marks[LOSS]
         if loss.documents is not None or loss.function not in LOSSES or loss.released:
             return False
-        found.losses[node] = loss
+        losses[node] = loss
         key += (loss.function, *loss.shape, loss.declared, output)
         key += told_axes(loss.function, loss.args, loss.kwargs)
     for output, (forward, shape) in marks.get(OUTPUT, {}).items():
-        found.outputs[node, output] = forward, shape
+        outputs[node, output] = forward, shape
         key += (id(forward.module()), forward.declared, output, *shape)
     return True
 

@@ -154,18 +154,27 @@ def canonical(tensor: Tensor, layout: Layout, class_axis: int | None, skip: int 
     classes = 1
     if class_axis is not None:
         classes = tensor.shape[class_axis + skip]
-        tensor = tensor.movedim(class_axis + skip, -1).reshape(*tensor.shape[:skip], *rest, classes)
+        if class_axis + skip < tensor.dim() - 1:
+            tensor = tensor.movedim(class_axis + skip, -1)
+        tensor = shaped(tensor, (*tensor.shape[:skip], *rest, classes))
     front = inner.to_front(tensor, skip)
     return front.reshape(*front.shape[: skip + 1], -1, classes)
 
 
 def from_canonical(tensor: Tensor, shape: torch.Size, layout: Layout, class_axis: int | None) -> Tensor:
-    """Invert ``canonical`` for columns ``[v, n, t, c] -> [v, *f]``."""
+    """Invert ``canonical`` for columns ``[v, n, t, c] -> [v, *f]``; those at one position may lack its axis."""
     inner, rest = without_classes(layout, shape, class_axis)
     classes = () if class_axis is None else (shape[class_axis],)
-    front = tensor.reshape(tensor.shape[0], *inner.front_shape(rest), *classes)
+    front = shaped(tensor, (tensor.shape[0], *inner.front_shape(rest), *classes))
     back = inner.from_front(front, 1)
-    return back if class_axis is None else back.movedim(-1, class_axis + 1).reshape(-1, *shape)
+    if class_axis is not None and class_axis < len(shape) - 1:
+        back = back.movedim(-1, class_axis + 1)
+    return shaped(back, (tensor.shape[0], *shape))
+
+
+def shaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor in a shape that it may have already."""
+    return tensor if tensor.shape == shape else tensor.reshape(shape)
 
 
 def without_classes(layout: Layout, shape: torch.Size, class_axis: int | None) -> tuple[Layout, torch.Size]:
@@ -179,10 +188,10 @@ def without_classes(layout: Layout, shape: torch.Size, class_axis: int | None) -
     return layout, torch.Size([*shape[:class_axis], *shape[class_axis + 1 :]])
 
 
-def weight_of_terms(loss: Loss, factor: Tensor, shape: Sequence[int]) -> Tensor:
+def weight_of_terms(loss: Loss, factor: Tensor | None, shape: Sequence[int]) -> Tensor | float:
     """Return the factors on the terms of a loss whose output is multiplied by ``factor``, without classes."""
-    weight = loss.weight * factor
-    if loss.class_axis is None or weight.dim() < len(shape):
+    weight = loss.weight if factor is None else loss.weight * factor
+    if loss.class_axis is None or not isinstance(weight, Tensor) or weight.dim() < len(shape):
         return weight
     return weight.sum(loss.class_axis)
 

@@ -49,6 +49,8 @@ SHORT = 32
 def wide_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiply matrices, or batches of them, in the precision of sums; the result is in ``out`` if given."""
     multiply = torch.mm if left.dim() == 2 else torch.bmm
+    if left.dtype == right.dtype == accumulation_dtype(left.dtype):
+        return multiply(left, right, out=out)
     if left.dtype == right.dtype and multiplies_wide(left):
         wide = accumulation_dtype(left.dtype)
         return multiply(left, right, wide) if out is None else multiply(left, right, wide, out=out)
@@ -243,10 +245,11 @@ def _kernel_for(
     The operator copies its first matrix unless that one is in memory by rows. If both are there by columns, the
     smaller one goes first, unless you want the product ``by_rows``: it is then there by columns.
     """
+    device = device_kind(left)
     fits = (
-        device_kind(left) == device_kind(right)
-        and left.dtype == right.dtype
-        and worth_a_call(left.shape[-1], left.shape[-2] * right.shape[-2], left.dtype, device_kind(left))
+        left.dtype == right.dtype
+        and worth_a_call(left.shape[-1], left.shape[-2] * right.shape[-2], left.dtype, device)
+        and device == device_kind(right)
         and not (torch.is_grad_enabled() and (left.requires_grad or right.requires_grad))
     )
     library: Any = torch.ops.mkldnn

@@ -109,7 +109,7 @@ def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
     require_losses(graph, GGN_ASKED, "its Hessian is")
     with torch.set_grad_enabled(create_graph):
         by_loss = [_loss_columns(graph, loss, seed) for loss in graph.losses]
-    if seed in (EXACT, ENTRYWISE) or len(by_loss) == 1:
+    if len(by_loss) == 1 or seed in (EXACT, ENTRYWISE):
         return by_loss
 
     def together(start: int, stop: int) -> list[Tensor]:
@@ -132,7 +132,8 @@ def loss_hessians(graph: Graph) -> tuple[list[GradientEdge], list[Callable[[Tens
 def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     """Return the columns of one loss."""
     call, layout = loss.call, loss.layout
-    if call.input.is_complex():
+    given = call.input
+    if given.is_complex():
         raise PackpropError(
             GGN_ASKED,
             f"the loss {call.name}",
@@ -153,14 +154,14 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     )
     factor = loss_factor(graph, loss)
     tokens = token_count(loss) if seed.by_token else 0
-    if seed == EMPIRICAL:
+    if seed.kind == EMPIRICAL.kind:
         return _empirical_column(loss, factor)
     if rule.root is None:
         root = generic_root(loss, factor)
         axis, positions = None, 1
     else:
         axis = rule.class_axis
-        value = canonical(entrance.values(call.input), layout, axis)
+        value = canonical(entrance.values(given), layout, axis)
         scale = _scale(loss, factor, value)
         root = rule.root(value, scale)
         require_root(graph, loss, root, scale)
@@ -203,7 +204,7 @@ def _empirical_column(loss: ReachedLoss, factor: Tensor | None) -> Columns:
 
 
 def _exact_columns(root: Root, positions: int, by_entry: bool, start: int, stop: int) -> Tensor:
-    """Return columns ``start`` to ``stop``, each zero at all positions but one, without an axis for a single one.
+    """Return columns ``start`` to ``stop``, each zero at all positions but one; a single one has no axis.
 
     By default they are ordered by position, then by entry, which takes the fewest calls of the root. With
     ``by_entry`` they are ordered by entry, then by position, like the entries of the loss's input.

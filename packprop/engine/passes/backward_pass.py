@@ -123,10 +123,10 @@ def share_exact_columns(tasks: dict[Seed, list[Task]]) -> Seed:
 
     Returns the seed whose columns are the exact root of the loss's Hessian.
     """
-    exact = ENTRYWISE if ENTRYWISE in tasks else EXACT
-    if EXACT in tasks:
-        tasks.setdefault(exact, []).extend([] if exact == EXACT else tasks.pop(EXACT))
-    return exact
+    if ENTRYWISE not in tasks:
+        return EXACT
+    tasks[ENTRYWISE].extend(tasks.pop(EXACT, ()))
+    return ENTRYWISE
 
 
 def made_columns(request: Request, tasks: dict[Seed, list[Task]]) -> dict[Seed, list[Columns]]:

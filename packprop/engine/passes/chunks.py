@@ -57,7 +57,7 @@ class ChunkSizes(NamedTuple):
 
         Many columns at once pay because, for small cotangents, the number of calls decides on the time.
         """
-        entries = sum(shape.numel() for use in uses for shape in use.shapes)
+        entries = sum([shape.numel() for use in uses for shape in use.shapes])
         room = self.cotangents
         if weighted:
             room = min(room, max(room, COTANGENTS) // SHARE)

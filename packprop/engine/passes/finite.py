@@ -23,7 +23,12 @@ class FiniteCheck:
 
     def note(self, leaves: Iterable[Tensor], tensors: Iterable[Tensor | None]) -> None:
         """Remember the extreme entries of some tensors, for some leaves."""
-        found = [extreme for tensor in tensors if tensor is not None for extreme in extremes(tensor)]
+        found: list[Tensor] = []
+        for tensor in tensors:
+            if tensor is not None:
+                found += extremes(tensor)
+        if not found:
+            return
         for leaf in leaves:
             seen = self._seen.setdefault(id(leaf), [])
             seen += found

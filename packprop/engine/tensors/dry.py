@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager
@@ -74,7 +75,7 @@ def is_of_batch(tensor: Tensor) -> bool:
 
 def is_dry_run() -> bool:
     """Tell whether this is a dry run, in which tensors have no data."""
-    return dry_run_device() is not None
+    return _DRY_RUN.get() is not None
 
 
 def has_fault(condition: Tensor) -> bool:
@@ -125,7 +126,8 @@ def all_finite(scalars: Sequence[Tensor]) -> bool:
             joined = torch.stack(same)
             note_fault((joined - joined).any())  # the difference is NaN, which counts as true
         return True
-    return all(math.isfinite(value) for same in by_device.values() for value in torch.stack(same).tolist())
+    values = [torch.stack(same).tolist() for same in by_device.values()]
+    return all(map(math.isfinite, itertools.chain(*values)))
 
 
 def are_finite(tensors: Sequence[Tensor | None]) -> bool:

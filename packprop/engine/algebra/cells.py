@@ -64,7 +64,7 @@ def _outer_sum_sq(structure: Outer) -> Tensor | None:
         total = squared_products(*structure.matrices).unflatten(0, (columns, fan_out)).sum(0)
         return fold_matrix(structure, total)
     squares = structure.wide_cotangent.square().sum((0, 2))
-    return structure.fold(summed_products(squares, structure.x.squeeze(1).square()))
+    return structure.fold(summed_products(squares, structure.x.square()))
 
 
 @fast_cell("batch_sq", Outer)

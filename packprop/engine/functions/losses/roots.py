@@ -58,7 +58,7 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
         root = (0.5 * log_p(t).to(accumulation_dtype(logits.dtype))).exp()
         last, off_diagonal = root[:, -1:], root.square()
         off_diagonal[:, -1:].add_(last)
-        off_diagonal = off_diagonal / (-1 - last)
+        off_diagonal = off_diagonal / torch.rsub(last, -1)  # -1 - last
         factor = root[:, start:stop] * strength[:, t : t + 1]
         columns = factor.T.contiguous()[..., None] * off_diagonal
         own = columns.diagonal(start, 0, 2).zero_()

@@ -93,7 +93,7 @@ class Row:
     @property
     def sums(self) -> bool:
         """Tell whether the result stays as large as a parameter for any number of samples and columns."""
-        return not (self.over_n.grows or self.over_v.grows)
+        return self.over_n.axis is None and self.over_v.axis is None
 
 
 class Extension:

@@ -63,8 +63,8 @@ def _outer_sum_sq(structure: Outer) -> Tensor | None:
             return None
         total = squared_products(*structure.matrices).unflatten(0, (columns, fan_out)).sum(0)
         return fold_matrix(structure, total)
-    squares = structure.wide_cotangent.squeeze(2).square().sum(0)
-    return structure.fold(summed_products(squares, structure.x.squeeze(1).square()))
+    squares = structure.wide_cotangent.square().sum((0, 2))
+    return structure.fold(summed_products(squares, structure.x.square()))
 
 
 @fast_cell("batch_sq", Outer)

@@ -19,7 +19,7 @@ from packprop.engine.algebra.statistics import (
     moments,
     sum_sq,
 )
-from packprop.engine.algebra.structures import Dense, Lookup, Outer, Structure, entry_order_of
+from packprop.engine.algebra.structures import Dense, Lookup, Outer, Structure, entry_order_of, rows
 from packprop.engine.tensors.device import device_kind
 from packprop.engine.tensors.precision import accumulation_dtype, widened, wider_dtype
 from packprop.errors import OfParameter
@@ -45,21 +45,23 @@ def cotangent_gram(
     ``otherwise`` says.
     """
     if isinstance(structure, Dense):
-        flat = flat_rows(structure)
+        flat = _matrix_of(rows(structure), 2)
     else:
         cotangent = structure.given_cotangent
-        if approximation == "expand":
-            flat = cotangent.flatten(3).flatten(1, 2)
-        elif cotangent.shape[2] == 1:
-            flat = cotangent[:, :, 0].flatten(2)
+        if approximation == "expand" or cotangent.shape[2] == 1:
+            flat = _matrix_of(cotangent, 3)
         else:
-            flat = cotangent.sum(2, dtype=accumulation_dtype(cotangent.dtype)).flatten(2)
-    flat = flat.flatten(0, 1)
+            flat = _matrix_of(cotangent.sum(2, dtype=accumulation_dtype(cotangent.dtype)), 2)
     if flat.shape[1] <= LARGEST_FACTOR:
         return second_moment(flat)
     if otherwise == "diagonal":
         return sum_of_squares(widened(flat))
     return _too_large(flat, flat.shape[1], otherwise)
+
+
+def _matrix_of(values: Tensor, leading: int) -> Tensor:
+    """Join the leading axes to one of rows, and all others to one of columns."""
+    return values.reshape(values.shape[:leading].numel(), values.shape[leading:].numel())
 
 
 def input_gram(

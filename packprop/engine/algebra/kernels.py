@@ -125,20 +125,23 @@ def second_moment(rows: Tensor) -> Tensor:
 
 
 def summed_products(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply ``[n, g, o]`` by ``[n, g, i]``, summed over samples: ``[g, o, i]``."""
-    return torch.bmm(left.permute(1, 2, 0), right.transpose(0, 1))
+    """Multiply ``[n, g, o]`` by ``[n, 1, g, i]``, summed over samples: ``[g, o, i]``."""
+    samples, _, groups, fan_in = right.shape
+    by_groups = right.view(1, samples, fan_in) if groups == 1 else right.squeeze(1).transpose(0, 1)
+    return torch.bmm(left.permute(1, 2, 0), by_groups)
 
 
-def sum_of_squares(rows: Tensor, centre: Tensor | None = None) -> Tensor:
-    """Sum squares of entries, or of their deviations from ``centre``, over the leading axis."""
-    differentiated = torch.is_grad_enabled() and rows.requires_grad
+def sum_of_squares(rows: Tensor, centre: Tensor | None = None, axes: int = 1) -> Tensor:
+    """Sum squares of entries, or of their deviations from ``centre``, over leading axes."""
+    differentiated, leading = torch.is_grad_enabled() and rows.requires_grad, tuple(range(axes))
     if rows.is_complex() or differentiated or is_traced():
-        return (rows if centre is None else rows - centre).square().sum(0)
+        return (rows if centre is None else rows - centre).square().sum(leading)
     if device_kind(rows) != "cpu":  # one kernel, and no squares in memory
-        norms: Tensor = torch.linalg.vector_norm(rows if centre is None else rows - centre, dim=0)
+        norms: Tensor = torch.linalg.vector_norm(rows if centre is None else rows - centre, dim=leading)
         return norms.square_()
-    if not 0 < len(rows) <= 64 or rows[0].numel() < SMALL_ROW:
-        return (rows.square() if centre is None else (rows - centre).square_()).sum(0)
+    if not 0 < rows.shape[:axes].numel() <= 64 or rows.shape[axes:].numel() < SMALL_ROW:
+        return (rows.square() if centre is None else (rows - centre).square_()).sum(leading)
+    rows = rows.flatten(0, axes - 1)
     total = torch.zeros_like(rows[0])
     for row in rows:  # read each once, and write nothing as large as all of them
         deviation = row if centre is None else row - centre
@@ -173,17 +176,13 @@ def norms_of(rows: Tensor) -> Tensor:
 
 def worth_a_call(terms: int, entries: int, dtype: torch.dtype, device: str) -> bool:
     """Tell whether a product of so many entries, sums of ``terms``, is faster by itself than in a batch."""
-    return (
-        _is_large_product(terms, entries)
-        and not is_traced()  # a graph gains nothing from many calls, and a compiler cannot lower this one
-        and dtype == torch.float32
-        and device == "cpu"
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
+    if not _is_long(terms, entries) or is_traced():
+        return False  # a graph gains nothing from many calls, and a compiler cannot lower this one
+    return dtype == torch.float32 and device == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def _is_large_product(terms: int, entries: int) -> bool:
-    """Tell whether the size of a product makes it faster by itself, unless an algorithm is forced."""
+def _is_long(terms: int, entries: int) -> bool:
+    """Tell whether the size of a product, or an algorithm that is forced, asks for a call of its own."""
     forced = forced_algorithm("products")
     if forced is not None:
         return forced == "single"
@@ -258,9 +257,10 @@ def _kernel_for(
     smaller one goes first, unless you want the product ``by_rows``: it is then there by columns.
     """
     terms, entries = left.shape[-1], left.shape[-2] * right.shape[-2]
+    if not _is_long(terms, entries):  # most products are not, so this comes first
+        return None
     fits = (
-        _is_large_product(terms, entries)
-        and device_kind(left) == device_kind(right)
+        device_kind(left) == device_kind(right)
         and left.dtype == right.dtype
         and worth_a_call(terms, entries, left.dtype, device_kind(left))
         and not (torch.is_grad_enabled() and (left.requires_grad or right.requires_grad))

@@ -51,7 +51,7 @@ class Monoid:
     @property
     def keeps_one(self) -> bool:
         """Tell whether the value of one partial result is what it was made of."""
-        return self.grows or self.result is _itself
+        return self.axis is not None or self.result is _itself
 
     def __repr__(self) -> str:
         return self.name

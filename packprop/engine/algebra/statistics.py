@@ -40,7 +40,7 @@ def product_sum(structure: Product) -> Tensor:
     outer, cotangents = structure.left, _cotangent_products(structure)
     if cotangents is None or not isinstance(outer, Outer):
         return _row_product_sum(structure)
-    return outer.fold(summed_products(cotangents, outer.x.squeeze(1).square()))
+    return outer.fold(summed_products(cotangents, outer.x.square()))
 
 
 def product_batch_sum(structure: Product) -> Tensor:
@@ -114,7 +114,7 @@ def sum_sq(structure: Quadratic) -> Tensor:
     if isinstance(structure, Product):
         return product_sum(structure)
     fast = _fast("sum_sq", structure)
-    return sum_of_squares(rows(structure).flatten(0, 1)) if fast is None else fast
+    return sum_of_squares(rows(structure), axes=2) if fast is None else fast
 
 
 def batch_sq(structure: Quadratic) -> Tensor:

@@ -57,15 +57,19 @@ def require_unchanged_input(call: RecordedLoss, asked: str) -> None:
         )
 
 
-def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
+def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor | None:
     """Return the factor on a loss: the gradient of the roots with respect to the output of the loss function.
+
+    ``None`` stands for the factor 1 on a loss that is the root itself.
 
     Raises:
         PackpropError: If the loss enters nonlinearly or with a negative factor: its curvature is then not the
             curvature of the roots.
     """
+    if _is_root(graph, loss):
+        return None
     factor = linear_factor(graph, loss, GGN_ASKED)
-    if not _is_root(graph, loss) and has_fault((factor < 0).any()):
+    if has_fault((factor < 0).any()):
         raise PackpropError(
             GGN_ASKED,
             "what the loss was multiplied by",
@@ -107,7 +111,7 @@ def linear_factor(graph: Graph, loss: ReachedLoss, asked: str) -> Tensor:
     return factor if torch.is_grad_enabled() else factor.detach()
 
 
-def generic_root(loss: ReachedLoss, factor: Tensor) -> Root:
+def generic_root(loss: ReachedLoss, factor: Tensor | None) -> Root:
     """Return the root of a loss without a rule, from the second derivatives of each sample.
 
     They are those of the graph that the loss was recorded in, which holds its random numbers and buffers.
@@ -150,7 +154,7 @@ def generic_root(loss: ReachedLoss, factor: Tensor) -> Root:
     return _rounded(matrix_root(0.5 * (hessian + hessian.mT), front.dtype), front.dtype)
 
 
-def loss_gradient(loss: ReachedLoss, edge: GradientEdge, factor: Tensor) -> Tensor:
+def loss_gradient(loss: ReachedLoss, edge: GradientEdge, factor: Tensor | None) -> Tensor:
     """Return the gradient of a loss's term of the roots at an edge before it; with gradients on, a function."""
     (gradient,) = derivatives([loss.value], [edge], [factor], create_graph=torch.is_grad_enabled())
     assert gradient is not None

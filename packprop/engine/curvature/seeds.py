@@ -109,7 +109,7 @@ def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
     require_losses(graph, GGN_ASKED, "its Hessian is")
     with torch.set_grad_enabled(create_graph):
         by_loss = [_loss_columns(graph, loss, seed) for loss in graph.losses]
-    if seed in (EXACT, ENTRYWISE) or len(by_loss) == 1:
+    if len(by_loss) == 1 or seed in (EXACT, ENTRYWISE):
         return by_loss
 
     def together(start: int, stop: int) -> list[Tensor]:
@@ -132,7 +132,8 @@ def loss_hessians(graph: Graph) -> tuple[list[GradientEdge], list[Callable[[Tens
 def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     """Return the columns of one loss."""
     call, layout = loss.call, loss.layout
-    if call.input.is_complex():
+    given = call.input
+    if given.is_complex():
         raise PackpropError(
             GGN_ASKED,
             f"the loss {call.name}",
@@ -153,14 +154,14 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     )
     factor = loss_factor(graph, loss)
     tokens = token_count(loss) if seed.by_token else 0
-    if seed == EMPIRICAL:
+    if seed.kind == EMPIRICAL.kind:
         return _empirical_column(loss, factor)
     if rule.root is None:
         root = generic_root(loss, factor)
         axis, positions = None, 1
     else:
         axis = rule.class_axis
-        value = canonical(entrance.values(call.input), layout, axis)
+        value = canonical(entrance.values(given), layout, axis)
         scale = _scale(loss, factor, value)
         root = rule.root(value, scale)
         require_root(graph, loss, root, scale)
@@ -171,6 +172,8 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
         draws = draws if seed.mc_samples == 1 else draws / seed.mc_samples**0.5
         if tokens:
             return columns_by_token(graph, loss, entrance, draws)
+        if seed.mc_samples == 1:
+            return Columns([entrance.edge], 1, lambda start, stop: [place(draws)])
         return Columns([entrance.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])])
     if seed.entrywise and root.entrywise is not None:
         root = root.entrywise
@@ -180,7 +183,7 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     return Columns([entrance.edge], count, lambda start, stop: [place(chunk(start, stop))], counted=counted)
 
 
-def _empirical_column(loss: ReachedLoss, factor: Tensor) -> Columns:
+def _empirical_column(loss: ReachedLoss, factor: Tensor | None) -> Columns:
     """Return gradients of terms divided by the roots of their scales: the column of a draw of the target."""
     call, layout, rule = loss.call, loss.layout, loss.entrance.rule
     if rule.divisor is None:
@@ -201,13 +204,13 @@ def _empirical_column(loss: ReachedLoss, factor: Tensor) -> Columns:
 
 
 def _exact_columns(root: Root, positions: int, by_entry: bool, start: int, stop: int) -> Tensor:
-    """Return columns ``start`` to ``stop``, each zero at all positions but one.
+    """Return columns ``start`` to ``stop``, each zero at all positions but one; a single one has no axis.
 
     By default they are ordered by position, then by entry, which takes the fewest calls of the root. With
     ``by_entry`` they are ordered by entry, then by position, like the entries of the loss's input.
     """
     if positions == 1:
-        return root.position(0, start, stop).unsqueeze(2)
+        return root.position(0, start, stop)
     numbers: defaultdict[int, list[int]] = defaultdict(list)
     for number in range(start, stop):
         numbers[number % positions if by_entry else number // root.columns].append(number)
@@ -224,10 +227,17 @@ def _exact_columns(root: Root, positions: int, by_entry: bool, start: int, stop:
     return wide.index_put_((column, torch.arange(samples, device=joined.device), at), joined)
 
 
-def _scale(loss: ReachedLoss, factor: Tensor, value: Tensor) -> Tensor:
+def _scale(loss: ReachedLoss, factor: Tensor | None, value: Tensor) -> Tensor:
     """Return the factor on each term ``[n, t]``: weight over divisor, times the factor on the loss."""
     rule, terms = loss.entrance.rule, value.shape[:2]
-    layout, shape = without_classes(loss.layout, loss.call.shape, rule.class_axis)
     divisor = 1.0 if rule.divisor is None else rule.divisor
-    weight = (weight_of_terms(rule, factor, loss.call.shape) / divisor).to(value.dtype)
-    return layout.to_front(weight.expand(shape)).reshape(terms)
+    weight = weight_of_terms(rule, factor, loss.call.shape)
+    if isinstance(weight, Tensor) and torch.result_type(weight, divisor) != value.dtype:
+        weight = weight.to(value.dtype)  # flags would become numbers of the default precision
+    scale = weight / divisor
+    if not isinstance(scale, Tensor):
+        return value.new_full((), scale).expand(terms)
+    layout, shape = without_classes(loss.layout, loss.call.shape, rule.class_axis)
+    scale = scale.to(value.dtype)
+    scale = scale if scale.shape == shape else scale.expand(shape)
+    return layout.to_front(scale).reshape(terms)

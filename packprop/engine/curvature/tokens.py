@@ -175,5 +175,6 @@ def counted_tokens(graph: Graph, loss: ReachedLoss) -> Tensor:
     tokens, rule = token_count(loss), loss.entrance.rule
     factor = linear_factor(graph, loss, TOKENS_ASKED)
     layout, shape = without_classes(loss.layout, loss.call.shape, rule.class_axis)
-    counts = (weight_of_terms(rule, factor, loss.call.shape) != 0).expand(shape)
-    return layout.to_front(counts).reshape(layout.samples, tokens, -1).any(-1).T
+    weight = weight_of_terms(rule, factor, loss.call.shape)
+    assert isinstance(weight, Tensor)  # as the factor is
+    return layout.to_front((weight != 0).expand(shape)).reshape(layout.samples, tokens, -1).any(-1).T

@@ -183,8 +183,12 @@ def sweep(
 
 def _operands_of_called(use: ReachedUse) -> list[GradientEdge]:
     """Return the edges of the parameters of nodes that a visit calls; see NOTE [Nodes as functions]."""
-    edges = [site.entry.calls_node(use.layouts) for site in use.sites] if use.layouts else []
-    return [edge for edge in edges if edge is not None]
+    edges = []
+    for site in use.sites if use.layouts else ():
+        edge = site.entry.calls_node(use.layouts)
+        if edge is not None:
+            edges.append(edge)
+    return edges
 
 
 def _passed_to_all(node: Any, products: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> Any:

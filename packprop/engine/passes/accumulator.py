@@ -312,9 +312,9 @@ def smallest_sums(results: Iterable[tuple[Row, Any]]) -> dict[Seed, Tensor]:
     """
     smallest: dict[Seed, Tensor] = {}
     for row, value in results:
-        if not (row.sums or row.condenses) or row.seed == INPUTS:
+        if row.seed.kind == INPUTS.kind or not (row.sums or row.condenses):
             continue
-        for tensor in tensors_in(value):
+        for tensor in (value,) if isinstance(value, Tensor) else tensors_in(value):
             if 0 < tensor.numel() <= smallest.get(row.seed, tensor).numel():
                 smallest[row.seed] = tensor
     return smallest

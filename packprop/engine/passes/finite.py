@@ -31,6 +31,8 @@ class FiniteCheck:
         for tensor in tensors:
             if tensor is not None:
                 found += extremes(tensor)
+        if not found:
+            return
         for leaf in leaves:
             seen = self._seen.setdefault(id(leaf), [])
             seen += found

@@ -104,7 +104,7 @@ def extremes(tensor: Tensor) -> list[Tensor]:
     """Return the smallest and the largest entry of a tensor: NaN and infinity show in them. Traced, its sum."""
     if not tensor.numel():
         return []
-    values = tensor.detach()
+    values = tensor.detach() if tensor.requires_grad else tensor
     if is_traced() and values.dtype in (torch.float32, torch.float64):  # one operation in place of three
         return [values.sum()]
     return [*(torch.view_as_real(values) if values.is_complex() else values).aminmax()]

@@ -150,22 +150,36 @@ def _require_seen(function: Any) -> None:
 
 def canonical(tensor: Tensor, layout: Layout, class_axis: int | None, skip: int = 0) -> Tensor:
     """Return the canonical form ``[*skipped, n, t, c]`` of a loss's input, or of columns ``[*skipped, *f]``."""
+    classes = 1 if class_axis is None else tensor.shape[class_axis + skip]
+    if _is_in_order(layout, tensor.dim() - skip, class_axis):
+        return tensor.reshape(*tensor.shape[: skip + 1], -1, classes)
     inner, rest = without_classes(layout, tensor.shape[skip:], class_axis)
-    classes = 1
     if class_axis is not None:
-        classes = tensor.shape[class_axis + skip]
         tensor = tensor.movedim(class_axis + skip, -1).reshape(*tensor.shape[:skip], *rest, classes)
     front = inner.to_front(tensor, skip)
     return front.reshape(*front.shape[: skip + 1], -1, classes)
 
 
 def from_canonical(tensor: Tensor, shape: torch.Size, layout: Layout, class_axis: int | None) -> Tensor:
-    """Invert ``canonical`` for columns ``[v, n, t, c] -> [v, *f]``."""
+    """Invert ``canonical`` for columns ``[v, n, t, c] -> [v, *f]``; those at one position may lack its axis."""
+    columns = tensor.shape[0]
+    if _is_in_order(layout, len(shape), class_axis):
+        return tensor if tensor.shape[1:] == shape else tensor.reshape(columns, *shape)
     inner, rest = without_classes(layout, shape, class_axis)
     classes = () if class_axis is None else (shape[class_axis],)
-    front = tensor.reshape(tensor.shape[0], *inner.front_shape(rest), *classes)
+    front = tensor.reshape(columns, *inner.front_shape(rest), *classes)
     back = inner.from_front(front, 1)
     return back if class_axis is None else back.movedim(-1, class_axis + 1).reshape(-1, *shape)
+
+
+def _is_in_order(layout: Layout, dims: int, class_axis: int | None) -> bool:
+    """Tell whether samples come first in a loss's input, and classes last: only positions are to be joined."""
+    return (
+        layout.axis == 0
+        and layout.parts == 1
+        and layout.rows is None
+        and (class_axis is None or 0 < class_axis == dims - 1)
+    )
 
 
 def without_classes(layout: Layout, shape: torch.Size, class_axis: int | None) -> tuple[Layout, torch.Size]:
@@ -179,10 +193,10 @@ def without_classes(layout: Layout, shape: torch.Size, class_axis: int | None) -
     return layout, torch.Size([*shape[:class_axis], *shape[class_axis + 1 :]])
 
 
-def weight_of_terms(loss: Loss, factor: Tensor, shape: Sequence[int]) -> Tensor:
+def weight_of_terms(loss: Loss, factor: Tensor | None, shape: Sequence[int]) -> Tensor | float:
     """Return the factors on the terms of a loss whose output is multiplied by ``factor``, without classes."""
-    weight = loss.weight * factor
-    if loss.class_axis is None or weight.dim() < len(shape):
+    weight = loss.weight if factor is None else loss.weight * factor
+    if loss.class_axis is None or not isinstance(weight, Tensor) or weight.dim() < len(shape):
         return weight
     return weight.sum(loss.class_axis)
 

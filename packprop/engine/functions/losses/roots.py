@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -31,20 +30,22 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
     """
     strength = scale.sqrt()
     classes = logits.shape[-1]
+    made: list[Tensor] = []
 
-    @cache
-    def log_p() -> Tensor:
-        return logits.log_softmax(-1)
+    def log_p(t: int) -> Tensor:
+        if not made:
+            made.append(logits.log_softmax(-1))
+        return made[0][:, t]
 
     def entrywise(t: int, start: int, stop: int) -> Tensor:
-        log_p_t = log_p()[:, t]
+        log_p_t = log_p(t)
         unit = torch.eye(classes, dtype=log_p_t.dtype, device=log_p_t.device)[start:stop]
         root = (0.5 * log_p_t[:, start:stop]).exp()  # stays differentiable where p underflows
         return (unit[:, None] - log_p_t.exp()) * root.T[..., None] * strength[:, t, None]
 
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
         p = logits.softmax(-1)
-        index = drawn_classes(p.detach().reshape(-1, classes), draws, generator)
+        index = drawn_classes(p.reshape(-1, classes), draws, generator)
         index = index.T.reshape(draws, *p.shape[:-1], 1)
         less = p.new_full((), -1.0).expand(index.shape)
         if p.requires_grad or strength.requires_grad:
@@ -54,16 +55,14 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
         return columns.scatter_add_(-1, index, less).mul_(strength[..., None])
 
     def reflected(t: int, start: int, stop: int) -> Tensor:
-        log_p_t = log_p()[:, t].to(accumulation_dtype(logits.dtype))
-        p, root = log_p_t.exp(), (0.5 * log_p_t).exp()
-        factor, last = root[:, start:stop] * strength[:, t, None], root[:, -1:]
-        complement, divisor = (1 - p)[:, start:stop], 1 + last
-        large = p > 0.5  # at most one class, for which 1 - p would cancel
-        others = torch.where(large, 0.0, p).sum(-1, keepdim=True)
-        complement = torch.where(large[:, start:stop], others, complement)
-        off_diagonal = torch.cat([p[:, :-1] / divisor, last], -1).neg()
+        root = (0.5 * log_p(t).to(accumulation_dtype(logits.dtype))).exp()
+        last, off_diagonal = root[:, -1:], root.square()
+        off_diagonal[:, -1:].add_(last)
+        off_diagonal = off_diagonal / torch.rsub(last, -1)  # -1 - last
+        factor = root[:, start:stop] * strength[:, t : t + 1]
         columns = factor.T.contiguous()[..., None] * off_diagonal
-        columns.diagonal(start, 0, 2).copy_(factor * (complement + last) / divisor)
+        own = columns.diagonal(start, 0, 2).zero_()
+        own.sub_(columns.sum(-1).T)  # a column sums to zero over classes; 1 - p could cancel
         return columns.to(logits.dtype)
 
     every_class = Root(classes, entrywise, draw)
@@ -95,8 +94,8 @@ def drawn_classes(p: Tensor, draws: int, generator: torch.Generator | None) -> T
 
 def _drawn(p: Tensor, draws: int, generator: torch.Generator | None) -> Tensor:
     """Draw classes ``[k, m]`` from rows ``[k, c]`` that are proportional to their probabilities."""
-    finite = p.isfinite().all(-1, keepdim=True)  # if not, the column is NaN for any target
-    weights = torch.where(finite, p, 1.0 / p.shape[-1]).to(device_of_draws(generator, p))
+    weights = p.nan_to_num(1.0 / p.shape[-1])  # a column of NaN is NaN for any target
+    weights = weights.to(device_of_draws(generator, p))
     return torch.multinomial(weights, draws, replacement=True, generator=generator).to(p.device)
 
 

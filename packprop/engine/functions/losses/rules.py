@@ -24,15 +24,14 @@ def _rule_of(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
 
     def register(rule: Rule) -> Rule:
         for function in functions:
-            names = tuple(inspect.signature(function).parameters)
-            add_rule(functools.partial(_described, rule, names), function)
+            add_rule(functools.partial(_described, rule, [*inspect.signature(function).parameters]), function)
         return rule
 
     return register
 
 
 def _described(rule: Rule, names: Sequence[str], *args: Any, **kwargs: Any) -> Loss:
-    given = {**dict(zip(names, args, strict=False)), **kwargs}  # the loss was called with these, so they fit
+    given = {**dict(zip(names, args, strict=False)), **kwargs}  # torch has accepted the arguments
     size_average, reduce = given.pop("size_average", None), given.pop("reduce", None)
     if size_average is not None or reduce is not None:
         given["reduction"] = "none" if reduce is False else "sum" if size_average is False else "mean"
@@ -53,7 +52,7 @@ def _cross_entropy(
     classes = input.shape[axis]
     if weight is None and not target.is_floating_point():  # label smoothing keeps the sum over classes at one
         counted = target != ignore_index
-        number = torch.count_nonzero(counted) if reduction == "mean" else 1.0
+        number = counted.sum(dtype=accumulation_dtype(input.dtype)) if reduction == "mean" else 1.0
         return Loss(axis, counted, number, softmax_root, one_sample=alone)
     each = torch.ones(classes, dtype=input.dtype, device=input.device) if weight is None else weight
     if target.is_floating_point():

@@ -177,7 +177,8 @@ def is_extended(module: nn.Module) -> bool:
 
 def _is_left_alone() -> bool:
     """Tell whether nothing is marked: under ``disable``, without gradients, while a compiler or tracer runs."""
-    if (compiles := is_compiling()) or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+    compiles = is_compiling()
+    if compiles or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # torch's own
         if compiles:
             note_compiled()
         return True

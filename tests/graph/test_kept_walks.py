@@ -26,7 +26,7 @@ from packprop.engine.algebra.one_by_one import evaluate_together
 from packprop.engine.algebra.statistics import sum_sq
 from packprop.engine.functions.entry import plain_options
 from packprop.engine.functions.registry import RULES, current
-from packprop.engine.graph.kept_walk import PLAIN, KeptWalk
+from packprop.engine.graph.kept_walk import PLAIN, KeptWalk, outline
 from packprop.engine.graph.sweep import Watch
 from packprop.engine.passes.direct import DirectPass
 from packprop.types import GRADIENT, Extension, Row
@@ -324,6 +324,28 @@ def test_hooks_on_parameters_stay_quiet_in_sweeps(served: Served, monkeypatch: p
     run.step()
     assert served.kept == before + 1
     assert len(calls) == 1
+
+
+class _Scaled(torch.autograd.Function):
+    """A function of the user's own that keeps its parameter as ``variable``, as PyTorch's leaves do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.variable = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return None, (gradient * x).sum(0)
+
+
+def test_a_function_of_the_user_is_no_leaf_whatever_it_keeps() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    loss: Tensor = _Scaled.apply(torch.randn(4, 3), weight).square().sum()  # type: ignore[no-untyped-call]  # torch's own
+    assert outline([loss]) is None
+    assert outline([(torch.randn(4, 3) * weight).square().sum()]) is not None
 
 
 def test_the_key_holds_plain_numbers_as_they_are() -> None:

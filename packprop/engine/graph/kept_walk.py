@@ -113,6 +113,11 @@ def outline(roots: Sequence[Tensor]) -> Outline | None:
     for node in nodes:  # grows on the way; this loop makes no call of Python's for a usual node
         own: list[Any] = []
         numbers.append(own)
+        kind = type(node)
+        if kind not in kinds:
+            if is_from_outside(node):  # which may have a ``variable`` of its own
+                return None
+            kinds[kind] = numbers_of_type(kind)
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             if type(leaf) is not nn.Parameter:
@@ -122,11 +127,6 @@ def outline(roots: Sequence[Tensor]) -> Outline | None:
             key += leaf.shape
             key += (leaf.dtype, leaf.device)
             continue
-        kind = type(node)
-        if kind not in kinds:
-            if is_from_outside(node):
-                return None
-            kinds[kind] = numbers_of_type(kind)
         marks = marks_of(node)
         if marks and not _add_marks(node, marks, losses, outputs, key):
             return None

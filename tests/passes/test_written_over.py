@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.engine.algebra.monoid import Partial
-from packprop.engine.passes import saving
 from packprop.engine.passes.chunks import ChunkSizes
 from packprop.errors import PackpropError
 from tests.versions import needs_counting
@@ -31,12 +30,6 @@ def one_step(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Tensor:
         loss.backward()
     found: Tensor = model[0].weight.grad_batch
     return found
-
-
-@pytest.fixture(autouse=True)
-def small_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results of a few entries are worth it, too."""
-    monkeypatch.setattr(saving, "WORTH_REUSE", 0)
 
 
 @pytest.fixture

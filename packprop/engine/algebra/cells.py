@@ -166,21 +166,20 @@ def _outer_moments(structure: Outer) -> Moments | None:
         return None
     left, right = cotangent[0, :, 0].permute(1, 2, 0), x[:, 0].transpose(0, 1).to(wide)
     squares, dtype = right.square(), structure.extents.dtype
-
-    def moments_of(block: slice) -> tuple[Tensor, Tensor]:
-        part = left[:, block].to(wide)
-        sums = torch.bmm(part, right)
-        deviation = torch.bmm(part.square_(), squares).addcmul_(sums, sums, value=-1 / samples).clamp_min_(0)
-        return sums.div_(samples).to(dtype), deviation.to(dtype)
-
     blocks = _blocks(fan_out, max(1, IN_CACHE // (groups * right.shape[2])))
-    if len(blocks) == 1:
-        mean, deviation = moments_of(blocks[0])
-        return Moments(samples, structure.fold(mean), structure.fold(deviation))
-    mean = cotangent.new_empty(groups, fan_out, right.shape[2], dtype=dtype)
+    is_one = len(blocks) == 1
+    mean = cotangent.new_empty(groups, 0 if is_one else fan_out, right.shape[2], dtype=dtype)
     deviation = torch.empty_like(mean)
     for block in blocks:
-        mean[:, block], deviation[:, block] = moments_of(block)
+        part = left[:, block].to(wide)
+        sums = torch.bmm(part, right)
+        own = torch.bmm(part.square_(), squares).addcmul_(sums, sums, value=-1 / samples).clamp_min_(0)
+        sums.div_(samples)
+        if is_one:
+            mean, deviation = sums.to(dtype), own.to(dtype)
+        else:
+            mean[:, block], deviation[:, block] = sums, own
+            del part, sums, own  # before the next block makes its own
     return Moments(samples, structure.fold(mean), structure.fold(deviation))
 
 

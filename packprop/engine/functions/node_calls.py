@@ -25,7 +25,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.engine.functions.nodes import RESHAPES, has_option, made_by, name_of_node, saved_option
-from packprop.engine.functions.operands import facts_of
+from packprop.engine.functions.operands import facts_of, is_sparse
 from packprop.engine.functions.saved import saved_again, saved_tensor
 from packprop.engine.functions.verdicts import Verdicts
 from packprop.engine.tensors.dry import is_dry_run
@@ -196,7 +196,7 @@ class NodeCall:
 
     def _read(self, name: str | int) -> Tensor:
         tensor: Tensor = saved_tensor(self.slot.node, name)
-        if tensor.layout is torch.strided or not isinstance(name, str):  # a user's rule may take any layout
+        if not isinstance(name, str) or not is_sparse(tensor):  # a user's rule may take any layout
             return tensor
         raise PackpropError(
             "A quantity beyond the gradient was asked for.",

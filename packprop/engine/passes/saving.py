@@ -22,9 +22,6 @@ from packprop.engine.tensors.state import taken_over
 from packprop.errors import BadInput, PackpropWarning
 from packprop.types import Extension
 
-WORTH_REUSE = 2**16
-"""Bytes of a result from which on reusing its memory takes less time than fresh memory, whose pages are new."""
-
 Hook = Callable[[nn.Module], Any]
 """The user's extension hook: called with each module whose parameters have all their values."""
 
@@ -163,10 +160,10 @@ def _is_of_parameter(extension: Extension, value: Any, leaf: Tensor) -> bool:
 
 
 def _may_be_overwritten(old: Any) -> bool:
-    """Tell whether a result of an earlier pass is a CPU tensor that is worth it, and may be overwritten."""
+    """Tell whether a result of an earlier pass is a CPU tensor that may be overwritten."""
     if type(old) is not Tensor or old.device.type != "cpu" or old.layout is not torch.strided:
         return False
-    return old.nbytes >= WORTH_REUSE and not (old.requires_grad or old.is_inference())
+    return not (old.requires_grad or old.is_inference())
 
 
 def _saved(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import packprop
 from packprop import extensions
 from tests.references.low_precision import NEAR, SIZE, observed, problem
 from tests.references.oracle import Problem
@@ -74,3 +75,19 @@ def test_a_loss_that_takes_low_precision_alone(monkeypatch: pytest.MonkeyPatch) 
     found = under_loss("Weighted", torch.bfloat16, torch.bfloat16, mixed=False)
     for key, expected in results(exact, "diag_ggn_exact").items():
         assert_near(results(found, "diag_ggn_exact")[key], expected, key, NEAR[torch.bfloat16])
+
+
+@pytest.mark.parametrize("extension", [extensions.DiagGGNExact, extensions.SqrtGGNExact])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_probabilities_of_many_classes(dtype: torch.dtype, extension: type[extensions.DiagGGNExact]) -> None:
+    """Each would be a few percent off, and their sum with it, if they were computed in this precision."""
+    torch.manual_seed(0)
+    layer, loss = packprop.extend(nn.Linear(4, 1000)).to(dtype), packprop.extend(nn.CrossEntropyLoss())
+    logits = layer((0.2 * torch.randn(2, 4)).to(dtype))
+    with packprop.backpack(extension()):
+        loss(logits, torch.tensor([3, 700])).backward()
+    p = logits.detach().double().softmax(1)
+    expected = ((p - p.square()).sum() / 2).item()
+    saved = getattr(layer.bias, extension.savefield).double()
+    found = saved if extension is extensions.DiagGGNExact else saved.square()
+    assert found.sum().item() == pytest.approx(expected, rel=3e-3)

@@ -39,6 +39,7 @@ from packprop.engine.functions.losses.description import (
 )
 from packprop.engine.graph.graph import Graph, ReachedLoss
 from packprop.engine.samples.separation import places_at
+from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.errors import BadInput, PackpropError
 from packprop.types import EMPIRICAL, ENTRYWISE, EXACT, Seed
 
@@ -232,8 +233,9 @@ def _scale(loss: ReachedLoss, factor: Tensor | None, value: Tensor) -> Tensor:
     rule, terms = loss.entrance.rule, value.shape[:2]
     divisor = 1.0 if rule.divisor is None else rule.divisor
     weight = weight_of_terms(rule, factor, loss.call.shape)
-    if isinstance(weight, Tensor) and torch.result_type(weight, divisor) != value.dtype:
-        weight = weight.to(value.dtype)  # flags would become numbers of the default precision
+    wide = accumulation_dtype(value.dtype)  # sixteen bits may not hold the number of terms
+    if isinstance(weight, Tensor) and torch.result_type(weight, divisor) != wide:
+        weight = weight.to(wide)  # flags would become numbers of the default precision
     scale = weight / divisor
     if not isinstance(scale, Tensor):
         return value.new_full((), scale).expand(terms)

@@ -29,19 +29,20 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
     ``sqrt(scale p_k) (e_k - (p + sqrt(p_z) e_z) / (1 + sqrt(p_z)))`` of the other classes.
     """
     strength = scale.sqrt()
-    classes = logits.shape[-1]
+    classes, wide = logits.shape[-1], accumulation_dtype(logits.dtype)
     made: list[Tensor] = []
 
     def log_p(t: int) -> Tensor:
-        if not made:
-            made.append(logits.log_softmax(-1))
+        if not made:  # in sixteen bits, the probabilities of a thousand classes are each a few percent off
+            made.append(logits.log_softmax(-1, dtype=wide))
         return made[0][:, t]
 
     def entrywise(t: int, start: int, stop: int) -> Tensor:
         log_p_t = log_p(t)
         unit = torch.eye(classes, dtype=log_p_t.dtype, device=log_p_t.device)[start:stop]
         root = (0.5 * log_p_t[:, start:stop]).exp()  # stays differentiable where p underflows
-        return (unit[:, None] - log_p_t.exp()) * root.T[..., None] * strength[:, t, None]
+        columns = (unit[:, None] - log_p_t.exp()) * root.T[..., None] * strength[:, t, None]
+        return columns.to(logits.dtype)
 
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
         p = logits.softmax(-1)
@@ -55,7 +56,7 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
         return columns.scatter_add_(-1, index, less).mul_(strength[..., None])
 
     def reflected(t: int, start: int, stop: int) -> Tensor:
-        root = (0.5 * log_p(t).to(accumulation_dtype(logits.dtype))).exp()
+        root = (0.5 * log_p(t)).exp()
         last, off_diagonal = root[:, -1:], root.square()
         off_diagonal[:, -1:].add_(last)
         off_diagonal = off_diagonal / torch.rsub(last, -1)  # -1 - last

@@ -95,21 +95,17 @@ def outline(roots: Sequence[Tensor]) -> Outline | None:
     define, with losses of the user's own, with declared documents, with nested tensors, and with leaves that
     are no parameters.
     """
-    key: list[Any] = []
-    nodes: list[Node] = []
-    places: dict[Node, int] = {}
+    starts = [root.grad_fn for root in roots if root.grad_fn is not None]
+    if len(starts) < len(roots):
+        return None
+    nodes = [*dict.fromkeys(starts)]
+    places = {node: number for number, node in enumerate(nodes)}
+    key: list[Any] = [(places[node], root.output_nr) for node, root in zip(starts, roots, strict=True)]
     numbers: list[list[Any]] = []
     leaves: list[Tensor] = []
     losses: dict[Node, RecordedLoss] = {}
     outputs: Outputs = {}
     kinds: dict[type, tuple[str, ...]] = {}
-    for root in roots:
-        if root.grad_fn is None:
-            return None
-        if root.grad_fn not in places:
-            places[root.grad_fn] = len(nodes)
-            nodes.append(root.grad_fn)
-        key += (places[root.grad_fn], root.output_nr)
     for node in nodes:  # grows on the way; this loop makes no call of Python's for a usual node
         own: list[Any] = []
         numbers.append(own)

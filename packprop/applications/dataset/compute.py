@@ -201,13 +201,20 @@ def compute(
         result = run.to_the_end()
         result.replays, result.chunk_sizes = stream.told(), chunk_sizes.first
         result.tables = {savefield: _in_order(shapes, each) for savefield, each in result.tables.items()}
-        for extension in chosen:
-            values = result.tables.get(extension.savefield, {})
-            if named := [
-                k for k, value in values.items() if without_correlations(extension, value, shapes.get(k, ()))
-            ]:
-                warn_of_diagonals(extension, named)
+        _warn_of_diagonals(result, chosen, shapes)
         return result
+
+
+def _warn_of_diagonals(
+    result: Result, extensions: Iterable[Extension], shapes: Mapping[str, Sequence[int]]
+) -> None:
+    """Warn, once for each extension, of parameters with a diagonal in place of a factor that is too large."""
+    for extension in extensions:
+        values = result.tables.get(extension.savefield, {})
+        if named := [
+            k for k, value in values.items() if without_correlations(extension, value, shapes.get(k, ()))
+        ]:
+            warn_of_diagonals(extension, named)
 
 
 def _in_order(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,9 +48,14 @@ from packprop.engine.tensors.traced import is_traced
 from packprop.errors import PackpropError, PackpropWarning
 from packprop.types import Extension, Seed
 
-NOT_RECORDED = (
-    "A backward pass inside `with backpack(...)` met no use of a parameter: nothing but gradients was "
-    f"computed, because {UNKNOWN_LOSS}. Instead: {MARK_THE_LOSS}."
+_NO_USE = "A backward pass inside `with backpack(...)` met no use of a parameter: only gradients were computed"
+
+NOT_RECORDED = f"{_NO_USE}, because {UNKNOWN_LOSS}. Instead: {MARK_THE_LOSS}."
+
+WITHOUT_SAMPLES = (
+    f"{_NO_USE}, because the output of the extended model was made of parameters and constants alone, as far "
+    "as the graph tells. Instead: multiply all samples in one call; numbers that data made one by one count as "
+    "constants."
 )
 
 
@@ -145,6 +150,8 @@ def run_pass(
             raise PackpropError(asked, "the loss", "no use of a parameter is known", MARK_THE_LOSS)
         if meets_samples_unseen(graph):
             warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=7)
+        elif graph.outputs:
+            warnings.warn(WITHOUT_SAMPLES, PackpropWarning, stacklevel=7)
     one = _Pass(options, call, backward, joint, graph, options.saver(graph))
     is_of_others = call.leaves is not None and not graph.leaves()
     if not graph.uses or is_of_others or (joint is not None and samples_of_nothing(graph) == 0):

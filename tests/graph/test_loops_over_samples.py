@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from packprop.errors import PackpropError, PackpropWarning
+from tests.graph.one_by_one import check
 from tests.selection import one_in
 
 
@@ -102,6 +104,44 @@ def test_functions_that_may_hand_their_argument_on(name: str, declared: bool) ->
         for one, target in zip(x.split(1), y.split(1), strict=True)
     ]
     torch.testing.assert_close(weight.grad_batch, torch.stack(rows))
+
+
+class OneNumber(nn.Module):
+    """A weight of one entry, which meets samples of one entry one after the other."""
+
+    def __init__(self, dims: int, pools: bool) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.randn([1] * dims)), nn.Linear(1, 2)
+        self.pools = pools
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.mean(1, keepdim=True) if self.pools else x[:, :1]
+        if self.scale.dim():
+            return torch.as_tensor(self.layer(torch.cat([one * self.scale for one in h.split(1)])))
+        return torch.as_tensor(self.layer(torch.stack([one * self.scale for one in h.flatten()])[:, None]))
+
+
+@pytest.mark.parametrize("pools", [False, True], ids=["inputs", "what was made of them"])
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_samples_of_one_entry(samples: int, dims: int, pools: bool) -> None:
+    """What a node made may be too small for all samples, and still hold one of them."""
+    torch.manual_seed(0)
+    check(OneNumber(dims, pools).double(), torch.randn(samples, 4).double())
+
+
+def test_samples_that_are_numbers_are_refused_or_warned_of() -> None:
+    """The graph does not tell numbers that data made from constants such as 0.5."""
+    torch.manual_seed(0)
+    loss, x, y = packprop.extend(nn.MSELoss()), torch.randn(3, 4), torch.randn(3, 2)
+    for pools, expected in (
+        (False, pytest.raises(PackpropError, match="no axis of samples")),
+        (True, pytest.warns(PackpropWarning, match="numbers that data made")),
+    ):
+        model = packprop.extend(OneNumber(0, pools))
+        with expected, packprop.backpack(extensions.BatchGrad()):
+            loss(model(x), y).backward()
+        assert not hasattr(model.scale, "grad_batch")
 
 
 def test_the_curvature_of_samples_one_at_a_time() -> None:

@@ -247,16 +247,19 @@ class Reading:
             if not self._meets_no_samples(node, given):
                 self.bad.add(node)
             return "parameters"
-        if whole or self._has_no_room(node) or name == "Repeat":
+        if whole or name == "Repeat":
             return "parameters"
         if is_own:
             return "undecided"
         guesses = is_dry_run() and not self._is_one_sample  # of one sample, nothing meets
         if name == "Expand":
-            return "parameters" if guesses and self._becomes_a_weight(node) else "undecided"
+            is_clear = self._has_no_room(node) or (guesses and self._becomes_a_weight(node))
+            return "parameters" if is_clear else "undecided"
         known = self.answers[node] = self._constants.are_known(node)
-        if known is False:
+        if known is False:  # also if it has no room for all samples: a loop may take one after the other
             return "use"
+        if known and self._has_no_room(node):
+            return "parameters"
         if known is None and guesses:
             is_likely = _keeps_shape(node, given) or _is_contracted(node, given) or self._counts(node)
             return "parameters" if is_likely else "undecided"

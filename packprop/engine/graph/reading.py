@@ -249,16 +249,18 @@ class Reading:
             return "parameters"
         if whole or name == "Repeat":
             return "parameters"
+        has_no_room = self._has_no_room(node)
+        is_number = has_no_room and not shapes_of(node)[0]
         if is_own:
-            return "undecided"
+            return "parameters" if is_number else "undecided"
         guesses = is_dry_run() and not self._is_one_sample  # of one sample, nothing meets
         if name == "Expand":
-            is_clear = self._has_no_room(node) or (guesses and self._becomes_a_weight(node))
+            is_clear = has_no_room or (guesses and self._becomes_a_weight(node))
             return "parameters" if is_clear else "undecided"
         known = self.answers[node] = self._constants.are_known(node)
         if known is False:  # also if it has no room for all samples: a loop may take one after the other
             return "use"
-        if known and self._has_no_room(node):
+        if has_no_room and (known or is_number):
             return "parameters"
         if known is None and guesses:
             is_likely = _keeps_shape(node, given) or _is_contracted(node, given) or self._counts(node)

@@ -33,9 +33,9 @@ DOCS = ROOT / "docs"
 
 WORK = (
     "*Work over plain* says what is left to gain where a target in time is missed: the multiplications of "
-    "matrix products, the bytes that operators read and write, and the number of operators of one step, each "
-    "over those of a plain step (`python -m benchmarks.work`). Large models take the time of the first two. In "
-    "small ones each operator costs as much as the Python around it."
+    "matrix products, the bytes that operators read and write, the operators and the calls of Python functions "
+    "of one step, each over those of a plain step (`python -m benchmarks.work`). Large models take the time of "
+    "the first two, small ones that of the last two."
 )
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, with a marker for each too.
@@ -367,7 +367,7 @@ def _section(suite: str, content: dict[str, Any], images: Path, work: dict[str, 
         ]
         if counted := work.get(suite):
             body += [
-                "What a step does over plain, multiplications / bytes / operators:",
+                "What a step does over plain, multiplications / bytes / operators / Python calls:",
                 _crossed(counted, _work_cell, "work"),
             ]
     if gaps := _gaps(records):

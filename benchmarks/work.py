@@ -1,13 +1,14 @@
 """``python -m benchmarks.work``: count what each contestant's step does, for ``results/work.json``.
 
-Nothing is timed. A step's multiplications, the bytes that its operators read and write, and the number of
-its operators are the same on every machine, and say what its time can be at best: large models take the
-time of multiplications and bytes, small ones that of the operators and of the Python between them.
+Nothing is timed. A step's multiplications, the bytes that its operators read and write, its operators and
+its calls of Python functions are the same on every machine, and say what its time can be at best: large
+models take the time of multiplications and bytes, small ones that of operators and of the Python between them.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from packprop.engine.tensors.nesting import tensors_in
 COUNTED = [name for name in PROBLEMS if not name.startswith("growth-")]
 WARM = 2
 """Steps before the one that is counted: the first ones of a shape check what later ones rely on."""
-KINDS = ("multiplications", "bytes", "operators")
+KINDS = ("multiplications", "bytes", "operators", "calls")
 TOUCH_NOTHING = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "_unsafe_view")
 )
@@ -88,7 +89,27 @@ def count(call: Call) -> dict[str, int]:
         call()
     with Work() as work:
         call()
-    return {kind: getattr(work, kind) for kind in KINDS}
+    return {kind: getattr(work, kind) for kind in KINDS[:-1]} | {"calls": python_calls(call)}
+
+
+def python_calls(call: Call) -> int:
+    """Count the calls of Python functions, those of the function itself and of autograd's hooks included.
+
+    >>> python_calls(lambda: {} if sorted([2, 1], key=lambda number: number) else {})
+    3
+    """
+    number = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal number
+        number += event == "call"
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return number
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -28,7 +28,7 @@ from packprop.engine.distributed.statement import AllRanks
 from packprop.engine.graph.completeness import MARK_THE_LOSS, UNKNOWN_LOSS, require_complete
 from packprop.engine.graph.graph import Graph
 from packprop.engine.graph.kept_walk import Outline, outline
-from packprop.engine.graph.terms import meets_samples_unseen
+from packprop.engine.graph.terms import is_made_of_parameters, meets_samples_unseen
 from packprop.engine.graph.walk import walk
 from packprop.engine.memory.plan import Plan
 from packprop.engine.passes.accumulator import Log
@@ -150,7 +150,7 @@ def run_pass(
             raise PackpropError(asked, "the loss", "no use of a parameter is known", MARK_THE_LOSS)
         if meets_samples_unseen(graph):
             warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=7)
-        elif graph.outputs:
+        elif is_made_of_parameters(graph):
             warnings.warn(WITHOUT_SAMPLES, PackpropWarning, stacklevel=7)
     one = _Pass(options, call, backward, joint, graph, options.saver(graph))
     is_of_others = call.leaves is not None and not graph.leaves()

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from packprop.engine.functions.losses import LOSSES
@@ -54,6 +55,13 @@ def settle_terms(graph: Graph) -> None:
 def meets_samples_unseen(graph: Graph) -> bool:
     """Tell whether parameters may meet samples in a graph that holds no use of them."""
     return graph.reading is not None and _Terms(graph).has_suspects
+
+
+def is_made_of_parameters(graph: Graph) -> bool:
+    """Tell whether the output of an extended model seems to be made of parameters and of constants alone."""
+    made = {} if graph.reading is None else graph.reading.made_of_parameters
+    takes_parameters = any(isinstance(getattr(node, "variable", None), nn.Parameter) for node in made)
+    return takes_parameters and any(edge.node in made for edge, _, _ in graph.outputs)
 
 
 class _Terms:

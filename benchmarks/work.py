@@ -8,6 +8,7 @@ models take the time of multiplications and bytes, small ones that of operators 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import warnings
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks.contestants import CONTESTANTS, QUANTITIES, Call, Gap
 from benchmarks.problems import PROBLEMS
-from benchmarks.run import environment, line_up, write_results
+from benchmarks.run import RESULTS, environment, line_up, write_results
 from packprop.engine.tensors.nesting import tensors_in
 
 COUNTED = [name for name in PROBLEMS if not name.startswith("growth-")]
@@ -115,7 +116,10 @@ def python_calls(call: Call) -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Count, print and write."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.work", description=__doc__)
-    parser.add_argument("problems", nargs="*", help="default: all; a partial run writes nothing")
+    parser.add_argument("problems", nargs="*", help="default: all; a partial run writes nothing by default")
+    parser.add_argument(
+        "--update", action="store_true", help="put these problems into the results that are there"
+    )
     parser.add_argument("--contestant", action="append", default=[], help="only this and plain; repeatable")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
@@ -137,7 +141,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 records.append({"problem": problem, "quantity": quantity, "contestant": name} | found)
                 shown.add_row(quantity, name, *(f"{found[kind] / plain[kind]:.2f}" for kind in KINDS))
         console.print(shown)
-    if not options.problems and not options.contestant:
+    is_whole = not options.problems and not options.contestant
+    if is_whole or options.update:
+        before = RESULTS / "work.json"
+        kept = json.loads(before.read_text())["records"] if options.update and before.exists() else []
+        found = {record["problem"] for record in records}
+        records = [record for record in kept if record["problem"] not in found] + records
         write_results("work", environment(torch.get_num_threads(), 1, 1), records=records)
 
 

@@ -35,8 +35,7 @@ WORK = (
     "*Work over plain* says what is left to gain where a target in time is missed: the multiplications of "
     "matrix products, the bytes that operators read and write, the operators and the calls of Python functions "
     "of one step, each over those of a plain step (`python -m benchmarks.work`). Large models take the time of "
-    "the first two, small ones that of the last two. Without an entry it was not "
-    "counted yet."
+    "the first two, small ones that of the last two. An empty cell was not counted yet."
 )
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, with a marker for each too.
@@ -401,7 +400,7 @@ def targets(records: Records, work: dict[str, list[Record]]) -> str:
 
 
 def _work_of(target: Target, work: dict[str, list[Record]]) -> str:
-    """Return what packprop's step and its peer's do, for a target in time."""
+    """Return what packprop's step and its peer's do, if the target is about one quantity."""
     if target.of is None:
         return ""
     problem, quantity, peer = target.of

@@ -56,8 +56,7 @@ def _taken_over(plain: Callable[..., None]) -> Callable[..., None]:
 
     def backward(*args: Any, **kwargs: Any) -> None:
         is_compiling = torch.compiler.is_compiling()  # the compiler cannot read the rest
-        active = [] if is_compiling or is_dry_run() else _local.active
-        context = active[-1] if active else None
+        context = None if is_compiling or is_dry_run() else innermost()
         run = plain if context is None or context.is_running else context.take_over
         return run(*args, **kwargs)
 

@@ -52,8 +52,7 @@ class _OfUse(_Formed):
     @cached_property
     def wide_cotangent(self) -> Tensor:
         """The cotangent in at least single precision."""
-        assert self.cotangent is not None, "this structure was built without a cotangent"
-        return widened(self.cotangent)
+        return widened(self.given_cotangent)
 
 
 @dataclass(eq=False)  # a frozen one takes six times as long to make, and each use makes some in each pass
@@ -101,9 +100,7 @@ class Outer(_OfUse):
     @property
     def factors(self) -> tuple[Tensor, Tensor]:
         """Cotangent and inputs for products: as they were given, if they have one precision."""
-        cotangent, inputs = self.cotangent, self.given
-        assert cotangent is not None, "this structure was built without a cotangent"
-        inputs = inputs if isinstance(inputs, Tensor) else self.x
+        cotangent, inputs = self.given_cotangent, self.given_inputs
         return (cotangent, inputs) if cotangent.dtype == inputs.dtype else (self.wide_cotangent, self.x)
 
     @property

@@ -99,9 +99,8 @@ def keeps_elsewhere(*nodes: Any) -> bool:
         kind: Any = type(node)
         for name in raw_names(kind):
             raw = getattr(node, name)
-            for each in raw if isinstance(raw, (tuple, list)) else (raw,):
-                if type(getattr(each, "data", None)).__module__ == checkpoint.__name__:
-                    return True
+            if any(map(_is_kept_elsewhere, raw if isinstance(raw, (tuple, list)) else (raw,))):
+                return True
     return False
 
 

@@ -66,7 +66,7 @@ from packprop.engine.recording.marks import EXTENDED, ForwardCall, called_module
 from packprop.engine.recording.unrecorded import is_compiled_region
 from packprop.engine.tensors.dry import is_dry_run, is_of_batch, storage_key
 from packprop.engine.tensors.layout import possible_layouts
-from packprop.engine.tensors.state import storages_of
+from packprop.engine.tensors.state import storage_of
 
 MADE_OF_PARAMETERS = WHOLE - EXPANDING - HIDING
 """Functions without operands that the graph hides, if they have an edge for each operand."""
@@ -157,7 +157,7 @@ class Constants:
 
 def _places_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return numbers that tell the memory of some tensors apart: a dry run has no addresses."""
-    return [*map(storage_key, tensors)] if is_dry_run() else storages_of(tensors)
+    return [*map(storage_key if is_dry_run() else storage_of, tensors)]
 
 
 class Reading:

@@ -28,7 +28,7 @@ from packprop.engine.passes.contributions import (
     unreached,
     uses_of,
 )
-from packprop.engine.passes.finite import FiniteCheck
+from packprop.engine.passes.finite import FiniteCheck, smallest_tensor
 from packprop.engine.passes.kept_chunks import Kept
 from packprop.engine.passes.partial_results import Begin, PartialResults
 from packprop.engine.passes.request import Chosen, Request, Task, by_subsampling
@@ -310,11 +310,9 @@ def smallest_sums(results: Iterable[tuple[Row, Any]]) -> dict[Seed, Tensor]:
 
     Where no row sums, the cotangents themselves have been noted.
     """
-    smallest: dict[Seed, Tensor] = {}
+    by_seed: dict[Seed, list[Any]] = {}
     for row, value in results:
-        if row.seed.kind == INPUTS.kind or not (row.sums or row.condenses):
-            continue
-        for tensor in (value,) if isinstance(value, Tensor) else tensors_in(value):
-            if 0 < tensor.numel() <= smallest.get(row.seed, tensor).numel():
-                smallest[row.seed] = tensor
-    return smallest
+        if row.seed != INPUTS and (row.sums or row.condenses):
+            by_seed.setdefault(row.seed, []).append(value)
+    found = {seed: smallest_tensor(values) for seed, values in by_seed.items()}
+    return {seed: tensor for seed, tensor in found.items() if tensor is not None}

@@ -17,6 +17,16 @@ FEW = 256
 """Entries of a result up to which the check keeps the result itself, and looks at all of them together."""
 
 
+def smallest_tensor(results: Iterable[Any]) -> Tensor | None:
+    """Return the tensor with the fewest entries inside of some results; ``None`` if none has any."""
+    smallest: Tensor | None = None
+    for result in results:
+        for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
+            if tensor.numel() and (smallest is None or tensor.numel() < smallest.numel()):
+                smallest = tensor
+    return smallest
+
+
 class FiniteCheck:
     """Keeps the smallest and largest entries of the tensors of each leaf: NaN and infinity show in them."""
 
@@ -41,11 +51,7 @@ class FiniteCheck:
 
     def note_smallest(self, leaf: Tensor, results: Iterable[Any]) -> None:
         """Remember the smallest of the results of a leaf, each of which shows NaN in its cotangents."""
-        smallest: Tensor | None = None
-        for result in results:
-            for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
-                if tensor.numel() and (smallest is None or tensor.numel() < smallest.numel()):
-                    smallest = tensor
+        smallest = smallest_tensor(results)
         if smallest is None:
             return
         if smallest.numel() > FEW or smallest.is_complex():

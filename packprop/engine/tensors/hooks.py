@@ -70,10 +70,7 @@ def dictionaries_of_node(node: Any) -> tuple[HookDictionary, HookDictionary]:
 def meet_users_hooks(nodes: Iterable[Any]) -> bool:
     """Tell whether any of some nodes has a hook that is not packprop's own."""
     for node in nodes:
-        for register in (node.register_prehook, node.register_hook):
-            handle = register(_stand_in)
-            hooks = handle.hooks_dict_ref()
-            del hooks[handle.id]
+        for hooks in dictionaries_of_node(node):
             if hooks and has_users_hooks(hooks):
                 return True
     return False

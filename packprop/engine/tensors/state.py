@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -61,23 +60,11 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
         return True
 
 
-OF_ONE_STORAGE = (Tensor, nn.Parameter)
-"""Types of tensors that say where their memory begins; others stand for tensors, or hold several."""
-
-
 def storage_of(tensor: Tensor) -> int:
     """Return where the memory begins that a tensor shares with its views; 0 for tensors that do not say."""
-    if type(tensor) not in OF_ONE_STORAGE:
+    if type(tensor) not in (Tensor, nn.Parameter):  # others stand for tensors, or hold several
         return 0
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
         return 0
-
-
-def storages_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return what ``storage_of`` returns for each of some tensors, nearly all of which say it."""
-    try:
-        return [each.untyped_storage().data_ptr() if type(each) in OF_ONE_STORAGE else 0 for each in tensors]
-    except (RuntimeError, NotImplementedError):
-        return [*map(storage_of, tensors)]

@@ -62,12 +62,29 @@ class Work(TorchDispatchMode):
             return result
         touched = {id(tensor): tensor for tensor in tensors_in((args, kwargs, result))}
         self.bytes += sum(map(_bytes, touched.values()))
-        if packet in flop_registry:
+        if packet is torch.ops.aten.convolution_backward:
+            self.multiplications += _of_convolution_backward(*args)
+        elif packet in flop_registry:
             self.multiplications += flop_registry[packet](*args, **kwargs, out_val=result) // 2
         elif packet is _onednn_product():
             first, second = args[:2]
             self.multiplications += first.numel() * second.shape[0]
         return result
+
+
+def _of_convolution_backward(arriving: Tensor, images: Tensor, weight: Tensor, *options: Any) -> int:
+    """Return the multiplications of both gradients, as far as they are asked for; PyTorch forgets the groups.
+
+    >>> images, weight = torch.ones(1, 4, 5, 5), torch.ones(4, 2, 3, 3, requires_grad=True)
+    >>> result = torch.conv2d(images, weight, groups=2)
+    >>> with Work() as work:
+    ...     result.sum().backward()
+    >>> work.multiplications == 9 * 4 * 2 * 9  # positions, outputs, inputs of a group, kernel
+    True
+    """
+    transposed, asked = options[4], options[7]
+    positions = images if transposed else arriving
+    return positions.numel() * weight.shape[1:].numel() * sum(asked[:2])
 
 
 def _onednn_product() -> Any:

@@ -38,6 +38,45 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("packprop.engine.context.default_chunk_sizes", lambda device: ChunkSizes(2**12, 2**12))
 
 
+LAYERS: dict[str, tuple[nn.Module, Any]] = {
+    "patches": (nn.Conv2d(32, 32, 3), (8, 32, 5, 5)),
+    "groups": (nn.Conv2d(32, 32, 3), (8, 32, 5, 5)),
+    "a linear layer": (nn.Linear(96, 96), (8, 3, 96)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rows_that_are_the_result_need_no_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows took the place of temporary memory, so that a pass computed results in chunks and copied these."""
+    layer, shape = LAYERS[name]
+    torch.manual_seed(0)
+    model, x, counts = nn.Sequential(layer, nn.Flatten()), torch.randn(shape), []
+
+    def put(self: Any, value: Any, columns: Any, samples: Any, put: Any = Partial.put) -> None:
+        counts.append(samples.stop - samples.start)
+        put(self, value, columns, samples)
+
+    def step(*asked: Any) -> tuple[Tensor, list[int]]:
+        output = packprop.extend(model)(x)
+        loss = packprop.extend(nn.MSELoss())(output, torch.zeros_like(output))
+        counts.clear()
+        algorithm = "groups" if name == "groups" else "patches"
+        with packprop.algorithms(convolutions=algorithm), packprop.backpack(*asked):
+            loss.backward()
+        rows: Tensor = layer.weight.grad_batch  # type: ignore[assignment]  # set by the pass
+        return rows, [count for count in counts if count != 8]
+
+    monkeypatch.setattr(Partial, "put", put)
+    weight = 4 * sum(parameter.numel() for parameter in layer.parameters())
+    sizes = ChunkSizes(6 * weight, 6 * weight)  # two chunks of samples with their rows, or all without them
+    monkeypatch.setattr("packprop.engine.context.default_chunk_sizes", lambda device: sizes)
+    rows, in_parts = step(extensions.BatchGrad())
+    assert not in_parts
+    expected, in_parts = step(extensions.BatchGrad(), extensions.SumGradSquared())  # the squares are temporary
+    assert in_parts
+    torch.testing.assert_close(rows, expected)
+
+
 HOLDS: dict[str, Callable[[Tensor], Any]] = {
     "itself": lambda t: t,
     "a list": lambda t: [t],

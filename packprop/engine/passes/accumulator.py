@@ -287,9 +287,14 @@ def _with_and_without_tables(contributions: list[Contribution], tasks: list[Task
 def written_in_place(
     structure: Outer, leaf: Tensor, result: Callable[[], Partial], columns: Extent, samples: Extent
 ) -> Outer:
-    """Return the structure, with the place in a result to write per-sample gradients to, if they fit there."""
+    """Return the structure, with the place in a result to write per-sample gradients to, if they fit there.
+
+    The value of one call for all samples is the result itself, and is not copied.
+    """
     cotangent = structure.cotangent
     if cotangent is None or structure.fold is not fold_to(leaf.shape):
+        return structure
+    if columns.whole and samples.whole and structure.by_groups:
         return structure
     dtype = structure.extents.dtype
     if columns.stop - columns.start != 1 or leaf.dtype != dtype:

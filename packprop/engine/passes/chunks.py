@@ -74,7 +74,13 @@ class ChunkSizes(NamedTuple):
         entries = sum([memory.entries(each, samples, self.held) for each in memory.contributions])
         if not entries or entries * samples <= memory.matrix_entries():
             return samples  # a second chunk would need another matrix as large, and one for the sum
-        return max(1, min(samples, room // (entries * size)))
+        fitting = max(1, min(samples, room // (entries * size)))
+        if fitting < samples <= 2 * fitting:  # more rows would leave the caches before they are added up
+            at_once = sum(
+                [memory.entries(each, samples, self.held, whole=True) for each in memory.contributions]
+            )
+            return samples if at_once * samples * size <= room else fitting
+        return fitting
 
 
 def default_chunk_sizes(device: torch.device | None = None) -> ChunkSizes:

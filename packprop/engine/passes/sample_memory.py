@@ -9,7 +9,13 @@ from torch import Tensor
 from packprop.engine.algebra.choices import Extents, convolved_by_groups
 from packprop.engine.algebra.factors import LARGEST_FACTOR, MATRICES, forms_no_rows
 from packprop.engine.algebra.one_by_one import goes_one_by_one
-from packprop.engine.algebra.statistics import OF_ROWS, WITHOUT_TABLES, Statistic, per_sample_grad
+from packprop.engine.algebra.statistics import (
+    OF_ROWS,
+    WITHOUT_TABLES,
+    Statistic,
+    per_sample_grad,
+    summed_grad,
+)
 from packprop.engine.graph.site import Site
 from packprop.engine.passes.contributions import Contribution, JoinedSite, extents_of, looks_up
 from packprop.engine.tensors.layout import Layout
@@ -58,9 +64,14 @@ class SampleMemory:
         self._is_of_rows = joint and OF_ROWS.issuperset(statistics)
         self._may_go_one_by_one = len(contributions) == 1 and not create_graph
         self._forms_no_tables = joint and looks_up(contributions) and WITHOUT_TABLES.issuperset(statistics)
+        is_for_rows = per_sample_grad in statistics and {per_sample_grad, summed_grad}.issuperset(statistics)
+        self._rows_are_results = joint and self._may_go_one_by_one and is_for_rows
 
-    def entries(self, contribution: Contribution, samples: int, held: int | None) -> int:
-        """Count the entries of temporary tensors that one contribution takes for each of ``samples``."""
+    def entries(self, contribution: Contribution, samples: int, held: int | None, whole: bool = False) -> int:
+        """Count the entries of temporary tensors that one contribution takes for each of ``samples``.
+
+        ``whole``: for all samples at once. Per-sample gradients that one call computes are the result then.
+        """
         use, site, cotangents = contribution
         columns = column_count(cotangents)
         outputs = sum(map(Layout.entries_of_sample, use.layouts, use.shapes))
@@ -73,8 +84,11 @@ class SampleMemory:
         if self._is_of_rows and columns == 1 and extents is not None:
             if self._may_go_one_by_one and goes_one_by_one(self.statistics, extents):
                 return self._one_by_one(site, extents)
-            if convolved_by_groups(extents):
+            by_groups = convolved_by_groups(extents)
+            if by_groups:
                 scratch = site.entry.scratch.without_unfolding
+            if whole and self._rows_are_results and (by_groups or self._in_place(site, extents)):
+                return max(scratch - self.leaf.numel(), outputs)
         if self._forms_no_tables:
             positions = outputs // self.leaf.shape[1]
             if positions < len(self.leaf):
@@ -101,5 +115,10 @@ class SampleMemory:
         fans = site.entry.fans
         assert fans is not None  # as extents are known
         unfolded = extents._replace(channels=fans.channels).unfolded  # of all images of a sample
-        in_place = fans.in_order and self.leaf.dtype == extents.dtype  # else all rows are formed, then copied
-        return unfolded + (self.leaf.numel() if per_sample_grad in self.statistics and not in_place else 0)
+        is_copied = per_sample_grad in self.statistics and not self._in_place(site, extents)
+        return unfolded + (self.leaf.numel() if is_copied else 0)
+
+    def _in_place(self, site: Site, extents: Extents) -> bool:
+        """Tell whether per-sample gradients are written to the result, not all formed and then copied."""
+        fans = site.entry.fans
+        return fans is not None and fans.in_order and self.leaf.dtype == extents.dtype

@@ -25,11 +25,19 @@ def two_losses(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets) + F.multi_margin_loss(outputs, targets)
 
 
-def legacy_flag(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets, size_average=False)
+@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
+def test_an_older_flag_is_the_reduction_that_the_node_tells() -> None:
+    def summed(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets, size_average=False)
+
+    model, data = small()
+    asked = extensions.BatchGrad()
+    found = compute(model, summed, data, asked, batch_size=3)[asked]
+    expected = compute(model, nn.CrossEntropyLoss(reduction="sum"), data, asked, batch_size=3)[asked]
+    torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("loss", [none_then_mean, two_losses, legacy_flag])
+@pytest.mark.parametrize("loss", [none_then_mean, two_losses])
 def test_losses_whose_divisor_is_not_known(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     model, data = small()
     with pytest.raises(PackpropError, match="what it is divided by is not known"):

@@ -360,7 +360,8 @@ def test_marks_on_a_node_live_and_die_with_the_graph() -> None:
 
 def test_a_recorded_loss_is_found_from_the_loss_and_dies_with_it() -> None:
     model = packprop.extend(nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True)))
-    loss = 2 * packprop.extend(nn.MSELoss())(model(torch.randn(4, 3)), torch.zeros(4, 3))
+    smoothed = packprop.extend(nn.CrossEntropyLoss(label_smoothing=0.1))  # no node tells that
+    loss = 2 * smoothed(model(torch.randn(4, 3)), torch.zeros(4, dtype=torch.long))
     found = [node.metadata["packprop.loss"][0] for node in nodes_above([loss.grad_fn]) if LOSS in node.metadata]
     assert [type(each) for each in found] == [RecordedLoss]
     alive = weakref.ref(found[0])

@@ -225,7 +225,8 @@ def require_complete(graph: Graph) -> None:
         instead = (
             "if it weights losses, keep it in a module that you do not extend, and extend the losses inside. "
             "If the term is a penalty, add it to the loss, and keep its constants in buffers of an extended "
-            "module, or without an axis (torch.zeros(())). Compute every other term with a loss function of torch, or with an extended loss without "
-            "parameters. Or set requires_grad=False on the parameter: other values stay the same"
+            "module, or without an axis (torch.zeros(())). Compute every other term with a loss function of "
+            "torch, or with an extended loss without parameters. Or set requires_grad=False on the parameter: "
+            "other values stay the same"
         )
     raise PackpropError("A quantity beyond the gradient was asked for.", f"parameter {name!r}", why, instead)

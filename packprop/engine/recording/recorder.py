@@ -24,6 +24,7 @@ from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from packprop.engine.functions.losses.description import LOSSES, input_of, output_first
+from packprop.engine.functions.losses.read import has_left_its_node
 from packprop.engine.functions.losses.rules import COMPOSITES, body_of, has_parts
 from packprop.engine.functions.nodes import number_of_node
 from packprop.engine.recording.marks import LOSS, OUTPUT, ForwardCall, RecordedLoss, marks_of
@@ -181,26 +182,31 @@ def mark_loss(
 ) -> None:
     """Leave a loss, which returned ``out``, on the node that it made, if its input is part of a graph.
 
-    ``declared`` and ``documents`` are those of ``RecordedLoss``.
+    A node that says as much by itself gets no mark, which would keep the arguments alive. ``declared`` and
+    ``documents`` are those of ``RecordedLoss``.
     """
     args, kwargs = output_first(function, args, kwargs)
     given = input_of(function, args, kwargs)
     if not isinstance(given, Tensor) or given.grad_fn is None:
         return
-    if isinstance(out, Tensor) and out.grad_fn is not None:
-        loss = RecordedLoss(
-            function,
-            args,
-            kwargs,
-            get_gradient_edge(given),
-            given.shape,
-            version(given),
-            number=number_of_node(out.grad_fn),
-            declared=declared,
-            documents=documents,
-        )
-        marks_of(out.grad_fn)[LOSS] = (loss, out.output_nr)
-        out.grad_fn.register_prehook(loss.release)
+    if not isinstance(out, Tensor) or out.grad_fn is None:
+        return
+    target = args[1] if len(args) > 1 else kwargs.get("target")
+    if declared is None and documents is None and has_left_its_node(function, given, target, out):
+        return
+    loss = RecordedLoss(
+        function,
+        args,
+        kwargs,
+        get_gradient_edge(given),
+        given.shape,
+        version(given),
+        number=number_of_node(out.grad_fn),
+        declared=declared,
+        documents=documents,
+    )
+    marks_of(out.grad_fn)[LOSS] = (loss, out.output_nr)
+    out.grad_fn.register_prehook(loss.release)
 
 
 def mark_outputs(module: nn.Module, declared: int | None, args: Any, kwargs: Any, output: Any) -> None:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from packprop.engine.functions.losses.read import called_by, has_left_its_node, leaves_its_node
+from packprop.engine.functions.losses.read import LOSS_NODES, leaves_its_node
+from packprop.engine.functions.nodes import name_of_node
 from packprop.engine.recording.marks import AXIS, EXTENDED, HANDLES, LOSS, Handles, Walks, marks_of, nodes_above
 from packprop.engine.recording.recorder import (
     CHOOSERS,
     LossRecorder,
     current,
-    mark_loss,
     mark_outputs,
     step_aside,
     step_back,
@@ -39,9 +39,10 @@ def extend(
     """Prepare a model or a loss for ``backpack``, in place; return it.
 
     A model tells packprop the names of its parameters, the axis of the samples, and where its output ends. A
-    loss module keeps what it was given until the backward pass. The forward pass does not change: the module,
-    its parameters, its ``state_dict`` and its outputs stay what they are. You may call submodules alone.
-    A copy (``deepcopy``, pickle) is also extended. Extending twice changes nothing; ``restore`` undoes it.
+    loss module keeps what it was given until the backward pass, unless its node does. The forward pass does
+    not change: the module, its parameters, its ``state_dict`` and its outputs stay what they are. You may call
+    submodules alone. A copy (``deepcopy``, pickle) is also extended. Extending twice changes nothing;
+    ``restore`` undoes it.
 
     A model need not be extended where a loss function of torch or an extended loss shows where it ends. Its
     parameters then have no names in errors, and the samples are rows along axis 0.
@@ -198,21 +199,14 @@ def _begin_loss(module: nn.Module, args: tuple[Any, ...]) -> None:
         _drop_stale_recording()
     if current.recorder is None:
         with unseen():
-            if leaves_its_node(module, args):
+            if AXIS not in module.__dict__ and leaves_its_node(module, args):
                 return
         LossRecorder(sys._getframe(1), module.__dict__.get(AXIS), module=module).start()
 
 
 def _end_loss(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     recorder = current.recorder
-    if _is_left_alone():
-        return
-    if recorder is None:
-        with unseen():
-            called = called_by(module)
-            if called is not None and has_left_its_node(output):
-                function, options = called
-                mark_loss(function, args, {**kwargs, **options}, output, module.__dict__.get(AXIS))
+    if recorder is None or _is_left_alone():
         return
     if recorder.module is module:  # not a loss inside of the one that began it
         recorder.stop()
@@ -254,11 +248,12 @@ class OwnLoss:
 
 
 def _has_loss(out: Tensor, loss_input: Tensor) -> bool:
-    """Tell whether a recorded loss stands between a loss module's output and its input."""
+    """Tell whether a loss that is known stands between the output of a loss module and its input."""
     assert out.grad_fn is not None
     if out.grad_fn is loss_input.grad_fn:
         return False
-    return any(LOSS in marks_of(node) for node in nodes_above([out.grad_fn], [loss_input.grad_fn]))
+    between = nodes_above([out.grad_fn], [loss_input.grad_fn])
+    return any(LOSS in marks_of(node) or name_of_node(node) in LOSS_NODES for node in between)
 
 
 def _drop_stale_recording() -> None:

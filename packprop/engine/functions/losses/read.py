@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from packprop.engine.functions.losses.description import SYMMETRIC
+from packprop.engine.functions.losses.description import PROVEN, SYMMETRIC
 from packprop.engine.functions.nodes import name_of_node, saved_option
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -40,11 +40,6 @@ LOSS_NODES: dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]
 }
 """Loss functions by the names of their nodes, with saved arguments, and options but for the reduction."""
 
-OPTIONS = {function: (*options, "reduction") for function, _, options in LOSS_NODES.values()} | {
-    F.cross_entropy: ("weight", "ignore_index", "reduction", "label_smoothing")
-}
-"""Loss functions -> their options, which modules keep under the same names."""
-
 MODULES: dict[type[nn.Module], Callable[..., Any]] = {
     nn.CrossEntropyLoss: F.cross_entropy,
     nn.NLLLoss: F.nll_loss,
@@ -58,30 +53,26 @@ MODULES: dict[type[nn.Module], Callable[..., Any]] = {
 """Loss modules that leave one of ``LOSS_NODES`` -> the function that they call."""
 
 
-def called_by(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Any]] | None:
-    """Return the function that a module of ``MODULES`` calls, and its options; ``None`` for other modules."""
-    function = MODULES.get(type(module))
-    if function is None:
-        return None
-    return function, {name: getattr(module, name) for name in OPTIONS[function]}
-
-
 def leaves_its_node(module: nn.Module, args: tuple[Any, ...]) -> bool:
-    """Tell whether the call of a loss module will leave a node of ``LOSS_NODES``: no mode need see it."""
-    if type(module) not in MODULES or len(args) != 2:
+    """Tell whether the call of a loss module will leave a node that says all of it: no mode need see it."""
+    function = MODULES.get(type(module))
+    if function is None or len(args) != 2 or not all(isinstance(each, Tensor) for each in args):
         return False
-    if not (isinstance(args[0], Tensor) and isinstance(args[1], Tensor)):
+    if function is F.cross_entropy and (module.label_smoothing or args[1].is_floating_point()):
         return False
-    if isinstance(module, nn.CrossEntropyLoss):
-        return not module.label_smoothing and not args[1].is_floating_point()
-    return True
+    return function not in PROVEN and not _are_broadcast(function, *args)
 
 
-def has_left_its_node(output: Any) -> bool:
-    """Tell whether a loss is the output of one of ``LOSS_NODES``."""
-    return (
-        isinstance(output, Tensor) and output.grad_fn is not None and name_of_node(output.grad_fn) in LOSS_NODES
-    )
+def has_left_its_node(function: Callable[..., Any], given: Tensor, target: Any, output: Tensor) -> bool:
+    """Tell whether the node of a loss says all of its call, so that it needs no mark."""
+    if function in PROVEN or _are_broadcast(function, given, target):
+        return False
+    return output.grad_fn is not None and name_of_node(output.grad_fn) in LOSS_NODES
+
+
+def _are_broadcast(function: Callable[..., Any], given: Tensor, target: Any) -> bool:
+    """Tell whether a loss repeats its input or its targets: the node does not say which of them."""
+    return function in SYMMETRIC and given.shape != target.shape
 
 
 def loss_of_node(node: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], GradientEdge] | None:

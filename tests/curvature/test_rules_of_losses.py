@@ -236,3 +236,37 @@ def test_a_rule_for_a_loss_of_torch_is_taken(register: Register, extended: bool)
     with packprop.backpack(extensions.DiagGGNExact()):
         value.backward()
     assert set(told) == {torch.Size([5, CLASSES])}
+
+
+def test_a_rule_for_log_probabilities_is_none_for_logits(register: Register) -> None:
+    """Cross entropy leaves the node of ``nll_loss``: a rule of that name is not asked about the logits."""
+
+    def rule(outputs: Tensor, targets: Tensor, **options: Any) -> Loss:
+        return Loss(class_axis=1, weight=3.0, divisor=1.0, root=None)
+
+    model, x, _ = problem()
+    y, loss = torch.randint(CLASSES, (5,)), packprop.extend(nn.CrossEntropyLoss())
+    expected = diagonals(model, loss, x, y)
+    packprop.register_loss(nn.functional.nll_loss)(rule)
+    torch.testing.assert_close(diagonals(model, loss, x, y), expected)
+
+
+class Hidden(nn.Module):
+    """Calls a loss of torch where packprop does not see it."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        with packprop.disable():
+            return nn.functional.mse_loss(outputs, targets, reduction="sum") / 2
+
+
+def test_the_rule_of_a_module_is_asked_whatever_it_calls_unseen(register: Register) -> None:
+    asked: list[torch.Size] = []
+
+    def rule(outputs: Tensor, targets: Tensor) -> Loss:
+        asked.append(outputs.shape)
+        return Loss(class_axis=None, weight=1.0, divisor=1.0, root=None)
+
+    model, x, y = problem()
+    found = diagonals(model, register(Hidden, rule), x, y)
+    assert asked
+    torch.testing.assert_close(found[1], torch.full_like(found[1], 5))

@@ -171,9 +171,10 @@ def read_cases(covered: Covered) -> tuple[dict[str, Line], dict[str, Line]]:
                 if layer and title.startswith("`"):
                     line.layers[layer] = None
                 rows[id(line)] = line
-        functions = [loss.call.function for loss in graph.losses]
-        kinds = {f"`{function.__name__}`" if function in LOSSES else OWN for function in functions}
-        kinds |= {TWO} if len(functions) > 1 else set() if functions else {NONE}
+        kinds: set[str] = set()
+        for call in (loss.call for loss in graph.losses):
+            kinds |= {f"`{call.function.__name__}`", f"`{call.name}`"} if call.function in LOSSES else {OWN}
+        kinds |= {TWO} if len(graph.losses) > 1 else set() if graph.losses else {NONE}
         for line in (*rows.values(), *(losses[kind] for kind in kinds)):
             line.cases.append(case)
     for name, rule in RULES.items():  # rules that serve several nodes need a case for one of them

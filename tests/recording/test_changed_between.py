@@ -234,3 +234,14 @@ def test_lazy_modules_are_made_in_their_first_call() -> None:
             alone = F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) / len(x)
             (expected,) = torch.autograd.grad(alone, [model[0].weight])
             torch.testing.assert_close(model[0].weight.grad_batch[n], expected)
+
+
+@pytest.mark.parametrize("row", [extensions.BatchGrad, extensions.DiagGGNExact])
+def test_a_target_that_has_changed_is_named_by_autograd(row: type[packprop.Extension]) -> None:
+    """packprop took the error for that of a graph that was freed, and advised to retain it."""
+    model, (x, _) = packprop.extend(nn.Linear(3, 3).double()), batch()
+    target = torch.zeros(len(x), 3).double()
+    loss = packprop.extend(nn.MSELoss())(model(x), target)
+    target.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"), packprop.backpack(row()):
+        loss.backward()

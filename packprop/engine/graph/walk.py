@@ -177,6 +177,8 @@ def _read_losses(graph: Graph, trail: Trail) -> None:
                 if call is not None:
                     graph.losses.append(ReachedLoss(call, node, 0))
     except RuntimeError as error:
+        if "inplace operation" in str(error):  # PyTorch's own error says which tensor was changed
+            raise
         raise freed("the first pass freed the graph, and what the loss was given") from error
 
 

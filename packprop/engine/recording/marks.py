@@ -31,8 +31,10 @@ from packprop.engine.tensors.hooks import dictionary_of
 from packprop.engine.tensors.nesting import map_tensors, tensors_of_call
 from packprop.engine.tensors.state import storage_of, version
 
-LOSS, OUTPUT, HOOKS, RETAINS = (f"packprop.{mark}" for mark in ("loss", "output", "hooks", "retains"))
-"""Keys of the marks in the ``metadata`` of a node."""
+LOSS, TOLD, OUTPUT, HOOKS, RETAINS = (
+    f"packprop.{mark}" for mark in ("loss", "told", "output", "hooks", "retains")
+)
+"""Keys of the marks in the ``metadata`` of a node; ``TOLD`` is that of a loss that was seen, and no more."""
 
 
 HANDLES, AXIS = "_packprop_handles", "_packprop_sample_axis"

@@ -27,7 +27,7 @@ from packprop.engine.functions.losses.description import LOSSES, input_of, outpu
 from packprop.engine.functions.losses.read import has_left_its_node
 from packprop.engine.functions.losses.rules import COMPOSITES, body_of, has_parts
 from packprop.engine.functions.nodes import number_of_node
-from packprop.engine.recording.marks import LOSS, OUTPUT, ForwardCall, RecordedLoss, marks_of
+from packprop.engine.recording.marks import LOSS, OUTPUT, TOLD, ForwardCall, RecordedLoss, marks_of
 from packprop.engine.tensors.nesting import tensors_in
 from packprop.engine.tensors.state import version
 
@@ -193,6 +193,7 @@ def mark_loss(
         return
     target = args[1] if len(args) > 1 else kwargs.get("target")
     if declared is None and documents is None and has_left_its_node(function, given, target, out):
+        marks_of(out.grad_fn)[TOLD] = True
         return
     loss = RecordedLoss(
         function,

@@ -11,9 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from packprop.engine.functions.losses.read import LOSS_NODES, leaves_its_node
-from packprop.engine.functions.nodes import name_of_node
-from packprop.engine.recording.marks import AXIS, EXTENDED, HANDLES, LOSS, Handles, Walks, marks_of, nodes_above
+from packprop.engine.functions.losses.read import leaves_its_node
+from packprop.engine.recording.marks import (
+    AXIS,
+    EXTENDED,
+    HANDLES,
+    LOSS,
+    TOLD,
+    Handles,
+    Walks,
+    marks_of,
+    nodes_above,
+)
 from packprop.engine.recording.recorder import (
     CHOOSERS,
     LossRecorder,
@@ -248,12 +257,12 @@ class OwnLoss:
 
 
 def _has_loss(out: Tensor, loss_input: Tensor) -> bool:
-    """Tell whether a loss that is known stands between the output of a loss module and its input."""
+    """Tell whether a recorded loss stands between a loss module's output and its input."""
     assert out.grad_fn is not None
     if out.grad_fn is loss_input.grad_fn:
         return False
     between = nodes_above([out.grad_fn], [loss_input.grad_fn])
-    return any(LOSS in marks_of(node) or name_of_node(node) in LOSS_NODES for node in between)
+    return any(LOSS in marks or TOLD in marks for marks in map(marks_of, between))
 
 
 def _drop_stale_recording() -> None:

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge
 
 from packprop.engine.functions.losses.description import PROVEN, SYMMETRIC
 from packprop.engine.functions.nodes import name_of_node, saved_option
+from packprop.engine.tensors.precision import NARROW
 
 REDUCTIONS = ("none", "mean", "sum")
 """Names of reductions, by the number that nodes save."""
@@ -60,19 +61,24 @@ def leaves_its_node(module: nn.Module, args: tuple[Any, ...]) -> bool:
         return False
     if function is F.cross_entropy and (module.label_smoothing or args[1].is_floating_point()):
         return False
-    return function not in PROVEN and not _are_broadcast(function, *args)
+    return _is_told(function, *args)
 
 
 def has_left_its_node(function: Callable[..., Any], given: Tensor, target: Any, output: Tensor) -> bool:
     """Tell whether the node of a loss says all of its call, so that it needs no mark."""
-    if function in PROVEN or _are_broadcast(function, given, target):
-        return False
-    return output.grad_fn is not None and name_of_node(output.grad_fn) in LOSS_NODES
+    is_told = output.grad_fn is not None and name_of_node(output.grad_fn) in LOSS_NODES
+    return is_told and _is_told(function, given, target)
 
 
-def _are_broadcast(function: Callable[..., Any], given: Tensor, target: Any) -> bool:
-    """Tell whether a loss repeats its input or its targets: the node does not say which of them."""
-    return function in SYMMETRIC and given.shape != target.shape
+def _is_told(function: Callable[..., Any], given: Tensor, target: Any) -> bool:
+    """Tell whether the node of a loss says all of a call.
+
+    It does not say that a user has given the function a rule, nor which argument was repeated; and what it has
+    saved in low precision is rounded once more than the logits.
+    """
+    has_rule = function in PROVEN or (function is F.cross_entropy and F.nll_loss in PROVEN)
+    are_repeated = function in SYMMETRIC and given.shape != target.shape
+    return not (has_rule or are_repeated or given.dtype in NARROW)
 
 
 def loss_of_node(node: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], GradientEdge] | None:

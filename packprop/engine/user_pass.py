@@ -195,10 +195,8 @@ def _ran_again(
             return False
         if sweeps:
             settle_for_seeds(graph, direct.tasks, kept=call.keeps_graph)
-        else:  # autograd frees what it has saved for a loss as it goes; a mark does the same
-            for loss in graph.losses:
-                if loss.node not in outlined.losses:
-                    loss.call.drop_input()
+        else:
+            graph.drop_loss_inputs(but=outlined.losses)  # marks drop theirs as autograd frees the nodes
         if is_direct and direct.run(one.users_pass):
             one.saver.warn_of_large()
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -361,10 +361,11 @@ class Graph:
             for loss in self.losses:
                 loss.call.held = False
 
-    def drop_loss_inputs(self) -> None:
+    def drop_loss_inputs(self, but: Container[Node] = ()) -> None:
         """Drop the inputs of the losses, which may be the largest tensors: curvature alone needs them."""
         for loss in self.losses:
-            loss.call.drop_input()
+            if loss.node not in but:
+                loss.call.drop_input()
 
     def release(self, keep: bool) -> None:
         """End the pass: drop the inputs of losses unless the graph is retained."""

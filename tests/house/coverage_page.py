@@ -17,15 +17,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from packprop import PackpropError, extensions
-from packprop.engine.functions.losses.description import LOSSES
+from packprop.engine.functions.losses.description import LOSSES, PROVEN
 from packprop.engine.functions.nodes import is_wrong_in_second_order, short_name
 from packprop.engine.functions.registry import RULES, Rule, rule_for
 from packprop.engine.functions.saved import keeps_elsewhere
+from packprop.engine.functions.verdicts import Verdicts
 from packprop.engine.graph.graph import Graph, ReachedUse
 from packprop.engine.graph.search import nodes_above
 from packprop.engine.graph.site import Site
@@ -123,9 +125,13 @@ TWO, OWN, NONE = (
 
 
 def captured(case: Case) -> tuple[Problem, Graph]:
-    """The graph of a case, from its loss down."""
+    """The graph of a case, from its loss down, with marks of the loss functions that were called.
+
+    Nodes alone do not tell cross entropy from ``nll_loss``; losses with rules of a user keep their marks.
+    """
     problem = case.problem(max(case.sizes), case.reductions[0])
-    return problem, walk([forward(problem, case.record)], [None], None)
+    with mock.patch.dict(PROVEN, dict.fromkeys(LOSSES, Verdicts())):
+        return problem, walk([forward(problem, case.record)], [None], None)
 
 
 def rows_of(found: ReachedUse, site: Site, layer: str, times: int) -> Iterator[str]:
@@ -171,10 +177,9 @@ def read_cases(covered: Covered) -> tuple[dict[str, Line], dict[str, Line]]:
                 if layer and title.startswith("`"):
                     line.layers[layer] = None
                 rows[id(line)] = line
-        kinds: set[str] = set()
-        for call in (loss.call for loss in graph.losses):
-            kinds |= {f"`{call.function.__name__}`", f"`{call.name}`"} if call.function in LOSSES else {OWN}
-        kinds |= {TWO} if len(graph.losses) > 1 else set() if graph.losses else {NONE}
+        functions = [loss.call.function for loss in graph.losses]
+        kinds = {f"`{function.__name__}`" if function in LOSSES else OWN for function in functions}
+        kinds |= {TWO} if len(functions) > 1 else set() if functions else {NONE}
         for line in (*rows.values(), *(losses[kind] for kind in kinds)):
             line.cases.append(case)
     for name, rule in RULES.items():  # rules that serve several nodes need a case for one of them

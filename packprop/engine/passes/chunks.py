@@ -71,16 +71,14 @@ class ChunkSizes(NamedTuple):
             if not column_count(cotangents):  # each chunk is added to a matrix, which takes this memory anyway
                 fan_in = site.entry.fans.fan_in if site.entry.fans else 0
                 room = max(room, fan_in**2 * size)
-        entries = sum([memory.entries(each, samples, self.held) for each in memory.contributions])
+        entries = memory.entries(samples, self.held)
         if not entries or entries * samples <= memory.matrix_entries():
             return samples  # a second chunk would need another matrix as large, and one for the sum
         fitting = max(1, min(samples, room // (entries * size)))
-        if fitting < samples <= 2 * fitting:  # more rows would leave the caches before they are added up
-            at_once = sum(
-                [memory.entries(each, samples, self.held, whole=True) for each in memory.contributions]
-            )
-            return samples if at_once * samples * size <= room else fitting
-        return fitting
+        if samples > 2 * fitting:  # so many rows at once would leave the caches before they are added up
+            return fitting
+        at_once = memory.entries(samples, self.held, whole=True) * samples * size
+        return samples if at_once <= room else fitting
 
 
 def default_chunk_sizes(device: torch.device | None = None) -> ChunkSizes:

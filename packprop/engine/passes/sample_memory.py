@@ -67,11 +67,14 @@ class SampleMemory:
         is_for_rows = per_sample_grad in statistics and {per_sample_grad, summed_grad}.issuperset(statistics)
         self._rows_are_results = joint and self._may_go_one_by_one and is_for_rows
 
-    def entries(self, contribution: Contribution, samples: int, held: int | None, whole: bool = False) -> int:
-        """Count the entries of temporary tensors that one contribution takes for each of ``samples``.
+    def entries(self, samples: int, held: int | None, whole: bool = False) -> int:
+        """Count the entries of temporary tensors that all contributions take for each of ``samples``.
 
         ``whole``: for all samples at once. Per-sample gradients that one call computes are the result then.
         """
+        return sum([self._entries_of(each, samples, held, whole) for each in self.contributions])
+
+    def _entries_of(self, contribution: Contribution, samples: int, held: int | None, whole: bool) -> int:
         use, site, cotangents = contribution
         columns = column_count(cotangents)
         outputs = sum(map(Layout.entries_of_sample, use.layouts, use.shapes))

@@ -24,7 +24,7 @@ from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from packprop.engine.functions.losses.description import LOSSES, input_of, output_first
-from packprop.engine.functions.losses.read import has_left_its_node
+from packprop.engine.functions.losses.read import tells_its_loss
 from packprop.engine.functions.losses.rules import COMPOSITES, body_of, has_parts
 from packprop.engine.functions.nodes import number_of_node
 from packprop.engine.recording.marks import LOSS, OUTPUT, TOLD, ForwardCall, RecordedLoss, marks_of
@@ -192,7 +192,7 @@ def mark_loss(
     if not isinstance(out, Tensor) or out.grad_fn is None:
         return
     target = args[1] if len(args) > 1 else kwargs.get("target")
-    if declared is None and documents is None and has_left_its_node(function, given, target, out):
+    if declared is None and documents is None and tells_its_loss(out.grad_fn, function, given, target):
         marks_of(out.grad_fn)[TOLD] = True
         return
     loss = RecordedLoss(

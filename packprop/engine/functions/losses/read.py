@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from packprop.engine.functions.losses.description import PROVEN, SYMMETRIC
 from packprop.engine.functions.nodes import name_of_node, saved_option
@@ -64,10 +64,9 @@ def leaves_its_node(module: nn.Module, args: tuple[Any, ...]) -> bool:
     return _is_told(function, *args)
 
 
-def has_left_its_node(function: Callable[..., Any], given: Tensor, target: Any, output: Tensor) -> bool:
-    """Tell whether the node of a loss says all of its call, so that it needs no mark."""
-    is_told = output.grad_fn is not None and name_of_node(output.grad_fn) in LOSS_NODES
-    return is_told and _is_told(function, given, target)
+def tells_its_loss(node: Node, function: Callable[..., Any], given: Tensor, target: Any) -> bool:
+    """Tell whether the node that a loss made says all of its call, so that it needs no mark."""
+    return name_of_node(node) in LOSS_NODES and _is_told(function, given, target)
 
 
 def _is_told(function: Callable[..., Any], given: Tensor, target: Any) -> bool:

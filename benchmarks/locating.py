@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from benchmarks.measure import Spread
 from benchmarks.run import environment, write_results
 from packprop import backpack, extend
-from packprop.extensions import BatchGrad
+from packprop.extensions import BatchGrad, BatchL2Grad
+from packprop.types import Extension
 
 
 class Gated(nn.Module):
@@ -63,10 +64,11 @@ PROBLEMS: dict[str, Callable[[bool], tuple[nn.Module, Tensor, Tensor]]] = {
 
 
 class Stepper:
-    """Steps with gradients of single samples of one model."""
+    """Steps with gradients of single samples of one model, or with another quantity."""
 
-    def __init__(self, name: str, over_batch: bool) -> None:
+    def __init__(self, name: str, over_batch: bool, quantity: type[Extension] = BatchGrad) -> None:
         torch.manual_seed(0)
+        self.quantity = quantity
         self.model, self.x, self.y = PROBLEMS[name](over_batch)
         self.loss = extend(nn.CrossEntropyLoss())
         extend(self.model)
@@ -76,16 +78,16 @@ class Stepper:
         start = time.process_time()
         for _ in range(steps):
             self.model.zero_grad(set_to_none=True)
-            with backpack(BatchGrad()):
+            with backpack(self.quantity()):
                 self.loss(self.model(self.x), self.y).backward()
         return (time.process_time() - start) / steps
 
 
 def measure(name: str, rounds: int, steps: int) -> dict[str, object]:
     """Seconds of first and later steps, where samples are looked for once and in every pass."""
-    once, always = Stepper(name, False), Stepper(name, True)
-    first, later, each = [], [], []
-    for stepper in (once, always):
+    once, always, norms = Stepper(name, False), Stepper(name, True), Stepper(name, False, BatchL2Grad)
+    first, later, each, first_norms = [], [], [], []
+    for stepper in (once, always, norms):
         stepper.seconds(steps)
     for turn in range(rounds):
         pair = (once, always) if turn % 2 else (always, once)
@@ -93,10 +95,12 @@ def measure(name: str, rounds: int, steps: int) -> dict[str, object]:
         later.append(taken[once])
         each.append(taken[always] / taken[once])
         first.append(Stepper(name, False).seconds() / taken[once])
+        first_norms.append(Stepper(name, False, BatchL2Grad).seconds() / norms.seconds(steps))
     return {
         "problem": name,
         "step_seconds": vars(Spread.of(later)),
         "first_over_later": vars(Spread.of(first)),
+        "norms_first_over_later": vars(Spread.of(first_norms)),
         "every_pass_over_once": vars(Spread.of(each)),
     }
 

@@ -1,11 +1,11 @@
 """Rows on disk and their checksums: packprop compares each block with its checksum when it first reads it.
 
 # NOTE [Checksums of rows]
-packprop takes the rows of a chunk in blocks of about 1 MiB, each with a checksum. It views a block as a table of
-64-bit words (little-endian) with 1021 columns, and adds up each column modulo 2^64. The checksum is the CRC-32 of
-the sums, and of the bytes after the last full row of the table. It is several times as fast as the CRC-32 of all
-bytes, which would slow down reading. Any changed bit changes it, as do exchanged blocks: 1021 is a prime, so no two
-pages of memory begin in one column. Other changes go unnoticed with a chance of 2^-32.
+packprop takes the rows of a chunk in blocks of about 1 MiB, each with a checksum. It views a block as a table
+of 64-bit words (little-endian) with 1021 columns, and adds up each column modulo 2^64. The checksum is the
+CRC-32 of the sums, and of the bytes after the last full row of the table. It is several times as fast as the
+CRC-32 of all bytes, which would slow down reading. Any changed bit changes it, as do exchanged blocks: 1021 is
+a prime, so no two pages of memory begin in one column. Other changes go unnoticed with a chance of 2^-32.
 """
 
 from __future__ import annotations

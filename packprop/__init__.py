@@ -147,7 +147,7 @@ __version__: str
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """A public name, imported now; kept, so that this happens once."""
+        """Import a public name, and keep it, so that this happens once."""
         import gc
         import random
         from importlib import import_module

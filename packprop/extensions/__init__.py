@@ -1,4 +1,4 @@
-"""The catalogue of quantities that one backward pass computes, each a class of a few rows."""
+"""The catalogue of quantities that one backward pass computes; each is a class with a few rows."""
 
 from typing import TYPE_CHECKING
 
@@ -62,7 +62,7 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """A rare extension, imported now."""
+        """Import a rare extension."""
         from importlib import import_module
 
         if name not in _OUTSIDE:

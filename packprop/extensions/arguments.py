@@ -28,7 +28,7 @@ def require_one_of(asked: str, where: str, value: object, choices: tuple[str | N
 
 
 def require_otherwise(asked: str, value: object) -> None:
-    """Refuse a treatment of large factors that is not known.
+    """Refuse an unknown treatment of large factors.
 
     Raises:
         BadInput: A ``ValueError``.

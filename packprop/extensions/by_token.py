@@ -19,7 +19,7 @@ from packprop.extensions.arguments import require_one_of
 from packprop.types import Extension, Row
 
 Per = Literal["sample", "token"]
-"""The units that have rows of their own."""
+"""The units that can have rows of their own."""
 
 UNITS = get_args(Per)
 

@@ -91,10 +91,10 @@ class SumGradSquared(BySampleOrToken):
 class Variance(BySampleOrToken):
     """Population variance of the rows of ``grad_batch``, ``variance``: ``[*p]``; never negative.
 
-    Nothing cancels. Mean and squared deviations come from per-sample gradients, by Welford's recurrence (1962)
-    if these come one at a time, or for linear layers in float32 from sums in float64. They merge over chunks as
-    in Chan, Golub and LeVeque (1979), in at least float32, and keep this precision. For an empty batch the
-    variance is NaN, as a mean over nothing is.
+    No digits are lost to cancellation. Mean and squared deviations come from per-sample gradients, by Welford's
+    recurrence (1962) if these come one at a time, or for linear layers in float32 from sums in float64. They
+    merge over chunks as in Chan, Golub and LeVeque (1979), in at least float32, and keep this precision. The
+    variance of an empty batch is NaN, as a mean over nothing is.
 
     Args:
         subsampling: Indices of samples, at the scale of the full batch.

@@ -228,7 +228,7 @@ def _factor_statistics(
 
 
 def _rotations(values: list[Any]) -> list[Any]:
-    """Put eigenvectors in place of the factors in the results of the first pass, and correlations of sums."""
+    """Return the results of the first pass with eigenvectors for factors, and correlations for sums."""
     cotangents, inputs, order, total = values
     left, right = eigenvectors(cotangents), None if inputs is None else eigenvectors(inputs)
     return [left, right, order, None if right is None else correlations(inputs, right, total)]

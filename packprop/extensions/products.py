@@ -2,10 +2,10 @@
 
 A function takes vectors ``[v, *p]``, or a single ``[*p]``, and returns their products with the block of its
 parameter, for the loss as reduced. It holds the graph of the forward pass, so ``backward()`` keeps the graph.
-It stays valid until you delete it (``del parameter.hmp``) or the next pass overwrites it. It runs nothing
-again, so there is no random state to restore. If you change a parameter that it reads in place, it raises an
-error; these are mostly parameters downstream of its own. So you may step parameters one by one, each after its
-own product, from the input on.
+It stays valid until you delete it (``del parameter.hmp``) or the next pass overwrites it. It does not run the
+model again, so there is no random state to restore. It raises an error if you have changed a parameter in place
+that it reads: mostly parameters downstream of its own. So you may update the parameters one by one, each after
+its own product, from the input to the output.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class PCHMP(_Products):
     """Product with the block of the positive-curvature Hessian, ``pchmp`` (Chen et al. 2018).
 
     This is the GGN plus the curvature of each elementwise nonlinearity, without negative entries (``"clip"``)
-    or with positive ones in their place (``"abs"``). Behind other nonlinearities it is not defined, and
-    packprop refuses it.
+    or with positive ones in their place (``"abs"``). packprop refuses the pass if another nonlinearity
+    lies between a parameter and the loss: the matrix is not defined there.
 
     Args:
         savefield: The attribute that the function is saved in.

@@ -29,10 +29,11 @@ class Projected(Extension):
     - ``"rademacher"``: signs. The standard deviation of an inner product ``<g, h>`` is at most
       ``sqrt((|g|^2 |h|^2 + <g, h>^2) / d)``. Work grows with samples times entries times d; neither the matrix
       nor a gradient of a linear layer ever exists as a whole.
-    - ``"gaussian"``: normal numbers, which take several times as long to make; the same without "at most".
+    - ``"gaussian"``: normal numbers, which take several times as long to make; the bound is the deviation.
     - ``"kronecker"``: a Kronecker product of two matrices of signs for each parameter, in place of one large
       matrix. It projects the factors of a gradient, and never forms the gradient: this takes a few percent of a
-      pass. For gradients of rank one ``1 / d`` becomes about ``1 / a + 1 / b`` for d = a b, nearly equal.
+      pass. For gradients of rank one, about ``1 / a + 1 / b`` takes the place of ``1 / d``: d = a b, where a
+      and b are nearly equal.
 
     Matrices are the same on every device and in every precision, up to rounding; see ``matrix``, and NOTE
     [Matrices of a seed] (``engine/algebra/projections.py``) for their entries. Sums use at least float32, and
@@ -40,12 +41,12 @@ class Projected(Extension):
 
     Args:
         of: The quantity to project: ``BatchGrad()``, with ``subsampling`` if it has one.
-        dimension: Entries of a projected row, d; for ``"kronecker"`` best a product of two near numbers.
+        dimension: Entries of a projected row, d; for ``"kronecker"`` best a product of two similar numbers.
         kind: ``"rademacher"``, ``"gaussian"`` or ``"kronecker"``.
         seed: Chooses the matrices.
 
     Raises:
-        BadInput: If you project anything else, dimension or seed is no whole number, or ``kind`` is unknown.
+        BadInput: If ``of`` is anything else, a number is not whole or too small, or ``kind`` is unknown.
     """
 
     of: Extension = field(default_factory=BatchGrad)

@@ -1,4 +1,4 @@
-"""Names of samples, as users give them: lists, tensors, arrays."""
+"""Names of samples, which users give as lists, tensors or arrays."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from packprop.errors import BadInput
 
 
 def require_identifiers(asked: str, given: Any) -> None:
-    """Refuse what cannot name several samples, without reading it.
+    """Refuse an argument that cannot name several samples, without reading its entries.
 
     Raises:
-        BadInput: For one text, or anything else that has no entries.
+        BadInput: For a single text, or anything that has no entries.
     """
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise BadInput(
@@ -27,7 +27,7 @@ def names_of(asked: str, given: Iterable[Any] | None) -> list[Any]:
     """Return identifiers one by one; those in tensors and arrays become numbers of Python.
 
     Raises:
-        BadInput: For what cannot name several samples.
+        BadInput: For an argument that cannot name several samples.
     """
     if given is None:
         return []

@@ -13,7 +13,7 @@ from packprop.errors import BadInput, install
 from packprop.monitor.identifiers import plain
 
 Values = dict[str, Any]
-"""Numbers by the names of quantities, ``None`` if there is none; a list for ``"outliers"``."""
+"""Numbers by the names of quantities, or ``None``; a list for ``"outliers"``."""
 
 Log = Callable[[Values, int], object]
 """A function of the values of a step and its number."""
@@ -29,7 +29,7 @@ class JsonLines:
     """Adds one line to a file for each monitored step: an object with ``"step"`` and the values.
 
     Args:
-        path: The file. Its lines stay.
+        path: The file. New lines come after those that it has.
 
     Raises:
         BadInput: If it is a folder, or in a folder that does not exist.
@@ -55,7 +55,7 @@ class JsonLines:
 
 
 def _written(name: Any) -> Any:
-    """Return numbers for what JSON does not know, if it is a tensor or an array; else its text."""
+    """Return numbers in place of a tensor or an array, and the text of other objects that JSON cannot hold."""
     numbers = plain(name)
     return str(name) if numbers is name else numbers
 
@@ -101,7 +101,7 @@ class Printed:
     """Prints one line for each monitored step.
 
     Args:
-        console: The console; by default standard output, without colours if that is no terminal.
+        console: The console; by default standard output, without colours if it is no terminal.
     """
 
     def __init__(self, console: Console | None = None) -> None:

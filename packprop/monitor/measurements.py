@@ -80,7 +80,7 @@ def measured(
     """Compute the numbers of a step; see NOTE [Monitored step].
 
     Args:
-        passes: The results of its backward passes, one or more. Those without samples count for nothing.
+        passes: The results of its backward passes, one or more. Those without samples are ignored.
         gradients: By name of the parameter, the sum of their gradients ``[*p]``.
         updates: By name of the parameter, squared norms of its update and of itself; none if no optimizer has
             made a step.

@@ -97,8 +97,8 @@ class Monitor:
         reach: The number of deviations above the recent median at which a loss or a norm is out of its range.
 
     Raises:
-        BadInput: For anything else than the above, or a model without trainable parameters, or with
-            parameters of lazy modules that have no shape yet.
+        BadInput: For any other argument, a model without trainable parameters, or parameters of lazy modules
+            that have no shape yet.
 
     Example:
         >>> model = nn.Linear(3, 2)
@@ -266,7 +266,7 @@ class Monitor:
         return {"next": self._next, "window": window, "checked": self._checked, "ranges": self._spikes.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a ``state_dict``."""
+        """Continue from a ``state_dict``."""
         self._next, self._checked = state["next"], state.get("checked", 0)
         self._spikes.take_up(state.get("ranges", {}))
         self._noise = {
@@ -356,7 +356,7 @@ def _named(name: str, interval: Interval) -> Values:
 
 
 def _finite(number: float | None) -> float | None:
-    """Return the number, or ``None`` if it is none."""
+    """Return the number, or ``None`` if it is not finite."""
     return number if number is not None and math.isfinite(number) else None
 
 

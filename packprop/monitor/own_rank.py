@@ -1,8 +1,8 @@
-"""Passes that one rank runs alone, while the others go on with their training.
+"""Passes that one rank runs alone, while the others continue to train.
 
 # NOTE [One rank alone]
 Usually a step is a spike on one rank, and this rank alone runs it again. So nothing in the repeated pass may
-wait for other ranks: each exchange would meet another one of theirs, and all later ones would be off by one.
+wait for other ranks: they would take its exchange for their next one, and all later ones would be off by one.
 ``DistributedDataParallel`` exchanges gradients when they are accumulated, which the repeated pass never does.
 In its forward pass it may send buffers and, once, the order of its buckets. packprop switches this off for the
 time of the pass, in every such module that is called, whoever holds it, and leaves the module ready for the
@@ -48,7 +48,7 @@ def require_whole(asked: str, model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def silent(asked: str, module: nn.Module) -> Iterator[None]:
-    """Let a module that is ``DistributedDataParallel`` exchange nothing inside; see NOTE [One rank alone].
+    """Keep a ``DistributedDataParallel`` module from exchanging anything; see NOTE [One rank alone].
 
     Raises:
         PackpropError: If it computes in another precision than its parameters have.
@@ -80,7 +80,7 @@ class _Idle:
 
 
 def without_exchange(asked: str) -> AbstractContextManager[object]:
-    """Raise an error inside before an operation that exchanges values with other ranks."""
+    """Make a context that raises an error before any operation that exchanges values with other ranks."""
     if _is_in_group() and torch.distributed.get_world_size() > 1:
         return _WithoutExchange(asked)
     return contextlib.nullcontext()

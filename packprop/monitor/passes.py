@@ -1,4 +1,4 @@
-"""One monitored backward pass: it computes quantities, and takes them off the parameters at once."""
+"""One monitored backward pass: it computes quantities, and removes them from the parameters at once."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class GradientAndNorms(Extension):
         return "Monitor"
 
     def finish(self, values: list[Any], samples: int) -> list[Tensor]:
-        """The gradient, norms and products."""
+        """Return the gradient, norms and products."""
         return values
 
 
 @dataclass
 class PassValues:
-    """The results of one backward pass, for the loss that you mean.
+    """The results of one backward pass, for the loss without the factor of a gradient scaler.
 
     Args:
         samples: The number of its samples.
@@ -89,7 +89,7 @@ class MonitoredPass(Backpack):
         products: Compute samples' products with the gradient.
         sharpness: Compute the curvature along the gradient.
         ranks: Says whose samples count.
-        loss_scale: The factor on the loss that you mean.
+        loss_scale: The factor of a gradient scaler on the loss.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class MonitoredPass(Backpack):
         super().__exit__(*error)
 
     def _chunk_sizes(self, graph: Graph) -> ChunkSizes:
-        """Return those of any pass; note the tensors that values will be saved on, and the path of the pass."""
+        """Return the sizes of any pass; note the tensors on which values will be saved, and mark the nodes."""
         marks = [marks_of(node) for use in graph.uses for node in use.anchors]
         if any(mark.get(MONITORED) == id(self) for mark in marks):
             raise PackpropError(
@@ -147,7 +147,7 @@ class MonitoredPass(Backpack):
         return super()._chunk_sizes(graph)
 
     def _backward(self, call: BackwardCall, backward: Callable[[], None]) -> None:
-        """Run a pass, and take off its results."""
+        """Run a pass, and remove its results from the parameters."""
         if self.given_up:
             return backward()
         self._has_failed = self.gives_up
@@ -171,7 +171,7 @@ class MonitoredPass(Backpack):
         self._reached += [parameter for module in EXTENDED for parameter in module.parameters()]
 
     def _take_off(self) -> PassValues | None:
-        """Take all values off; return ``None`` if none of the model's parameters has any."""
+        """Remove all values and return them; ``None`` if none of the model's parameters has any."""
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         values = PassValues(0, range(0), {}, {}, {})
         for home in self._reached:
@@ -224,7 +224,7 @@ class MonitoredPass(Backpack):
         return float(self._meant(inner / square, 1)) if square > 0 else None
 
     def _meant(self, value: Tensor, degree: int) -> Tensor:
-        """Return a value for the loss that you mean, given the power with which it grows."""
+        """Return a value for the loss without its factor, given the power with which the value grows."""
         scale = self._scale
         if scale is None:
             return value

@@ -1,8 +1,8 @@
 """A step's batch, run again: a pass that leaves nothing behind.
 
 # NOTE [Repeated pass]
-The user has called ``backward()`` on the step already, so that no second pass may add to any ``.grad``: of the
-model, of a head that is not monitored, of a temperature. packprop runs the forward pass again, and sweeps its
+The user has already called ``backward()`` in the step, so a second pass may add to no ``.grad``: of the model,
+of a head that is not monitored, of a temperature. packprop runs the forward pass again, and sweeps its
 graph on its own, as for a batch of a data set: no gradient reaches a leaf, and no hook of the user's runs,
 such as one in which an optimizer steps. The forward pass may write to buffers; they are put back. Other ranks
 take no part: see NOTE [One rank alone].
@@ -46,7 +46,7 @@ def norms_again(model: nn.Module, again: Callable[[], Tensor], extension: BatchL
     Args:
         model: The model that is monitored.
         again: Runs the forward pass of the batch, and returns its loss.
-        extension: Says of which samples, or of tokens of which ones.
+        extension: Says for which samples, or for the tokens of which samples.
 
     Raises:
         BadInput: If ``again`` returns no loss, or calls ``backward()``.
@@ -96,7 +96,7 @@ def _norms(model: nn.Module, graph: Graph, extension: BatchL2Grad) -> Tensor:
 
 
 class _NoBackward(Backpack):
-    """Refuses a backward pass of the user's: gradients would be added a second time."""
+    """Refuses a backward pass of the user, which would add gradients a second time."""
 
     def __init__(self) -> None:
         super().__init__([], None, None, False)
@@ -112,7 +112,7 @@ class _NoBackward(Backpack):
 
 @contextlib.contextmanager
 def _gradients_aside(model: nn.Module) -> Iterator[None]:
-    """Keep gradients of the model from ``again`` inside, which may set them to zero."""
+    """Hide the gradients of the model from ``again``, which may set them to zero."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         for parameter, _ in before:
@@ -125,7 +125,7 @@ def _gradients_aside(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _left_as_they_are(model: nn.Module) -> Iterator[None]:
-    """Put back, in the end, the buffers of the model and of every other module that is called inside.
+    """Restore, in the end, the buffers of the model and of every other module that is called inside.
 
     None of them exchanges anything with other ranks.
     """

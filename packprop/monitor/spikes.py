@@ -29,10 +29,10 @@ ASKED = "packprop.Monitor(on_spike=...) was made."
 IDENTIFIED = "monitor.check(identifiers=...) was called."
 
 RECENT = 50
-"""Steps behind the recent range."""
+"""The most steps in the recent range."""
 
 FEWEST = 10
-"""Steps before which there is no range."""
+"""The number of steps from which on there is a range."""
 
 SHOWN = 5
 """The number of samples, and tokens, in a spike."""
@@ -83,7 +83,7 @@ class Spike:
         step: The number of the step: of ``monitor.step()``, or of the call of ``check`` if there is none.
         what: ``"loss"`` or ``"norm"``.
         value: The value.
-        usual: The median of recent steps; NaN if there was none.
+        usual: The median of recent steps; NaN if there are none.
         samples: Those of the step with the largest gradients, largest first.
     """
 
@@ -196,7 +196,7 @@ class SpikeWatch:
         return {what: [*each.values] for what, each in self._ranges.items()}
 
     def take_up(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Go on from a ``state``, whatever came before."""
+        """Continue from a ``state``, in place of the current one."""
         for what, known in self._ranges.items():
             known.values = deque(state.get(what, ()), RECENT)
 

@@ -1,4 +1,4 @@
-"""One step of a training loop: watched, if it is its turn."""
+"""One step of a training loop, which the monitor watches if its turn has come."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IDENTIFIED = "monitor.step(identifiers=...) or step.identify(...) was called."
 
 
 class Step:
-    """A step that is not monitored: it does nothing. ``monitored`` tells the two kinds apart."""
+    """A step that is not monitored: it does nothing. ``monitored`` is true for the others."""
 
     monitored = False
 
@@ -50,7 +50,7 @@ class Step:
 
 
 UNWATCHED = Step()
-"""The step of all turns that are not monitored."""
+"""The step that ``monitor.step()`` returns if it does not monitor."""
 
 
 class MonitoredStep(Step):
@@ -65,7 +65,7 @@ class MonitoredStep(Step):
         watch: The watch over its passes.
         updates: Measure the optimizer's update.
         done: A function to call at the end with the step and its values.
-        told: Notices that an earlier step has given, and that this one does not repeat.
+        told: Warnings of earlier steps, which this one does not repeat.
         walks: What passes of earlier steps have left for later ones; see ``extended``.
     """
 

@@ -50,7 +50,7 @@ def finite_number(asked: str, name: str, value: Any) -> float:
 
 
 def samples_and_terms(asked: str, samples: Any, terms: Any) -> tuple[int, float]:
-    """Return a number of samples, and the divisors of their losses, added up.
+    """Return a number of samples, and the sum of the divisors of their losses.
 
     Raises:
         BadInput: For anything but such numbers.
@@ -86,7 +86,7 @@ def seconds_of(asked: str, seconds: Any) -> float:
 
 
 def notes_of(asked: str, notes: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return notes as JSON has them.
+    """Return notes as JSON stores them.
 
     Raises:
         BadInput: For anything that JSON cannot hold.
@@ -122,7 +122,7 @@ def require_precision(asked: str, dtype: torch.dtype | None) -> None:
     """Refuse anything that is not a precision of stored floating-point values.
 
     Raises:
-        BadInput: For another one.
+        BadInput: For any other ``dtype``.
     """
     if dtype is None:
         return

@@ -1,12 +1,11 @@
 """Rows on disk and their checksums: packprop compares each block with its checksum when it first reads it.
 
 # NOTE [Checksums of rows]
-packprop takes the rows of a chunk in blocks of about 1 MiB, each with a checksum. It deals the 64-bit words of
-a block (little-endian) out to 1021 columns in turn and adds them up modulo 2^64, as far as they fill a row of
-these. The checksum is the CRC-32 of the sums and of the bytes that are left. It is several times as fast as the
-CRC-32 of all bytes, whose time would show beside that of reading. Any changed bit changes it, as do exchanged
-blocks: 1021 is a prime, so no two pages of memory begin in one column. Other changes go unnoticed with a chance
-of 2^-32.
+packprop takes the rows of a chunk in blocks of about 1 MiB, each with a checksum. It views a block as a table
+of 64-bit words (little-endian) with 1021 columns, and adds up each column modulo 2^64. The checksum is the
+CRC-32 of the sums, and of the bytes after the last full row of the table. It is several times as fast as the
+CRC-32 of all bytes, which would slow down reading. Any changed bit changes it, as do exchanged blocks: 1021 is
+a prime, so no two pages of memory begin in one column. Other changes go unnoticed with a chance of 2^-32.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from packprop.errors import PackpropError
 from packprop.store.marks import Mark
 
 BLOCK = 2**20
-"""Bytes of rows, about, that have one checksum: the least that is read for a single row."""
+"""Bytes, about, of the rows that share a checksum: packprop reads all of these to check a single row."""
 
 COLUMNS = 1021
-"""Sums that a block is folded into."""
+"""Columns of the table whose sums a checksum is made of."""
 
 ZEROS = -1
 """Stands for the checksum of rows that were not written, and are zero."""
@@ -62,7 +61,7 @@ class CheckedRows:
         place: The path of the file, for messages.
 
     Raises:
-        ValueError: For checksums that are not one for each block.
+        ValueError: If there is not one checksum for each block.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class CheckedRows:
         return len(self.all)
 
     def read(self, rows: slice | np.ndarray) -> np.ndarray:
-        """Return the rows of a slice, mapped; or those with some numbers, copied.
+        """Return the rows of a slice, mapped into memory, or copies of the rows with the given numbers.
 
         Raises:
             PackpropError: If one of them has changed.
@@ -120,7 +119,7 @@ class CheckedRows:
         return chosen
 
     def damages(self) -> Iterator[str]:
-        """Yield the place of each changed block; this reads all."""
+        """Yield the place of each changed block; this reads all rows."""
         for block in range(len(self._starts)):
             self._unread[block] = not self._is_right(block)
             if self._unread[block]:

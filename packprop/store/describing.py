@@ -49,7 +49,7 @@ def described_model(model: nn.Module) -> dict[str, ParameterFacts]:
 def require_same_parameters(
     asked: str, folder: str, known: Mapping[str, ParameterFacts], model: nn.Module
 ) -> None:
-    """Refuse a model with other parameters, or with other trained ones, than the one that a store describes.
+    """Refuse a model whose parameters, or whose trained parameters, differ from those that a store describes.
 
     Raises:
         BadInput: With the first of them.
@@ -71,7 +71,7 @@ def require_same_parameters(
 
 
 def grows(extension: Extension) -> bool:
-    """Tell whether the value has a row for each sample, which rows of other samples can stand beside."""
+    """Tell whether the value has a row for each sample, so that batches can be joined row by row."""
     return all(row.over_n.grows and not row.whole for row in extension.rows)
 
 

@@ -17,7 +17,7 @@ LOCK = "lock"
 """The name of a folder's lock."""
 
 _OPEN: weakref.WeakSet[Lock] = weakref.WeakSet()
-"""Locks of this process: those of the system are shared with processes that it forks, which may outlive it."""
+"""Locks of this process. A forked process closes them: it would share them, and it may outlive this one."""
 
 
 class LockedElsewhere(Exception):
@@ -32,7 +32,7 @@ class Lock:
 
     Raises:
         LockedElsewhere: If there is another writer.
-        OSError: If the system does not let it.
+        OSError: If the system cannot lock the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,15 +65,15 @@ if hasattr(os, "register_at_fork"):
 
 
 def part_of(path: Path) -> Path:
-    """Return the name of a file while it is written."""
+    """Return the name that a file has until it is complete."""
     return path.with_name(f"{path.name}.part")
 
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Give the place to write a file to inside; when all of it is on the disk, it gets its name in one step.
+    """Yield a path to write a file to; at the end, wait for the disk, and rename the file in one step.
 
-    Whoever reads it finds all of the old one, or all of this one.
+    A reader finds the whole old file, or the whole new one.
     """
     part = part_of(path)
     part.unlink(missing_ok=True)  # packprop never writes through it, whatever it is
@@ -87,7 +87,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def write_all(file: int, content: bytes | memoryview, place: int) -> None:
-    """Write all of some bytes from a place on: the system may take only a part of them at once."""
+    """Write all bytes from a place on; the system may take only a part of them in one call."""
     rest = memoryview(content)
     while rest:
         written = os.pwrite(file, rest, place)
@@ -96,7 +96,7 @@ def write_all(file: int, content: bytes | memoryview, place: int) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """Open a file of the system inside."""
+    """Open a file inside the context, as a descriptor."""
     descriptor = os.open(path, flags, 0o666)
     try:
         yield descriptor

@@ -30,13 +30,13 @@ HEADER, SAMPLES = "header.json", "samples.npy"
 """The files of a shard beside marks and arrays: the header, the identifiers of samples."""
 
 MOST_SHARDS = 10**5
-"""Shards whose names have five digits."""
+"""The most shards: their names have five digits."""
 
 FILE = re.compile(r"(?!\.{1,2}/)[A-Za-z0-9._-]+/[A-Za-z0-9._-]+\.npy")
 """Names of files of arrays: a folder, and a name in it."""
 
 MOST_AXES = 32
-"""Axes of a row for which numpy and others have a place, with one for the samples."""
+"""The most axes of an array in numpy and other programs; one of them is that of the samples."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,7 @@ class ArrayHeader:
         """Refuse descriptions that no writer has written.
 
         Raises:
-            ValueError: For a file that is not in the folder, an unknown precision, and rows that no file can
-                hold.
+            ValueError: For a file outside the folder, an unknown precision, and rows that no file can hold.
         """
         if self.file != SAMPLES and not FILE.fullmatch(self.file):
             raise Unfit(f"file {self.file!r} is not that of an array in this folder")
@@ -100,10 +99,10 @@ class ShardHeader:
 
     Args:
         shard: Number of the shard.
-        shards: How many there are.
+        shards: The number of shards.
         extensions: Names, options and attributes of the extensions.
         model: Parameters and their shapes.
-        notes: The notes that the writer got: the shards of a store agree in it.
+        notes: The notes that the writer got; they are the same in all shards of a store.
         written_by: The version of packprop.
         arrays: The arrays so far.
         token: A random number that tells the shard from others: the checksums of its marks begin with it.
@@ -139,7 +138,7 @@ class ShardHeader:
         return ""
 
     def save(self, folder: Path) -> None:
-        """Write the header, in one step: readers find all of the old one or of this one."""
+        """Write the header, in one step: readers find the whole old one, or the whole new one."""
         content = json.loads(json.dumps({"version": VERSION, **asdict(self)}))
         text = json.dumps({"format": FORMAT, "checksum": checksum_of(content), **content}, indent=1)
         with written_whole(folder / HEADER) as part:
@@ -150,7 +149,7 @@ class ShardHeader:
         """Read the header of a shard.
 
         Raises:
-            BadInput: For a header that is not one, or of another version.
+            BadInput: For a file that is not a header, or has another version.
         """
         path = folder / HEADER
         try:
@@ -190,7 +189,7 @@ def folder_of_shard(folder: Path, shard: int) -> Path:
 
 
 def is_begun(place: Path) -> bool:
-    """Tell whether a shard has more than the files of a writer that has just begun."""
+    """Tell whether a shard has other files than those that a writer makes before its header."""
     return bool({path.name for path in place.iterdir()} - {LOCK, part_of(place / HEADER).name})
 
 

@@ -18,7 +18,7 @@ def to_frame(identifiers: np.ndarray, arrays: Mapping[tuple[str, str], Any], qua
     """Make a frame of samples, with columns such as ``"batch_l2/0.weight"``, ``"loss"``, ``"x[0]"``.
 
     Raises:
-        BadInput: If pandas is missing, for a quantity that is not stored, or too many columns.
+        BadInput: If pandas is missing, a quantity is not stored, or there are too many columns.
     """
     asked = "A data frame of a store was asked for."
     pandas = required_pandas(asked)

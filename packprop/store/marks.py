@@ -17,7 +17,7 @@ CHUNKS = "chunks.jsonl"
 
 @dataclass(frozen=True)
 class Mark:
-    """The safe rows when a chunk was finished.
+    """The rows that were on the disk when a chunk was finished.
 
     Args:
         samples: Samples up to the end of the chunk.
@@ -36,10 +36,10 @@ class Mark:
 
 
 class Marks:
-    """The marks of a shard, to which you can add more. It ignores a last line that was cut off.
+    """The marks of a shard, to which you can add more. It ignores an incomplete last line.
 
-    Each line has a checksum of the token, all lines before it, and itself: none can be changed or missing, or
-    come from another store.
+    Each line has a checksum of the token, all lines before it, and itself. So packprop notices a line that was
+    changed, that lacks one before it, or that comes from another store.
 
     Args:
         place: Folder of the shard.
@@ -73,7 +73,7 @@ class Marks:
         return self._history[-1][0]
 
     def keep(self, samples: int, checksum: int) -> bool:
-        """Tell whether the marks had this checksum once, and the first ``samples`` rows are the same since."""
+        """Tell whether the marks once had this checksum, and have kept the first ``samples`` rows since."""
         for index, (each, _) in enumerate(self._history):
             if each == checksum:
                 return all(samples <= then for _, then in self._history[index:])

@@ -46,7 +46,7 @@ def writable(asked: str, folder: Path, shard: Path) -> Iterator[None]:
     """Explain errors of the code inside, which begins a store in a folder and locks the folder of a shard.
 
     Raises:
-        BadInput: If the system does not let it.
+        BadInput: If the system does not allow it.
         PackpropError: If another writer has the shard.
     """
     try:
@@ -104,7 +104,7 @@ def require_held(asked: str, place: Path, marks: Marks, held: int, samples: int,
         asked: The call of the user, for messages.
         place: The folder of the shard.
         marks: Its marks.
-        held: Its samples, with those that have no mark yet.
+        held: Its samples, including those that have no mark yet.
         samples: The samples of the checkpoint.
         checksum: The checksum of the marks at the checkpoint, if it is known.
 
@@ -128,7 +128,7 @@ def require_held(asked: str, place: Path, marks: Marks, held: int, samples: int,
 
 
 def file_name(quantity: str, parameter: str, used: set[str]) -> str:
-    """Return a path for an array, in characters of every file system; ``used`` ones are noted in lower case."""
+    """Return a path for an array that every file system allows, and add it to ``used`` in lower case."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "_", parameter)[:150] or "values"
     folder = re.sub(r"[^A-Za-z0-9._-]|^\.+$", "_", quantity)[:100]
     name = f"{folder}/{plain}.npy"

@@ -48,7 +48,7 @@ def dtype_of(name: str) -> torch.dtype:
     """Return the precision of a name.
 
     Raises:
-        Unfit: For a name of none that can be stored.
+        Unfit: If no precision that can be stored has this name.
     """
     for dtype in DESCRIPTIONS:
         if name_of(dtype) == name:
@@ -89,14 +89,14 @@ class GrowingArray:
         write_all(self._opened(), content, self.offset + start * self.row_bytes)
 
     def fill(self, rows: int) -> None:
-        """Make the file ``rows`` rows long: zeros for those that never came."""
+        """Make the file ``rows`` rows long, with zeros for rows that were not written."""
         file = self._opened()
         needed = self.offset + rows * self.row_bytes
         if os.fstat(file).st_size < needed:
             os.ftruncate(file, needed)
 
     def show(self, rows: int) -> None:
-        """Say in the file that it has so many rows, which it must hold; touch nothing else in it."""
+        """Write a number of rows, which the file must hold, into its header; change nothing else in it."""
         with opened(self.path, os.O_RDWR) as file:
             write_all(file, header_of(rows, self.shape, self.dtype), 0)
 
@@ -113,7 +113,7 @@ class GrowingArray:
             os.ftruncate(file, needed)
 
     def cut(self, rows: int) -> None:
-        """Drop all rows from ``rows`` on, and say so in the file."""
+        """Drop all rows from ``rows`` on, and write the number that is left into the header."""
         self.drop(rows)
         self.show(rows)
 
@@ -141,7 +141,7 @@ class GrowingArray:
 
 
 def shown_rows(asked: str, array: GrowingArray) -> int:
-    """Return how many rows a file says that it has; 0 if it was not begun.
+    """Return the number of rows in the header of a file; 0 if there is no file.
 
     Raises:
         BadInput: If it is no file of such rows.

@@ -122,7 +122,7 @@ class StoredArray:
         return [part.expected for part in self._parts]
 
     def damages(self) -> Iterator[str]:
-        """Yield the places of changed rows; this reads all."""
+        """Yield the places of changed rows; this reads all rows."""
         for part in self._parts:
             for place in part.damages():
                 yield f"{self.header.said}, {place}"
@@ -148,7 +148,7 @@ class StoredArray:
 
 
 class Store(Mapping[Any, Any]):
-    """The finished content of a folder when you open it; writers may go on.
+    """The rows of a folder that are finished when you open it; writers may continue.
 
     ``store["grad_batch"]`` are arrays by parameter, ``store["grad_batch", "0.weight"]`` is one of them; values
     that have no parameter, such as losses, are ``store["loss"]``. Rows belong to a loss that is summed over its
@@ -259,7 +259,7 @@ class Store(Mapping[Any, Any]):
 
     @property
     def terms(self) -> float:
-        """The divisors of the losses of batches, added up: divided by it, rows are those of one mean."""
+        """The sum of the divisors of batches' losses: rows divided by it belong to one mean loss."""
         return sum(mark.terms for mark in self._marks)
 
     @property
@@ -313,7 +313,7 @@ class Store(Mapping[Any, Any]):
             largest: ``False`` for the smallest inner products instead, the smallest first.
 
         Returns:
-            ``products [q, k]`` in falling order, ``identifiers [q, k]`` and ``rows [q, k]`` of the samples.
+            ``products [q, k]``, largest first (or smallest first), ``identifiers [q, k]`` and ``rows [q, k]``.
 
         Raises:
             BadInput: For queries that do not fit the rows, and for complex rows or queries.
@@ -330,7 +330,7 @@ class Store(Mapping[Any, Any]):
         memory: int = BLOCK // 2,
         largest: Sequence[bool] = (True, False),
     ) -> tuple[Found, ...]:
-        """Find what ``top`` finds for each of ``largest``, in one reading: both ends by default."""
+        """Run ``top`` for each entry of ``largest``, and read the rows once; by default for both ends."""
         asked = f"store.top({quantity!r}, ...) was called."
         arrays = self.arrays(quantity)
         by_parameter = dict(queries) if isinstance(queries, Mapping) else {"": queries}
@@ -354,15 +354,15 @@ class Store(Mapping[Any, Any]):
         )
 
     def arrays(self, quantity: str) -> dict[str, StoredArray]:
-        """Return arrays of a quantity by parameter; ``""`` for one of all of them; none if unknown."""
+        """Return the arrays of a quantity by parameter, ``""`` for all together; none if it is unknown."""
         return {parameter: array for (known, parameter), array in self._arrays.items() if known == quantity}
 
     def to_frame(self, *quantities: str) -> Any:
         """Return a data frame of pandas, with a row for each sample, and a column for each entry.
 
-        ``quantities`` chooses some; by default it takes all that have one value for each sample and parameter.
+        ``quantities`` selects some; by default it takes all with one value for each sample and parameter.
 
         Raises:
-            BadInput: If pandas is missing, or there would be too many columns.
+            BadInput: If pandas is missing, a quantity is not stored, or there would be too many columns.
         """
         return to_frame(self.identifiers.numpy(), self._arrays, quantities)

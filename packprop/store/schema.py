@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 LARGEST = 2**62
-"""The limit of sizes, so that a product with the size of an entry fits in a machine."""
+"""The limit of sizes: those below it, and sums of two of them, fit in a signed 64-bit number."""
 
 DEPTH = 100
 """Levels of lists and objects that a file may have."""
 
 Size = Annotated[int, "size"]
-"""A whole number of at least 0 that fits in a machine."""
+"""A whole number of at least 0, below ``LARGEST``."""
 
 
 class Unfit(ValueError):
@@ -29,10 +29,10 @@ class Unfit(ValueError):
 
 
 def parsed(text: str | bytes) -> Any:
-    """Parse JSON, without a name twice in an object and nested moderately.
+    """Parse JSON, in which no object has a name twice, and nothing is nested more than ``DEPTH`` times.
 
     Raises:
-        Unfit: For anything else.
+        Unfit: For any other text.
     """
     try:
         value = json.loads(text, object_pairs_hook=_once)

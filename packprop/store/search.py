@@ -29,10 +29,10 @@ class Found(NamedTuple):
 def products_of_rows(
     asked: str, arrays: Mapping[str, Any], queries: Mapping[str, Tensor], memory: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield the first of some stored rows, and their inner products with queries ``[q, n]``, block by block.
+    """Yield the number of the first row of each block, and inner products of its rows with queries ``[q, n]``.
 
-    Products add up over arrays, in at least float32. Current rows and products take ``memory`` bytes. There is
-    one block at least, if only an empty one.
+    Products add up over arrays, in at least float32. The rows of a block and their products take ``memory``
+    bytes. There is at least one block, which may be empty.
 
     Raises:
         BadInput: For queries of another shape than the rows, or complex ones.
@@ -62,10 +62,10 @@ def extremes_and_sums(
     """Find rows with the largest, or smallest, products with queries, and sums over groups of rows.
 
     Args:
-        blocks: The number of the first of some rows, and their products ``[q, n]``, one block after the other.
+        blocks: The number of the first row of each block, and products of its rows ``[q, n]``, in order.
         k: The number of rows; fewer if there are no more.
         largest: For each search, ``True`` for the largest products.
-        groups: The number of each row's group ``[n]``; rows without one count for none.
+        groups: The number of each row's group ``[n]``; rows after the last of these belong to none.
 
     Returns:
         For each search, rows and products ``[q, k]``; sums ``[q, g]``, if there are groups.
@@ -112,7 +112,7 @@ def _flat(asked: str, arrays: Mapping[str, Any], queries: Mapping[str, Tensor]) 
 
 
 def bytes_of_a_row(arrays: Mapping[str, Any], queries: int) -> int:
-    """Return the bytes of a search for ``queries`` queries for each current row, one array at a time."""
+    """Return the bytes that a search for ``queries`` queries takes for each row that it has in memory."""
     rows = 0
     for array in arrays.values():
         entries, width = max(1, array.shape[1:].numel()), _products_dtype(array.dtype)

@@ -29,7 +29,7 @@ def taken_from(
     """Return a pass's values on the parameters, times ``terms`` to the power that they grow with.
 
     Raises:
-        BadInput: For factors if a value has no one power of them.
+        BadInput: For ``terms`` other than 1, if parts of a value grow with different powers of the loss.
         PackpropError: For a parameter without values.
     """
     taken: dict[Key, Tensor] = {}
@@ -87,7 +87,7 @@ def begun_arrays(
     known: Sequence[ArrayHeader],
     samples: int,
 ) -> list[tuple[ArrayHeader, GrowingArray]]:
-    """Begin files for rows in a shard, other than those of the known arrays, with zeros for earlier samples."""
+    """Begin files for the rows of new arrays in a shard, with zeros for earlier samples."""
     used = {each.file.lower() for each in known}
     found = []
     for (quantity, parameter), value in rows.items():
@@ -139,7 +139,7 @@ def converted(asked: str, key: Key, value: Tensor, dtype: torch.dtype | None) ->
 def require_rows(
     asked: str, rows: Mapping[Key, Tensor], samples: int, arrays: Mapping[Key, GrowingArray]
 ) -> None:
-    """Refuse values that are not rows of so many samples, or are unlike those before: of another kind or shape.
+    """Refuse values without a row for each sample, and rows of another kind, shape or precision than before.
 
     Raises:
         BadInput: With the first of them.
@@ -184,7 +184,7 @@ def identifiers_of(asked: str, given: Any, start: int, samples: int, header: Sha
     """Return whole numbers for the samples of a batch, ``[n]``.
 
     Raises:
-        BadInput: If the given ones are not one for each.
+        BadInput: If there is not one for each sample.
     """
     if given is None:
         return torch.arange(start, start + samples, device="cpu") * header.shards + header.shard

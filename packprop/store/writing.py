@@ -82,7 +82,7 @@ class StoreWriter:
         shard: Number of this writer's part of the store, one for each process; ``None``: its rank, if
             ``torch.distributed`` runs, else 0.
         shards: The number of parts; ``None``: the number of ranks, or 1.
-        resume: Go on with an existing store.
+        resume: Continue an existing store.
         seconds: Seconds after which a chunk is finished.
         notes: Notes that belong to the store, as JSON can hold them; a resumed store refuses other notes.
 
@@ -136,7 +136,7 @@ class StoreWriter:
         self._open_bytes, self._began = 0, time.monotonic()
 
     def _begin(self, asked: str, resume: bool) -> None:
-        """Start a shard, or go on with an existing one."""
+        """Start a shard, or continue an existing one."""
         self._samples = GrowingArray(self._place / SAMPLES, (), torch.int64)
         self._arrays: dict[Key, GrowingArray] = {}
         self._mark = Mark()
@@ -166,12 +166,12 @@ class StoreWriter:
 
     @property
     def samples(self) -> int:
-        """Samples written so far by this writer, and by those that it goes on from."""
+        """Samples written so far by this writer, and by those that it continues."""
         return self._mark.samples
 
     @property
     def terms(self) -> float:
-        """The divisors of the losses of their batches, added up."""
+        """The sum of the divisors of the losses of their batches."""
         return self._mark.terms
 
     @property
@@ -192,7 +192,7 @@ class StoreWriter:
         unused_are_zero: bool = False,
         **values: Tensor,
     ) -> None:
-        """Store the values of the last backward pass on the parameters, and take them off.
+        """Store the values of the last backward pass, and remove them from the parameters.
 
         Args:
             identifiers: Whole numbers ``[n]`` that identify the samples; without them they are numbered in the
@@ -294,7 +294,7 @@ class StoreWriter:
         self._wait()
 
     def resume_at(self, samples: int, terms: float, checksum: int | None = None) -> None:
-        """Go back to the first ``samples`` samples, which had so many ``terms``, as a checkpoint says.
+        """Go back to the first ``samples`` samples, with the sum of their ``terms``, as a checkpoint says.
 
         Args:
             samples: The samples that stay.
@@ -303,8 +303,8 @@ class StoreWriter:
                 with it, packprop refuses a store with other rows, and changes nothing there.
 
         Raises:
-            BadInput: If it holds fewer than these, or others, or for anything but such numbers.
-            PackpropError: If remaining rows of a chunk that it cuts have changed.
+            BadInput: If the store holds fewer samples, or other rows; for an argument that is no such number.
+            PackpropError: If it cuts a chunk whose remaining rows have changed on the disk.
         """
         asked = self._called("resume_at")
         samples, terms = samples_and_terms(asked, samples, terms)
@@ -337,7 +337,7 @@ class StoreWriter:
         self._end(is_complete=error[0] is None)
 
     def _end(self, is_complete: bool) -> None:
-        """Finish the open chunk, which is whole in any case, and give up the folder."""
+        """Finish the open chunk, which is whole in any case, and release the folder."""
         if self._lock is None:
             return
         try:

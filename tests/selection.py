@@ -1,6 +1,6 @@
 """What `make test` leaves to `make test-all`: tests marked `thorough`, by themselves or by `often`.
 
-`make test` guards every part of the package in four minutes on two cores: it tries each law on some cases,
+`make test` guards every part of the package in three minutes on two cores: it tries each law on some cases,
 or on one case of each structure. Thorough are the same laws in further sizes, precisions and algorithms, and
 tests that run processes or compilers for long.
 """

@@ -16,7 +16,7 @@ def is_sharded_over(asked: str, model: nn.Module, ranks: Ranks, memory: object) 
     """Tell whether ``fully_shard`` has sharded the model, so that its ranks go through every batch together.
 
     Raises:
-        BadInput: If it is divided in another way, if this rank has to work alone, or within a budget.
+        BadInput: If the model is divided in another way, if this rank works alone, or with a budget.
     """
     is_sharded = has_sharded_units(model)
     if is_sharded:
@@ -50,7 +50,7 @@ def is_sharded_over(asked: str, model: nn.Module, ranks: Ranks, memory: object) 
 
 
 def require_same_shards(asked: str, model: nn.Module, ranks: Ranks) -> None:
-    """Refuse ranks that divide parameters in different ways: reading their values would never end.
+    """Refuse ranks that divide parameters in different ways: a call that reads their values would never end.
 
     Raises:
         BadInput: On every rank, with the first difference.
@@ -91,5 +91,5 @@ def require_whole_parameters(asked: str, model: nn.Module) -> None:
 
 
 def _divided(model: nn.Module) -> str | None:
-    """Return the name of the first parameter of which this process holds a part; ``None`` without one."""
+    """Return the name of the first parameter of which this process holds only a part; ``None`` without one."""
     return next((name for name, each in named_parameters(model) if is_distributed(each)), None)

@@ -214,7 +214,7 @@ class BatchPass:
 
     @contextlib.contextmanager
     def _put_together(self, graph: Graph) -> Iterator[None]:
-        """Make sharded parameters whole inside when sweeps need them, on all ranks at once."""
+        """Make sharded parameters whole when sweeps in the block need them, on all ranks at once."""
         if self.sharded is None:
             yield
             return
@@ -266,7 +266,7 @@ class BatchPass:
 
 @contextlib.contextmanager
 def _quiet_without(terms: float) -> Iterator[None]:
-    """Silence packprop's warnings inside if the loss is a mean over no terms: its NaN adds nothing."""
+    """Silence packprop's warnings in the block if the loss is a mean over no terms: its NaN adds nothing."""
     with warnings.catch_warnings():
         if not terms:
             warnings.simplefilter("ignore", PackpropWarning)

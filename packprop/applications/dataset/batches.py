@@ -53,7 +53,7 @@ class Batches:
         count: Batches of this reading so far.
         ended: True if this reading has come to its end.
         current: The current batch, as the data yielded it, or one of another rank; messages name it.
-        watched: Update ``digest``, to notice if another reading yields other batches.
+        watched: True to update ``digest``, which shows if another reading yields other batches.
         digest: A digest of the batches of this reading so far, if they are watched.
 
     Raises:
@@ -320,7 +320,7 @@ class Batches:
                 raise
             where = f"batch {max(self.count, 1)} of the data, {described(self.current)}"
             called = "the model" if self._whole else "loss(model(inputs), targets)"
-            instead = f"see that {called} works for every batch"
+            instead = f"check that {called} works for every batch"
             if isinstance(error, torch.OutOfMemoryError):
                 instead = "use smaller batches"
             raise BadInput(self.asked, where, explanation(error), instead) from error

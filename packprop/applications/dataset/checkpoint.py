@@ -101,7 +101,7 @@ class KeptWork:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Lock the folder for this call inside.
+        """Lock the folder for this call until the block ends.
 
         Raises:
             BadInput: If it is used by another call, holds other files, or cannot be written to.

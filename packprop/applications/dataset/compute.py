@@ -116,8 +116,9 @@ def compute(
 
     Raises:
         BadInput: For extensions that need all samples in one batch, or that read the data twice if packprop can
-            read these only once; without data, or a loss; for a checkpoint of another run, or a folder that is
-            in use or holds other files; for a store that no value would go to, or that cannot be written.
+            read these only once; for data without samples, or a loss that cannot be called; for a checkpoint of
+            another run, or a folder that is in use or holds other files; for a store that no value would go to,
+            or that cannot be written.
         PackpropError: For a loss whose number of terms is not known, a parameter that some batches do not use,
             or a checkpoint that cannot be read; if another rank fails or ends.
     """

@@ -112,7 +112,7 @@ def _digest_of(data: Any, at: int) -> str:
 
 @contextlib.contextmanager
 def _fixed_draws() -> Iterator[None]:
-    """Draw the same random numbers each time inside; restore the random states afterwards."""
+    """Draw the same random numbers in every such block; restore the random states afterwards."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002  # data draw from it
     torch.default_generator.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002  # as above

@@ -175,7 +175,7 @@ class Describer:
         return self._object(value, where, read)
 
     def _name(self, thing: Any) -> str:
-        """Return the name of a class or a function; if it is installed, with its package; note the version."""
+        """Return the name of a class or function, with its package if it is installed; note the version."""
         package = package_of(thing)
         short = getattr(thing, "__name__", type(thing).__name__)
         if package is None:

@@ -3,10 +3,10 @@
 # NOTE [Safe files]
 A checkpoint is one small JSON file, ``checkpoint-<number>.json``. It names a file of tensors for each rank,
 with their sizes and checksums, and has a checksum of its own. packprop writes every file under another name,
-flushes it to the disk, and renames it; the JSON file comes last. So whenever the process is killed, every
-checkpoint that is there is whole. The folder keeps the last two: if the last one cannot be read, the one before
-serves. Names of files of tensors hold a random text of each run: a rank that outlives a killed run cannot write
-over files of the next one (NOTE [Files of ranks]).
+flushes it to the disk, and renames it; the JSON file comes last. So every checkpoint in the folder is whole,
+whenever the process is killed. The folder keeps the last two: if the last one cannot be read, packprop reads
+the one before. Names of files of tensors hold a random text of each run: a rank that outlives a killed run
+cannot write over files of the next one (NOTE [Files of ranks]).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WriteError = (OSError, safetensors.SafetensorError)
 
 
 class Damaged(Exception):
-    """Raised if a file has changed since it was written."""
+    """Raised if a file is missing, or has changed since it was written."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Folder:
         self._token = secrets.token_hex(8)
 
     def locked(self) -> contextlib.closing[Lock]:
-        """Lock the folder inside ``with``; the system releases the lock when the process ends in any way.
+        """Lock the folder inside ``with``; the system also releases the lock when the process ends in any way.
 
         Raises:
             LockedElsewhere: If another run has locked it.

@@ -11,7 +11,7 @@ from types import FrameType
 
 @contextlib.contextmanager
 def interrupts_kept() -> Iterator[Callable[[], None]]:
-    """Raise interrupts inside as usual; yield a function that raises one again, in case Python dropped it.
+    """Raise interrupts in the block as usual; yield a function that raises one again, if Python dropped it.
 
     Python prints and drops exceptions from a destructor or from the callback of a weak reference, so a
     ``KeyboardInterrupt`` there ends nothing. packprop replaces no handler that you have set, and does nothing

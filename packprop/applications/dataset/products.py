@@ -184,7 +184,7 @@ class DataProduct:
             if live is not None:
                 before = live.now
                 live.restart()
-                product(self._given(vectors, slice(1)))  # only measured: chunks are the same in each reading
+                product(self._given(vectors, slice(1)))  # measured and dropped: chunks stay the same
                 fitting = self._fitting(before, live.peak - before, batch)
                 self._sizes.append((_entries(batch), fitting))
         for start in range(0, len(vectors[0]), fitting):
@@ -216,7 +216,7 @@ class DataProduct:
         return self._room or (ROOM if free is None else max(ROOM, free // 4))
 
     def _fitting(self, before: int, each: int, batch: Any) -> int:
-        """Return how many vectors fit at once into the rest of the budget.
+        """Return the number of vectors that fit at once into the rest of the budget.
 
         Args:
             before: Bytes of everything else in memory.

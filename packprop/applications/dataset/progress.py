@@ -21,7 +21,7 @@ Advance = Callable[[int], None]
 def progress_bar(
     said: str, done: int, left: int, budget: int | None, device: torch.device, shown: bool
 ) -> Iterator[Advance]:
-    """Show a bar on standard error, if that is a terminal; remove it afterwards, whatever happens inside.
+    """Show a bar on standard error, if that is a terminal, in the block; yield a function to advance it.
 
     Args:
         said: The name of the work.

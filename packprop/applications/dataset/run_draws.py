@@ -55,7 +55,7 @@ class RunDraws:
         }
 
     def end_alike(self) -> None:
-        """Leave the random states that you expect if you do not know that each rank draws its own numbers.
+        """Leave random states as if the ranks had not drawn numbers of their own.
 
         A rank that began with the state of the first rank ends with that of the first rank; on another rank, a
         state that nothing was drawn from is unchanged.

@@ -36,7 +36,7 @@ def is_sharded_over(asked: str, model: nn.Module, ranks: Ranks, memory: object) 
         raise BadInput(
             asked,
             f"ranks='own', with parameter {name!r}, which fully_shard (FSDP2) has sharded between processes",
-            "parameters are put together by all ranks at once, so that none can read data alone",
+            "all ranks have to put parameters together at once, so that none can read data alone",
             "leave ranks out, and call compute(...) on all ranks",
         )
     if memory is not None:
@@ -85,7 +85,7 @@ def require_whole_parameters(asked: str, model: nn.Module) -> None:
         raise BadInput(
             asked,
             f"parameter {name!r}, which fully_shard (FSDP2), or the like, has sharded between processes",
-            "its gradients are needed as a whole, and ranks do not work on these queries together",
+            "the call needs whole gradients, and several ranks cannot make it together",
             "give a model that each process has as a whole",
         )
 

@@ -59,7 +59,7 @@ MNIST, the programs use it when you run them.
 
 @contextlib.contextmanager
 def only_shipped_data() -> Iterator[None]:
-    """Inside, MNIST is not at hand: pages show the digits of scikit-learn, whatever else is installed."""
+    """Inside, MNIST is missing: pages show the digits of scikit-learn, whatever else is installed."""
     name = "torchvision.datasets"
     known, folder = sys.modules.get(name), os.environ.pop("PACKPROP_MNIST", None)
     sys.modules[name] = None  # type: ignore[assignment]  # importing it fails

@@ -53,7 +53,7 @@ class ResidualBlock(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """A residual network for images of one channel: stem, two blocks, head (He et al. 2016).
+    """A residual network for images with one channel: stem, two blocks, head (He et al. 2016).
 
     Args:
         classes: Number of outputs.
@@ -109,7 +109,7 @@ def read_idx(path: str | Path) -> Tensor:
         Its bytes, in the shape that it states.
 
     Raises:
-        BadInput: If it is no IDX file of bytes, or its length is not what its header states.
+        BadInput: If it is not an IDX file of bytes, or its length is not what its header states.
     """
     path = Path(path)
     content = path.read_bytes()
@@ -122,7 +122,7 @@ def read_idx(path: str | Path) -> Tensor:
         raise BadInput(
             "A file in the IDX format was to be read.",
             str(path),
-            "it does not begin like one of bytes, or its length is not what it says",
+            "it has no header of an IDX file of bytes, or its length is not what the header states",
             "fetch the file again; MNIST comes as train-images-idx3-ubyte and train-labels-idx1-ubyte",
         )
     return torch.from_numpy(numpy.frombuffer(content, numpy.uint8, offset=head).reshape(shape).copy())
@@ -131,9 +131,10 @@ def read_idx(path: str | Path) -> Tensor:
 def load_mnist(root: str | Path | None = None) -> tuple[Tensor, Tensor]:
     """Load the training images of MNIST or, if they are not available, scikit-learn's digits in their format.
 
-    It reads the IDX files in ``root``; without it, those in the folder that the environment variable
-    ``PACKPROP_MNIST`` names. Without both, it looks for IDX files in ``./data/MNIST/raw``, then downloads them
-    by torchvision to ``./data``; else it enlarges the digits to 20 x 20 inside 28 x 28, and warns once.
+    It reads the IDX files in ``root`` or, without ``root``, in the folder that the environment variable
+    ``PACKPROP_MNIST`` names. Without both, it looks for IDX files in ``./data/MNIST/raw``, then downloads MNIST
+    to ``./data`` with torchvision. If that fails, it enlarges the digits to 20 x 20 pixels inside 28 x 28, and
+    warns once.
 
     Args:
         root: Folder with the IDX files.
@@ -167,7 +168,7 @@ def _idx_file(folder: Path, name: str) -> Path | None:
 
 @functools.cache
 def _downloaded_mnist() -> tuple[Tensor, Tensor]:
-    """Load MNIST by torchvision, or the digits instead; it decides this, with a warning, once."""
+    """Load MNIST with torchvision or, with a warning, the digits instead; keep the images for later calls."""
     try:
         from torchvision.datasets import MNIST
 
@@ -178,8 +179,8 @@ def _downloaded_mnist() -> tuple[Tensor, Tensor]:
     images, classes = load_digits()
     large = F.interpolate(images, size=(20, 20), mode="bilinear", align_corners=False)
     warnings.warn(
-        f"MNIST is not at hand ({reason}): the digits of scikit-learn take its place, enlarged to 28 x 28. "
-        f"For the real one, name a folder with its IDX files in the environment variable {MNIST_FOLDER}.",
+        f"MNIST is missing ({reason}): the digits of scikit-learn take its place, enlarged to 28 x 28. "
+        f"For MNIST itself, name a folder with its IDX files in the environment variable {MNIST_FOLDER}.",
         PackpropWarning,
         stacklevel=5,
     )
@@ -191,8 +192,8 @@ def load_one_batch_mnist(
 ) -> tuple[Tensor, Tensor]:
     """Load one batch of MNIST's training images, shifted and scaled to mean 0 and standard deviation 1.
 
-    A ``DataLoader`` draws it from the global random state, so that a seed chooses the batch. ``load_mnist``
-    says where the images come from.
+    A ``DataLoader`` draws the batch from the global random state, so that your seed determines it.
+    ``load_mnist`` describes where the images come from.
 
     Args:
         batch_size: Number of samples.
@@ -210,7 +211,7 @@ def load_one_batch_mnist(
 def mnist_loader(
     batch_size: int = 64, shuffle: bool = True, root: str | Path | None = None
 ) -> DataLoader[tuple[Tensor, ...]]:
-    """Load batches of MNIST's training images and classes, in the form of ``load_one_batch_mnist``."""
+    """Return a loader of MNIST's training images and classes, in the form of ``load_one_batch_mnist``."""
     return DataLoader(TensorDataset(*load_mnist(root)), batch_size, shuffle, collate_fn=_normalised)
 
 

@@ -13,10 +13,10 @@ from packprop.errors import PackpropError
 from packprop.examples.images import train
 
 OTHER = "·"
-"""The sign for a character that has no token of its own."""
+"""The character that stands for those without a token of their own."""
 
 CHARACTERS = OTHER + "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1))) + "\u2018\u2019\u201c\u201d\u2026"
-"""The tokens, printable ASCII and typographic quotation marks; place 0 stands for every other character."""
+"""The character of each token: ``OTHER``, line break, printable ASCII, typographic quotes and ellipsis."""
 
 LENGTH = 64
 """Tokens in a window."""
@@ -79,9 +79,9 @@ class SmallTransformer(nn.Module):
 
 
 def load_windows(length: int = LENGTH) -> tuple[Tensor, Tensor]:
-    """Return Python's help pages in windows of some characters: the text of ``help("LAMBDAS")`` and the like.
+    """Return Python's help pages in windows of characters: the text of ``help("LAMBDAS")`` and other topics.
 
-    The text ships with Python, about half a million characters that change a little from version to version.
+    The text ships with Python: about half a million characters, which change a little between versions.
 
     Args:
         length: Characters in a window.
@@ -117,7 +117,7 @@ def token_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def language_model(
     seed: int = 0, steps: int = 300, samples: int = 1024, batch_size: int = 32
 ) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor], TensorDataset]:
-    """Train a small causal language model for some seconds; return it, its loss, and windows of the text.
+    """Train a small causal language model for a few seconds; return it, its loss, and windows of the text.
 
     ``packprop profile packprop.examples:language_model --decode packprop.examples:decode`` shows the windows
     with the largest gradients as text. This leaves the global random state alone.
@@ -145,10 +145,10 @@ def language_model(
 
 
 def decode(inputs: Tensor, targets: Tensor) -> list[str]:
-    """Return the characters that the model has to find in one window: for ``packprop profile --decode``.
+    """Return the characters that the model has to predict in a window, for ``packprop profile --decode``.
 
     Args:
-        inputs: The window ``[length]``; not needed.
+        inputs: The window ``[length]``; not used.
         targets: The tokens that follow each of its tokens ``[length]``.
     """
     return [CHARACTERS[token] for token in targets.tolist()]

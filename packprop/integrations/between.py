@@ -24,17 +24,17 @@ _opened = _Opened()
 
 
 class StepBetween:
-    """Watches from one call to another.
+    """Monitors the steps of a trainer that calls ``begin`` and ``end``.
 
-    A trainer that fails in a step tells nobody. After a backward pass that failed, and after the function that
-    runs the step has been left, backward passes are plain ones. When the next trainer begins a step, packprop
-    forgets the one that failed, and restores its model.
+    A trainer does not announce that a step has failed. So packprop monitors no backward pass after one that has
+    failed, or after the function that runs the step has ended. When the next trainer begins a step, packprop
+    forgets the failed step, and restores its model.
 
     Args:
         options: Arguments of ``Monitor``. The model comes with the first step; another model gets a monitor of
             its own.
-        trainer: A function to call with the values of a monitored step and its number: the trainer's own
-            logger. ``None`` to call nothing.
+        trainer: A function that takes the values of a monitored step and its number: the trainer's own
+            logger. ``None`` without one.
     """
 
     def __init__(self, options: Mapping[str, Any], trainer: Callable[[Values, int], None] | None) -> None:
@@ -53,7 +53,7 @@ class StepBetween:
         run: object = None,
         owner: FrameType | None = None,
     ) -> None:
-        """Watch the step of this number, if it is its turn.
+        """Begin a step, and monitor it if it is due.
 
         Args:
             model: The model that is trained.
@@ -101,7 +101,7 @@ class StepBetween:
 
 
 def caller_of(module: str) -> FrameType | None:
-    """Return the Python frame that called functions of a module, which call this one; ``None`` without any."""
+    """Return the Python frame that called into a module on the way to this call; ``None`` if none did."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back
@@ -111,5 +111,5 @@ def caller_of(module: str) -> FrameType | None:
 
 
 def numbers_in(values: Values, prefix: str) -> dict[str, float]:
-    """Return the numbers that a logger takes, each name with a prefix."""
+    """Return the values that are numbers, for a logger, with a prefix before each name."""
     return {f"{prefix}{name}": value for name, value in values.items() if isinstance(value, (int, float))}

@@ -19,7 +19,7 @@ except ImportError as error:
     ) from error
 
 
-class MonitorCallback(Callback):  # type: ignore[misc,unused-ignore]  # as the library comes typed or not
+class MonitorCallback(Callback):  # type: ignore[misc,unused-ignore]  # the library may be typed or not
     """``packprop.Monitor`` for Lightning: ``Trainer(..., callbacks=[MonitorCallback(every=100)])``.
 
     A step of the optimizer is one step, with all its batches (``accumulate_grad_batches``). If a gradient
@@ -28,7 +28,7 @@ class MonitorCallback(Callback):  # type: ignore[misc,unused-ignore]  # as the l
     Args:
         every: Steps from one monitored step to the next.
         prefix: The prefix of the names in the trainer's logs.
-        trainer_log: Sends numbers to the trainer's loggers.
+        trainer_log: Send numbers to the trainer's loggers.
         options: As in ``packprop.Monitor``: ``quantities``, ``log``, ``window``, ``ranks`` and so on.
 
     Raises:
@@ -48,7 +48,7 @@ class MonitorCallback(Callback):  # type: ignore[misc,unused-ignore]  # as the l
         return None if self._between.monitor is None else self._between.monitor.last
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin to watch, with the first batch of a step."""
+        """Begin to monitor a step at its first batch."""
         if self._number != trainer.global_step:
             self._number, self._trainer = trainer.global_step, trainer
             scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -57,7 +57,7 @@ class MonitorCallback(Callback):  # type: ignore[misc,unused-ignore]  # as the l
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Pass on the measured values, with the last batch of a step."""
+        """Pass on the measured values after the last batch of a step."""
         if trainer.global_step != self._number:
             self._between.end()
 

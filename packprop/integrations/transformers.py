@@ -19,17 +19,18 @@ except ImportError as error:
     ) from error
 
 
-class MonitorCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # as the library comes typed or not
+class MonitorCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # the library may be typed or not
     """``packprop.Monitor`` for ``Trainer``: ``Trainer(..., callbacks=[MonitorCallback(every=100)])``.
 
-    A step of the optimizer is one step, with all its batches (``gradient_accumulation_steps``). The trainer's
-    own divisor of its loss does not matter: see NOTE [Monitored step] (``packprop/monitor/measurements.py``).
+    A step of the optimizer is one step, with all its batches (``gradient_accumulation_steps``). The number that
+    the trainer divides its loss by does not matter: see NOTE [Monitored step]
+    (``packprop/monitor/measurements.py``).
     If a gradient scaler multiplies losses (``fp16=True``), the callback divides by its factor.
 
     Args:
         every: Steps from one monitored step to the next.
         prefix: The prefix of the names in the trainer's logs.
-        trainer_log: Puts numbers among the trainer's logs, in its next line with a loss.
+        trainer_log: Put numbers among the trainer's logs, in its next line with a loss.
         options: As in ``packprop.Monitor``: ``quantities``, ``log``, ``window``, ``ranks`` and so on.
 
     Raises:
@@ -51,7 +52,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # a
     def on_step_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Begin to watch."""
+        """Begin to monitor a step."""
         scaler = getattr(optimizer, "scaler", None)  # accelerate's optimizer has the one that scales losses
         if scaler is None and getattr(args, "fp16", False):
             raise BadInput(
@@ -73,7 +74,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # a
         self._between.abandon()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Put waiting numbers among the trainer's own."""
+        """Add waiting numbers to the trainer's logs."""
         if logs is not None and "loss" in logs:
             logs.update(self._waiting)
             if state.log_history:

@@ -127,7 +127,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for losses in (True, False):
         with StoreWriter(tmp_path / str(losses), model, [BatchL2Grad()]) as writer:
             compute(model, loss, data, *writer.extensions, store=writer, losses=losses)
-            with pytest.raises(BadInput, match=f"go on with losses={losses}"):
+            with pytest.raises(BadInput, match=f"continue with losses={losses}"):
                 compute(model, loss, data, *writer.extensions, store=writer, losses=not losses)
             compute(model, loss, data, *writer.extensions, store=writer, losses=losses)
         assert Store(tmp_path / str(losses)).samples == 2 * SIZE

@@ -129,7 +129,7 @@ class Vanishing:
 def test_a_second_reading_of_other_data_is_refused() -> None:
     x, y = samples()
     data = Vanishing([*zip(x.split(5), y.split(5), strict=True)])
-    with pytest.raises(PackpropError, match="brought 20 samples"):
+    with pytest.raises(PackpropError, match="had 20 samples"):
         compute(network().eval(), nn.CrossEntropyLoss(), data, extensions.EKFAC(fisher="exact"))
 
 

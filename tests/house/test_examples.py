@@ -116,7 +116,7 @@ def test_a_folder_without_the_files(tmp_path: Path) -> None:
 )
 def test_a_file_that_is_none(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(content)
-    with pytest.raises(BadInput, match="it does not begin like one of bytes, or its length"):
+    with pytest.raises(BadInput, match="it has no header of an IDX file of bytes, or its length"):
         read_idx(tmp_path / "file")
 
 

@@ -105,7 +105,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
         "wide",
         {"data": (torch.zeros(3, 5), PAIR[1])},
         "batch 1 of the data, inputs [3, 5] float32, targets [3, 2] float32",
-        "see that loss(model(inputs), targets) works for every batch",
+        "check that loss(model(inputs), targets) works for every batch",
     ),
     ("batch_size", {"batch_size": 0}, "batch_size=0", "give a whole number of at least 1"),
     ("draws", {"mc_samples": 1.5}, "mc_samples=1.5", "give a whole number of at least 1"),

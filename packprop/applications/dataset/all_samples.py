@@ -13,10 +13,10 @@ from packprop.engine.tensors import map_tensors, tensors_in
 from packprop.errors import BadInput
 
 INSTEAD = (
-    "give a tensor of inputs [n, ...] and a tensor of targets [n, ...], as (inputs, targets); for a model of "
-    "several arguments a tuple or a mapping of such tensors, as ((a, b), targets); of a batch whose tensors "
-    "have different lengths, such as one of graphs, a list of batches, [(inputs, targets)]; or, as batches "
-    "without targets, dictionaries of the model's arguments by name"
+    "give a tensor of inputs [n, ...] and a tensor of targets [n, ...], as (inputs, targets); a tuple or a "
+    "mapping of such tensors for a model of several arguments, as ((a, b), targets); a list of batches, "
+    "[(inputs, targets)], if the tensors of a batch have different lengths, as for graphs; or batches without "
+    "targets, as dictionaries of the model's arguments by name"
 )
 
 
@@ -39,18 +39,18 @@ class Arguments(Dataset[tuple[Any, Tensor]]):
 
 
 def as_data_set(asked: str, data: Any, whole: bool) -> Any:
-    """Return tensors of all samples as a data set, and other data as they are.
+    """Return tensors of all samples as a data set, and other data unchanged.
 
     Args:
         asked: The call of the user, for messages.
         data: Data of any form.
-        whole: Says that the model takes whole batches, so that there are no targets apart.
+        whole: True if the model takes whole batches, without separate targets.
 
     Raises:
-        BadInput: For tensors of unequal length, or more than inputs and targets.
+        BadInput: For tensors of unequal lengths, or for more tensors than inputs and targets.
     """
     if not isinstance(data, (tuple, list)) or not data or (whole and isinstance(data, list)):
-        return data  # without targets apart, a list holds batches
+        return data  # without separate targets, a list holds batches
     alone = all(isinstance(each, Tensor) for each in data)
     if not alone and (whole or not _is_pair(data)):
         return data
@@ -62,9 +62,9 @@ def as_data_set(asked: str, data: Any, whole: bool) -> Any:
 
 
 def _is_pair(data: tuple[Any, ...] | list[Any]) -> bool:
-    """Tell whether data are several inputs and their targets; two batches hold their own targets each."""
+    """Tell whether data are several inputs and their targets, and not two batches with targets of their own."""
     if not isinstance(data, tuple) or len(data) != 2 or not isinstance(data[1], Tensor):
         return False
     inputs = data[0].values() if isinstance(data[0], Mapping) else data[0]
-    nested = isinstance(data[0], (tuple, list, MutableMapping)) and bool(data[0])  # those that can be mapped
+    nested = isinstance(data[0], (tuple, list, MutableMapping)) and bool(data[0])  # as map_tensors takes them
     return nested and all(isinstance(each, Tensor) for each in inputs)

@@ -1,10 +1,10 @@
-"""The pass over one batch of a data set, which a graph may replace.
+"""The pass over one batch of a data set; packprop may replay a traced graph in place of it.
 
 # NOTE [Sharded passes]
-If ``fully_shard`` has sharded the model, all ranks go through every pass together: all of them make parameters
-whole, or none does. Before each unit of the forward pass, and after the pass, they tell each other whether all
-can go on: see NOTE [In step]. A rank without a batch goes through an earlier one, and drops the results.
-However much sweeps differ between ranks, it does not matter: see NOTE [Rounds].
+If ``fully_shard`` has sharded the model, all ranks run every pass together, because they make parameters whole
+together or not at all. Before each unit of the forward pass, and after it, ranks tell each other whether all
+can continue: see NOTE [In step]. A rank without a batch runs an earlier batch, its own or that of another rank,
+and drops the results. Sweeps may differ between ranks: see NOTE [Rounds].
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from packprop.errors import PackpropWarning
 from packprop.types import Extension
 
 Take = Callable[[str, torch.dtype, dict[Part, list[Any]]], None]
-"""Takes results of a parameter: its name, its precision, the values."""
+"""A function that takes results of a parameter: its name, its precision, the values."""
 
 FOUND = (0, "what a batch brought")
 """The key of a batch's results in an ``Outcome``."""
@@ -60,11 +60,11 @@ class Found(NamedTuple):
     """The results of a batch, apart from its loss.
 
     Args:
-        samples: The number of its samples.
+        samples: The number of samples in the batch.
         reduction: The reduction of its loss.
         terms: The divisor of its loss.
         weights: The weights of its terms.
-        rows: Results by the name of the parameter, with its precision.
+        rows: The precision and the results of each parameter, by its name.
     """
 
     samples: int
@@ -80,20 +80,20 @@ class Found(NamedTuple):
 
 @dataclass
 class BatchPass:
-    """One batch through the model, the loss and a backward pass without gradients; merges the results.
+    """Runs a batch through the model, the loss and a backward pass without ``.grad``; merges the results.
 
     Args:
         asked: The call of the user, for messages.
         model: The model, which is extended during the pass.
         loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
-        merged: Takes the results of batches.
+        merged: Merges the results of batches.
         extensions: The extensions of the pass.
-        stored: Takes those results that go to a store.
+        stored: Takes the results that go to a store; ``None`` without a store.
         parts: The parts of the extensions in this reading of the data.
-        second: Says that it is the second reading.
+        second: True in the second reading.
         chunk_sizes: The chunk sizes of the batch.
         batch: The batch as the data yielded it, for the store.
-        number: Its number among those of all ranks.
+        number: The number of the batch among the batches of all ranks.
         sharded: The ranks, if ``fully_shard`` has sharded the model over them; see NOTE [Sharded passes].
         log: Called after each chunk of samples, as ``BackwardPass`` calls it.
     """
@@ -122,7 +122,7 @@ class BatchPass:
 
     @property
     def budget(self) -> int | None:
-        """None: under a budget no graph replaces a pass."""
+        """``None``: packprop replays no graph under a budget."""
         return None
 
     def run(self, inputs: Any, targets: Any) -> Tensor:
@@ -130,7 +130,7 @@ class BatchPass:
         return self._run(inputs, targets, merges=True)[0]
 
     def run_alone(self, inputs: Any, targets: Any) -> Found:
-        """Run the pass with the same checks, and return its results instead of merging them."""
+        """Run the pass with the checks of ``run``, and return its results instead of merging them."""
         return self._run(inputs, targets, merges=False)[1]
 
     def _run(self, inputs: Any, targets: Any, merges: bool) -> tuple[Tensor, Found]:
@@ -144,7 +144,7 @@ class BatchPass:
             with _quiet_without(terms):
                 take = functools.partial(self._merge, graph.samples, terms) if merges else found.take
                 self._backward(graph, take)
-            self._count(graph.samples, reduction, terms, loss)  # inside: if it fails here, others are told
+            self._count(graph.samples, reduction, terms, loss)  # inside: if it fails, other ranks are told
         return loss, found
 
     def take_part(self, inputs: Any, targets: Any) -> None:
@@ -157,7 +157,7 @@ class BatchPass:
                 self._backward(graph, lambda *results: None)
 
     def run_apart(self, parameters: Sequence[Tensor], inputs: Any, targets: Any) -> Outcome:
-        """Run the pass, and merge nothing."""
+        """Run the pass; return its loss and its results, and merge nothing."""
         _, loss, graph = self._recorded(inputs, targets)
         self._settle(graph)
         terms = loss_terms(graph)
@@ -167,7 +167,7 @@ class BatchPass:
         return Outcome(loss, {}, {FOUND: found}, [])
 
     def deliver(self, parameters: Sequence[Tensor], outcome: Outcome) -> Tensor:
-        """Merge the results of a pass or its graph; return the loss."""
+        """Merge the results of a pass, or of a replayed graph; return the loss."""
         found: Found = outcome.results[FOUND]
         terms = number_of_terms(found.terms)
         self.merged.weights.add(found.weights, terms)
@@ -177,7 +177,7 @@ class BatchPass:
         return outcome.loss
 
     def clear(self, parameters: Sequence[Tensor], outcome: Outcome) -> None:
-        """Leave nothing on parameters."""
+        """Do nothing: the pass leaves nothing on parameters."""
 
     def _recorded(self, inputs: Any, targets: Any) -> tuple[Any, Tensor, Graph]:
         """Run the forward pass; return its outputs if they are needed, its loss, and its graph."""
@@ -214,7 +214,7 @@ class BatchPass:
 
     @contextlib.contextmanager
     def _put_together(self, graph: Graph) -> Iterator[None]:
-        """Keep sharded parameters whole inside as sweeps need them, on all ranks alike."""
+        """Make sharded parameters whole when sweeps in the block need them, on all ranks at once."""
         if self.sharded is None:
             yield
             return
@@ -222,10 +222,10 @@ class BatchPass:
             with swept(graph, self.parts, self.sharded.all):
                 yield
         finally:
-            reshard(self.model)  # the outermost unit stays after a forward pass, for a backward pass
+            reshard(self.model)  # the outermost unit stays whole after a forward pass, for a backward pass
 
     def _backward(self, graph: Graph, take: Take) -> None:
-        """Run the backward pass; drop results that a second reading computes once more."""
+        """Run the backward pass; in a second reading, drop results that the first one has computed."""
 
         def done(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
             parts = [part for part in self.parts if part in found and not (self.second and part.is_whole)]
@@ -266,7 +266,7 @@ class BatchPass:
 
 @contextlib.contextmanager
 def _quiet_without(terms: float) -> Iterator[None]:
-    """Silence warnings inside about a mean loss over no terms; it is NaN and counts as nothing."""
+    """Silence packprop's warnings in the block if the loss is a mean over no terms: its NaN adds nothing."""
     with warnings.catch_warnings():
         if not terms:
             warnings.simplefilter("ignore", PackpropWarning)

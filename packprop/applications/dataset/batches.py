@@ -35,7 +35,7 @@ Data = Dataset[Any] | tuple[Inputs, Tensor] | Iterable[Any]
 """Data of any form."""
 
 END = object()
-"""The sign that no batch is left."""
+"""Stands for a batch when none is left."""
 
 
 class Batches:
@@ -47,14 +47,14 @@ class Batches:
             tuple or a mapping of tensors, or batches ``(inputs, targets)``, or of objects, such as a
             ``DataLoader``.
         batch_size: Samples in a batch, 128 if ``None``; only for data that come sample by sample.
-        whole: Says that the model takes whole batches, and computes the loss itself.
+        whole: True if the model takes whole batches, and computes the loss itself.
 
     Attributes:
         count: Batches of this reading so far.
-        ended: Says that it has come to its end.
+        ended: True if this reading has come to its end.
         current: The current batch, as the data yielded it, or one of another rank; messages name it.
-        watched: Watch batches, to notice if another reading brings others.
-        digest: Stands for the batches of this reading so far, if they are watched.
+        watched: True to update ``digest``, which shows if another reading yields other batches.
+        digest: A digest of the batches of this reading so far, if they are watched.
 
     Raises:
         BadInput: For data of another form; while iterating, for a batch of another form.
@@ -80,13 +80,13 @@ class Batches:
         return self.source.facts()
 
     def described(self, describer: Describer) -> dict[str, Any]:
-        """Describe the code that reads the data, and some of them; keep generators there with their places."""
+        """Describe the code that reads the data, and some samples; keep the states of generators in them."""
         found = self.source.described(describer)
         self.keep_generators(describer.generators)
         return found
 
     def keep_generators(self, generators: Iterable[Any]) -> None:
-        """Keep the states of a run's generators with places in the data."""
+        """Keep the states of a run's generators with each place in the data."""
         known = {id(kept.source if isinstance(kept, Numbers) else kept) for kept in self._generators}
         for each in generators:
             if id(each) in known:
@@ -97,7 +97,7 @@ class Batches:
                 self._start.append(self._generators[-1].get_state())
 
     def left(self) -> int:
-        """Return how many batches are to come; if that is not known, as many as there were."""
+        """Return the number of batches to come; if it is unknown, the number of batches so far."""
         return self.__length_hint__() if len(self.source) else self.count
 
     def require_rereadable(
@@ -118,10 +118,10 @@ class Batches:
             raise BadInput(self.asked, where, f"{why}, and these data can be read once", instead)
 
     def first(self) -> tuple[Any, Any] | None:
-        """Return the next batch; iteration still begins with it. ``None`` if a reading had come to its end.
+        """Return the next batch; iteration still begins with it. Return ``None`` at the end of a reading.
 
         Raises:
-            BadInput: If there is none at all.
+            BadInput: If the data hold no batch; on one of several ranks, ``first`` returns ``None`` then.
         """
         if not self._first:
             batch = self._next()
@@ -171,7 +171,7 @@ class Batches:
             generator.set_state(state)
 
     def end_at(self, place: Mapping[str, Any], number: int) -> None:
-        """Take the place of a run that is complete, with ``number`` batches."""
+        """Restore the place of a complete run of ``number`` batches."""
         self.count, self._start = number, place["start"]
         self._draw_from(place["generators"])
 
@@ -191,23 +191,23 @@ class Batches:
 
     @property
     def is_placed(self) -> bool:
-        """Tell whether a reading continues at its place, so that earlier batches do not come again."""
+        """Tell whether a reading continues at its place, without reading earlier batches again."""
         return self.source.has_state or isinstance(self.source, Samples)
 
     def loader_state(self) -> Any:
-        """Return the loader's own position; ``None`` before its first batch, when that may be an old one."""
+        """Return the loader's own position; ``None`` before its first batch, when it may be out of date."""
         if not self.source.has_state or not self.count or self.ended:
             return None
         with drawing_from(self._draws):
             return self.source.data.state_dict()  # type: ignore[union-attr]  # looked at by has_state
 
     def go_to(self, place: Mapping[str, Any], number: int) -> None:
-        """Continue from a place, and draw as from there on; ``number`` batches of all ranks were done.
+        """Continue from a place, with its random states; all ranks together have done ``number`` batches.
 
-        Batches that come as they are, from a loader without a state, are read up to there, and compared.
+        From a loader without a state, packprop reads the batches up to the place again, and compares them.
 
         Raises:
-            BadInput: If they differ from the earlier ones.
+            BadInput: If these batches differ from the earlier ones.
         """
         source = self.source
         if place["ended"]:
@@ -243,8 +243,9 @@ class Batches:
             raise BadInput(
                 self.asked,
                 f"the data, of which {known} batches had been read",
-                fewer or "their first batches are others than those, or in another order",
-                "give the same data in the same order; a StatefulDataLoader, or a Dataset, is not read again",
+                fewer or "their first batches differ from those, or come in another order",
+                "give the same data in the same order, or begin again with a StatefulDataLoader or a Dataset, "
+                "which packprop does not read again",
             )
 
     def _open(self, begin: int) -> None:
@@ -263,9 +264,9 @@ class Batches:
             raise
         except Exception as error:
             where = f"the data, after {self.count} batches"
-            instead = "see that the data can be iterated over on their own"
+            instead = "check that you can iterate over the data without packprop"
             if isinstance(self.source, Samples):
-                instead += "; give samples that PyTorch cannot put together as batches of a loader that can"
+                instead += "; give samples that PyTorch cannot collate as batches of a loader that can"
             raise BadInput(self.asked, where, explanation(error), instead) from error
 
     def _next(self) -> Any:
@@ -305,10 +306,10 @@ class Batches:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Name the current batch in any exception from inside; leave one between batches alone.
+        """Name the current batch in any exception from inside; leave exceptions between batches alone.
 
         Raises:
-            BadInput: From any exception that is not packprop's own.
+            BadInput: In place of any exception that is not packprop's own.
         """
         try:
             yield
@@ -319,7 +320,7 @@ class Batches:
                 raise
             where = f"batch {max(self.count, 1)} of the data, {described(self.current)}"
             called = "the model" if self._whole else "loss(model(inputs), targets)"
-            instead = f"see that {called} works for every batch"
+            instead = f"check that {called} works for every batch"
             if isinstance(error, torch.OutOfMemoryError):
                 instead = "use smaller batches"
             raise BadInput(self.asked, where, explanation(error), instead) from error

@@ -1,4 +1,4 @@
-"""Checkpoints of long work: when to write them, what they belong to, and refusals."""
+"""Checkpoints of long work: the times to write them, the work that they belong to, and refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMAT = {"what": "a packprop checkpoint of a data set", "format": 7}
 """The first facts of each checkpoint."""
 
 SHARE = 50
-"""Seconds of work for each second of writing, at least, for checkpoints by the clock."""
+"""The least seconds of work for each second of writing, if checkpoints follow the clock."""
 
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
@@ -85,7 +85,7 @@ class KeptWork:
     Args:
         asked: The call of the user, for messages.
         folder: The folder; made if it is missing.
-        form: What is kept in which format; the first facts of each checkpoint.
+        form: The kind of work and its format; the first facts of each checkpoint.
         identity: A description of the work.
     """
 
@@ -101,7 +101,7 @@ class KeptWork:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Give the folder to this call inside.
+        """Lock the folder for this call until the block ends.
 
         Raises:
             BadInput: If it is used by another call, holds other files, or cannot be written to.
@@ -122,11 +122,11 @@ class KeptWork:
             yield
 
     def load(self, read: Callable[[Content], Value]) -> Value | None:
-        """Return what a function reads of the last checkpoint that is whole; ``None`` if none has been written.
+        """Return the result of ``read`` for the last checkpoint that is whole; ``None`` if there is none.
 
         Raises:
-            BadInput: If it belongs to something else.
-            PackpropError: If none can be read.
+            BadInput: If the checkpoint belongs to other work.
+            PackpropError: If there are checkpoints, and none can be read.
         """
         damages: list[str] = []
         for number in self.folder.numbers():
@@ -142,7 +142,7 @@ class KeptWork:
             if damages:
                 warnings.warn(
                     f"A checkpoint in {str(self.folder.path)!r} cannot be read ({damages[0]}); the work "
-                    f"goes on from the one before: {said}.",
+                    f"continues from the one before: {said}.",
                     PackpropWarning,
                     stacklevel=3,
                 )
@@ -164,7 +164,7 @@ class KeptWork:
                 self._where,
                 f"it is {facts.get('what')!r} in format {facts.get('format')!r}, not in format "
                 f"{self._form['format']}",
-                "go on with the version of packprop that wrote it, or give another folder",
+                "continue with the version of packprop that wrote it, or give another folder",
             )
         found = difference(fitted(Facts, facts).identity, self._identity)
         if found is not None:
@@ -172,34 +172,34 @@ class KeptWork:
                 self._asked,
                 self._where,
                 f"it belongs to something else, by its {found[0]}: {found[1]}",
-                "call with what it was begun with, or give another folder",
+                "give the arguments that it was begun with, or another folder",
             )
 
     def begin(self) -> None:
-        """Count the work from now on, such as exchanges between ranks, as time for a checkpoint."""
+        """Begin a checkpoint: its time includes what follows, such as exchanges between ranks."""
         self._begun = clock()
 
     def is_due(self, seconds: float = 0.0) -> bool:
-        """Tell whether so many seconds have passed, and writing takes a small part of the time."""
+        """Tell whether ``seconds`` have passed since the last one, and writing takes a small share of time."""
         return clock() - self._last >= max(seconds, SHARE * self._took)
 
     def write(self, said: str, facts: Mapping[str, Any], files: Callable[[], Sequence[dict[str, Any]]]) -> bool:
-        """Write a checkpoint that was begun; return whether that worked.
+        """Write a checkpoint that was begun; return True if that succeeds.
 
-        If it fails, a warning says so the first time, and the work continues.
+        If it fails, packprop warns the first time, and the work continues.
 
         Args:
-            said: Its contents, for messages.
+            said: A description of its contents, for messages.
             facts: Further facts.
             files: Writes its files of tensors, and returns their descriptions.
         """
         try:
             self.folder.write({**self._form, "said": said, "identity": self._identity, **facts}, files())
         except WriteError as error:
-            if not self._failed:  # once, until one is written again
+            if not self._failed:  # warn once, until writing succeeds again
                 warnings.warn(
                     f"The checkpoint in {str(self.folder.path)!r} could not be written: {error}. The work "
-                    f"goes on, and tries again; {self.kept or 'nothing is kept yet.'}",
+                    f"continues, and tries again; {self.kept or 'nothing is kept yet.'}",
                     PackpropWarning,
                     stacklevel=3,
                 )
@@ -213,12 +213,12 @@ class KeptWork:
 
     @property
     def kept(self) -> str:
-        """Return the safe part, as a sentence; empty if there is none."""
+        """A sentence about the work that is safe; empty if none is."""
         return f"what is kept in {str(self.folder.path)!r}: {self._held}." if self._held else ""
 
 
 class Told(NamedTuple):
-    """The part of a checkpoint that all ranks are told when they continue from it.
+    """The part of a checkpoint that all ranks get when they continue from it.
 
     Args:
         facts: The facts that all ranks share.
@@ -226,7 +226,7 @@ class Told(NamedTuple):
         place: The place of the first rank.
         chunks: The chunk sizes of the first rank.
         shared: The results of the first rank that are not sums over its own batches.
-        has_shards: Says that the files hold shards of results.
+        has_shards: True if the files hold shards of results.
     """
 
     facts: dict[str, Any]
@@ -238,7 +238,7 @@ class Told(NamedTuple):
 
 
 SHARED = ("rotations", "reduction", "weights", "terms")
-"""The results that all ranks have alike, or begin with."""
+"""The results that are the same on all ranks, or that every rank begins with."""
 
 
 class Checkpoint(KeptWork):
@@ -256,7 +256,7 @@ class Checkpoint(KeptWork):
         self._batches, self._safe = 0, 0
 
     def loaded(self) -> tuple[Told, dict[str, Any]] | None:
-        """Return what all ranks are told of the last checkpoint, and the state of the first one."""
+        """Return the part of the last checkpoint for all ranks, and the state of the first rank."""
 
         def read(content: Content) -> tuple[Told, dict[str, Any]]:
             fitted(RunFacts, content.facts)
@@ -270,20 +270,20 @@ class Checkpoint(KeptWork):
         return self.load(read)
 
     def due(self, batches: int) -> bool:
-        """Tell whether so many batches of this run are enough for another checkpoint."""
+        """Tell whether another checkpoint is due after this number of batches of this run."""
         if self._every.batches:
             return batches - self._batches >= self._every.batches
         return self.is_due(self._every.seconds)
 
     def lacks(self, batches: int) -> bool:
-        """Tell whether there are batches of this run that no checkpoint has."""
+        """Tell whether no checkpoint has all of this run's first ``batches`` batches."""
         return batches > self._safe
 
     def complete(self, said: str, facts: Mapping[str, Any], batches: int, written: Written) -> None:
         """Write a checkpoint that was begun, as ``write`` does.
 
         Args:
-            said: Its contents, for messages.
+            said: A description of its contents, for messages.
             facts: The facts that all ranks share.
             batches: The batches of this run so far.
             written: The files that the ranks have written before.
@@ -311,5 +311,5 @@ def require_checkpoint(asked: str, where: str, folder: str | Path) -> None:
             asked,
             where,
             "there is no checkpoint in that folder",
-            "name the folder of the run that shall go on, or begin one with --checkpoint",
+            "name the folder of the run to continue, or begin a run with --checkpoint",
         )

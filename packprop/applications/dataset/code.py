@@ -1,4 +1,4 @@
-"""Short texts for the behaviour of functions, the same in another process, file or line."""
+"""Digests of the code of functions, the same in another process, in another file, and at another line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILLING = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "setd
 """Methods that change the container they belong to."""
 
 INDICES_OF_CHANGES = {"STORE_SUBSCR": 1, "DELETE_SUBSCR": 1, "STORE_SLICE": 2}
-"""Instructions that change entries of a container, with the number of values that say which entries."""
+"""Instructions that change entries of a container, with the number of their indices."""
 
 BY_TEXT = {"eval", "exec", "globals"}
 """Functions that reach any name around the code that calls them."""
@@ -38,12 +38,12 @@ class Code:
     Args:
         digest: Stands for its instructions, and those of functions inside it.
         scope: Names it reads from its module.
-        read: Attributes it reads, of whatever object.
+        read: Attributes it reads, of any object.
         written: Attributes of itself or of named objects, and names from around it, that it assigns.
         filled: Attributes and names whose containers it changes.
-        around: Whether it changes something that belongs to no object of its own: a name from around it, or an
+        around: True if it changes something that belongs to no object of its own: a name from around it, or an
             entry or an attribute of one. Code that reaches such names by their text counts as well.
-        imported: Modules that it imports when it runs; those relative to its own begin with a dot.
+        imported: Modules that it imports when it runs; the names of relative imports begin with a dot.
     """
 
     digest: str = ""
@@ -71,7 +71,7 @@ class Code:
 
 @functools.cache
 def code_of(code: CodeType) -> Code:
-    """Describe code; files, lines, comments, docstrings, and names of locals but arguments do not count."""
+    """Describe code, without files, lines, comments, docstrings, and names of locals except arguments."""
     found = Code()
     taken = [
         f"{code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}",
@@ -79,7 +79,7 @@ def code_of(code: CodeType) -> Code:
     ]
     steps = [step for step in dis.get_instructions(code) if step.opname not in SILENT]
     for place, step in enumerate(steps):
-        if step.opname != "PRECALL":  # of Python 3.11 alone: it takes the arguments for the call behind it
+        if step.opname != "PRECALL":  # of Python 3.11 alone: it takes the arguments for the call after it
             taken.append(f"{step.opname} {_argument(step, found)}")
         _note_names(steps, place, found, code)
     found.digest = bytes_digest("\n".join(taken).encode())
@@ -105,7 +105,7 @@ def _note_names(steps: Sequence[dis.Instruction], place: int, found: Code, code:
     name, operation = step.argval, step.opname
 
     def note_change(end: int, names: set[str], name: str | None = None) -> None:
-        """Note the change of an object, which the expression names that ends there, or of its attribute."""
+        """Note the change of the object, or of its attribute, that the expression up to ``end`` names."""
         changed = _named(steps, end)
         if changed is not None:
             names.add(name or changed.argval)
@@ -138,7 +138,7 @@ def _is_around(step: dis.Instruction, free: Sequence[str]) -> bool:
 
 
 def _before(steps: Sequence[dis.Instruction], place: int, indices: int) -> int:
-    """Return where the expression ends whose entry or attribute an instruction changes.
+    """Return the place of the last instruction of the expression whose entry or attribute is changed.
 
     ``a[i] += x`` copies container and index before it reads the entry, and moves them behind the result.
     """
@@ -154,7 +154,7 @@ def _before(steps: Sequence[dis.Instruction], place: int, indices: int) -> int:
 
 
 def _start(steps: Sequence[dis.Instruction], end: int) -> int:
-    """Return where the expression begins that ends at an instruction: from there on it adds one value."""
+    """Return the place of the first instruction of the expression that ends at ``end``, and adds one value."""
     added, place = 0, end
     while place >= 0:
         step = steps[place]
@@ -167,7 +167,7 @@ def _start(steps: Sequence[dis.Instruction], end: int) -> int:
 
 
 def _named(steps: Sequence[dis.Instruction], end: int) -> dis.Instruction | None:
-    """Return what reads the name of an expression that is a name, or an entry of one; ``None`` for others."""
+    """Return the instruction that loads ``x`` in an expression ``x`` or ``x[i]``; ``None`` for others."""
     while end >= 0:
         step = steps[end]
         is_entry = step.opname == "BINARY_SUBSCR" or (step.opname == "BINARY_OP" and step.argrepr == "[]")
@@ -202,12 +202,12 @@ def _constant(value: Any) -> str:
 def package_of(thing: Any) -> str | None:
     """Return the installed package of a class or function; ``None`` for the user's own.
 
-    Name and version identify installed code, so nobody has to look into it.
+    Name and version identify installed code, so packprop does not look into it.
     """
     home = getattr(thing, "__module__", None)
     if isinstance(home, str):
         return package_at(home)
-    return None if hasattr(thing, "__code__") else "builtins"  # methods of C have no home
+    return None if hasattr(thing, "__code__") else "builtins"  # methods written in C have no module
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Quantities over a whole data set: it streams batches, and merges their unscaled results."""
+"""Quantities over a whole data set: packprop streams batches, and merges their unscaled results."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def compute(
         data: A ``Dataset`` of pairs, a pair of tensors ``(inputs [n, ...], targets [n, ...])``, or
             batches ``(inputs, targets)`` such as a ``DataLoader``; inputs may be a tuple
             or a mapping of arguments. A batch may also be one mapping, as Hugging Face's loaders give it:
-            its ``labels`` are the targets, the rest goes into the model by name. An object of any other class
-            goes whole into the model, and into the loss. Without ``loss`` all of a batch goes into the model: a
-            tensor, a tuple or a mapping of arguments, or an object.
-        extensions: What to compute: an instance from ``packprop.extensions``, or a list of them.
-        more: More of them, if you give them one by one.
+            its ``labels`` are the targets, and the model takes the rest by name. The model and the loss take an
+            object of any other class whole. Without ``loss``, the model takes all of a batch: a tensor, a tuple
+            or a mapping of arguments, or an object.
+        extensions: The quantities: an instance from ``packprop.extensions``, or a list of instances.
+        more: Further extensions, if you give them one by one.
         batch_size: Samples in a batch, 128 by default; not for data that come in batches.
         progress: Show a progress bar on standard error, if that is a terminal: batches, samples in a second,
             time left, memory beside the budget.
@@ -92,31 +92,33 @@ def compute(
             parameters, activations of a batch and results. packprop makes a plan for the first batch, and again
             for each batch that is larger along some axis than those before.
         checkpoint: A folder that keeps the run, made if it is missing. If a run ends, in whatever way,
-            ``compute`` with the same arguments continues it, and ends with the same values. A folder of a
-            complete run gives its values at once. packprop reads batches that come as they are, from a loader
-            without ``state_dict``, again up to that place, and compares them.
-        every: How often to write the checkpoint: a time (``"30s"``, ``"5min"``, ``"1h"``) or a number of
-            batches. By the clock, writing takes at most a fiftieth of the time.
-        ranks: Whose samples count: those of this rank (``"own"``), or those of all (``"all"``, or ``AllRanks``
-            for some of them), which must all call ``compute``; by default all, if there is a process group.
-            packprop divides a data set with indices among them, batch by batch; other batches are each rank's
-            own. All get the same values; rows of samples are in the order of steps, then ranks. Each rank keeps
-            its own sums in the checkpoint: with as many ranks as before a run ends with the same values, with
-            another number of them the same up to rounding.
-        store: A place for values of single samples as they come, instead of the result: a folder to make, or a
+            ``compute`` with the same arguments continues it, and ends with the same values. If the run is
+            complete, ``compute`` returns its values at once. From a loader without ``state_dict``, packprop
+            reads the first batches again, and compares them with those that the checkpoint covers.
+        every: The interval between checkpoints: a time (``"30s"``, ``"5min"``, ``"1h"``) or a number of
+            batches. If it is a time, writing takes at most a fiftieth of the run.
+        ranks: The ranks whose samples count: this one (``"own"``), or all (``"all"``, or ``AllRanks`` for some
+            of them), which must all call ``compute``; by default all, if there is a process group. packprop
+            divides a data set with indices among them, batch by batch; other batches are each rank's own. All
+            ranks get the same values; rows of samples are in the order of steps, then ranks. Each rank keeps
+            its own sums in the checkpoint. A continued run ends with the same values if the number of ranks is
+            the same, else with the same values up to rounding.
+        store: A place for values of single samples, which are then not in the result: a folder to make, or a
             ``StoreWriter``, which stays open. Rows there belong to the loss summed over its terms. With a
             checkpoint, a continued run cuts off later rows; open a ``StoreWriter`` with ``resume=True`` for
             that. Each rank writes a shard.
-        losses: Store also the loss of each sample, as ``store["loss"]`` ``[n]``: summed over the sample's
+        losses: Also store the loss of each sample, as ``store["loss"]`` ``[n]``: summed over the sample's
             terms, with their weights, and not divided by anything.
-        compiled: Let graphs replace passes if that pays (``packprop.compile``): mostly in small models, with a
-            hundred batches or more to come. The last digits may then differ from run to run. So this does not
-            happen with a checkpoint, a budget, losses, or sharded parameters. ``Result.replays`` describes it.
+        compiled: Replay traced graphs in place of passes if that saves time (``packprop.compile``): mostly in
+            small models, with a hundred batches or more to come. The last digits may then differ from run to
+            run, so packprop replays nothing with a checkpoint, a budget, losses, or sharded parameters.
+            ``Result.replays`` describes the effect.
 
     Raises:
         BadInput: For extensions that need all samples in one batch, or that read the data twice if packprop can
-            read these only once; no data, or no loss; a checkpoint of something else, or a folder that is in
-            use or holds other files; for a store that nothing would go to, or that cannot be written.
+            read these only once; for data without samples, or a loss that cannot be called; for a checkpoint of
+            another run, or a folder that is in use or holds other files; for a store that no value would go to,
+            or that cannot be written.
         PackpropError: For a loss whose number of terms is not known, a parameter that some batches do not use,
             or a checkpoint that cannot be read; if another rank fails or ends.
     """
@@ -140,7 +142,7 @@ def compute(
         def identified() -> Identity | None:
             if checkpoint is None and group.world == 1:
                 if any(map(needs_second_reading, chosen)):
-                    keep_generators(model, loss, batches)  # they have to draw the same once more
+                    keep_generators(model, loss, batches)  # they draw the same numbers in the second reading
                 return None
             options: dict[str, Any] = {"memory": memory, "stored": store is not None}
             if losses:
@@ -197,7 +199,7 @@ def compute(
         if files is not None and told is not None:
             if told.has_shards:
                 take_up_shards(stream.step.merged, files.shards(told.files), shapes, place, group)
-            stream.step.merged.end_pass(group)  # of results that were written as a whole, and are sharded now
+            stream.step.merged.end_pass(group)  # merges results that were written whole, and are sharded now
         result = run.to_the_end()
         result.replays, result.chunk_sizes = stream.told(), chunk_sizes.first
         result.tables = {savefield: _in_order(shapes, each) for savefield, each in result.tables.items()}
@@ -218,12 +220,12 @@ def _warn_of_diagonals(
 
 
 def _in_order(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by parameter, in the order of the model's parameters; a pass ends with the first layer."""
+    """Return values in the order of the model's parameters; a backward pass ends with the first layer."""
     return {name: values[name] for name in names if name in values} | dict(values)
 
 
 def _require_graphs() -> None:
-    """Refuse a call if a forward pass cannot make a graph there.
+    """Refuse a call where a forward pass makes no graph.
 
     Raises:
         BadInput: Inside ``torch.inference_mode()``.
@@ -232,16 +234,16 @@ def _require_graphs() -> None:
         raise BadInput(
             ASKED,
             "torch.inference_mode()",
-            "what is computed inside has no graph, and none can be made of it; torch.no_grad() does no harm",
+            "tensors that are made inside never have a graph; torch.no_grad() does no harm",
             "call it outside, with data that were made outside",
         )
 
 
 def _require_mergeable(extensions: Sequence[Extension]) -> None:
-    """Refuse extensions whose values over batches do not merge.
+    """Refuse extensions whose values packprop cannot merge over batches.
 
     Raises:
-        BadInput: With the first of them.
+        BadInput: With the first such extension.
     """
     for extension in extensions:
         if any(row.over_n is SINGLE for row in extension.rows):
@@ -255,14 +257,14 @@ def _require_mergeable(extensions: Sequence[Extension]) -> None:
             raise BadInput(
                 ASKED,
                 f"extension {extension.name}",
-                "it relates samples of one batch to each other or by their index in it",
+                "it relates samples of one batch to each other, or selects them by their index in it",
                 "use it in `with backpack(...)` on one batch",
             )
     require_own_savefields(ASKED, extensions, "compute one after the other")
 
 
 def _require_rereadable(batches: Batches, chosen: Sequence[Extension]) -> None:
-    """Refuse data that can be read only once, if an extension goes over them twice.
+    """Refuse data that can be read only once, if an extension has to read them twice.
 
     Raises:
         BadInput: With the name of the extension.
@@ -287,12 +289,12 @@ def _require_shards(batches: Batches, ranks: Ranks) -> None:
             ASKED,
             f"a DistributedSampler of {samples} samples for {sampler.num_replicas} ranks",
             f"it gives {sampler.total_size - samples} of them twice, so that all ranks have equally many",
-            "give the Dataset itself: it is divided without that",
+            "give the Dataset itself: packprop divides it, and repeats no sample",
         )
 
 
 def _require_same(identities: Sequence[Identity | None]) -> None:
-    """Refuse ranks that work on different things.
+    """Refuse ranks whose calls differ.
 
     Raises:
         BadInput: On every rank, with the first difference.
@@ -305,7 +307,7 @@ def _require_same(identities: Sequence[Identity | None]) -> None:
             raise BadInput(
                 ASKED,
                 f"rank {rank}",
-                f"it is at work on something else than rank 0, by its {found[0]}: {found[1]}",
-                "call compute(...) with the same model, extensions, options and data set on every rank; only "
-                "batches may be other ones; or with ranks='own'",
+                f"its call differs from that of rank 0 by its {found[0]}: {found[1]}",
+                "call compute(...) with the same model, extensions, options and data set on every rank (only "
+                "batches may differ), or with ranks='own'",
             )

@@ -1,4 +1,4 @@
-"""Facts that tell data from others: the code that reads them, and some of them."""
+"""Facts that tell one data set from another: the code that reads it, and some of its samples."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ SAMPLER_OPTIONS = (
     *("batch_size", "drop_last", "replacement", "num_samples", "shuffle", "seed", "epoch", "num_replicas"),
     *("indices", "weights"),
 )
-"""Attributes of the samplers of PyTorch that say which samples come in which order."""
+"""Attributes of PyTorch's samplers that determine the samples and their order."""
 
 SECONDS = 0.03
-"""Time after which no further sample is read."""
+"""Seconds after which packprop reads no further sample."""
 
 
 def data_set_facts(data: Any, describer: Describer, is_read: bool = True) -> dict[str, Any]:
     """Describe the class of a data set with its code and options, and digests of some samples.
 
-    It reads a sample twice, from the same random state; if the two differ, they tell nothing. It reads none if
-    the data draw from generators of their own: they would draw other numbers afterwards.
+    packprop reads each of these samples twice, from the same random state, and leaves it out if the two differ.
+    It reads none if the data draw from their own generators, which would draw other numbers afterwards.
 
     Args:
         data: A data set, with indices or without.
-        describer: Describes its class and options, and notes the parts that it cannot describe; it has
-            described nothing else, so that what draws belongs to the data set.
-        is_read: Says that samples may be read.
+        describer: Describes the class and options, and notes parts that it cannot describe. It must not have
+            described anything else, so that its ``draws`` is about the data set alone.
+        is_read: True if samples may be read.
     """
     facts, found = {"data set": describer.of(data, "the data set")}, dict[str, str]()
     has_indices = isinstance(data, Sized) and hasattr(data, "__getitem__")
@@ -50,10 +50,10 @@ def data_set_facts(data: Any, describer: Describer, is_read: bool = True) -> dic
 
 
 def loader_facts(loader: Any, describer: Describer) -> dict[str, Any]:
-    """Describe batches that come as they are, without reading them."""
+    """Describe the user's loader, or batches, without iterating over it."""
     if isinstance(loader, DataLoader):
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        # whatever a data set opens for itself on reading has to be opened by each worker
+        # with workers, read no sample: each worker has to open the data set's files itself
         of_data_set = data_set_facts(loader.dataset, describer, is_read=loader.num_workers == 0)
         return {
             "class": type(loader).__name__,
@@ -77,14 +77,14 @@ def _sampler_facts(sampler: Any, describer: Describer) -> Any:
         return describer.of(sampler, "the sampler")
     found = {"class": type(sampler).__name__}
     for name in SAMPLER_OPTIONS:
-        with contextlib.suppress(Exception):  # an option that this sampler has not, or has not yet
+        with contextlib.suppress(Exception):  # this sampler does not have the option, or not yet
             found[name] = describer.of(getattr(sampler, name), f"{name} of the sampler")
     inner = getattr(sampler, "sampler", None)
     return found if inner is None else {**found, "sampler": _sampler_facts(inner, describer)}
 
 
 def _places(number: int) -> list[int]:
-    """Return some indices, spread over all."""
+    """Return up to four indices, spread over the whole range."""
     return [*dict.fromkeys((0, number // 3, 2 * number // 3, number - 1))] if number else []
 
 
@@ -94,7 +94,7 @@ def _some_samples(data: Any) -> dict[str, str]:
     for at in _places(len(data)):
         try:
             texts = {_digest_of(data, at) for _ in range(2)}
-        except Exception:  # the run meets it, and says more
+        except Exception:  # the run meets the same error, and explains it
             break
         if len(texts) == 1:
             found[str(at)] = texts.pop()
@@ -112,7 +112,7 @@ def _digest_of(data: Any, at: int) -> str:
 
 @contextlib.contextmanager
 def _fixed_draws() -> Iterator[None]:
-    """Make random numbers the same each time inside; restore their state afterwards."""
+    """Draw the same random numbers in every such block; restore the random states afterwards."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002  # data draw from it
     torch.default_generator.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002  # as above

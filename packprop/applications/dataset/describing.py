@@ -1,8 +1,8 @@
 """Descriptions of values, in JSON, that two processes can compare: equal values have equal descriptions.
 
-Plain values stand for themselves. Tensors have digests, containers their entries, functions their code and its
-references. An installed thing has its name, a class of the user the code that is called, an object its class
-and its attributes. An object without attributes has no description, and is noted in ``untold``.
+Plain values are their own description. packprop describes tensors by a digest, containers by their entries,
+functions by their code and what it refers to, installed functions and classes by name, the user's classes by
+the methods that are called, objects by class and attributes. ``untold`` names objects without attributes.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ NOT_CALLED = {
     *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__copy__"),
     *("__deepcopy__",),
 }
-"""Methods with names of Python's own that change no value on the way: they make, copy and show objects."""
+"""Special methods of Python that change no value in a pass: they make, copy or show objects."""
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Attributes of modules that hold functions which run with them."""
+"""Attributes of modules that hold their hooks."""
 
 MOST, DEEPEST = 5000, 40
 """The most values in one description, and their deepest nesting."""
@@ -76,15 +76,15 @@ class Describer:
     """Describes values, each object once.
 
     Args:
-        by_text: Also look into methods of classes whose code may call methods by their names as text.
+        by_text: Also describe the methods of a class whose code may call them by name, as with ``getattr``.
 
     Attributes:
         untold: The places of values without a description.
-        draws: Says that generators of random numbers, or iterators, were met.
-        changes: Says that code was met that changes something around it, such as a global counter.
-        generators: Generators so far, whose states can be kept.
+        draws: True if generators of random numbers, or iterators, are among the values.
+        changes: True if code changes something around it (a global counter), or imports a module of the user.
+        generators: The generators so far whose states packprop can keep.
         versions: Versions of the packages of the classes and functions so far.
-        around: The objects with names that code reads from around it, by their identity and the name.
+        around: Namespaces outside functions from which code reads a name, by their identity and the name.
     """
 
     def __init__(self, by_text: bool = False) -> None:
@@ -106,7 +106,7 @@ class Describer:
         Args:
             value: Anything.
             where: The name of the value in messages.
-            read: Attributes to describe, if the value has them; by default all that count.
+            read: Attributes that other code reads of the value; packprop describes them as well.
         """
         if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, enum.Enum)):
             return value if not isinstance(value, str) or len(value) < 500 else bytes_digest(value.encode())
@@ -142,18 +142,18 @@ class Describer:
             return f"{kind_of(value)} {self.digest(value) if whole else spot_check([value])}"
         if not isinstance(value, type) and hasattr(value, "__array_interface__"):
             return self._array(np.asarray(value), where)
-        if isinstance(value, (*CONTAINERS, tuple, frozenset, MappingProxyType)):  # lazy ones read files
+        if isinstance(value, (*CONTAINERS, tuple, frozenset, MappingProxyType)):  # others may read files
             return self._entries(value, where)
         return self._once(value, where, read)
 
     def digest(self, tensor: Tensor) -> str:
-        """Return the digest of a tensor, which is made once."""
+        """Return the digest of a tensor; compute it once."""
         if id(tensor) not in self._digests:
             self._digests[id(tensor)] = digest(tensor), tensor
         return self._digests[id(tensor)][0]
 
     def _once(self, value: Any, where: str, read: set[str] | None) -> Any:
-        """Describe a function, a class or an object; if it comes again, by a word."""
+        """Describe a function, a class or an object; if it occurs again, refer to the first description."""
         key = id(value), *sorted((read or set()) & {name for name, _ in attributes_of(value)})
         if key in self._met and not isinstance(value, MethodType):
             return f"the same as {self._met[key][0]}"
@@ -175,7 +175,7 @@ class Describer:
         return self._object(value, where, read)
 
     def _name(self, thing: Any) -> str:
-        """Return the name of a class or a function, with the package of installed ones; note its version."""
+        """Return the name of a class or function, with its package if it is installed; note the version."""
         package = package_of(thing)
         short = getattr(thing, "__name__", type(thing).__name__)
         if package is None:
@@ -188,7 +188,7 @@ class Describer:
         return f"{getattr(thing, '__module__', None) or package}.{getattr(thing, '__qualname__', short)}"
 
     def _note_generators(self, values: Iterable[Any], where: str) -> None:
-        """Note the generators that values hold, even if they do not count."""
+        """Note the generators that values hold, even in values that are not described."""
         for each in generators_in(values, self._searched):
             self.draws = True
             if isinstance(each, random.SystemRandom):  # it has no state
@@ -207,7 +207,7 @@ class Describer:
         return f"{list(array.shape)} {array.dtype} {bytes_digest(array.flat[::step].tobytes())}"
 
     def _entries(self, value: Any, where: str) -> Any:
-        """Describe the entries of a container; of a long one some, in one digest."""
+        """Describe the entries of a container; for a long one, return a digest of some entries."""
         if isinstance(value, Mapping) and len(value) <= SPOTS:
             return {str(self.of(key, where)): self.of(item, where) for key, item in value.items()}
         entries = [*value.items()] if isinstance(value, Mapping) else [*value]
@@ -238,7 +238,7 @@ class Describer:
         }
 
     def _note_around(self, space: Mapping[str, Any], names: set[str], read: set[str]) -> None:
-        """Note names that code reads; of modules and classes of the user, those inside that it reads."""
+        """Note names that code reads; for modules and classes of the user, note what it reads of them."""
         for name in sorted(names & space.keys()):
             if isinstance(space[name], (type, ModuleType)):
                 self._note_inside(space[name], read)
@@ -246,7 +246,7 @@ class Describer:
                 self.around[id(space), name] = space
 
     def _note_inside(self, owner: type | ModuleType, read: Set[str] | None) -> None:
-        """Note what code reads of a module or class of the user, and of those inside; ``None``: all."""
+        """Note names that code reads in a module or class of the user, and in those inside; ``None``: all."""
         todo = [owner]
         for each in todo:  # grows
             for space in own_spaces(each):
@@ -258,7 +258,7 @@ class Describer:
                         todo.append(value)
 
     def _attributes_of_function(self, function: Any, code: Code, where: str) -> dict[str, Any]:
-        """Describe the contents of a function, such as the one that a decorator has wrapped, if any."""
+        """Describe the attributes of a function, and the function that a decorator has wrapped, if any."""
         held = {name: each for name, each in vars(function).items() if name[0] != "_"}
         found = self._attributes(held, code, where)
         wrapped = vars(function).get("__wrapped__")
@@ -278,7 +278,7 @@ class Describer:
         return {name: self.of(vars(module)[name], name, read) for name in sorted(read) if name in vars(module)}
 
     def _class(self, kind: type, called: Iterable[str], where: str) -> tuple[dict[str, Any], Code]:
-        """Describe the code of a class, as far as it is the user's own and is called, and its references."""
+        """Describe the user's methods of a class that are called; return what their code refers to as well."""
         names = dict.fromkeys(called)
         key = kind, *names
         if key in self._classes:
@@ -371,7 +371,7 @@ class Describer:
 
 
 def _is_option(name: str, value: Any, code: Code) -> bool:
-    """Tell whether code leaves a named value unchanged; names with two underscores are Python's own."""
+    """Tell whether code leaves a named value unchanged; return False for Python's own ``__names__``."""
     filled = name in code.filled and isinstance(value, CONTAINERS)
     return name not in code.written and not filled and not name.startswith("__")
 
@@ -382,7 +382,7 @@ def _is_special(name: str) -> bool:
 
 
 def _reads_all(code: Code) -> bool:
-    """Tell whether code may read attributes whose names are not in it."""
+    """Tell whether code may read attributes whose names it does not contain."""
     return bool(ALL_NAMES & (code.read | code.scope))
 
 
@@ -391,7 +391,7 @@ def _is_code(kind: type, name: str) -> bool:
 
 
 def _functions(member: Any) -> Iterator[FunctionType]:
-    """Yield the functions of the user in an entry of a class."""
+    """Yield the user's functions in a member of a class, such as a method or a property."""
     inside = (getattr(member, name, None) for name in ("__func__", "fget", "func", "__wrapped__"))
     for part in (member, *inside):
         if isinstance(part, FunctionType) and package_of(part) is None:

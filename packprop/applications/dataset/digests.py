@@ -14,13 +14,13 @@ PIECE = 2**24
 """Bytes of a tensor that are read at once."""
 
 SPOTS = 1024
-"""The least number of a long tensor's entries that stand for all, to notice a change of the data."""
+"""The least number of entries that stand for a long tensor, to notice a change of the data."""
 
 
 def digest(tensor: Tensor) -> str:
     """Return a digest of a tensor's bytes, in the order of its entries; it is the same on every device.
 
-    For a ``DTensor`` all ranks must ask at once, and get the same.
+    For a ``DTensor``, all ranks must call it together, and get the same digest.
     """
     found = hashlib.blake2b(digest_size=8)
     flat = whole_tensor(tensor.detach()).contiguous().view(-1)
@@ -60,6 +60,6 @@ def kind_of(tensor: Tensor) -> str:
 
 
 def _bytes_of(flat: Tensor) -> Any:
-    # a copy: memory that numpy has seen is never resized again, as fully_shard does with that of parameters
+    # a copy: PyTorch never again resizes memory that numpy has seen, and fully_shard resizes that of parameters
     own = flat.to("cpu", copy=True, memory_format=torch.contiguous_format)
     return own.view(torch.uint8).numpy() if len(flat) else b""

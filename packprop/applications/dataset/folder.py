@@ -3,9 +3,9 @@
 # NOTE [Safe files]
 A checkpoint is one small JSON file, ``checkpoint-<number>.json``. It names a file of tensors for each rank,
 with their sizes and checksums, and has a checksum of its own. packprop writes every file under another name,
-flushes it to the disk, and renames it; the JSON file comes last. So whenever the process is killed, every
-checkpoint that is there is whole. The folder keeps the last two: if the last one cannot be read, the one before
-serves. Names of files of tensors hold a text that is drawn for each run: a rank that outlives a killed run
+flushes it to the disk, and renames it; the JSON file comes last. So every checkpoint in the folder is whole,
+whenever the process is killed. The folder keeps the last two: if the last one cannot be read, packprop reads
+the one before. Names of files of tensors hold a random text of each run: a rank that outlives a killed run
 cannot write over files of the next one (NOTE [Files of ranks]).
 """
 
@@ -40,11 +40,11 @@ KEPT = 2
 """Checkpoints that stay in the folder."""
 
 WriteError = (OSError, safetensors.SafetensorError)
-"""The errors of writing a file, as to a full disk."""
+"""The errors of writing a file, such as to a full disk."""
 
 
 class Damaged(Exception):
-    """Raised if a file has changed since it was written."""
+    """Raised if a file is missing, or has changed since it was written."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class File:
     checksum: Size
 
     def __post_init__(self) -> None:
-        """Refuse a name that leads elsewhere.
+        """Refuse a name that leads out of the folder.
 
         Raises:
-            ValueError: If the name leads to another place.
+            ValueError: If the name is not a plain name of a file.
         """
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", self.name):
             raise Unfit(f"{self.name!r} is no name of a file in the folder")
@@ -71,12 +71,12 @@ class Content:
 
     facts: dict[str, Any]
     files: list[File] = field(default_factory=list)
-    may_have_more: ClassVar[bool] = True  # in other formats, which the facts tell
+    may_have_more: ClassVar[bool] = True  # in other formats, which the facts name
 
 
 @dataclass(frozen=True)
 class Signed:
-    """The contents of a JSON file."""
+    """The contents of a JSON file, with their checksum."""
 
     checksum: Size
     content: dict[str, Any]
@@ -86,10 +86,7 @@ class Folder:
     """The files of a checkpoint.
 
     Args:
-        path: The folder; made if it is missing.
-
-    Raises:
-        OSError: If it can neither be made nor written to.
+        path: The folder; ``locked`` makes it if it is missing.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -98,10 +95,11 @@ class Folder:
         self._token = secrets.token_hex(8)
 
     def locked(self) -> contextlib.closing[Lock]:
-        """Keep other runs out inside ``with``. The system takes the lock off when the process ends in any way.
+        """Lock the folder inside ``with``; the system also releases the lock when the process ends in any way.
 
         Raises:
             LockedElsewhere: If another run has locked it.
+            OSError: If the folder cannot be made or locked.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         return contextlib.closing(Lock(self.path))
@@ -111,12 +109,12 @@ class Folder:
         return sorted(name for name in os.listdir(self.path) if not NAMES.fullmatch(name))
 
     def numbers(self) -> list[int]:
-        """Return the checkpoints in the folder, the last one first."""
+        """Return the numbers of the checkpoints in the folder, the last one first."""
         found = [NAMES.fullmatch(name) for name in os.listdir(self.path)]
         return sorted((int(m[2]) for m in found if m and m[1] == "checkpoint"), reverse=True)
 
     def read(self, number: int) -> Content:
-        """Read facts of one checkpoint, and the names of its files.
+        """Read the facts of one checkpoint, and the names of its files.
 
         Raises:
             Damaged: If its JSON file is missing, or has changed.
@@ -133,10 +131,10 @@ class Folder:
         return content
 
     def require_whole(self, files: Sequence[File]) -> None:
-        """Refuse files of a checkpoint that are not what was written.
+        """Refuse files of a checkpoint that are missing or have changed.
 
         Raises:
-            Damaged: If there is none, one is missing, or has another size or checksum.
+            Damaged: If there is no file, or one is missing or has another size or checksum.
         """
         if not files:
             raise Damaged("there is no file of a rank")
@@ -150,7 +148,7 @@ class Folder:
 
     @contextlib.contextmanager
     def opened(self, file: File) -> Iterator[Tensors]:
-        """Open a file of tensors, which are read one by one.
+        """Open a file of tensors, which packprop reads one by one.
 
         Raises:
             Damaged: If it cannot be read.
@@ -165,7 +163,7 @@ class Folder:
         """Write the tensors of a rank for the checkpoint of this number; return the file's description.
 
         Raises:
-            OSError, SafetensorError: If that fails; nothing of it stays.
+            OSError, SafetensorError: If that fails; no part of the file stays.
         """
         path = self.path / f"state-{number:06d}-{rank}-{self._token}.safetensors"
         whole = {str(index): tensor.detach().cpu().contiguous() for index, tensor in enumerate(tensors)}
@@ -178,7 +176,7 @@ class Folder:
             raise
 
     def write(self, facts: Mapping[str, Any], files: Sequence[Mapping[str, Any]]) -> None:
-        """Complete the next checkpoint, whose files are there.
+        """Complete the next checkpoint, whose files of tensors are written.
 
         Args:
             facts: Its description.
@@ -238,7 +236,7 @@ def described(path: Path) -> dict[str, Any]:
 
 
 def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors that share no memory: the format refuses others."""
+    """Return tensors that share no memory, as the format demands."""
     seen: set[int] = set()
     for name, tensor in tensors.items():
         address = tensor.untyped_storage().data_ptr()

@@ -41,7 +41,7 @@ class Objective:
         return {name: p for name, p in named_parameters(self.model) if p.requires_grad}
 
     def batches(self, data: Any, batch_size: int | None) -> Batches:
-        """Return readings of data of any form."""
+        """Return the batches of data of any form."""
         return Batches(self.asked, data, batch_size, whole=self.loss is None)
 
 
@@ -49,8 +49,8 @@ def objective_of(asked: str, model: Any, loss: Any, device: torch.device | str |
     """Return the model and the loss of a call that multiplies gradients of whole parameters.
 
     Raises:
-        BadInput: For anything that is no model with trained parameters, or no loss, or a model whose parameters
-            are divided between processes.
+        BadInput: If the model is no module with trained parameters, or has parameters that are divided between
+            processes; if the loss cannot be called.
     """
     require_model_and_loss(asked, model, loss, "multiplied")
     require_whole_parameters(asked, model)
@@ -63,7 +63,7 @@ def device_of(model: nn.Module, device: torch.device | str | None) -> torch.devi
 
 
 def require_model_and_loss(asked: str, model: Any, loss: Any, wanted: str) -> None:
-    """Refuse anything that is no model with trained parameters, or no loss.
+    """Refuse a model that is no module with trained parameters, and a loss that cannot be called.
 
     Args:
         asked: The call of the user, for messages.
@@ -80,6 +80,6 @@ def require_model_and_loss(asked: str, model: Any, loss: Any, wanted: str) -> No
             asked,
             f"model, {type(model).__name__}",
             "none of its parameters requires gradients",
-            f"set requires_grad=True on those that shall be {wanted}",
+            f"set requires_grad=True on the parameters to be {wanted}",
         )
     require_loss(asked, loss)

@@ -1,4 +1,4 @@
-"""The search for generators of random numbers in the objects of a program: their states can be kept."""
+"""The search for generators of random numbers in the objects of a program, to keep their states."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ WITHOUT = (str, bytes, bytearray, int, float, complex, Tensor, np.ndarray, type,
 
 
 def generators_in(values: Iterable[Any], met: dict[int, Any] | None = None) -> Iterator[Any]:
-    """Find generators that values hold: in containers, attributes, arguments of functions, and around these.
+    """Yield the generators that values hold: in containers, attributes, defaults and closures of functions.
 
     Args:
         values: Anything.
-        met: The values of earlier searches by identity, which this one leaves out; it adds its own.
+        met: The values of earlier searches by identity, to leave out; this search adds its own.
     """
     todo, met = [*values], {} if met is None else met
     for value in todo:  # grows
@@ -37,7 +37,7 @@ def generators_in(values: Iterable[Any], met: dict[int, Any] | None = None) -> I
         met[id(value)] = value
         if isinstance(value, GENERATORS):
             yield value
-        elif isinstance(value, FunctionType):  # which refers to all names of its module
+        elif isinstance(value, FunctionType):  # its referents include all names of its module
             todo += [*(each for _, each in cells(value)), value.__defaults__, value.__kwdefaults__]
         else:
             todo += gc.get_referents(value)

@@ -1,4 +1,4 @@
-"""The identity of a run over a data set: model, loss, extensions, options, versions; and how two differ."""
+"""The identity of a run over a data set: model, loss, extensions, options, versions; the difference of two."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Identity = dict[str, Any]
 """Facts by name, as values of JSON."""
 
 UNTOLD = "what cannot be told"
-"""The name of a fact that does not count: places of values that have no description."""
+"""The name of a fact that is not compared: places of values that have no description."""
 
 RANKS = "ranks"
-"""The name of a fact that does not count by itself: how many ranks have batches of their own."""
+"""The name of a fact that is not compared by itself: the number of ranks with batches of their own."""
 
 SAMPLED = "some samples"
-"""Digests of samples by their index: those count that both sides have."""
+"""The name of digests of samples by their index; packprop compares those that both sides have."""
 
 BATCHES = "batches"
 """The name of the facts about the data that need no full reading."""
@@ -40,22 +40,22 @@ OF_RANK = ("modules", "loss", BATCHES)
 def identity_of(
     model: nn.Module, loss: Any, extensions: Sequence[Extension], data: Batches, **options: Any
 ) -> Identity:
-    """Describe a run. If two runs differ in nothing of this, one continues where the other ended.
+    """Describe a run: a run with the same description can continue it.
 
     Args:
-        model: Names, shapes, precision and values of its parameters and buffers count, which of them are
-            trained, which modules are in training mode; classes, options and code of modules.
-        loss: Its name, its code, its options, the modes of its modules, and the values of its tensors.
-        extensions: Their names, code and options; of a generator that there is one.
-        data: Their number, some of them, and the code that reads them. They keep the generators in the data,
-            the model and the loss; those of extensions are kept elsewhere.
-        options: Facts that have a form in JSON.
+        model: Described by names, shapes, precision and values of its parameters and buffers, which of them are
+            trained, and the modes, classes, options and code of its modules.
+        loss: Described by its name, code and options, the modes of its modules, and the values of its tensors.
+        extensions: Described by names, code and options; a generator by its presence alone.
+        data: Described by their number, some samples, and the code that reads them. They keep the generators in
+            the data, the model and the loss; ``RunDraws`` keeps those of extensions.
+        options: Further facts, as values of JSON.
     """
     tensors = {**dict(named_parameters(model)), **dict(named_buffers(model))}
     describer, of_data, of_extensions = Describer(), Describer(), Describer()
     modules = _described_modules(model, describer)
     facts: Identity = {
-        "version of Python": ".".join(platform.python_version_tuple()[:2]),  # code is another one in each
+        "version of Python": ".".join(platform.python_version_tuple()[:2]),  # bytecode differs in each
         "version of packprop": packprop_version(),
         "version of torch": torch.__version__,
         "precision": _precision(tensors.values()),
@@ -90,7 +90,7 @@ def keep_generators(model: nn.Module, loss: Any, data: Batches) -> None:
 
 
 def describer_of(model: nn.Module, loss: Any) -> Describer:
-    """Return what has described the model and the loss."""
+    """Return a ``Describer`` that has described the model and the loss."""
     describer = Describer(by_text=True)
     _described_modules(model, describer)
     describer.of(loss, "the loss")
@@ -98,7 +98,7 @@ def describer_of(model: nn.Module, loss: Any) -> Describer:
 
 
 def _precision(tensors: Iterable[Tensor]) -> dict[str, str]:
-    """Return PyTorch's settings of precision: by default, of products of matrices, and under autocast."""
+    """Return PyTorch's settings of precision: the default, that of matrix products, those of autocast."""
     found = {"default": str(torch.get_default_dtype()), "products": torch.get_float32_matmul_precision()}
     for kind in sorted({"cpu", *(tensor.device.type for tensor in tensors)} - {"meta"}):
         if torch.is_autocast_enabled(kind):
@@ -114,12 +114,12 @@ def _described_modules(model: nn.Module, describer: Describer) -> dict[str, dict
 
 
 def difference(saved: Identity, asked: Identity, but: Collection[str] = ()) -> tuple[str, str] | None:
-    """Return the first fact that differs: its name, and both values; ``None`` if there is none.
+    """Return the name of the first fact that differs, and the difference; ``None`` if none differs.
 
     Args:
         saved: The facts of one side.
         asked: The facts of the other side.
-        but: Facts that do not count.
+        but: Facts that are not compared.
     """
     if not (saved.get(BATCHES) and asked.get(BATCHES)) or saved.get(RANKS) != asked.get(RANKS):
         but = (BATCHES, *but)  # an iterator tells nothing, and other ranks have other batches
@@ -135,21 +135,21 @@ def warn_of_untold(identity: Identity, data: bool) -> None:
 
     Args:
         identity: The description of the continued run.
-        data: Says that data belong to it, which are not read again and compared.
+        data: True to warn about the data as well, because packprop does not read and compare them again.
     """
     untold = [*identity[UNTOLD]["program"], *(identity[UNTOLD]["data"] if data else ())]
     if untold:
         more = f" and {len(untold) - 3} more" if len(untold) > 3 else ""
         warnings.warn(
             "packprop cannot tell whether these have changed since the run began: "
-            f"{', '.join(untold[:3])}{more}. The run goes on.",
+            f"{', '.join(untold[:3])}{more}. The run continues.",
             PackpropWarning,
             stacklevel=3,
         )
 
 
 def _sides(key: str, saved: dict[str, Any], asked: dict[str, Any]) -> tuple[Any, Any]:
-    """Return both values of a key; for samples, those that both have read."""
+    """Return both values of a key; for samples, the digests of those that both sides have read."""
     here, there = asked.get(key), saved.get(key)
     if key != SAMPLED:
         return there, here
@@ -158,7 +158,7 @@ def _sides(key: str, saved: dict[str, Any], asked: dict[str, Any]) -> tuple[Any,
 
 
 def _difference(saved: Any, asked: Any) -> str | None:
-    """Describe the first difference of two facts, as a sentence; ``None`` if there is none that counts."""
+    """Describe the first difference of two facts, as a phrase; return ``None`` if there is none."""
     if saved == asked:
         return None
     if isinstance(saved, dict) and isinstance(asked, dict):
@@ -168,7 +168,7 @@ def _difference(saved: Any, asked: Any) -> str | None:
             there, here = _sides(key, saved, asked)
             found = _difference(there, here)
             if found is not None:
-                return "its code is another one" if key == "code" and there and here else f"{key}: {found}"
+                return "its code differs" if key == "code" and there and here else f"{key}: {found}"
         return None
     if isinstance(saved, list) and isinstance(asked, list) and len(saved) == len(asked):
         return next(filter(None, map(_difference, saved, asked)), None)

@@ -11,14 +11,14 @@ from types import FrameType
 
 @contextlib.contextmanager
 def interrupts_kept() -> Iterator[Callable[[], None]]:
-    """Raise an interrupt inside at once as usual; the given function raises it again if it was lost.
+    """Raise interrupts in the block as usual; yield a function that raises one again, if Python dropped it.
 
-    Python prints and drops exceptions from a destructor, or from the callback of a weak reference: a
-    ``KeyboardInterrupt`` there ends nothing. This leaves a handler of the user's own alone, and other threads,
-    which get no signals.
+    Python prints and drops exceptions from a destructor or from the callback of a weak reference, so a
+    ``KeyboardInterrupt`` there ends nothing. packprop replaces no handler that you have set, and does nothing
+    in other threads than the main one, which alone gets signals.
 
     Raises:
-        KeyboardInterrupt: By the function, if an interrupt has come.
+        KeyboardInterrupt: From the function, if there was an interrupt.
     """
     has_come = False
 

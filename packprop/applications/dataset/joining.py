@@ -1,4 +1,4 @@
-"""Restoring the sums of a run: of its own rank, or of several if another number of them continues."""
+"""Restoring the sums of a run: those of one rank, or of several if the number of ranks has changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from packprop.errors import BadInput
 
 
 def require_divided(source: Any, before: int, now: int) -> None:
-    """Refuse data that packprop does not divide among ranks, if their number has changed.
+    """Refuse data that packprop does not divide among ranks, after the number of ranks has changed.
 
     Raises:
         BadInput: If each rank has batches of its own.
@@ -27,15 +27,15 @@ def require_divided(source: Any, before: int, now: int) -> None:
             ASKED,
             "the checkpoint",
             f"it was written by {before} ranks, each with batches of its own; there are {now} now",
-            f"go on with {before} ranks; a Dataset, or a pair of tensors, is divided by packprop, and any "
-            "number of ranks may go on with it",
+            f"continue with {before} ranks; any number of ranks may continue a run over a Dataset or a pair of "
+            "tensors, which packprop divides among them",
         )
 
 
 def take_up(
     results: MergedResults, own: dict[str, Any] | None, shared: dict[str, Any], device: torch.device | str
 ) -> None:
-    """Restore the state of one rank, if it has any, and the common part of all ranks."""
+    """Restore the state of one rank, or, if it has none, what all ranks share."""
     if own is None:
         results.restore_what_is_shared(moved(shared, device))
     else:
@@ -45,7 +45,7 @@ def take_up(
 def take_up_others(
     results: MergedResults, others: Iterable[dict[str, Any]], device: torch.device | str
 ) -> None:
-    """Merge the states of other ranks, in their order, with the results of the first one."""
+    """Merge the states of other ranks, in their order, into the results of the first one."""
     for own in others:
         other = MergedResults(results.extensions)
         take_up(other, own, own["results"], device)

@@ -1,17 +1,17 @@
-"""The reduction of a batch's loss, and its divisor: by these a batch gets its weight among others.
+"""The reduction and the divisor of a batch's loss, which give the batch its weight among others.
 
 # NOTE [Weights of terms]
 packprop puts the results of batches together as if the loss were a sum over terms, and divides by the number of
 all terms. The divisor of PyTorch's loss function tells how many terms a batch has, but the user may multiply or
 divide the loss afterwards: ``F.cross_entropy(f, y, reduction="sum") / len(y)`` is no sum over the terms of all
 batches. So packprop reads the weight of each term in the backward pass: the factor on the value of the loss
-function, over its divisor. Times the terms of the batch, it is the same in all batches of one loss. Batches of
-one size may hide that it depends on the size. If anything follows the loss function, packprop calls the loss
-once more on the first batch, with the last sample twice, and compares; a warning names a loss that cannot take
-it. Options of the loss function that are no values of samples, such as weights of classes, must also be the
-same in all batches. So must penalties on parameters, which the loss of all samples has once: packprop compares
-the norm of their gradient. That of the loss with one sample more does not tell: the model's output is no sample
-there, and enters it.
+function, over its divisor. Times the terms of the batch, this weight is the same in all batches of one loss.
+Batches of one size may hide that it depends on the size. So if anything follows the loss function, packprop
+calls the loss once more on the first batch, with the last sample twice, and compares the weights; if the loss
+raises an error there, packprop warns. Options of the loss function, such as weights of classes but no values of
+samples, must also be the same in all batches. So must penalties on parameters, which the loss of all samples
+has once: packprop compares the norm of their gradient. It does not compare this norm with the last sample
+twice: there the model's output is a leaf, and its gradient enters the norm.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class LossTerms(NamedTuple):
 
     Args:
         reduction: ``"mean"`` or ``"sum"``.
-        divisor: The divisor of the loss. That of several means is the number of samples, which all have the
-            same part of each; ``NaN`` if they have not.
-        weights: Under ``TERMS``, the smallest and the largest weight of a term, times the divisor ``[2]``; and
-            by name of each loss function numbers that stand for its options, such as weights of classes, the
-            smallest and the largest over its calls ``[2, o]``; under ``PENALTIES`` the norm of the gradient of
-            penalties, if there are any; see NOTE [Weights of terms].
+        divisor: The divisor of the loss. For several means it is the number of samples if all samples have the
+            same share in each mean, else ``NaN``.
+        weights: Under ``TERMS``, the smallest and the largest weight of a term, times the divisor ``[2]``.
+            Under the name of each loss function, numbers that stand for its options, such as weights of
+            classes: the smallest and the largest over its calls ``[2, o]``. Under ``PENALTIES``, the norm of
+            the gradient of penalties, if there are any. See NOTE [Weights of terms].
     """
 
     reduction: str
@@ -87,12 +87,11 @@ class TermWeights:
     """Weights of terms in the losses of batches, times the terms of a batch; see NOTE [Weights of terms].
 
     Args:
-        own: Under ``TERMS``, the smallest and the largest weight in all batches so far; numbers that stand for
-            the options of each loss function; empty without terms.
-        of_more: Those in the first batch with its last sample twice; empty if they are not known.
+        own: The weights of ``LossTerms``, each from the first batch that has it; empty without terms.
+        of_more: The weights of the first batch with its last sample twice; empty if they are not known.
         rounding: The relative difference that counts as rounding, in the precision of the loss.
-        penalties_vary: Says that penalties were other ones in some batch.
-        told: Says that the user was warned of penalties.
+        penalties_vary: True if penalties differed between batches.
+        told: True if packprop has warned of penalties.
         why_unknown: The reason why ``of_more`` is not known, if the loss refuses the last sample twice.
     """
 
@@ -104,10 +103,10 @@ class TermWeights:
     why_unknown: str = ""
 
     def add(self, weights: Mapping[str, Tensor], terms: float) -> None:
-        """Add the weights of a batch, whose loss was divided by ``terms``; without terms it has none.
+        """Add the weights of a batch, whose loss was divided by ``terms``; without terms it has no weights.
 
         Raises:
-            PackpropError: If they are not those of the batches before.
+            PackpropError: If they differ from those of the batches before.
         """
         found = {name: each.tolist() for name, each in weights.items()} if terms else {}
         if found and all(map(math.isfinite, found[TERMS])):
@@ -116,10 +115,10 @@ class TermWeights:
             self.own = {**found, **self.own}
 
     def require_any_size(self) -> None:
-        """Refuse further batches if the weights depend on the number of samples; warn if nothing tells.
+        """Refuse further batches if the weights depend on the number of samples; warn if that is not known.
 
         Raises:
-            PackpropError: If they do.
+            PackpropError: If they depend on it.
         """
         if self.why_unknown:
             warnings.warn(
@@ -135,7 +134,7 @@ class TermWeights:
             self.require({**self.of_more, PENALTIES: self.own.get(PENALTIES)})
 
     def require(self, other: Mapping[str, Any]) -> None:
-        """Refuse other weights, or options, than these; note other penalties.
+        """Refuse weights or options that differ from these; note penalties that do.
 
         Raises:
             PackpropError: If they differ by more than rounding.
@@ -145,12 +144,12 @@ class TermWeights:
             self.penalties_vary |= one is None or another is None or not self._are_close(one, another)
         for name in self.own.keys() & other.keys() - {TERMS, PENALTIES}:
             for least, most, least_now, most_now in zip(*self.own[name], *other[name], strict=True):
-                varies = least != most or least_now != most_now  # an option of each sample
+                varies = least != most or least_now != most_now  # it differs from call to call
                 if not varies and not self._are_close(least, least_now):
                     raise not_one_loss(
                         "an option of a loss function, such as weight or pos_weight",
-                        "it is another one in another batch or with the last sample twice: quantities would "
-                        "depend on the split of the data into batches",
+                        "it differs in another batch, or with the last sample twice: quantities would depend "
+                        "on the split of the data into batches",
                         "give the same options in all batches; compute weights of classes from all of the data",
                     )
         for before, now in zip(self.own.get(TERMS, ()), other.get(TERMS, ()), strict=False):
@@ -159,24 +158,24 @@ class TermWeights:
                     "what follows the loss function",
                     f"it multiplies the loss by {now:.6g}, and by {before:.6g} in another batch or with the "
                     "last sample twice: quantities would depend on the split of the data into batches",
-                    "leave the division to the loss function, reduction='mean' in place of reduction='sum' and "
-                    "a division by the size of the batch; multiply by one number in all batches; and add the "
-                    "losses of single samples as sums",
+                    "leave the division to the loss function, with reduction='mean' in place of "
+                    "reduction='sum' and a division by the size of the batch; multiply by the same number in "
+                    "all batches; and add the losses of single samples as sums",
                 )
 
     def settle_penalties(self, reduction: str, of_hessian: bool) -> None:
-        """Refuse penalties that several batches add, if they differ or add up; warn if only the loss has them.
+        """Refuse, or warn of, penalties of several batches that differ between batches or add up.
 
         Raises:
-            PackpropError: For ``of_hessian``: second derivatives of the whole loss contain penalties.
+            PackpropError: If ``of_hessian``: second derivatives of the loss contain penalties.
         """
         if reduction == "sum" and PENALTIES in self.own:
             reduced, effect = "sum", "counts it once for each batch"
-            why = "every batch adds it once more, and the loss of all samples has it once"
+            why = "every batch adds it again, and the loss of all samples has it once"
             instead = "leave the penalty out, and add its curvature to the result; or use reduction='mean'"
         elif self.penalties_vary:
             reduced, effect = "mean", "depends on the split of the data into batches"
-            why = f"it is another one in another batch: the result {effect}"
+            why = f"it differs in another batch: the result {effect}"
             instead = (
                 "add the same penalty in all batches; or leave it out, and add its curvature to the result"
             )
@@ -201,7 +200,7 @@ def loss_terms(graph: Graph) -> LossTerms:
     """Return the terms of the batch's loss.
 
     Raises:
-        PackpropError: If it is not known.
+        PackpropError: If its divisor is not known, or it is made of means and sums.
     """
     calls = [loss.call for loss in graph.losses]
     if graph.without_loss or not calls:
@@ -252,7 +251,7 @@ def _penalties(graph: Graph) -> dict[str, Tensor]:
 
 
 def _options(calls: Sequence[RecordedLoss], like: Tensor) -> dict[str, Tensor]:
-    """Return numbers that stand for the options of loss functions that are no values of samples ``[2, o]``."""
+    """Return numbers ``[2, o]`` that stand for options of loss functions, except for values of samples."""
     by_function: dict[str, list[Tensor]] = {}
     for call in calls:
         numbers = _options_of(call, like)
@@ -286,7 +285,7 @@ def is_scaled(graph: Graph) -> bool:
 def counted_terms(
     graph: Graph, before: TermWeights, loss: LossFunction | None, outputs: Any, targets: Any
 ) -> tuple[str, float, dict[str, Tensor]]:
-    """Return reduction, divisor and weights of a batch's loss, compared with those before.
+    """Return reduction, divisor and weights of a batch's loss; compare the weights with those before.
 
     See NOTE [Weights of terms].
 
@@ -294,8 +293,8 @@ def counted_terms(
         graph: The graph of the batch.
         before: The weights in the batches before; those of the batch are added to them.
         loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
-        outputs: What the model made of the first batch, if anything follows the loss function.
-        targets: Its targets.
+        outputs: The model's outputs for the batch, if anything follows the loss function; else ``None``.
+        targets: The targets of the batch.
 
     Raises:
         PackpropError: If the divisor is not known, or the weights differ.
@@ -314,14 +313,14 @@ def counted_terms(
 def _weights_of_more(loss: LossFunction, outputs: Any, targets: Any, samples: int) -> dict[str, Any]:
     """Return the weights of the loss with the last sample twice; see NOTE [Weights of terms].
 
-    That fails in any way if outputs and targets do not have a row for each sample.
+    The loss may raise any error if outputs and targets do not have a row for each sample.
     """
 
     def more(tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
         return torch.cat([tensor, tensor[-1:]]) if tensor.dim() and len(tensor) == samples else tensor
 
-    def computed(tensor: Tensor) -> Tensor:  # as the model's outputs are: losses of leaves are not recorded
+    def computed(tensor: Tensor) -> Tensor:  # like the model's outputs: packprop records no losses of leaves
         return more(tensor).requires_grad_().clone() if tensor.is_floating_point() else more(tensor)
 
     with torch.enable_grad(), record(), random_numbers_from(random_states()):
@@ -358,8 +357,8 @@ def number_of_terms(divisor: Tensor | float) -> float:
     if math.isnan(terms):
         raise not_one_loss(
             "the loss of a batch, made of several means",
-            "in one of them some samples count more than others (targets that are ignored, weights), so that a "
-            "batch has another weight in it than in the rest",
+            "in one of them some samples count more than others (targets that are ignored, weights), so that "
+            "the batch has another weight in this mean than in the others",
             "give all loss functions reduction='sum', and divide by numbers that are the same in all "
             "batches; or ask for one loss after the other",
         )
@@ -373,7 +372,7 @@ def _all_terms(call: RecordedLoss) -> float:
 
 
 def require_same_weights(weights: Sequence[TermWeights]) -> None:
-    """Refuse the losses of ranks if their terms have other weights."""
+    """Refuse the losses of ranks if the weights of their terms differ."""
     known = [each for each in weights if each.own]
     for each in known[1:]:
         each.require_any_size()
@@ -385,7 +384,7 @@ def two_reductions(first: str, second: str) -> PackpropError:
     """Return the error about batches that reduce their losses in two ways."""
     return not_one_loss(
         f"a loss that reduces by {first}, then by {second}",
-        "there is no one loss over all samples that they are parts of",
+        "the two are not parts of one loss over all samples",
         "use the same loss for every batch",
     )
 

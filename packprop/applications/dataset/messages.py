@@ -1,4 +1,4 @@
-"""Words about data, for messages."""
+"""Descriptions of data, for messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def no_samples(asked: str, what: str) -> BadInput:
 
 
 def explanation(error: BaseException) -> str:
-    """Return type and message of an exception, and the last place outside of torch and packprop on its way."""
+    """Return an exception's type, message, and last place in its traceback outside torch and packprop."""
     frames = traceback.extract_tb(error.__traceback__)
     packages = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
     own = [frame for frame in frames if not frame.filename.startswith(packages)]

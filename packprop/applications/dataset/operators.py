@@ -78,10 +78,10 @@ def of_data(
         data: Data in any form of ``compute`` that packprop can read more than once.
         matrix: ``"ggn"`` or ``"hessian"``.
         damping: Added to the diagonal, in units of the curvature.
-        parameters: Those whose entries are rows and columns, each once; by default all that require gradients.
+        parameters: The parameters of its rows and columns, each once; by default all that require gradients.
         batch_size: Samples in a batch, 128 by default; not for data that come in batches.
         memory: The most bytes of tensor storage that may be alive at once in a product, with the model, the
-            graph of a batch, vectors and products. As many vectors go through a batch at once as fit.
+            graph of a batch, vectors and products. As many vectors as fit go through a batch at once.
         device: The device of batches; by default that of the model's parameters.
         progress: Show a bar for each reading on standard error, if that is a terminal.
 

@@ -1,12 +1,12 @@
-"""Parts of extensions in a reading of the data: the rows before a second pass, or the last row.
+"""The rows of extensions that one reading of the data computes: those before a second pass, or the last one.
 
 # NOTE [Second reading]
 Corrected eigenvalues of Kronecker factors need the eigenvectors of the factors of all samples before the first
 sample can be rotated. Over a data set this takes two readings: the first one computes everything but the rows
 of second passes, the second one computes only these. Both draw the same numbers: packprop restores the random
 states from the beginning of the first reading, and everything that draws from a generator does so in each
-reading, in the order of a single pass. So dropout has the same masks. Of the sampled columns each reading takes
-its own: the first one those of eigenvectors, the second one the fresh ones of eigenvalues. So the values are
+reading, in the order of a single pass. So dropout has the same masks. Each reading uses its own sampled
+columns: the first one those of eigenvectors, the second one the fresh ones of eigenvalues. So the values are
 those of one batch of all samples.
 """
 
@@ -35,7 +35,7 @@ class Part(Extension):
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether it is all of the extension."""
+        """Tell whether the part has all rows of the extension."""
         return len(self.places) == len(self.whole.rows)
 
     @property
@@ -50,7 +50,7 @@ class Part(Extension):
 
 
 def readings_of(extensions: Sequence[Extension]) -> list[list[Part]]:
-    """Return the parts for the first reading, and for a second, in the order of the extensions."""
+    """Return the parts for the first reading and, if one is needed, for a second, in order of extensions."""
     later = [needs_second_reading(extension) for extension in extensions]
     first = [
         Part(extension, range(len(extension.rows) - second))
@@ -69,7 +69,7 @@ def readings_of(extensions: Sequence[Extension]) -> list[list[Part]]:
 
 
 def needs_second_reading(extension: Extension) -> bool:
-    """Tell whether the extension goes over the samples twice."""
+    """Tell whether the extension has to read the samples twice."""
     return extension.rows[-1].after is not None
 
 

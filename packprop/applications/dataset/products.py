@@ -1,4 +1,4 @@
-"""Products with a curvature matrix of a whole data set: each is one reading, batch by batch."""
+"""Products with a curvature matrix of a whole data set; each product reads the data once, batch by batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from packprop.engine.tensors import (
 from packprop.errors import BadInput, PackpropError
 
 ROOM = 256 * 2**20
-"""Bytes for current vectors in a batch, beside its graph, without a budget."""
+"""Bytes, without a budget, for the vectors that go through a batch at once, beside its graph."""
 
 
 class DataProduct:
@@ -55,16 +55,16 @@ class DataProduct:
         matrix: The name of the matrix.
         parameters: Leaves of the model.
         memory: The most bytes of tensor storage that may be alive at once, vectors and products included.
-        room: Without ``memory``, bytes for current vectors in a batch.
+        room: Without ``memory``, bytes for the vectors that go through a batch at once.
         progress: Show a bar for each reading.
 
     Attributes:
         readings: The number of complete readings of the data.
-        snapshots: Snapshots of what the model reads: parameters, then buffers. Batches write to buffers, which
-            are put back; then their snapshots are taken again.
+        snapshots: Snapshots of the model's parameters, then of its buffers. Batches may write to buffers;
+            packprop restores these, and takes their snapshots again after each reading.
 
     Raises:
-        BadInput: For data that packprop can read only once.
+        BadInput: For an unknown matrix, an unreadable ``memory``, or data that packprop can read only once.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class DataProduct:
         self._asked, self._batches = asked, batches
         self._matrix, self._parameters = matrix, [*parameters]
         self._budget, self._device, self._progress = budget_of(memory), torch.device(objective.device), progress
-        batches.described(Describer())  # generators in the data have to draw the same in each reading
+        batches.described(Describer())  # keeps generators in the data: they draw the same in each reading
         self._draws = random_states()
         self._room = room
         self._sizes: list[tuple[int, int]] = []
@@ -139,12 +139,12 @@ class DataProduct:
         """Add the products of a batch, times the terms of its loss."""
         size = _entries(batch)
         fitting = max((fits for known, fits in self._sizes if known >= size), default=0)
-        live = None  # the first batch is measured, and any larger one than those before
+        live = None  # packprop measures the first batch, and each batch that is larger than those before
         if not fitting and self._budget is not None:
             live = self._counted(vectors, sums, batch)
         with live or contextlib.nullcontext():
             graph, terms = self._forward(batch, number, merged)
-        if terms:  # a mean over no terms: NaN times 0 shall be 0
+        if terms:  # a mean over no terms is NaN, and adds nothing
             by_rows = self._products_by_rows(vectors, graph)
             if by_rows is None and not fitting and live is None:
                 live = self._counted(vectors, sums, batch)
@@ -155,7 +155,7 @@ class DataProduct:
         graph.release(keep=False)
 
     def _counted(self, vectors: list[Tensor], sums: list[Tensor], batch: Any) -> LiveBytes:
-        """Return a count of bytes that includes what stays in memory throughout."""
+        """Return a counter of bytes that includes the tensors that stay in memory throughout."""
         live = LiveBytes()
         fixed = [each.tensor.detach() for each in self.snapshots]
         live.own([*fixed, *vectors, *sums, *tensors_in(batch)], "")
@@ -168,7 +168,7 @@ class DataProduct:
         try:
             product = row_product(graph, self._parameters, len(vectors[0]), self._room_now())
             return None if product is None else product(self._given(vectors, slice(None)))
-        except PackpropError:  # a function without gradients of samples: products need none
+        except PackpropError:  # some function has no gradients of samples, which products do not need
             self._may_have_rows = False
             return None
 
@@ -184,9 +184,7 @@ class DataProduct:
             if live is not None:
                 before = live.now
                 live.restart()
-                product(
-                    self._given(vectors, slice(1))
-                )  # chunks are the same in each reading: it counts for none
+                product(self._given(vectors, slice(1)))  # measured and dropped: chunks stay the same
                 fitting = self._fitting(before, live.peak - before, batch)
                 self._sizes.append((_entries(batch), fitting))
         for start in range(0, len(vectors[0]), fitting):
@@ -213,16 +211,16 @@ class DataProduct:
         return [v[chunk].to(p.dtype) for v, p in zip(vectors, self._parameters, strict=True)]
 
     def _room_now(self) -> int:
-        """Return bytes for current vectors or rows in a batch, without a budget."""
+        """Return bytes for the vectors or rows that go through a batch at once, without a budget."""
         free = free_bytes(self._device)
         return self._room or (ROOM if free is None else max(ROOM, free // 4))
 
     def _fitting(self, before: int, each: int, batch: Any) -> int:
-        """Return how many vectors fit at once into the rest of the budget.
+        """Return the number of vectors that fit at once into the rest of the budget.
 
         Args:
             before: Bytes of everything else in memory.
-            each: Bytes that one takes in a product.
+            each: Bytes that one vector takes in a product.
             batch: The batch, for messages.
 
         Raises:

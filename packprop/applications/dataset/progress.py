@@ -21,15 +21,15 @@ Advance = Callable[[int], None]
 def progress_bar(
     said: str, done: int, left: int, budget: int | None, device: torch.device, shown: bool
 ) -> Iterator[Advance]:
-    """Show a bar on standard error, if that is a terminal; remove it afterwards, whatever happens inside.
+    """Show a bar on standard error, if that is a terminal, in the block; yield a function to advance it.
 
     Args:
         said: The name of the work.
         done: Batches that were done before.
-        left: Batches that are to come; 0 if that is not known.
+        left: Batches to come; 0 if their number is unknown.
         budget: The most bytes for tensors; ``None`` without a budget.
         device: The device of the tensors.
-        shown: Show it at all.
+        shown: Show the bar; if False, the returned function does nothing.
     """
     console = Console(stderr=True)
     if not (shown and console.is_terminal):
@@ -59,8 +59,8 @@ class Meter:
 
     Args:
         budget: The most bytes for tensors; ``None`` without a budget.
-        device: The device of the tensors. It measures the process if that is a CPU: its growth since the run
-            began, or, without a budget, all of it.
+        device: The device of the tensors. On a CPU, the meter shows the memory of the process: its growth since
+            the run began, or, without a budget, all of it.
     """
 
     def __init__(self, budget: int | None, device: torch.device) -> None:
@@ -69,7 +69,7 @@ class Meter:
         self._first: int | None = None
 
     def rate(self, samples: int) -> str:
-        """Samples in a second since the first batch, which takes longer than others."""
+        """Return the samples per second since the first batch, which takes longer than others."""
         if self._first is None:
             self._first, self._begin = samples, time.perf_counter()
             return ""
@@ -77,7 +77,7 @@ class Meter:
         return f", {(samples - self._first) / passed:,.0f} samples/s" if passed > 0 else ""
 
     def memory(self) -> str:
-        """Return the bytes in use now, of those in the budget."""
+        """Return the bytes in use now, beside the budget if there is one."""
         taken = allocated_bytes(self._device)
         if taken is None:
             resident = resident_now()

@@ -2,11 +2,11 @@
 
 # NOTE [Files of ranks]
 A checkpoint keeps each rank's sums over its batches as they are, and packprop merges them only at the end: so a
-continued run rounds as an undisturbed one. Each rank writes a file of its own; the first one names all of them
-in the JSON file when all are there; without it they count for nothing. Ranks that do not see the folder send
-their sums to the first one, which reads and writes for them, one after the other.
+continued run rounds like an uninterrupted one. Each rank writes its own file. When all files are written, the
+first rank names them in the JSON file; packprop ignores files that it does not name. Ranks that do not see the
+folder send their sums to the first rank, which reads and writes for them, one after the other.
 
-If another number of ranks continues, the first one reads the files of all in turn, and merges them.
+If another number of ranks continues, the first rank reads the files of all in turn, and merges their sums.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Written(NamedTuple):
 
 
 class RankFiles:
-    """The files of ranks; all ranks must make and use it at once.
+    """The files of ranks; all ranks must construct and use it together.
 
     Args:
         folder: The folder of the checkpoint, which the first rank has locked.
@@ -53,10 +53,10 @@ class RankFiles:
         self._folder = Folder(path) if ranks.rank else folder
 
     def require_one_folder(self) -> None:
-        """Refuse ranks that do not all see the folder, if each reads shards of all others.
+        """Refuse ranks that do not see the folder, where each rank has to read the shards of all.
 
         Raises:
-            BadInput: On every rank, with the first that does not see it.
+            BadInput: On every rank, with the first rank that does not see it.
         """
         for rank, why in enumerate(self._hidden):
             if why:
@@ -69,10 +69,10 @@ class RankFiles:
                 )
 
     def write(self, number: int, tensors: Sequence[Tensor]) -> Written:
-        """Write the files of the checkpoint of a number, which the first rank tells; return the outcome.
+        """Write the files of a checkpoint; return the outcome.
 
         Args:
-            number: The number, on the first rank.
+            number: The number of the checkpoint; that of the first rank counts.
             tensors: The packed state of this rank.
         """
         ranks = self._ranks
@@ -95,11 +95,11 @@ class RankFiles:
             return Written(failure=str(error))
 
     def read(self, files: Sequence[File], first: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return this rank's state, if as many ranks wrote; else ``None`` on all but the first.
+        """Return this rank's state if the number of ranks is the same; else ``None`` except on the first rank.
 
         Args:
             files: The file of each rank that wrote.
-            first: The state of the first one; on that rank.
+            first: The state of the first rank, on that rank; ``None`` on others.
 
         Raises:
             PackpropError: On every rank, if one of them cannot read its file.
@@ -135,8 +135,8 @@ class RankFiles:
                 ASKED,
                 f"rank {self._ranks.rank}, the folder {str(self._folder.path)!r}",
                 f"it cannot read the sums of a rank there: {error}",
-                "let every rank see the folder, and call it again; if it says the same, remove the last "
-                "checkpoint-*.json there, to go on from the one before",
+                "let every rank see the folder, and call it again; if the error stays, remove the last "
+                "checkpoint-*.json there, to continue from the one before",
             ) from error
 
     @property
@@ -145,7 +145,9 @@ class RankFiles:
 
 
 def _seen_by(folder: Path, ranks: Ranks) -> tuple[Path, list[str]]:
-    """Return the first rank's folder, and why each rank does not see it; all ranks must ask at once.
+    """Return the first rank's folder, and a reason for each rank that does not see it, else an empty text.
+
+    All ranks must call it together.
 
     Args:
         folder: The folder of this rank.
@@ -157,7 +159,7 @@ def _seen_by(folder: Path, ranks: Ranks) -> tuple[Path, list[str]]:
     if ranks.rank == 0:
         try:
             path.write_text(token)
-        except OSError as error:  # of a full disk: so the work can continue
+        except OSError as error:  # such as that of a full disk: the work can continue
             failure = str(error)
     path, token, failure = ranks.each((path.resolve(), token, failure))[0]
 

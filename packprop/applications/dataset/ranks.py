@@ -1,4 +1,4 @@
-"""Several processes at work on one data set: in step, each on its own batches, their results merged.
+"""Several processes that work on one data set in step, each on its own batches; packprop merges their results.
 
 # NOTE [In step]
 All ranks do as many steps as the one with the most batches. Each begins a step with one small message: whether
@@ -7,12 +7,12 @@ be one batch ahead of a slower one, ranks with unequal numbers of batches end to
 an error on all. The others notice a dead rank at the end of their step, because its connections are closed.
 
 A checkpoint, and the end of a reading, begin with exchanges of another kind, which a rank that fails in the
-step before would not reach. So a step before one of these ends with one more message: nobody goes on to them
-unless nobody has failed.
+step before would not reach. So the step before such an exchange ends with one more message: ranks begin the
+exchange only if none has failed.
 
-If ``fully_shard`` has sharded the model, a message also goes round before each unit of a forward pass, and at
-its end. So the others hear of a rank that fails in its forward pass, instead of waiting for its shards, and
-ranks that come to different units learn so.
+If ``fully_shard`` has sharded the model, ranks also exchange a message before each unit of a forward pass, and
+at its end. So the other ranks hear of one that fails in its forward pass, instead of waiting for its shards,
+and ranks notice if they come to different units.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Key = TypeVar("Key")
 
 
 class OtherRankFailed(PackpropError):
-    """Raised if another rank has failed, or ended: this one cannot go on."""
+    """Raised if another rank has failed, or ended: this one cannot continue."""
 
 
 class Ranks:
@@ -78,10 +78,10 @@ class Ranks:
         return self.end_step()[0]
 
     def begin_step(self, has_batch: bool, due: Callable[[], bool]) -> None:
-        """Tell the others whether this rank has a batch; the first one, whether a checkpoint is due after it.
+        """Tell the other ranks whether this one has a batch; the first rank also tells if a checkpoint is due.
 
-        It waits for nobody: a rank that is slower than another in one batch can be faster in the next one. For
-        one process alone, a checkpoint is due when the batch was added.
+        It waits for no other rank: a rank that is slower in one batch can be faster in the next one. One
+        process alone calls ``due`` at the end of the step, after it has added the batch.
         """
         if self.world == 1:
             self._begun = lambda: [has_batch, False, due(), 0, 0]
@@ -91,7 +91,7 @@ class Ranks:
     def end_step(self) -> tuple[bool, bool]:
         """Return whether any rank had a batch, and whether the first rank said that a checkpoint is due.
 
-        Waits until all ranks have begun the step; if no other step comes next, until all have ended it.
+        It waits until all ranks have begun the step; if no other step comes next, until all have ended it.
 
         Raises:
             OtherRankFailed: If another rank has failed, or is gone.
@@ -115,7 +115,7 @@ class Ranks:
         self._require_same_place(1 + unit)
 
     def come_through(self) -> None:
-        """Wait until all ranks have come to the end of a forward pass; none waits for a message then.
+        """Wait until all ranks have come to the end of a forward pass; afterwards none waits for a message.
 
         Raises:
             OtherRankFailed, PackpropError: As ``come_to``.
@@ -124,7 +124,7 @@ class Ranks:
         self.in_step = False
 
     def tell(self, error: BaseException) -> None:
-        """Tell the others, which are in step, that this rank has failed."""
+        """Tell the other ranks that this one has failed, if they wait for its message."""
         if self.world == 1 or not self.in_step or isinstance(error, OtherRankFailed):
             return
         self.in_step = False
@@ -135,10 +135,10 @@ class Ranks:
             self.each(str(error) or type(error).__name__)
 
     def attempt(self, work: Callable[[], Value]) -> Value:
-        """Return the result of ``work``, if it succeeds on all ranks; tell even an interrupt to all.
+        """Return the result of ``work`` if it succeeds on all ranks; tell all of a failure or an interrupt.
 
         Raises:
-            OtherRankFailed: With the report of another one.
+            OtherRankFailed: If it fails on another rank, with the report of that rank.
         """
         try:
             value = work()
@@ -156,10 +156,10 @@ class Ranks:
             return exchanged(value, self.all.group)
 
     def given_to_all(self, value: Value | None) -> Value | None:
-        """Return the value, or on a rank that has none that of the first rank that has one.
+        """Return the value of this rank; on a rank without a value, that of the first rank with one.
 
         Raises:
-            BadInput: On that rank, if the value cannot be sent; ``OtherRankFailed`` on the others.
+            BadInput: On the rank that sends its value, if that fails; ``OtherRankFailed`` on the others.
         """
         lacking = self.each(value is None)
         if not any(lacking) or all(lacking):
@@ -179,7 +179,7 @@ class Ranks:
             yield from merged_in_turn(partial, monoid_of, group=self.all.group)
 
     def derived(self, state: Tensor, device: torch.device | str = "cpu") -> Tensor:
-        """Return a state for the generator of this rank, with other draws than those of the first one."""
+        """Return a state for the generator of this rank, whose draws differ from those of other ranks."""
         if self.rank == 0:
             return state
         seed = seed_from(state.numpy().tobytes() + str(self.rank).encode())
@@ -203,9 +203,9 @@ class Ranks:
     def _begin_round(
         self, *, has_batch: bool = False, failed: bool = False, due: bool = False, place: int = 0
     ) -> Callable[[], list[int]]:
-        """Send a message; return a function that waits for the others, and gives each part's maximum.
+        """Send a message; return a function that waits for the others, and returns each part's maximum.
 
-        Parts are the arguments, and the place once more with its sign changed.
+        The parts are the arguments, and the place with its sign changed.
         """
         assert self.all is not None
         on_gpu = torch.distributed.get_backend(self.all.group) == "nccl"
@@ -253,7 +253,7 @@ def _packed(value: Any) -> bytes:
             ASKED,
             "the first batch of a rank, which a rank without batches also has to go through",
             f"it cannot be sent there ({type(error).__name__}: {error})",
-            "let batches hold what can be pickled, or give every rank a batch",
+            "give batches that can be pickled, or give every rank a batch",
         ) from error
 
 
@@ -270,7 +270,7 @@ def ranks_for(ranks: Any) -> Ranks:
         raise BadInput(
             "compute(..., ranks=...) was called.",
             f"ranks={ranks!r}",
-            "it does not say whose samples values are made of",
+            "it does not say whose samples count",
             "give 'own', 'all', or packprop.AllRanks(...)",
         )
     return Ranks(ranks_of(ranks))

@@ -26,21 +26,21 @@ from packprop.types import Extension
 Value = Tensor | list[Tensor] | Eigen
 
 FORMAT = "values over a data set, format 3"
-"""The description in a file."""
+"""The name of the format of a file."""
 
 
 @dataclass(repr=False)
 class Result(Mapping[Any, dict[str, Any]]):
     """Values by extension (or the name of the attribute that it saves) and by parameter name.
 
-    It prints as its ``summary()``; a notebook shows a table of that.
+    It prints as its ``summary()``; a notebook shows the same table.
 
     Args:
         tables: ``savefield -> parameter name -> value``.
         samples: The number of samples.
         loss: The value of the loss over the whole data set.
         reduction: The reduction of the loss: ``"mean"`` or ``"sum"``.
-        replays: The effect of graphs in place of passes, in words, if there were any; not saved.
+        replays: The effect of replayed graphs, in words; ``None`` without any; not saved.
         chunk_sizes: The chunk sizes of the first batch, if one was read; not saved.
     """
 
@@ -75,8 +75,8 @@ class Result(Mapping[Any, dict[str, Any]]):
     def summary(self) -> str:
         """Return a table of all tensors: shape, norm, mean, smallest and largest entry of each.
 
-        Kronecker factors have a line each; of an eigendecomposition the eigenvalues have one. For sharded
-        values it shows this rank's part; ``whole().summary()`` shows all.
+        Each Kronecker factor has a line, and so do the eigenvalues of an eigendecomposition. For sharded values
+        it shows this rank's part; ``whole().summary()`` shows all.
         """
         return as_text(self.tables, self._facts)
 
@@ -94,8 +94,8 @@ class Result(Mapping[Any, dict[str, Any]]):
     def norms(self) -> Tensor:
         """Return norms of the gradients of samples' own losses, in all parameters together ``[n]``.
 
-        A sample's own loss is N times its part of a mean loss, and its part of a sum, as
-        in ``clipped_gradients`` and in profiles.
+        A sample's own loss is N times its part of a mean loss, or its part of a sum, as in
+        ``clipped_gradients`` and in profiles.
 
         Raises:
             BadInput: If neither norms (``BatchL2Grad``) nor gradients of samples are among the values.
@@ -132,7 +132,7 @@ class Result(Mapping[Any, dict[str, Any]]):
         """Write all tensors to one ``.safetensors`` file.
 
         Raises:
-            BadInput: If some are sharded: call ``whole()`` on all ranks before.
+            BadInput: If some tensors are sharded: call ``whole()`` on all ranks before.
         """
         if self.is_sharded:
             raise BadInput(
@@ -161,7 +161,7 @@ class Result(Mapping[Any, dict[str, Any]]):
         """Read what ``save`` wrote.
 
         Raises:
-            BadInput: If there is no such file, or it is one of another kind, or has changed.
+            BadInput: If the file is missing, is of another kind, or has changed.
         """
         try:
             with safetensors.safe_open(path, framework="pt") as file:
@@ -169,11 +169,11 @@ class Result(Mapping[Any, dict[str, Any]]):
                 if found.get("format") != FORMAT:
                     raise Unfit(f"it is not {FORMAT}, or was written by another version of packprop")
                 notes: _Notes = fitted(_Notes, found)
-                # copies: the file is mapped, and may be written to, or be shorter, later on
+                # copies: the file is mapped, and others may write to it, or shorten it, later
                 tensors = [file.get_tensor(name).clone() for name in fitted(list[str], parsed(notes.names))]
             known = {name: text for name, text in found.items() if name != "checksum"}
             if notes.checksum != str(_checksum(known, tensors)):
-                raise Unfit("it does not have its checksum: it is not what was written")
+                raise Unfit("it does not have its checksum: it has changed since it was written")
             tables = fitted(dict[str, dict[str, Any]], decode(parsed(notes.values), tensors))
             return cls(tables, int(notes.samples), float(notes.loss), notes.reduction)
         except (OSError, ValueError, safetensors.SafetensorError) as error:
@@ -187,7 +187,7 @@ class Result(Mapping[Any, dict[str, Any]]):
 
 @dataclass(frozen=True)
 class _Notes:
-    """The description in a file, beside its tensors."""
+    """The metadata of a file, beside its tensors."""
 
     format: str
     samples: str

@@ -4,9 +4,9 @@
 Differentiating twice takes two passes through the batch, there and back, for each vector; PyTorch convolves for
 one vector after the other. The GGN of a batch is also ``S^T S``: S has a row for each sample and each column of
 the root of its loss's Hessian. One sweep makes the rows of a column, for any number of vectors, and two matrix
-products do the rest. This pays if vectors are many, outputs are few, and many positions share weights, as in
-convolutions. packprop counts multiplications, and decides by them alone, so that each run of the same work
-rounds alike.
+products do the rest. This saves time with many vectors, few outputs, and many positions that share weights, as
+in convolutions. packprop counts multiplications, and decides by them alone, so that equal runs round in the
+same way.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class RootRows(Extension):
 
 
 def row_product(graph: Graph, parameters: Sequence[Tensor], count: int, room: int) -> Product | None:
-    """Return products by rows, if they are less work for ``count`` vectors; see NOTE [Products by rows].
+    """Return a product by rows, if it is less work for ``count`` vectors; see NOTE [Products by rows].
 
     Args:
         graph: The graph of a batch, with its samples located.
-        parameters: Those that vectors and products belong to; products of those not in the graph are zero.
+        parameters: The parameters of vectors and products; a product is zero for a parameter outside the graph.
         count: The number of vectors.
-        room: Bytes for rows. If those of one column take more, there is no product.
+        room: Bytes for rows; ``row_product`` returns ``None`` if the rows of one column take more.
     """
     leaves = graph.leaves()
     entries = sum(leaf.numel() for leaf in leaves)
@@ -89,7 +89,7 @@ def _rows(graph: Graph, group: Columns, start: int, stop: int) -> dict[int, Tens
 
 
 def _multiplications(graph: Graph) -> int:
-    """Return the multiplications by weights in a forward pass."""
+    """Count the multiplications by weights in a forward pass."""
     total = 0
     for use in graph.uses:
         for entry in use.entries:

@@ -32,7 +32,7 @@ class Run:
 
     Args:
         batches: The data.
-        stream: Takes batches.
+        stream: Runs batches, and merges their results.
         chunk_sizes: The chunk sizes of batches.
         ranks: The ranks of the run.
         checkpoint: The checkpoint of the run, if it has one; the first rank writes it.
@@ -72,11 +72,11 @@ class Run:
         """Restore the last checkpoint.
 
         Args:
-            told: The part of it that all ranks are told.
-            own: The state of this rank; ``None`` on a rank whose batches are all yet to come.
+            told: The part of it that all ranks get.
+            own: The state of this rank; ``None`` on a rank that has not read any batch yet.
 
         Raises:
-            BadInput: If it was written by another number of ranks that had batches of their own.
+            BadInput: If another number of ranks wrote it, each with batches of its own.
         """
         self._goes_on = True
         place = self._own_place(told, own)
@@ -99,7 +99,7 @@ class Run:
         self._note_moment()
 
     def _own_place(self, told: Told, own: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the place of this rank; derive a new rank's from that of the first one."""
+        """Return the place of this rank; derive it from the first rank's if the number of ranks has changed."""
         if len(told.files) == self._ranks.world:
             assert own is not None
             return own["place"]  # type: ignore[no-any-return]  # a dictionary, as SavedRank declares
@@ -113,10 +113,10 @@ class Run:
         return own
 
     def to_the_end(self) -> Result:
-        """Read the data as often as it takes; keep the work so far if that fails.
+        """Run to the end; if that fails, write a checkpoint of the work so far.
 
         Raises:
-            PackpropError: Of any kind; it says what is kept.
+            PackpropError: Of any kind; the message says what is kept.
         """
         try:
             with interrupts_kept() as raise_lost_interrupt, self._batches.explained():
@@ -137,7 +137,7 @@ class Run:
         if not self._is_complete:
             self._ranks.attempt(self._look_at_first)
             if self._stream.step.stored is not None and not self._goes_on:
-                self._keep()  # a store without a checkpoint would be one of something else
+                self._keep()  # no run could continue a store without a checkpoint
             self._read(raise_lost_interrupt)
             if self._reading == 0 and not sum(self._ranks.each(self._results.samples)):
                 raise no_samples(self._batches.asked, "data")
@@ -159,7 +159,7 @@ class Run:
         return found.result()
 
     def _look_at_first(self) -> None:
-        """Refuse a budget that nothing fits before any work."""
+        """Plan the first batch, so that a budget that is too small is refused before any work."""
         first = self._batches.first()
         if first is not None:
             self._chunk_sizes.of(first)
@@ -201,10 +201,10 @@ class Run:
         self._number += self._ranks.world
         self._note_moment()
         if self._steps == 1 and self._checkpoint is not None:
-            packed(self._own_state())  # refuses values without a form in a file now, not after half a minute
+            packed(self._own_state())  # refuses values that no file can hold now, not after half a minute
 
     def _add(self, batch: Any, counts: bool = True) -> None:
-        """Take a batch through the model; the store identifies its samples by what the data yielded."""
+        """Run a batch; the store identifies its samples by the batch as the data yielded it."""
         self._stream.step.batch = self._batches.current
         parts, number = self._readings[self._reading], self._number + self._ranks.rank
         self._stream.add(batch, self._chunk_sizes.of(batch), parts, self._reading == 1, number, counts)
@@ -218,7 +218,7 @@ class Run:
         self._ranks.in_step = self._others_go_on
 
     def _begin_step(self, batch: Any) -> None:
-        """Tell the other ranks of a batch, or that there is none."""
+        """Tell the other ranks whether this one has a batch."""
         step = self._steps + 1
         self._ranks.begin_step(
             batch is not None, lambda: self._checkpoint is not None and self._checkpoint.due(step)
@@ -230,11 +230,11 @@ class Run:
         return self._stream.step.sharded is not None
 
     def _take_together(self, batch: Any) -> None:
-        """Go through a pass if any rank has samples for it."""
+        """Run a pass on all ranks if any rank has samples for it."""
         has_any = batch is not None and not is_empty(batch)
         if not self._ranks.agree(has_any):
             return
-        if self._stand_in is None:  # on all ranks alike: before the first samples of any
+        if self._stand_in is None:  # on all ranks at once: before the first samples of any rank
             self._ranks.in_step = False
             self._stand_in = self._ranks.given_to_all(batch if has_any else None)
             self._ranks.in_step = True  # until the end of the forward pass
@@ -246,7 +246,7 @@ class Run:
         self._ranks.in_step = True
 
     def _with_the_others(self) -> Iterator[Any]:
-        """Yield the batches of this rank, then ``None`` as long as others have some."""
+        """Yield the batches of this rank, then ``None`` as long as other ranks have batches."""
         yield from self._batches
         while self._ranks.world > 1:
             yield None
@@ -254,7 +254,7 @@ class Run:
                 return
 
     def _note_moment(self) -> None:
-        """Note that all batches before this moment are merged, and no others; nothing without a checkpoint."""
+        """Note the state after all batches so far, for a checkpoint; do nothing without one."""
         if self._checkpoint is None:
             return
         stored = None if self._stream.step.stored is None else self._stream.step.stored.place
@@ -289,7 +289,7 @@ class Run:
         self._ranks.attempt(write)
 
     def _said(self, counts: list[tuple[int, int]]) -> str:
-        """Describe a checkpoint of the last moment, for messages, by batches and samples of ranks."""
+        """Describe a checkpoint of the last moment, for messages, by the batches and samples of each rank."""
         samples = sum(each for _, each in counts)
         if self._is_complete:
             return f"the results of all {samples:,} samples"

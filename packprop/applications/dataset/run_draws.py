@@ -1,4 +1,4 @@
-"""The random states that a run draws from, on one rank or several, and what it leaves of them."""
+"""The random states that a run draws from, on one rank or several, and those that it leaves."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RunDraws:
             self._own[place].set_state(states[place])
 
     def derived(self, states: States) -> States:
-        """Return states of this rank, given those of the first one."""
+        """Return states of this rank, given those of the first rank."""
         devices = {place: each.device for place, each in self._own.items()}
         return {
             name: self._ranks.derived(state, devices.get(name) or torch.device(name))
@@ -55,10 +55,10 @@ class RunDraws:
         }
 
     def end_alike(self) -> None:
-        """Leave random states as users expect them, who do not know of numbers that ranks draw on their own.
+        """Leave random states as if the ranks had not drawn numbers of their own.
 
-        A rank that had the state of the first one has it again; on another rank, a state that nothing was drawn
-        from is unchanged.
+        A rank that began with the state of the first rank ends with that of the first rank; on another rank, a
+        state that nothing was drawn from is unchanged.
         """
         first, first_now = self._ranks.each((self.before, self.now()))[0]
 
@@ -68,7 +68,7 @@ class RunDraws:
         self.set(_each(after, self.before, self.begin, self.now(), first, first_now))
 
     def leave_undrawn(self) -> None:
-        """Put back states, of another process than the run began in, that it has not drawn from."""
+        """Put back this process's states that the run has not drawn from, after it began in another process."""
         self.set(_each(unless_drawn, self.before, self.begin, self.now()))
 
 

@@ -1,4 +1,4 @@
-"""The contents of a run's checkpoint, as declared types: everything read has to fit them before its use."""
+"""The contents of a run's checkpoint, as types; packprop compares all that it reads with them before use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SavedShards = list[tuple[Size, Size, str, list[Size], Any]]
 
 @dataclass(frozen=True)
 class Facts:
-    """The contents of the JSON file of any work that is kept."""
+    """The facts in the JSON file of every checkpoint."""
 
     said: str
     identity: dict[str, Any]
@@ -33,7 +33,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class RunFacts(Facts):
-    """The contents of the JSON file of a run, which has a file of tensors for each of its ranks."""
+    """The facts in the JSON file of a run over a data set, whose ranks have a file of tensors each."""
 
     reading: Literal[0, 1]
     complete: bool
@@ -42,7 +42,7 @@ class RunFacts(Facts):
 
 @dataclass(frozen=True)
 class SavedPlace:
-    """The place in the data and in the store that one rank continues from, and its draws.
+    """The place in the data and in the store that one rank continues from, and its random states.
 
     ``stored`` are samples, terms, and the checksum of the store.
     """
@@ -59,10 +59,10 @@ class SavedPlace:
     may_have_more: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse anything that is no random state.
+        """Refuse tensors that are not random states, and a place without a state of the CPU or of the data.
 
         Raises:
-            ValueError: If it is not.
+            ValueError: With the first fault.
         """
         for state in (*self.now.values(), *self.begin.values(), *self.start, *self.generators):
             if state.dtype != torch.uint8 or state.dim() != 1:
@@ -91,10 +91,10 @@ class SavedResults:
     may_have_more: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse names that are none of a precision.
+        """Refuse unknown precisions, and a loss that is not a number.
 
         Raises:
-            ValueError: With the first.
+            ValueError: With the first fault.
         """
         for name in self.dtypes.values():
             dtype_of(name)  # refuses all others
@@ -117,7 +117,7 @@ def packed(value: Any) -> list[Tensor]:
     """Return a value as the tensors of one file: the last one describes the others in JSON.
 
     Raises:
-        BadInput: If it holds something that has no form in a file, with its type.
+        BadInput: If it holds something that no file can hold; the message names its type.
     """
     tensors: list[Tensor] = []
     try:
@@ -126,18 +126,18 @@ def packed(value: Any) -> list[Tensor]:
         raise BadInput(
             ASKED,
             f"a value of type {error}",
-            "results and positions are kept as tensors, numbers and texts, and this is neither",
-            "let the statistics of the extension, or the state of the data loader, be made of such; "
-            "or leave checkpoint out",
+            "a checkpoint holds tensors, numbers and texts, and this is none of them",
+            "use only these in the statistics of the extension and in the state of the data loader, or leave "
+            "checkpoint out",
         ) from error
     return [*tensors, torch.frombuffer(bytearray(named), dtype=torch.uint8)]
 
 
 def unpacked(kind: Any, tensors: Sequence[Tensor], part: str | None = None) -> Any:
-    """Return the value that ``packed`` was given, or the part of it that has a name; read no other tensor.
+    """Return the value that ``packed`` was given, or its entry ``part``, without reading other tensors.
 
     Raises:
-        Unfit: If it was given nothing of this kind.
+        Unfit: If the tensors do not hold a value of this kind.
     """
     if not len(tensors):
         raise Unfit("a file of values holds nothing")

@@ -16,7 +16,7 @@ def is_sharded_over(asked: str, model: nn.Module, ranks: Ranks, memory: object) 
     """Tell whether ``fully_shard`` has sharded the model, so that its ranks go through every batch together.
 
     Raises:
-        BadInput: If it is divided in another way, if this rank has to work alone, or within a budget.
+        BadInput: If the model is divided in another way, if this rank works alone, or with a budget.
     """
     is_sharded = has_sharded_units(model)
     if is_sharded:
@@ -36,7 +36,7 @@ def is_sharded_over(asked: str, model: nn.Module, ranks: Ranks, memory: object) 
         raise BadInput(
             asked,
             f"ranks='own', with parameter {name!r}, which fully_shard (FSDP2) has sharded between processes",
-            "parameters are put together by all ranks at once, so that none can read data alone",
+            "all ranks have to put parameters together at once, so that none can read data alone",
             "leave ranks out, and call compute(...) on all ranks",
         )
     if memory is not None:
@@ -50,7 +50,7 @@ def is_sharded_over(asked: str, model: nn.Module, ranks: Ranks, memory: object) 
 
 
 def require_same_shards(asked: str, model: nn.Module, ranks: Ranks) -> None:
-    """Refuse ranks that divide parameters in different ways: reading their values would never end.
+    """Refuse ranks that divide parameters in different ways: a call that reads their values would never end.
 
     Raises:
         BadInput: On every rank, with the first difference.
@@ -85,11 +85,11 @@ def require_whole_parameters(asked: str, model: nn.Module) -> None:
         raise BadInput(
             asked,
             f"parameter {name!r}, which fully_shard (FSDP2), or the like, has sharded between processes",
-            "its gradients are needed as a whole, and ranks do not work on these queries together",
+            "the call needs whole gradients, and several ranks cannot make it together",
             "give a model that each process has as a whole",
         )
 
 
 def _divided(model: nn.Module) -> str | None:
-    """Return the name of the first parameter of which this process holds a part; ``None`` without one."""
+    """Return the name of the first parameter of which this process holds only a part; ``None`` without one."""
     return next((name for name, each in named_parameters(model) if is_distributed(each)), None)

@@ -1,10 +1,10 @@
 """Results of the batches so far for sharded parameters: each rank keeps the parts of its own shards.
 
 # NOTE [Sums of shards]
-A pass brings results of whole parameters, for this rank's samples. When it is over, packprop merges those of
+A pass yields results of whole parameters, for this rank's samples. When it is over, packprop merges those of
 all ranks, a few parameters at a time, and each rank adds the part of its shard to its kept sum over all samples
-so far. That is for results with an entry for each entry of a parameter. Every rank keeps others, such as
-Kronecker factors and rows of samples, for its own samples, and packprop merges them at the end.
+so far. It does so for results with an entry for each entry of a parameter. Each rank keeps other results, such
+as Kronecker factors and rows of samples, for its own samples, and packprop merges them at the end of the run.
 
 Each rank writes its kept sums to its file of a checkpoint, with the index at which they begin in the whole. Any
 number of ranks may read them, sharded in another way, or not at all: each takes the entries that it holds from
@@ -41,7 +41,7 @@ from packprop.types import Extension
 
 @dataclass
 class ShardedResults(MergedResults):
-    """Merged partial results of the batches so far, those of the shape of parameters as shards.
+    """Merged partial results of the batches so far; results of the shape of a parameter are kept as shards.
 
     Args:
         shards: The parameters that are sharded, by name.
@@ -61,7 +61,7 @@ class ShardedResults(MergedResults):
             self.kept[key] = merged_with(self.monoid_of(key), self.kept.get(key), part)
 
     def of_all(self, ranks: Ranks) -> MergedResults:
-        """Work as for any results; results kept as parts become a ``DTensor``, placed like the parameter."""
+        """Return the results of all ranks; kept parts become a ``DTensor``, placed like the parameter."""
         found = super().of_all(ranks)
         for key, value in self.kept.items():
             shard = self.shards[key[2]]
@@ -86,7 +86,7 @@ class ShardedResults(MergedResults):
             super()._merge_row(key, partial)
 
     def _is_of_shard(self, key: Key, value: Any) -> bool:
-        """Tell whether a result has an entry for each entry of a sharded parameter, and stands alone."""
+        """Tell whether a result is a lone row with an entry for each entry of a sharded parameter."""
         rows, shard = self.extensions[key[0]].rows, self.shards.get(key[2])
         if shard is None or len(rows) != 1 or rows[0].whole or not rows[0].sums:
             return False
@@ -95,7 +95,7 @@ class ShardedResults(MergedResults):
 
 
 def results_of(model: nn.Module, extensions: Any, sharded: bool) -> MergedResults:
-    """Make the object that merges results of a model."""
+    """Return the object that merges results of a model."""
     if not sharded:
         return MergedResults(extensions)
     shards = {name: each.detach() for name, each in named_parameters(model) if is_distributed(each)}
@@ -109,7 +109,7 @@ def take_up_shards(
     device: torch.device | str,
     ranks: Ranks,
 ) -> None:
-    """Restore shards that any number of ranks have written; all ranks must do so at once.
+    """Restore shards that any number of ranks have written; all ranks must call it together.
 
     Args:
         results: The results to continue.
@@ -138,7 +138,7 @@ def _entries(
     shapes: Mapping[str, torch.Size],
     device: torch.device | str,
 ) -> dict[Key, Any]:
-    """Return the entries that this rank holds: of its shard of a parameter, or of the whole."""
+    """Return the entries of results that this rank holds: for its shard of a parameter, or for all of it."""
     found: dict[Key, Any] = {}
     missing: dict[Key, int] = {}
     for position, index, name, begin, value in itertools.chain.from_iterable(shards_of_ranks):
@@ -147,7 +147,7 @@ def _entries(
         is_row = position < len(extensions) and index < len(extensions[position].rows)
         is_part = all(isinstance(each, Tensor) and each.dim() == len(shape) for each in _tensors(value))
         if not (is_row and is_part and len(begin) == len(shape)):
-            raise _unreadable(name, "one is no part of a tensor")
+            raise _unreadable(name, "one of them is not part of a tensor")
         if key not in found:
             found[key] = _each(value, methodcaller("new_empty", shape, device=device))
             missing[key] = shape.numel()
@@ -201,7 +201,7 @@ def _tensors(value: Any) -> list[Any]:
 
 
 def _each(value: Any, change: Any, shard: Tensor | None = None) -> Any:
-    """Return a result with its tensors changed; for moments the number of rows is the same on all ranks."""
+    """Return a result with its tensors changed; with ``shard``, replicate a number of moments on all ranks."""
     if not isinstance(value, Moments):
         return change(value)
     number = value.samples

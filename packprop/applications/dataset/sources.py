@@ -1,4 +1,4 @@
-"""Sources of batches: samples that packprop puts together, or batches that come as they are."""
+"""Sources of batches: samples that packprop puts together, or batches that the user's own loader yields."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class Samples:
 
     @property
     def tensors(self) -> Sequence[Tensor] | None:
-        """Return tensors whose leading axes hold the samples, if there is nothing else to a sample."""
+        """The tensors whose leading axes hold the samples, if the data set only indexes them; else ``None``."""
         methods = ("__len__", "__getitem__", "__getitems__")  # a loader calls the last one if there is one
         plain = all(getattr(type(self.data), m, None) is getattr(TensorDataset, m, None) for m in methods)
         return self.data.tensors if plain else None
 
     def generators(self) -> list[torch.Generator]:
-        """Return none: samples come in their order."""
+        """Return an empty list: packprop takes the samples in their order."""
         return []
 
     def open(self, begin: int, rank: int, world: int) -> Iterator[Any]:
-        """Yield batches from number ``begin`` on: of ``world`` in a row the one of number ``rank``."""
+        """Yield every batch of this rank: the batch ``begin + rank``, and every ``world``-th one after it."""
         starts = range((begin + rank) * self.size, len(self.data), world * self.size)
         if self.tensors is not None:
             return (tuple(t[at : at + self.size] for t in self.tensors) for at in starts)
@@ -65,7 +65,7 @@ class Samples:
         return {"samples": len(self.data), "samples in a batch": self.size, "some values": spots}
 
     def described(self, describer: Describer) -> dict[str, Any]:
-        """Describe the code that reads the samples, and some of them; nothing if the tensors are known."""
+        """Describe the code that reads the samples, and some samples; return nothing for plain tensors."""
         return {} if self.tensors is not None else data_set_facts(self.data, describer)
 
     def __len__(self) -> int:
@@ -77,7 +77,7 @@ class Given:
     """Batches as the user's own loader yields them.
 
     Args:
-        data: Can be iterated over.
+        data: An iterable of batches.
     """
 
     data: Iterable[Any]
@@ -105,19 +105,19 @@ class Given:
         return {"batches": "of a loader with a state" if self.has_state else "as they are given"}
 
     def described(self, describer: Describer) -> dict[str, Any]:
-        """Describe the code that yields the batches, and some of them if that needs no reading."""
+        """Describe the code that yields the batches, and some batches or samples that need no iteration."""
         return loader_facts(self.data, describer)
 
     def open(self, begin: int, rank: int, world: int) -> Iterator[Any]:
-        """Yield the loader's batches from its own position on; processes that outlive a reading take no part.
+        """Yield the loader's batches from its own position on, without ``persistent_workers``.
 
-        Such processes (``persistent_workers``) go on drawing from their last state, which nobody can restore.
+        Persistent workers keep drawing from their last random state, which packprop cannot restore.
         """
         loader: Any = self.data
         if type(loader) is not DataLoader or not loader.persistent_workers:
             return iter(self.data)
         fresh = copy.copy(loader)
-        vars(fresh)["persistent_workers"] = False  # a loader refuses to be assigned to
+        vars(fresh)["persistent_workers"] = False  # a DataLoader refuses the assignment
         return iter(fresh)
 
     def __len__(self) -> int:
@@ -137,10 +137,10 @@ def source_of(asked: str, data: Any, batch_size: int | None, whole: bool) -> Sou
         asked: The call of the user, for messages.
         data: Data of any form.
         batch_size: Samples in a batch; only for data that come sample by sample.
-        whole: Says that the model takes whole batches, so that there are no targets apart.
+        whole: True if the model takes whole batches, without separate targets.
 
     Raises:
-        BadInput: For data of another form, or a batch size that is no positive number, or not needed.
+        BadInput: For data of another form; for a batch size that is no positive number, or with batches.
     """
     if batch_size is not None:
         require_number(asked, "batch_size", batch_size, "number of samples")
@@ -164,16 +164,16 @@ def source_of(asked: str, data: Any, batch_size: int | None, whole: bool) -> Sou
 
 
 def generator_of_data() -> torch.Generator:
-    """Return a generator for the draws of data, which begins with a state that the global one determines."""
+    """Return a generator for the draws of the data, seeded by the state of the global generator."""
     return torch.Generator().manual_seed(seed_from(torch.get_rng_state().numpy().tobytes()))
 
 
 @contextlib.contextmanager
 def drawing_from(generator: torch.Generator) -> Iterator[None]:
-    """Make the global generator of the CPU that of the data inside.
+    """Give the CPU's global generator the state of the data's generator inside; keep both states afterwards.
 
-    So the order of a shuffled loader, and its changes to samples, depend on how many batches it gave, and not
-    on the computation with them.
+    So the order of a shuffled loader, and its random changes to samples, depend only on the number of batches
+    read, and not on what the computation draws in between.
     """
     outside = torch.get_rng_state()
     torch.set_rng_state(generator.get_state())
@@ -185,17 +185,17 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
 
 
 class Numbers:
-    """A generator of Python or numpy, whose state can be read and restored as that of one of torch.
+    """A generator of Python or numpy, with ``get_state`` and ``set_state`` like a ``torch.Generator``.
 
     Args:
-        source: A generator, or ``random`` or ``numpy.random``, whose functions draw from one.
+        source: A generator, or a module whose functions draw from one: ``random`` or ``numpy.random``.
     """
 
     def __init__(self, source: Any) -> None:
         self.source = source
 
     def get_state(self) -> Tensor:
-        """The state, as bytes."""
+        """Return the state, as a tensor of bytes."""
         if hasattr(self.source, "getstate"):
             state = self.source.getstate()
         elif isinstance(self.source, np.random.Generator):
@@ -217,12 +217,12 @@ class Numbers:
 
 
 def _plain(value: Any) -> Any:
-    """Return what stands for a value of numpy in JSON."""
+    """Return a value of numpy in a form that JSON can hold."""
     return {"dtype": str(value.dtype), "values": value.tolist()}
 
 
 def _array(found: dict[str, Any]) -> Any:
-    """Return the argument of ``_plain``; another mapping as it is."""
+    """Return the value that ``_plain`` was given; return any other mapping unchanged."""
     return np.array(found["values"], found["dtype"])[()] if found.keys() == {"dtype", "values"} else found
 
 
@@ -234,5 +234,5 @@ GLOBAL = (Numbers(random), Numbers(np.random))
 
 
 def unless_drawn(was: Tensor, begun: Tensor, now: Tensor) -> Tensor:
-    """Return the state that a user's generator is left in: as it was, if a run has not drawn from it."""
+    """Return the state to leave a user's generator in: its state before, if the run has not drawn from it."""
     return was if torch.equal(begun, now) else now

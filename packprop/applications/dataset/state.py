@@ -28,7 +28,7 @@ Key = tuple[int, int, str]
 
 
 PLAIN = ("reached", "samples", "terms", "loss", "reduction", "again", "batches")
-"""Names of the counts that files hold as they are."""
+"""Names of the counts that files hold unchanged."""
 
 
 @dataclass(kw_only=True)
@@ -45,7 +45,7 @@ class Counts:
         weights: The weights of terms in the losses of batches.
         again: Samples and terms so far of a second reading.
         batches: If results grow with the data: the number of each batch among those of all ranks, and the
-            number of its samples. There is one piece of each such result for it.
+            number of its samples. Each such result has one piece for each batch.
     """
 
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
@@ -71,10 +71,10 @@ class Counts:
 
 
 def counted_together(counts: Sequence[Counts]) -> Counts:
-    """Return the numbers of the batches of several ranks.
+    """Return the numbers of the batches of all these ranks together.
 
     Raises:
-        PackpropError: If their losses are no parts of one loss.
+        PackpropError: If their losses are not parts of one loss.
     """
     require_same_weights([each.weights for each in counts])
     begun = [each for each in counts if each.reduction]
@@ -105,15 +105,15 @@ def counted_together(counts: Sequence[Counts]) -> Counts:
 class MergedResults(Counts):
     """Merged partial results of the batches so far, as if the loss were a sum over terms.
 
-    Sums and moments merge in float64 if the device has it: over millions of samples those in float32 lose
-    digits.
+    packprop merges sums and moments in float64 if the device has it: in float32 they lose digits over millions
+    of samples.
 
     Args:
         extensions: The extensions.
         partial: Merged results by extension, row and parameter name.
         rotations: Results of the first reading for the second, by extension and parameter name; see NOTE
             [Second reading].
-        whole: Says that no batch is half merged; ``add`` clears it, and the run sets it between two batches.
+        whole: False while a batch is half merged: ``add`` clears it, and the run sets it between two batches.
     """
 
     extensions: Sequence[Extension]
@@ -124,7 +124,9 @@ class MergedResults(Counts):
     def count(self, number: int, samples: int, terms: float, loss: Tensor, reduction: str) -> None:
         """Count a batch whose results were added, by its number among those of all ranks.
 
-        If samples have results of their own, every batch must use each parameter.
+        Raises:
+            PackpropError: If its loss and those before are not parts of one loss; if samples have results of
+                their own, and the batch does not use a parameter that others use.
         """
         if self.reduction not in ("", reduction):
             raise two_reductions(self.reduction, reduction)
@@ -140,12 +142,12 @@ class MergedResults(Counts):
         self._require_reached()
 
     def settle_penalties(self) -> None:
-        """Refuse penalties that several batches add, if they differ or add up and are part of results."""
+        """Refuse penalties of several batches that differ or add up, if results contain them; else warn."""
         of_hessian = any(each.takes_hessian for each in self.extensions)
         self.weights.settle_penalties(self.reduction, of_hessian)
 
     def _require_reached(self) -> None:
-        """Refuse parameters that some batches do not use, if samples have rows, or count one by one."""
+        """Refuse parameters that some batches do not use, if results have rows for samples or count them."""
         whole = [e.name for e in self.extensions if any(row.over_n not in (SUM, KEEP) for row in e.rows)]
         for name, reached in self.reached.items():
             if whole and reached != self.samples:
@@ -153,7 +155,7 @@ class MergedResults(Counts):
                     f"{whole[0]} over several batches was asked for.",
                     f"parameter {name!r}",
                     f"the loss depends on it for {reached} of the first {self.samples} samples "
-                    "only: which of its rows belongs to which sample is not known",
+                    "only: packprop cannot tell which of its rows belongs to which sample",
                     "give data for which the model uses the same parameters in every batch, or "
                     "set requires_grad=False on this one",
                 )
@@ -174,7 +176,7 @@ class MergedResults(Counts):
             raise PackpropError(
                 f"{names[0]} over a data set was asked for, which reads it twice.",
                 "the second reading of the data",
-                f"it brought {self.again[0]} samples and {self.again[1]:g} terms of the loss, the first one "
+                f"it had {self.again[0]} samples and {self.again[1]:g} terms of the loss, the first one had "
                 f"{self.samples} and {self.terms:g}",
                 "give data that are the same each time they are read",
             )
@@ -203,7 +205,7 @@ class MergedResults(Counts):
         row = self.extensions[key[0]].rows[key[1]]
         if value is None:
             return
-        if row.degree and not terms:  # a mean over no terms: NaN times 0 shall be 0
+        if row.degree and not terms:  # a mean over no terms is NaN, and adds nothing
             value = nothing_like(value)
         self._merge_row(key, lift(row.over_n, rescale(value, terms, row.degree)))
 
@@ -215,9 +217,9 @@ class MergedResults(Counts):
         self.partial[key] = merged_with(monoid, before, partial)
 
     def end_first_reading(self, ranks: Ranks) -> None:
-        """Turn the results of first passes, of all ranks, into the arguments of second passes.
+        """Merge the results of first passes of all ranks, and turn them into the arguments of second passes.
 
-        Each rank makes its share of the eigenvectors.
+        Each rank computes its share of the eigenvectors.
         """
         self.whole = False
         own = {key: self.partial.pop(key) for key in [*self.partial] if self._is_of_first_pass(key)}
@@ -236,7 +238,7 @@ class MergedResults(Counts):
                 after = self.extensions[key[0]].rows[-1].after
                 assert after is not None
                 with doing("eigenvectors", sizes[key]), naming(key[1]):
-                    # in the layout of a file: this decides how products round
+                    # contiguous, as read from a file: the layout decides how products round
                     made[key] = map_tensors(Tensor.contiguous, after(rows[key]))
             return made
 
@@ -245,7 +247,7 @@ class MergedResults(Counts):
         self.rotations = {key: self.rotations[key] for key in keys}
 
     def _is_of_first_pass(self, key: Key) -> bool:
-        """Tell whether a result is of a row before a second pass."""
+        """Tell whether a result belongs to a row before a second pass."""
         extension = self.extensions[key[0]]
         return needs_second_reading(extension) and key[1] < len(extension.rows) - 1
 
@@ -256,23 +258,23 @@ class MergedResults(Counts):
         return [map_tensors(rounded, self._scaled_row(key, merged, counts.scale)) for key in keys]
 
     def _scaled_row(self, key: Key, partial: dict[Key, Any], scale: float) -> Any:
-        """Take the result of a row off the partial ones; ``None`` if there is none."""
+        """Remove the result of a row from the partial ones, and return it scaled; ``None`` if there is none."""
         row, value = self.extensions[key[0]].rows[key[1]], partial.pop(key, None)
         return rescale(None if value is None else row.over_n.result(value), scale, row.degree)
 
     def monoid_of(self, key: Key) -> Monoid:
-        """Return how the partial results under a key merge."""
+        """Return the monoid that merges the partial results of a key."""
         return self.extensions[key[0]].rows[key[1]].over_n
 
     def end_pass(self, ranks: Ranks) -> None:
-        """Do nothing; of sharded parameters, merge the results of a pass on all ranks."""
+        """Do nothing; ``ShardedResults`` merges the results of a pass over all ranks."""
 
     def shards_kept(self) -> list[list[Any]]:
-        """Return nothing; of sharded parameters, the parts of results that this rank keeps."""
+        """Return no parts; ``ShardedResults`` returns the parts of results that this rank keeps."""
         return []
 
     def of_all(self, ranks: Ranks) -> MergedResults:
-        """Return the results of the batches of all ranks; those of this rank stay as they are."""
+        """Return the results of the batches of all ranks; leave those of this rank unchanged."""
         if ranks.world == 1:
             return replace(self, partial=dict(self.partial))
         told = ranks.each(self.counts)
@@ -305,7 +307,7 @@ class MergedResults(Counts):
         return known
 
     def result(self) -> Result:
-        """Return values of the loss over all samples so far; this uses the partial results up."""
+        """Return values of the loss over all samples so far; this consumes the partial results."""
         values: dict[str, dict[str, Value]] = {}
         names = list(dict.fromkeys(name for _, _, name in self.partial))
         for position, extension in enumerate(self.extensions):
@@ -347,7 +349,7 @@ class MergedResults(Counts):
             setattr(self, name, saved[name])
 
     def restore_what_is_shared(self, saved: Mapping[str, Any]) -> None:
-        """Restore the part for a rank whose own batches are all yet to come."""
+        """Restore what all ranks share, on a rank that has not read any batch yet."""
         self.rotations = {(position, name): value for position, name, value in saved["rotations"]}
         self.reduction, self.weights = saved["reduction"], TermWeights(*saved["weights"])
         self.terms = saved["terms"] if self.reduction == "sum" else 0.0
@@ -358,7 +360,7 @@ class MergedResults(Counts):
 
 
 def _shared(sizes: Mapping[Any, float], ranks: int) -> dict[Any, int]:
-    """Assign work to ranks: the largest piece first, each to the rank that has least to do."""
+    """Assign work to ranks: the largest piece first, each piece to the rank with the least work."""
     load, shared = [0.0] * ranks, {}
     for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
         rank = load.index(min(load))
@@ -379,13 +381,13 @@ def _in_order(
 
 
 def _require_same_rows(extension: Extension, name: str, axis: int, pieces: Sequence[Tensor]) -> None:
-    """Refuse pieces that cannot be joined along an axis, as of batches with different numbers of tokens."""
+    """Refuse pieces that cannot be joined along an axis, such as those of sequences of different lengths."""
     shapes = [[*piece.shape[:axis], *piece.shape[axis + 1 :]] for piece in pieces]
     if any(shape != shapes[0] for shape in shapes):
         raise PackpropError(
             f"{extension.name} over several batches was asked for.",
             f"parameter {name!r}",
-            f"its samples have values of shapes {', '.join(map(str, shapes))} in two batches, as those of "
-            "sequences of other lengths",
-            "fill all batches up to one length, with targets that are ignored",
+            f"its samples have values of shapes {', '.join(map(str, shapes))} in two batches, as sequences of "
+            "different lengths have",
+            "pad all batches to one length, with targets that are ignored",
         )

@@ -29,7 +29,7 @@ class StoredResults:
     Args:
         writer: The writer of the store.
         extensions: All extensions.
-        losses: Store also the loss of each sample.
+        losses: Also store the loss of each sample.
     """
 
     def __init__(self, writer: StoreWriter, extensions: Sequence[Extension], losses: bool = False) -> None:
@@ -57,17 +57,17 @@ class StoredResults:
 
     @property
     def place(self) -> tuple[int, float]:
-        """Return how many samples are stored, and how many terms their losses had."""
+        """Return the number of stored samples, and the number of terms of their losses."""
         return self.writer.samples, self.writer.terms
 
     def go_to(self, place: Sequence[Any]) -> None:
-        """Go back to a place; later rows are gone.
+        """Go back to a place, and remove later rows.
 
         Args:
             place: Samples, terms, and the checksum that the writer had then.
 
         Raises:
-            BadInput: If fewer samples are safe, or the store is another one.
+            BadInput: If fewer samples are safely stored, or the store is another one.
         """
         self._values = {}
         self.writer.resume_at(*place)
@@ -78,7 +78,7 @@ class StoredResults:
         self.writer.add(values, samples, terms, self._identified(batch))
 
     def _identified(self, batch: Any) -> Any:
-        """Return what identifies the samples of a batch; ``None`` for their numbers.
+        """Return the identifiers of a batch's samples; ``None`` to number them.
 
         Raises:
             BadInput: If the user's function fails.
@@ -98,14 +98,14 @@ class StoredResults:
 def of_summed_loss(
     extension: Extension, found: Sequence[Any], dtype: torch.dtype, samples: int, terms: float
 ) -> Tensor:
-    """Return the value for a loss that is summed over its terms, from results for one divided by ``terms``.
+    """Return the value for a loss summed over its terms, from results for a loss divided by ``terms``.
 
     Args:
         extension: The extension of the value.
         found: A result for each of its rows.
         dtype: Precision of the parameter.
         samples: Samples of the batch.
-        terms: The divisor of its loss; 0 for a batch that counts for nothing.
+        terms: The divisor of its loss; 0 for a batch without terms, which adds nothing.
     """
     values = [
         rescale(value if terms or not row.degree else nothing_like(value), terms, row.degree)
@@ -123,13 +123,13 @@ def stored_results(
     resume: bool = False,
     losses: bool = False,
 ) -> StoredResults | None:
-    """Return the writer for a store, an open one or one that is made in a folder; ``None`` without a store.
+    """Return what takes results for a store, an open one or one in a new folder; ``None`` without a store.
 
     ``resume`` continues a store in that folder. ``losses`` also stores losses of samples.
 
     Raises:
-        BadInput: If none of the extensions grows with the data, or the store was opened for others, or losses
-            have no store to go to.
+        BadInput: If no extension grows with the data, the store was opened for other extensions, or there is no
+            store for the losses, or one that holds samples with other ``losses``.
     """
     if store is None:
         if losses:
@@ -167,6 +167,6 @@ def stored_results(
             asked,
             f"the store {str(store.folder)!r}, which holds {store.samples} samples",
             f"it holds {'no ' if losses else ''}losses of samples, and losses={losses} was asked for",
-            f"go on with losses={not losses}, or write to another folder",
+            f"continue with losses={not losses}, or write to another folder",
         )
     return found

@@ -1,4 +1,4 @@
-"""The stream of batches through the model and the loss, and the chunk sizes of each; it merges the results."""
+"""The stream of batches through the model and the loss, which merges their results; chunk sizes of batches."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from packprop.engine.tensors import moved, tensors_in
 
 
 class ChunkSizesByBatch:
-    """Chunk sizes for batches of different sizes: those of one batch serve all that are no larger.
+    """Chunk sizes for batches of different sizes: those of one batch serve all batches that are no larger.
 
     Args:
-        plan: Makes those for one batch.
+        plan: Returns the chunk sizes for one batch.
     """
 
     def __init__(self, plan: Callable[[tuple[Any, Any]], ChunkSizes]) -> None:
@@ -49,7 +49,7 @@ class ChunkSizesByBatch:
         return self._planned[0][1] if self._planned else None
 
     def saved(self) -> list[Any]:
-        """Return the plans, in values that a file can hold: other chunks would round sums in another way."""
+        """Return the plans, in values that a file can hold; with other chunks, sums would round differently."""
         return [[[list(shape) for shape in shapes], list(sizes)] for shapes, sizes in self._planned]
 
     def restore(self, saved: list[Any]) -> None:
@@ -63,7 +63,7 @@ class BatchStream:
     Args:
         step: The pass over one batch.
         device: The device of batches.
-        left: The number of batches to come, if graphs may replace passes; else ``None``.
+        left: Returns the number of batches to come; ``None`` if packprop may not replay graphs.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class BatchStream:
         return describer_of(self.step.model, self.step.loss)
 
     def _facts_around(self) -> Any:
-        """Describe globals, and others from around their code, that model and loss read."""
+        """Describe the globals, and other values around their code, that model and loss read."""
         if not self._code.around:  # most code reads none: nothing to go through in each batch
             return []
         modules = {id(each) for root in self.step.modules for each in root.modules()}
@@ -103,9 +103,9 @@ class BatchStream:
             batch: Inputs and targets.
             chunk_sizes: Its chunk sizes.
             parts: The parts of the reading.
-            second: Says that it is the second reading.
-            number: Its number among those of all ranks.
-            counts: Add results; else other ranks only need this one in the pass.
+            second: True in the second reading.
+            number: The number of the batch among the batches of all ranks.
+            counts: Add the results; if False, only run the pass, because other ranks need this one in it.
         """
         if is_empty(batch):
             return
@@ -116,17 +116,17 @@ class BatchStream:
         with self._same.around():
             if not counts:
                 step.take_part(inputs, targets)
-            elif second or self._replayer is None:  # what a second reading is given belongs to no batch
+            elif second or self._replayer is None:  # a second reading needs more than a batch
                 step.run(inputs, targets)
             else:
                 self._replayer(inputs, targets)
 
     def told(self) -> str | None:
-        """Describe the effect of graphs; return ``None`` if there was none."""
+        """Describe the effect of replayed graphs; return ``None`` if packprop traced none."""
         return None if self._replayer is None else told(self._replayer.kinds)
 
 
 def is_empty(batch: tuple[Any, Any]) -> bool:
-    """Tell whether no tensor of the inputs has an entry: there is no sample in the batch."""
+    """Tell whether a batch holds no sample: its inputs are tensors, and none has an entry."""
     tensors = [*tensors_in(batch[0])]
     return bool(tensors) and not any(tensor.numel() for tensor in tensors)

@@ -17,10 +17,10 @@ from packprop.engine.tensors import accumulation_dtype, own_part, plain_text, te
 from packprop.store.frames import required_pandas
 
 WIDTH = 100
-"""Columns of a terminal that printed tables have."""
+"""The width of printed tables, in columns of a terminal."""
 
 MOST_LINES = 40
-"""Lines that a notebook shows at first sight."""
+"""The most lines that a notebook shows."""
 
 LEFT = ("quantity", "parameter", "part")
 """Columns that name the tensor of a line."""
@@ -36,7 +36,7 @@ class Line(NamedTuple):
         shape: Its shape.
         dtype: Its precision, as ``"float32"``.
         norm: Square root of the sum of squares.
-        mean: Mean of the entries; of complex ones, of their magnitudes. Not a number if there are none.
+        mean: Mean of the entries, or of the magnitudes of complex ones; ``NaN`` without entries.
         smallest: The smallest entry.
         largest: The largest entry.
     """

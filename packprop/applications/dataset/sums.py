@@ -1,4 +1,4 @@
-"""Sums over batches: in memory of their own, with more digits than what is added to them."""
+"""Sums over batches, in their own memory and with more digits than the results that packprop adds to them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from packprop.engine.algebra import KEEP, SUM, Moments, Monoid
 from packprop.engine.tensors import wider_dtype
 
 PIECE = 2**18
-"""Entries of a large tensor that are added up at once: those that stay in a processor's caches."""
+"""The most entries of a large tensor that packprop adds at once, so that they stay in a processor's caches."""
 
 
 def _begun(monoid: Monoid, partial: Any) -> Any:
-    """Return the first partial result, in its own memory, with more digits if others will be added."""
+    """Return the first partial result, ready for others: a sum in its own memory, with more digits."""
     if monoid.grows or monoid is KEEP:
         return partial
     if monoid is SUM and isinstance(partial, Tensor):
@@ -25,7 +25,7 @@ def _begun(monoid: Monoid, partial: Any) -> Any:
 
 
 def merged_with(monoid: Monoid, before: Any, partial: Any) -> Any:
-    """Merge a partial result into those before, sums in place; the first one has ``None`` before it."""
+    """Merge a partial result into those before, sums in place; ``before`` is ``None`` for the first one."""
     if before is None:
         return _begun(monoid, partial)
     if monoid is SUM and isinstance(before, Tensor) and before.shape == partial.shape:
@@ -35,7 +35,7 @@ def merged_with(monoid: Monoid, before: Any, partial: Any) -> Any:
 
 
 def add_to(total: Tensor, value: Tensor) -> None:
-    """Add in place; piece by piece if the precisions differ, so that no second large tensor is made."""
+    """Add a value in place; if precisions differ on a CPU, in pieces, to make no second large tensor."""
     if total.dtype == value.dtype or total.device.type != "cpu" or not total.is_contiguous():
         total.add_(value)
         return

@@ -1,4 +1,4 @@
-"""Values of any nesting as plain data and a list of tensors, and back: the contents of files."""
+"""Conversion of nested values to plain data and a list of tensors, for files, and back."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class NotPlainError(TypeError):
 
 
 def encode(value: Any, tensors: list[Tensor]) -> Plain:
-    """Return the value as plain data; append its tensors to ``tensors``, and name them by their places there.
+    """Return the value as plain data that names its tensors by index; append the tensors to ``tensors``.
 
     Raises:
-        NotPlainError: With the type that has no form in a file.
+        NotPlainError: For a value that no file can hold, with its type.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -53,7 +53,7 @@ def encode(value: Any, tensors: list[Tensor]) -> Plain:
     if isinstance(value, Mapping):
         return {"items": [[encode(key, tensors), encode(item, tensors)] for key, item in value.items()]}
     if isinstance(value, bytes):
-        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")  # which an empty buffer cannot become
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")  # frombuffer refuses an empty buffer
         tensors.append(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else nothing)
         return {"bytes": len(tensors) - 1}
     if isinstance(value, (np.ndarray, np.generic)):
@@ -63,7 +63,7 @@ def encode(value: Any, tensors: list[Tensor]) -> Plain:
 
 
 def decode(plain: Plain, tensors: Sequence[Tensor]) -> Any:
-    """Return the value that ``encode`` was given; mappings are dictionaries.
+    """Return the value that ``encode`` was given; mappings become dictionaries.
 
     Raises:
         Unfit: For plain data that ``encode`` has not made.
@@ -72,7 +72,7 @@ def decode(plain: Plain, tensors: Sequence[Tensor]) -> Any:
         return _decoded(plain, tensors)
     except Unfit:
         raise
-    except (LookupError, TypeError, ValueError, RuntimeError) as error:  # of what others have written
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:  # from data that others have written
         raise Unfit(f"it does not say which values it holds ({type(error).__name__}: {error})") from error
 
 
@@ -98,7 +98,7 @@ def _decoded(plain: Plain, tensors: Sequence[Tensor]) -> Any:
 
 
 def _described(order: EntryOrder) -> list[Any]:
-    """Describe an order of entries: by the fold's name if it is packprop's own, else place by place."""
+    """Describe an order of entries: by the fold's name if the fold is packprop's own, else by each place."""
     shape = order.parameter
     for name, fold in (("same", fold_to), ("swapped", fold_swapped)):
         if order.fold is fold(shape):
@@ -110,10 +110,10 @@ def _described(order: EntryOrder) -> list[Any]:
 def _order(name: str, extents: tuple[int, int, int], shape: list[int], places: Tensor | None) -> EntryOrder:
     fold: Fold
     if math.prod(extents) != math.prod(shape):
-        raise Unfit(f"an order of {list(extents)} is none of {shape}")
+        raise Unfit(f"an order of {list(extents)} does not fit a parameter of {shape}")
     if places is not None:
         if places.dtype != torch.int64 or len(places) != math.prod(shape):
-            raise Unfit(f"{len(places)} places of {places.dtype} are none of {shape}")
+            raise Unfit(f"{len(places)} places of {places.dtype} do not fit a parameter of {shape}")
         fold = functools.partial(_gathered, places=places, shape=torch.Size(shape))
     else:
         fold = {"same": fold_to, "swapped": fold_swapped}[name](torch.Size(shape))

@@ -63,7 +63,7 @@ class GradientMoments(Extension):
     rows = (Row(GRADIENT, moments, over_n=MOMENTS),)
 
     def finish(self, values: list[Any], samples: int) -> list[Tensor]:
-        """The sum and summed squared deviation."""
+        """Return the sum and the summed squared deviation."""
         total: Moments = values[0]
         return [total.mean * total.samples, total.deviation]
 

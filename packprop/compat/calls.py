@@ -2,8 +2,8 @@
 
 packprop itself watches functions and keeps nothing on modules. Extensions for single modules read
 ``module.input0``, ``module.output`` and the gradients at both. For them, extended modules keep the tensors of
-their last call, but only once such an extension has been defined (``keep_calls``): programs that define none
-pay nothing.
+their last call, but only once such an extension has been defined (``keep_calls``). Programs without such
+extensions pay nothing.
 
 # NOTE [One call of a module]
 Such extensions expect the tensors on the module, where there is room for one call. The graph node that the call

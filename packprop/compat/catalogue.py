@@ -75,7 +75,7 @@ class SecondOrder(Catalogued, SecondOrderBackpropExtension):
 
 
 class GGNRoot(SecondOrder):
-    """The accessors of extensions that sum over columns of the GGN's root, or return them."""
+    """BackPACK's accessors, for extensions that sum over columns of the GGN's root, or return these columns."""
 
     @property
     def loss_hessian_strategy(self) -> str:
@@ -92,7 +92,7 @@ class GGNRoot(SecondOrder):
 
 
 class Kronecker(SecondOrder):
-    """The accessors of extensions with Kronecker factors; those of ``HBP`` are arguments."""
+    """BackPACK's accessors, for extensions with Kronecker factors; for ``HBP`` they return its arguments."""
 
     curv_type: str = Curvature.GGN
     loss_hessian_strategy: Any = LossHessianStrategy.SUM
@@ -123,7 +123,7 @@ class KroneckerRoot(GGNRoot, Kronecker):
 
 
 class PositiveCurvature(SecondOrder):
-    """The accessors of products with the positive-curvature Hessian."""
+    """BackPACK's accessors, for products with the positive-curvature Hessian."""
 
     modify: str
 

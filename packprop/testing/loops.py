@@ -59,7 +59,7 @@ class Loops:
 
     Args:
         problem: The model, loss and batch.
-        ledger: Errors name its subject.
+        ledger: The ledger whose subject errors name.
         create_graph: Make results differentiable.
     """
 

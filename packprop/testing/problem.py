@@ -105,7 +105,7 @@ class Problem:
         return _narrowed(self.inputs, self.axis, self.samples, start, stop)
 
     def batches(self, cut: int) -> list[tuple[Any, Any]] | None:
-        """Cut the batch in two, if all tensors hold the samples on axis 0."""
+        """Cut the batch in two; return ``None`` if a tensor does not hold the samples on axis 0."""
         values = list(tensors_in((self.inputs, self.targets)))
         if self.singles or self.axis != 0 or any(t.dim() == 0 or t.shape[0] != self.samples for t in values):
             return None

@@ -96,13 +96,13 @@ HINTS = {
     "the fallback": "look at the rule first: the fallback agrees with the loop over samples",
     "the fallback and the loop": "let the function give the same value whenever it is called",
     "fast statistics": "let the structure describe the whole use: fold may only rearrange entries",
-    "inputs alone": "let a structure made without a cotangent hold the inputs of one made with it",
+    "inputs alone": "let a structure without a cotangent hold the same inputs as one with a cotangent",
     "saved on every parameter": "let finish() return a value wherever there are results",
     "chunks of samples": "give the row the over_n that joins parts of a batch, or whole=True",
     "columns at once": "give the row the over_v that joins columns, and let the statistic do the "
     "same over its axis v",
     "overwritten": "let the statistic and finish() keep nothing, and change nothing in place",
-    "scales with the loss": "give the row the degree in which its statistic grows with the loss: "
+    "scales with the loss": "give the row the degree with which its statistic grows with the loss: "
     "2 for squares of gradients, 1 for squares of columns",
     "batches of a data set": "let over_n and degree make one value of several batches; finish() "
     "gets the number of all samples",

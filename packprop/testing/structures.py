@@ -21,7 +21,7 @@ from packprop.testing.problem import Problem
 from packprop.testing.report import Ledger
 
 Arrived = list[list[Tensor | None]]
-"""The cotangents at the outputs of each use; ``None`` at an output that none arrives at."""
+"""The cotangents at the outputs of each use; ``None`` for an output that no cotangent reaches."""
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def _tail(values: ProfileValues) -> Finding | None:
     few = max(1, round(TAIL * len(squares)))
     share = float(squares[:few].sum() / squares.sum())
     median = float(norms.median())
-    most = f"{number_text(float(norms.max()) / median)} times the median" if median else "the others have none"
+    most = f"{number_text(float(norms.max()) / median)} times the median" if median else "the median is zero"
     says = (
         f"{counted(few, 'sample')} of {values.samples:,} hold {share:.0%} of the gradients."
         if share >= 0.25

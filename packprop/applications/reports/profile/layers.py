@@ -45,7 +45,7 @@ class Layer:
     Args:
         name: Name of the module.
         kind: Name of its class.
-        parameters: Number of trainable parameters; tied ones count in the layer that comes first.
+        parameters: Number of trainable parameters; tied parameters count in the layer that comes first.
         gradient_norm: Norm of the mean loss's gradient. This number and all that follow are ``None`` if
             the loss does not depend on the layer.
         sample_gradient_norm_median: Median of the norms of single samples' gradients.

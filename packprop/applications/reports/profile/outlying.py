@@ -32,7 +32,7 @@ TOKENS = 64
 """The most entries in the text of a sample without a picture."""
 
 SIDE = 96
-"""Side of the largest picture, in pixels; larger ones are averaged down."""
+"""Side of the largest picture, in pixels; packprop averages larger pictures down."""
 
 Decode = Callable[[Any, Any], "str | list[str] | Tensor"]
 """A function of the inputs and targets of one sample, without their leading axis. It returns a text, one piece
@@ -49,7 +49,7 @@ class OutlyingSample:
         loss: Its own loss; ``None`` if the model could not be run on it alone.
         target: Its target as text; ``None`` if that is more than one number.
         output: The model's answer as text; ``None`` if outputs are classes neither of samples nor of tokens.
-        text: Its text, if there is no picture of it.
+        text: Its text, if it has no picture.
         picture: Name of its picture among ``Profile.tensors``: bytes ``[height, width]`` or
             ``[height, width, 3]``.
         pieces: The same text token by token, if ``decode`` returned it in pieces.

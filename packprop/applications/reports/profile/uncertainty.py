@@ -88,7 +88,7 @@ def range_text(low: float, high: float) -> str:
 
 
 def _digits_text(value: float, digits: int) -> str:
-    """Return a number with this many significant digits; small ones with an exponent."""
+    """Return a number with this many significant digits, and with an exponent if it is small."""
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
     rounded, power = float(f"{mantissa}e{exponent}"), int(exponent)
     if power < -2:

@@ -1,8 +1,8 @@
 """Support for code written for BackPACK: after ``install()``, ``import backpack`` finds packprop.
 
-It has every documented name, under every module path that leads to it. docs/compat.md lists the names, and
-the numbers that differ because the older library's are wrong. ``averaged`` holds two extensions of packprop
-that few need.
+packprop offers every documented name of BackPACK, under every module path that leads to it. docs/compat.md
+lists the names, and the numbers that differ because the older library's are wrong. ``averaged`` holds two
+extensions of packprop that few need.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Missing(PackpropError, ModuleNotFoundError):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Makes the modules of the table, and refuses all others."""
+    """Makes the modules that ``TABLE`` names, and refuses all others below ``backpack``."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -54,7 +54,7 @@ class _Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
-        module.__doc__ = f"{name} of BackPACK, as far as it is documented, made of packprop."
+        module.__doc__ = f"The documented names of BackPACK's {name}, made of packprop."
 
         def look_up(wanted: str) -> Any:
             value = _resolve(name, wanted)
@@ -72,7 +72,7 @@ def _resolve(module: str, name: str) -> Any:
     """Return the object that a name of a module stands for.
 
     Raises:
-        Missing: If it is documented, but packprop does not have it.
+        Missing: If BackPACK documents the name, but packprop does not have it.
         AttributeError: If there is no such name.
     """
     if f"{module}.{name}" in TABLE:
@@ -93,7 +93,7 @@ def _resolve(module: str, name: str) -> Any:
 
 
 def _is_only_looked_for() -> bool:
-    """Tell whether ``importlib.util.find_spec`` asks, which gets nothing if ``import`` would raise an error."""
+    """Tell whether ``importlib.util.find_spec`` asks: it gets ``None`` where ``import`` raises ``Missing``."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__") in (__name__, "importlib._bootstrap"):
         frame = frame.f_back
@@ -107,11 +107,11 @@ _shadowed: dict[str, ModuleType] = {}
 def install(replace: bool = False, keep_module_io: bool = False) -> bool:
     """Make ``import backpack`` resolve to packprop in this process.
 
-    An installed BackPACK stays, with a warning, unless you replace it.
+    If BackPACK is installed, packprop warns and leaves it in place, unless you replace it.
 
     Args:
         replace: Put packprop in the place of an installed BackPACK, even if it was imported already; names that
-            others have imported from it keep their meaning.
+            a program has already imported from BackPACK keep their meaning.
         keep_module_io: Make extended modules keep ``input0``, ``output`` from now on; by default they do so
             once an extension for single modules has been defined.
 
@@ -125,7 +125,7 @@ def install(replace: bool = False, keep_module_io: bool = False) -> bool:
     there = ROOT in sys.modules or importlib.util.find_spec(ROOT) is not None
     if there and not replace:
         warnings.warn(
-            "BackPACK is installed and stays what `import backpack` finds; to put packprop in its place, call "
+            "BackPACK is installed, and `import backpack` still finds it; to put packprop in its place, call "
             "packprop.compat.install(replace=True).",
             PackpropWarning,
             stacklevel=2,

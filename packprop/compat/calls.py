@@ -2,16 +2,16 @@
 
 packprop itself watches functions and keeps nothing on modules. Extensions for single modules read
 ``module.input0``, ``module.output`` and the gradients at both. For them, extended modules keep the tensors of
-their last call, but only once such an extension has been defined (``keep_calls``): programs that define none
-pay nothing.
+their last call, but only once such an extension has been defined (``keep_calls``). Programs without such
+extensions pay nothing.
 
 # NOTE [One call of a module]
-Such extensions expect the tensors on the module, where there is room for one call. The node of the graph that
-the call made holds a mark without tensors. If a pass finds a mark that is not the module's last one, the module
-was called again since: its values would be those of the wrong call, or of one call out of several. packprop
-refuses that. Marks do not keep modules alive: a node, its module and the module's output would keep each other,
-and a graph that no pass frees would stay for good. Only the module that was called last stays alive, so that a
-loss module can be created in the line that calls it.
+Such extensions expect the tensors on the module, where there is room for one call. The graph node that the call
+made holds a mark without tensors. If a pass finds a mark that is not the module's last one, the module has been
+called again: the tensors on it belong to another call, or to one of several. packprop refuses such a pass.
+Marks do not keep modules alive: a node, its module and the module's output would keep each other alive, and
+nothing would free a graph without a backward pass. Only the module that was called last stays alive, so that
+you can create a loss module in the line that calls it.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ def are_calls_kept() -> bool:
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of an extended module, hung on the nodes that made its outputs.
+    """One call of an extended module; the nodes that made its outputs hold it as a mark.
 
     Args:
         kind: The class of the module.
         shapes: Shapes of its outputs.
         reference: The module.
-        order: Later calls have larger numbers.
-        taken: A name for a tensor that the module itself uses for something else.
-        held: Whether the tensors are kept although a backward pass frees the graph.
+        order: The number of the call; later calls have larger numbers.
+        taken: An attribute that the module itself has, under a name that a tensor of the call needs.
+        held: Keep the tensors even if a backward pass frees the graph.
     """
 
     kind: type[nn.Module]
@@ -105,19 +105,19 @@ class ModuleCall:
 
 @dataclass(eq=False)
 class _Kept:
-    """A module's last call: its mark, the attributes that hold its tensors, and these with their versions."""
+    """A module's last call: its mark, the attributes for its tensors, and the tensors with their versions."""
 
     call: ModuleCall | None
     names: list[str]
     versions: list[tuple[Tensor, int]]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Take the tensors along in a saved module, as BackPACK does; the call is not its own."""
+        """Keep the names only: a saved module takes its tensors along, as in BackPACK, but not the call."""
         return _Kept, (None, self.names, [])
 
 
 def watch_calls(module: nn.Module) -> None:
-    """Make a module and its submodules keep calls, as soon as ``keep_calls`` is called."""
+    """Make a module and its submodules keep their calls once ``keep_calls`` has been called."""
     for child in module.modules():
         if HANDLE not in child.__dict__ and not isinstance(child, TRANSPARENT):
             child.__dict__[HANDLE] = child.register_forward_hook(_keep)
@@ -172,7 +172,7 @@ def calls_below(roots: Sequence[Tensor]) -> dict[ModuleCall, ReachedUse]:
 
 
 def require_kept(call: ModuleCall) -> nn.Module:
-    """Return the module of a call; refuse one whose tensors are no longer there, or were changed since."""
+    """Return the module of a call; refuse a call whose tensors are gone, or were changed in place."""
     module = call.module
     kept = None if module is None else module.__dict__.get(KEPT)
     asked, where = f"An extension of your own for {call.name} was to run.", f"a module of type {call.name}"
@@ -180,14 +180,14 @@ def require_kept(call: ModuleCall) -> nn.Module:
         raise PackpropError(
             asked,
             where,
-            f"it has a part of its own called {call.taken!r}, where extensions look for a tensor of its call",
-            "rename the part, or ask for an extension of packprop, which looks at functions",
+            f"it has an attribute {call.taken!r} of its own, where extensions look for a tensor of its call",
+            "rename the attribute, or ask for an extension of packprop, which looks at functions",
         )
     if module is None or kept is None or kept.call is not call:
         raise PackpropError(
             asked,
             where,
-            "it was called again since, or more than once in this graph, and keeps the tensors of one call",
+            "it was called again, or more than once in this graph, and keeps the tensors of one call alone",
             "call the module once before backward(), or give each place in the model a module of its own",
         )
     for tensor, before in kept.versions:

@@ -25,15 +25,15 @@ from packprop.types import Extension, Row, Seed
 
 
 class Catalogued(BackpropExtension):
-    """The addition to extensions of packprop's catalogue: module extensions for some classes.
+    """Base class that adds module extensions for some classes of modules to packprop's own extensions.
 
-    Values of module extensions replace those of packprop. If the extension has columns, each method gets
-    the columns of the root of the GGN at the module's output, ``[v, n, *y]``.
+    Values of module extensions replace those of packprop. If the extension has columns, each method of a
+    module extension gets the columns of the root of the GGN at the module's output, ``[v, n, *y]``.
     """
 
     rows: Sequence[Row]
     subsampling: Sequence[int] | None
-    mc_samples: int  # of extensions with draws alone
+    mc_samples: int  # only extensions with draws have it
     _fail_mode = FAIL_SILENT
 
     def get_subsampling(self) -> list[int] | None:
@@ -41,19 +41,19 @@ class Catalogued(BackpropExtension):
         return None if self.subsampling is None else list(self.subsampling)
 
     def get_num_mc_samples(self) -> int:
-        """Number of Monte Carlo draws."""
+        """Return the number of Monte Carlo draws."""
         return self.mc_samples
 
     def expects_backpropagation_quantities(self) -> bool:
-        """Tell whether it needs more than inputs and the gradient."""
+        """Tell whether the extension needs more than inputs and the gradient."""
         return any(row.seed.kind not in ("none", "gradient") for row in self.rows)
 
     @property
     def seed(self) -> Seed:
-        """Return the seed of its columns; exact ones have one for each entry of the output, as in BackPACK.
+        """Return the seed of the columns; an exact one has a column for each output entry, as in BackPACK.
 
         Raises:
-            Unsupported: If it has no columns that module extensions could get.
+            Unsupported: If the extension has no columns that module extensions could get.
         """
         for row in self.rows:
             if row.seed.kind == "ggn":
@@ -61,21 +61,21 @@ class Catalogued(BackpropExtension):
         raise Unsupported(
             f"{type(self).__name__} was to run a module extension.",
             type(self).__name__,
-            "what it propagates back are not columns of a root",
+            "the vectors that it propagates back are not columns of a root",
             "leave the module extension out: packprop differentiates the module by autograd",
         )
 
 
 class FirstOrder(Catalogued, FirstOrderBackpropExtension):
-    """The class of extensions that need gradients alone."""
+    """Base class of extensions that need gradients alone."""
 
 
 class SecondOrder(Catalogued, SecondOrderBackpropExtension):
-    """The class of all others."""
+    """Base class of all other extensions."""
 
 
 class GGNRoot(SecondOrder):
-    """The accessors of extensions that sum over columns of the GGN's root, or return them."""
+    """BackPACK's accessors, for extensions that sum over columns of the GGN's root, or return these columns."""
 
     @property
     def loss_hessian_strategy(self) -> str:
@@ -92,7 +92,7 @@ class GGNRoot(SecondOrder):
 
 
 class Kronecker(SecondOrder):
-    """The accessors of extensions with Kronecker factors; those of ``HBP`` are arguments."""
+    """BackPACK's accessors, for extensions with Kronecker factors; for ``HBP`` they return its arguments."""
 
     curv_type: str = Curvature.GGN
     loss_hessian_strategy: Any = LossHessianStrategy.SUM
@@ -112,18 +112,18 @@ class Kronecker(SecondOrder):
         return self.backprop_strategy
 
     def get_ea_strategy(self) -> str:
-        """Return the place of means over samples."""
+        """Return the choice of means over samples."""
         return self.ea_strategy
 
 
 class KroneckerRoot(GGNRoot, Kronecker):
-    """The class of extensions with Kronecker factors from columns of the GGN's root."""
+    """Base class of extensions with Kronecker factors from columns of the GGN's root."""
 
     backprop_strategy = BackpropStrategy.SQRT
 
 
 class PositiveCurvature(SecondOrder):
-    """The accessors of products with the positive-curvature Hessian."""
+    """BackPACK's accessors, for products with the positive-curvature Hessian."""
 
     modify: str
 
@@ -155,7 +155,7 @@ def is_available(name: str) -> bool:
 
 
 def _indices(chosen: Any) -> list[int] | None:
-    """Return whole numbers as a list; nothing for anything else, which packprop refuses."""
+    """Return a list of indices, those of a mask as well; ``None`` for values that packprop itself checks."""
     if chosen is None or isinstance(chosen, str):
         return None
     try:
@@ -173,19 +173,19 @@ def _with_module_extensions(name: str) -> type:
     original = getattr(extensions, name)
 
     def take_subset(extension: Any) -> None:
-        """Check the arguments; a subset of samples may be whatever tensors are indexed by, and empty."""
+        """Check the arguments; ``subsampling`` may be anything that indexes an axis of a tensor, and empty."""
         chosen = _indices(getattr(extension, "subsampling", None))
         is_empty = chosen == [] and knows_nothing(extension)
         if chosen is not None:
             object.__setattr__(extension, "subsampling", None if is_empty else chosen)
         original.__post_init__(extension)
         if is_empty:
-            object.__setattr__(extension, "subsampling", chosen)  # packprop itself refuses an empty one
+            object.__setattr__(extension, "subsampling", chosen)  # packprop itself refuses an empty choice
 
     meta = abc.ABCMeta if name == "HBP" else type
     content = {"__module__": __name__, "__doc__": original.__doc__, "__post_init__": take_subset}
     made = meta(name, (original, BASES.get(name, SecondOrder)), content)
-    if isinstance(made, abc.ABCMeta):  # in BackPACK they are subclasses
+    if isinstance(made, abc.ABCMeta):  # in BackPACK, KFAC, KFLR and KFRA are subclasses of HBP
         for other in filter(is_available, set(KRONECKER) - {name}):
             made.register(_with_module_extensions(other))
     return made

@@ -29,7 +29,7 @@ from packprop.types import Extension, warn_of_shared_attributes
 
 
 def extend(module: nn.Module, debug: bool = False, use_converter: bool = False) -> nn.Module:
-    """Extend a module with BackPACK's arguments; modules can keep their calls for extensions.
+    """Extend a module, with BackPACK's arguments, and let it keep its calls for extensions of single modules.
 
     Args:
         module: Any module, or a loss module.
@@ -82,10 +82,10 @@ class backpack(Backpack):  # noqa: N801  # the older library's name
 
     Args:
         exts: Instances of extensions.
-        extension_hook: A function to call with each module as soon as all its values are saved: with those that
-            own parameters, and, if only extensions for single modules run, with all.
+        extension_hook: A function that packprop calls with each module that owns parameters, as soon as its
+            values are saved; if only extensions for single modules run, with every module.
         debug: Print what the pass goes through.
-        retain_graph: Accepted for existing code; ``backward(retain_graph=True)`` alone keeps the graph.
+        retain_graph: Accepted for existing code; only ``backward(retain_graph=True)`` keeps the graph.
         memory: As for ``packprop.backpack``.
 
     Raises:
@@ -100,10 +100,10 @@ class backpack(Backpack):  # noqa: N801  # the older library's name
         retain_graph: bool = False,
         memory: int | str | Plan | None = None,
     ) -> None:
-        exts = tuple(dict.fromkeys(exts))  # an extension that is given twice counts once
+        exts = tuple(dict.fromkeys(exts))  # an extension that is given twice runs once
         ours = [ext for ext in exts if isinstance(ext, Extension) or not isinstance(ext, BackpropExtension)]
         super().__init__(ours, None if extension_hook is None else self._done, memory, debug)
-        if len(ours) < len(exts):  # theirs save first
+        if len(ours) < len(exts):  # extensions for single modules save first
             warn_of_shared_attributes(sorted(exts, key=ours.__contains__))
         self.exts, self.debug = exts, debug
         self.extension_hook, self.retain_graph = extension_hook, retain_graph
@@ -169,7 +169,7 @@ class backpack(Backpack):  # noqa: N801  # the older library's name
         return [ext for ext in self.extensions if ext.subsampling is not None and len(ext.subsampling) == 0]
 
     def _done(self, module: nn.Module) -> None:
-        """Run with a module that has all of packprop's values."""
+        """Handle a module that has all of packprop's values: replace some of them, and call the user's hook."""
         self._replace({id(parameter) for parameter in module.parameters(recurse=False)})
         if self.extension_hook is not None:
             self.extension_hook(module)
@@ -212,12 +212,12 @@ class CTX:
 
     @staticmethod
     def get_retain_graph() -> bool:
-        """Tell whether the innermost context was told that the graph is kept."""
+        """Tell whether the innermost context was made with ``retain_graph=True``."""
         return bool(getattr(context.innermost(), "retain_graph", False))
 
     @staticmethod
     def remove_hooks() -> None:
-        """Take back every ``extend``."""
+        """Undo every ``extend``."""
         for module in list(EXTENDED):
             unwatch_calls(module)
             switch.restore(module)

@@ -1,4 +1,4 @@
-"""Running extensions for modules of one class in a backward pass."""
+"""Running extensions for single modules in a backward pass."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Start:
     """The start of a backward pass.
 
     Args:
-        roots: The tensors that it differentiates.
-        gradients: The gradient at each root; ``None`` for one.
+        roots: The tensors that the pass differentiates.
+        gradients: The gradient at each root; ``None`` stands for 1.
         create_graph: Make values differentiable.
-        extensions: packprop's own, which run afterwards.
-        drawn: Sampled columns by seed. They are drawn once, in the order of the pass, for modules and the pass.
+        extensions: packprop's own extensions, which run afterwards.
+        drawn: Sampled columns by seed. Modules and the pass share these draws, made in the order of the pass.
     """
 
     roots: Sequence[Tensor]
@@ -58,7 +58,7 @@ class Start:
         return graph
 
     def columns(self, seed: Seed) -> list[Columns]:
-        """Return the columns of a seed; for a sampled one those that the pass will also sweep."""
+        """Return the columns of a seed; the pass will sweep the same draws of a sampled seed."""
         if seed.mc_samples is None:
             return columns(self.graph, seed, self.create_graph)
         for other in tasks_by_seed(self.extensions):
@@ -69,7 +69,7 @@ class Start:
     def swept(
         self, edges: Sequence[GradientEdge], seeds: Sequence[Tensor], uses: Sequence[ReachedUse]
     ) -> dict[ReachedUse, list[Tensor | None]]:
-        """Pull one column back from some edges: return the cotangents at uses, with one column in front."""
+        """Pull one column back from some edges, and return the cotangents ``[1, *y]`` at the uses."""
         cotangents: dict[ReachedUse, list[Tensor | None]] = {}
         sweep(edges, seeds, uses, cotangents.__setitem__, SweepOptions(create_graph=self.create_graph))
         return cotangents
@@ -81,19 +81,20 @@ def run_on_modules(
     extensions: Sequence[BackpropExtension],
     done: Callable[[nn.Module], Any] | None,
 ) -> Overrides:
-    """Run extensions on every call of a module that a backward pass will reach, before it does.
+    """Run extensions on every module call that a backward pass will reach, before that pass.
 
     Args:
         start: The start of the pass.
         calls: The calls that were kept, the last one first.
-        extensions: In the order in which they run on each module.
+        extensions: The extensions, in the order in which they run on each module.
         done: A function to call with each module after all extensions have run on it.
 
     Returns:
         Values that replace those of packprop's own extensions.
 
     Raises:
-        PackpropError: If no call was kept.
+        PackpropError: If no call was kept, or the tensors of a call are gone or were changed.
+        Unsupported: If an extension does not support a module.
     """
     if not calls:
         raise PackpropError(
@@ -161,9 +162,9 @@ def _require_unneeded(call: ModuleCall, extensions: Sequence[BackpropExtension])
 def _columns_for(
     extension: BackpropExtension, calls: Mapping[ModuleCall, ReachedUse], start: Start
 ) -> dict[Any, Tensor] | None:
-    """Return columns of the GGN's root at the outputs of modules, unless the extension propagates its own.
+    """Return columns of the GGN's root at the outputs of modules, unless the extension makes its own.
 
-    An extension that has a module extension for the loss begins a propagation of its own there.
+    An extension that has a module extension for the loss propagates its own quantities from there.
     """
     if not extension.expects_backpropagation_quantities():
         return None
@@ -190,7 +191,7 @@ def _columns_for(
                 raise Unsupported(
                     f"{type(extension).__name__}(subsampling=...) was to run a module extension.",
                     f"a module of type {use.name}",
-                    f"the leading axis of its output has {stacked.shape[1]} entries, the batch {samples}",
+                    f"its output has {stacked.shape[1]} entries on the leading axis, the batch {samples}",
                     "keep samples on the leading axis, or leave subsampling out",
                 )
             stacked = stacked[:, subsampling]

@@ -16,15 +16,15 @@ from packprop.errors import BadInput
 from packprop.examples import MNIST_DEVIATION, MNIST_MEAN, load_mnist
 
 SMALLEST_EIGENVALUE = 1e-8
-"""The inverse of this bounds inverses of eigenvalues."""
+"""Inverses of eigenvalues are bounded by the inverse of this number."""
 
 
 def vector_to_parameter_list(vec: Tensor, parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Cut a vector into views of the shapes of parameters; inverse of ``torch.nn.utils.parameters_to_vector``.
+    """Cut a vector into views with the parameters' shapes; inverse of ``torch.nn.utils.parameters_to_vector``.
 
     Args:
         vec: ``[p]``, the entries of all parameters.
-        parameters: They give the shapes, and stay as they are.
+        parameters: Tensors that give the shapes; they do not change.
 
     Raises:
         TypeError: If ``vec`` is no tensor.
@@ -38,8 +38,8 @@ def vector_to_parameter_list(vec: Tensor, parameters: Iterable[Tensor]) -> list[
         raise BadInput(
             "vector_to_parameter_list(vec, parameters) was called.",
             f"vec with {vec.numel()} entries",
-            f"the parameters have {sum(sizes)}",
-            "give one entry for each of theirs",
+            f"the parameters have {sum(sizes)} entries",
+            "give one entry for each entry of the parameters",
         )
     return [piece.view(shape).detach() for piece, shape in zip(vec.split(sizes), shapes, strict=True)]
 
@@ -62,7 +62,7 @@ def _check_matrices(factors: Sequence[Tensor]) -> None:
         raise BadInput(
             "A Kronecker product was asked for.",
             f"factors of shapes {[list(factor.shape) for factor in factors]}",
-            "it is one of matrices",
+            "a Kronecker product takes matrices",
             "give one or more tensors of two axes",
         )
 
@@ -101,14 +101,14 @@ def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
 
 
 def inv_kfacs(factors: Sequence[Tensor], shift: float | Sequence[float] | None = None) -> list[Tensor]:
-    """Return ``(A + a I)^-1, (B + b I)^-1, ...`` of symmetric factors, with eigenvalues no larger than 1e8.
+    """Return ``(A + a I)^-1, (B + b I)^-1, ...`` of symmetric factors, with eigenvalues bounded by 1e8.
 
     Args:
         factors: Symmetric matrices.
-        shift: Added to the diagonals: nothing, one number for all, or one for each.
+        shift: A number to add to all diagonals, or one number for each; ``None`` for none.
 
     Raises:
-        BadInput: If there are not as many shifts as factors; a ``ValueError``.
+        BadInput: If a factor is no matrix, or there are not as many shifts as factors; a ``ValueError``.
     """
     _check_matrices(factors)
     shifts = [shift or 0.0] * len(factors) if shift is None or isinstance(shift, (int, float)) else list(shift)
@@ -153,12 +153,12 @@ def load_mnist_dataset() -> Dataset[tuple[Tensor, ...]]:
 def autograd_diag_ggn_exact(
     X: Tensor, y: Tensor, model: nn.Module, loss_function: nn.Module, idx: Sequence[int] | None = None
 ) -> Tensor:
-    """Return the diagonal of the generalized Gauss-Newton matrix, by one product for each entry.
+    """Return the diagonal of the generalized Gauss-Newton matrix, by one product with it for each entry.
 
     Args:
         X: Inputs.
         y: Targets.
-        model: The model; entries are its trainable parameters, in the order of ``parameters()``.
+        model: The model; the matrix is that of its trainable parameters, in the order of ``parameters()``.
         loss_function: The loss.
         idx: Indices of entries; ``None`` for all.
 

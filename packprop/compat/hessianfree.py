@@ -1,7 +1,7 @@
 """BackPACK's names for products with the Hessian and the GGN of a whole model, and with Jacobians.
 
 They compute the products of ``packprop.products`` for one vector, under other names and with other options. You
-need not extend anything; every function differentiates an existing graph, and keeps it.
+need not extend anything. Every function differentiates an existing graph, and keeps it by default.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def hessian_vector_product(
     Args:
         f: The scalar; its graph must not be freed yet.
         params: Tensors that ``f`` was computed from.
-        v: One tensor for each of them, of the same shapes.
-        grad_params: The gradient of ``f`` in ``params``, if it was computed before with ``create_graph=True``:
-            saves the first of two backward passes.
+        v: One tensor for each of ``params``, of the same shape.
+        grad_params: The gradient of ``f`` in ``params``, computed before with ``create_graph=True``. It saves
+            the first of two backward passes.
         detach: Cut the result from the graph.
 
     Returns:
@@ -77,7 +77,7 @@ def ggn_vector_product(loss: Tensor, output: Tensor, model: nn.Module, v: Vector
         loss: The scalar loss; its graph must not be freed yet.
         output: The loss's input.
         model: The model; the parameters are those that require gradients, in the order of ``parameters()``.
-        v: One tensor for each of them, of the same shapes.
+        v: One tensor for each of these parameters, of the same shape.
 
     Returns:
         One tensor for each parameter, cut from the graph.
@@ -98,7 +98,7 @@ def ggn_vector_product_from_plist(
         loss: The scalar loss; its graph must not be freed yet.
         output: The loss's input.
         plist: The parameters of the block.
-        v: One tensor for each of them, of the same shapes.
+        v: One tensor for each of these parameters, of the same shape.
 
     Returns:
         One tensor for each parameter, cut from the graph.
@@ -120,12 +120,12 @@ def L_op(  # noqa: N802  # the name in the literature
     Args:
         ys: Outputs.
         xs: Inputs that they were computed from.
-        ws: One tensor for each output, of the same shapes.
+        ws: One tensor for each output, of the same shape.
         retain_graph: Keep the graph afterwards.
         detach: Cut the result from the graph.
 
     Returns:
-        One tensor for each of ``xs``, of their shapes; zeros if no output depends on it.
+        One tensor for each of ``xs``, of the same shape; zeros if no output depends on that input.
 
     Raises:
         BadInput: If shapes of ``ws`` and ``ys`` differ.
@@ -149,12 +149,12 @@ def R_op(  # noqa: N802  # the older library's name
     Args:
         ys: Outputs.
         xs: Inputs that they were computed from.
-        vs: One tensor for each input, of the same shapes.
+        vs: One tensor for each input, of the same shape.
         retain_graph: Keep the graph afterwards.
         detach: Cut the result from the graph.
 
     Returns:
-        One tensor for each of ``ys``, of their shapes; zeros if it depends on no input.
+        One tensor for each of ``ys``, of the same shape; zeros if that output depends on no input.
 
     Raises:
         BadInput: If shapes of ``vs`` and ``xs`` differ.

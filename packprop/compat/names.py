@@ -21,10 +21,10 @@ from packprop.compat.custom_module.slicing import Slicing
 
 
 class BackpackTracer(fx.Tracer):
-    """A tracer that takes the modules of ``packprop.custom_module`` as they are."""
+    """A tracer that does not trace into the modules of ``packprop.custom_module``."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Tell whether the tracer takes a module as it is."""
+        """Tell whether the tracer keeps a module whole."""
         own_modules = (Branch, Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule)
         return isinstance(m, own_modules) or super().is_leaf_module(m, module_qualified_name)
 
@@ -125,4 +125,4 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
     "backpack.utils.module_classification": {"is_loss": is_loss, "is_nll": is_nll, "is_no_op": is_no_op},
     "backpack.utils.subsampling": _names(context, "subsample"),
 }
-"""For each module and name, the object that it stands for, or the module here that has it under this name."""
+"""For each module and name: the object itself, or the module of packprop that has it under the same name."""

@@ -1,7 +1,7 @@
 """Values of extensions for an empty subset of the samples.
 
-packprop itself refuses one. Programs for BackPACK may meet one, for example if they go through classes one by
-one and a batch has none of a class.
+packprop itself refuses an empty subset. Programs for BackPACK may give one, for example if they go through
+classes one by one and a batch has no sample of a class.
 """
 
 from __future__ import annotations

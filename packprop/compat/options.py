@@ -26,7 +26,7 @@ class BackpropStrategy:
 
 
 class ExpectationApproximation:
-    """The place of means over samples."""
+    """The means over samples: one of the whole product, or one of each of its factors."""
 
     BOTEV_MARTENS, CHEN = "E[J^T E(H) J]", "E(J^T) E(H) E(J)"
     CHOICES: ClassVar[list[str]] = [BOTEV_MARTENS, CHEN]
@@ -37,38 +37,38 @@ class ResidualModifications:
 
     @staticmethod
     def nothing(res: Tensor) -> Tensor:
-        """Keep them."""
+        """Return second derivatives as they are."""
         return res
 
     @staticmethod
     def to_zero(res: Tensor) -> None:
-        """Drop them."""
+        """Return nothing: leave second derivatives out."""
 
     @staticmethod
     def remove_negative_values(res: Tensor) -> Tensor:
-        """Set negative ones to zero."""
+        """Set negative second derivatives to zero."""
         return at_least(res, 0.0)
 
     @staticmethod
     def to_abs(res: Tensor) -> Tensor:
-        """Drop their signs."""
+        """Return absolute values."""
         return res.abs()
 
 
 class Curvature:
-    """The matrix: the Hessian, the GGN, or a Hessian with residuals made positive."""
+    """The curvature matrix: the Hessian, the GGN, or a Hessian with residuals made positive."""
 
     HESSIAN, GGN, PCH_ABS, PCH_CLIP = "hessian", "ggn", "pch-abs", "pch-clip"
     CHOICES: ClassVar[list[str]] = [HESSIAN, GGN, PCH_CLIP, PCH_ABS]
 
 
 class weight_jac_t_save_memory:  # noqa: N801  # the older library's name
-    """The older name of ``packprop.algorithms(convolutions="groups")``, or of packprop's own choice.
+    """BackPACK's name for ``packprop.algorithms(convolutions="groups")``, or for packprop's own choice.
 
     packprop bounds temporary memory either way, and values are equal.
 
     Args:
-        save_memory: Do not unfold inputs of convolutions.
+        save_memory: Do not unfold inputs of convolutions; if false, packprop chooses.
     """
 
     _SAVE_MEMORY = False
@@ -88,5 +88,5 @@ class weight_jac_t_save_memory:  # noqa: N801  # the older library's name
 
     @staticmethod
     def is_saving() -> bool:
-        """Return the last choice."""
+        """Return ``save_memory`` of the innermost context; false outside of contexts."""
         return weight_jac_t_save_memory._SAVE_MEMORY

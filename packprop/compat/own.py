@@ -1,8 +1,8 @@
-"""Extensions of users' own, written for single modules, as BackPACK has them.
+"""Extensions that users write for single modules, as in BackPACK.
 
-In packprop itself an extension is a row over functions (``packprop.types.Extension``), and works wherever a
-function does. Code written for BackPACK computes, for each class of modules, something from ``module.input0``,
-``module.output``, ``g_inp``, ``g_out`` and the propagated quantity: that code runs here.
+In packprop itself an extension consists of rows (``packprop.types.Extension``), and works with every function.
+An extension for BackPACK has code for each class of modules, which takes ``module.input0``, ``module.output``,
+``g_inp``, ``g_out`` and a quantity that it propagates back. This module runs such code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKAGE = "packprop."
 
 
 class Unsupported(PackpropError, NotImplementedError):
-    """Raised if an extension does not know a module; a ``NotImplementedError``, as in BackPACK."""
+    """Raised if an extension does not support a module or graph; a ``NotImplementedError``, as in BackPACK."""
 
 
 class _KeepsCalls:
@@ -77,7 +77,9 @@ class ModuleExtension(_KeepsCalls):
             g_out: Gradients of the loss in the outputs.
             bpQuantities: The quantity that was propagated to the output.
         """
-        warnings.warn(f"{type(self).__name__} does not say what is propagated back.", stacklevel=2)
+        warnings.warn(
+            f"{type(self).__name__} does not override backpropagate(): it propagates nothing.", stacklevel=2
+        )
 
     def check_hyperparameters_module_extension(
         self,
@@ -86,7 +88,7 @@ class ModuleExtension(_KeepsCalls):
         g_inp: Sequence[Tensor | None],
         g_out: Sequence[Tensor | None],
     ) -> None:
-        """Raise if the module's options are not supported; override this."""
+        """Override this to raise an error if the module's options are not supported."""
 
     def __call__(
         self,
@@ -138,18 +140,18 @@ class BackpropExtension(_KeepsCalls):
     """An extension that consists of module extensions, one for each class of modules.
 
     Args:
-        savefield: The attribute of parameters for values.
+        savefield: The attribute of parameters that holds their values.
         module_exts: Module extensions by class; they do not apply to subclasses.
-        fail_mode: For modules of other classes: ``"ERROR"``, ``"WARNING"`` if they have parameters, or
-            ``"SILENT"``.
-        subsampling: Indices of samples, for module extensions to read by ``get_subsampling``.
+        fail_mode: The reaction to modules of other classes: ``"ERROR"``, ``"WARNING"`` if they have parameters,
+            or ``"SILENT"``.
+        subsampling: Indices of samples. Module extensions read them by ``get_subsampling``.
 
     Raises:
         BadInput: If there is no such fail mode; a ``ValueError``.
     """
 
     savefield: Any
-    """The attribute of parameters for values."""
+    """The attribute of parameters that holds their values."""
 
     def __init__(
         self,
@@ -163,7 +165,7 @@ class BackpropExtension(_KeepsCalls):
             raise BadInput(
                 f"{type(self).__name__}(fail_mode={fail_mode!r}) was called.",
                 "fail_mode",
-                "it is not one of those that are known",
+                "there is no such fail mode",
                 f"choose from {FAIL_ERROR!r}, {FAIL_WARN!r}, {FAIL_SILENT!r}",
             )
         self.savefield = savefield
@@ -189,7 +191,7 @@ class BackpropExtension(_KeepsCalls):
             overwrite: Allow it to replace an earlier one.
 
         Raises:
-            BadInput: If there is an earlier one, and ``overwrite`` is false; a ``ValueError``.
+            BadInput: If the class has a module extension, and ``overwrite`` is false; a ``ValueError``.
         """
         keep_calls()
         if module in self.module_extensions and not overwrite:
@@ -222,7 +224,7 @@ class BackpropExtension(_KeepsCalls):
         """Return the module extension for a module; ``None`` if its class has none.
 
         Raises:
-            Unsupported: If its class has none, and the fail mode makes this an error.
+            Unsupported: If its class has none, and the fail mode is ``"ERROR"``.
         """
         extension = self.module_extensions.get(type(module))
         if extension is not None or self._fail_mode == FAIL_SILENT:
@@ -255,12 +257,12 @@ class BackpropExtension(_KeepsCalls):
         """Save a value on a parameter, once in each pass.
 
         Raises:
-            PackpropError: If another module has saved one on it in the same pass.
+            PackpropError: If another module has saved a value on it in the same pass.
         """
         saved = self.__dict__.setdefault("_saved", [])
         if any(parameter is other for other, _ in saved):
             raise PackpropError(
-                f"{type(self).__name__}, which saves to {self.savefield!r}, has a value for a parameter.",
+                f"{type(self).__name__}, which saves to {self.savefield!r}, was to save a value.",
                 where,
                 "another module has the same parameter and has saved a value on it, which this would replace",
                 "leave one of the modules out, or ask for an extension of packprop, which joins all uses",
@@ -283,7 +285,7 @@ class FirstOrderBackpropExtension(BackpropExtension):
 
 
 class SecondOrderBackpropExtension(BackpropExtension):
-    """An extension that propagates something back, or reads columns of the GGN's root."""
+    """An extension that propagates its own quantity back, or reads columns of the GGN's root."""
 
     def expects_backpropagation_quantities(self) -> bool:
         """Return true: more than the gradient is propagated back."""

@@ -1,4 +1,4 @@
-"""A call of the checked function, which can be made for some of its samples only."""
+"""A call of the checked function, for all of its samples or for one alone."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Example:
     Args:
         function: The function.
         tensors: All tensors among the arguments, parameters included, in order.
-        names: Their names.
-        axes: The axis of the samples on each of them; ``None`` if it holds none.
-        build: Makes the arguments with other tensors in place of these.
+        names: The names of these tensors.
+        axes: The axis that holds the samples in each tensor; ``None`` for a tensor without samples.
+        build: Makes the arguments from a replacement for each tensor.
         samples: Number of samples.
         layouts: The layouts of the outputs.
     """
@@ -54,12 +54,12 @@ class Example:
         return {name: parameter for parameter, name in named.items()}
 
     def outputs(self, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Return the outputs of the function, as far as they require a gradient."""
+        """Return the outputs of the function that require a gradient."""
         args, kwargs = self.build(self.tensors if tensors is None else tensors)
         return differentiable(self.function(*args, **kwargs))
 
     def alone(self, sample: int) -> list[Tensor]:
-        """Return the tensors with one sample only."""
+        """Return the tensors, narrowed to one sample."""
         return [
             tensor if axis is None else tensor.narrow(axis, sample, 1).clone()
             for tensor, axis in zip(self.tensors, self.axes, strict=True)
@@ -73,7 +73,7 @@ def make_example(
     samples: int,
     like: Example | None = None,
 ) -> Example:
-    """Return arguments for a number of samples, with the parameters of another example if one is given."""
+    """Call ``make`` for a number of samples; take the parameters from ``like`` if it is given."""
     with fixed_random_state(seed=0 if like is None else 1):
         arguments, larger = (_split(make(count)) for count in (samples, samples + 1))
     given, grown = list(tensors_in(arguments)), list(tensors_in(larger))
@@ -115,14 +115,14 @@ def make_example(
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return the name of a function, as users know it."""
+    """Return the name of a function; ``MyFunction.apply`` includes its class."""
     owner = _class_of(function)
     name = getattr(function, "__name__", function)
     return str(name) if owner is None else f"{owner.__name__}.{name}"
 
 
 def _class_of(function: Callable[..., Any]) -> type[torch.autograd.Function] | None:
-    """Return the class of a function that is the ``apply`` of one."""
+    """Return the ``autograd.Function`` class that ``apply`` belongs to; ``None`` for other functions."""
     owner = getattr(function, "__self__", None)
     return owner if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) else None
 

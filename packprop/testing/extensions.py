@@ -20,30 +20,32 @@ def check_extension(
     on: Parts | None = None,
     tolerance: float = TOLERANCE,
 ) -> Report:
-    """Check that an extension obeys the laws, and its values against a function of per-sample gradients.
+    """Check that an extension obeys the laws, and compare it with a function of per-sample gradients.
 
     The laws: the extension saves a value on every parameter; the value does not depend on how many samples or
-    columns go at once; a second pass overwrites it; it scales with the loss as the rows' ``degree`` says;
-    batches of a data set merge to the value of one batch; ``subsampling``, if it is an argument, means some
-    samples in their order.
+    columns packprop takes at once; a second pass overwrites it; it scales with the loss as the rows' ``degree``
+    says; batches of a data set merge to the value of one batch; ``subsampling``, if the extension has this
+    argument, picks samples in the given order.
 
     Args:
-        extension: An instance. The check makes its draws repeatable; give several draws, so that there are
+        extension: An instance. The check makes its draws repeatable; ask for several draws, so that there are
             columns to merge.
         reference: A function from per-sample gradients ``[v, n, *p]`` of one parameter to the value.
-            v is 1 for the gradient, else the number of columns of the root of the loss's Hessian, or
-            of draws. It gets one such tensor for each different seed of the rows, except for inputs.
-            The check also compares its derivatives with those under ``create_graph=True``.
-        on: ``(model, loss, inputs, targets)``, small, to test on; by default three small problems
+            v is 1 for the gradient, otherwise the number of columns of the root of the loss's Hessian, or
+            of draws. The function gets one such tensor for each different seed of the rows, except for
+            inputs. The check also compares its derivatives with those of the extension under
+            ``create_graph=True``.
+        on: A small problem to test on, ``(model, loss, inputs, targets)``; by default three small problems
             that have every structure, 1 and 4 samples, mean and sum.
         tolerance: Largest relative error allowed.
 
     Returns:
-        The report of all comparisons; prints.
+        The report of all comparisons, which you can print.
 
     Raises:
         CheckFailed: An ``AssertionError`` that names law, parameter and largest relative error.
-        BadInput: For anything that is no instance of an extension, or a ``savefield`` that every tensor has.
+        BadInput: If ``extension`` is no instance of an extension, if every tensor has an attribute named as its
+            ``savefield``, or if ``on`` has no samples or a loss that is not one number.
     """
     check_extensions("check_extension(...) was called.", extension)
     ledger = Ledger(f"check_extension({extension.name})", tolerance)

@@ -10,7 +10,7 @@ from packprop.testing.example import Example
 
 
 class Host(nn.Module):
-    """A model that calls a function on each of some examples; all its outputs have the samples in front.
+    """A model that calls a function on several examples, and moves samples to the front of all outputs.
 
     Args:
         examples: Calls of one function with the same parameters.

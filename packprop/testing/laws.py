@@ -24,7 +24,7 @@ ALL_COLUMNS = 10**6
 """More columns than any check has."""
 
 FACTOR = 3.0
-"""The factor on the loss."""
+"""The factor by which one of the laws multiplies the loss."""
 
 
 def check_laws(ledger: Ledger, problem: Problem, extension: Extension) -> None:
@@ -42,7 +42,7 @@ def check_laws(ledger: Ledger, problem: Problem, extension: Extension) -> None:
             results = observed(problem, extension, at_once)
         except PackpropError:
             raise
-        except RuntimeError as error:  # parts of shapes that cannot be added
+        except RuntimeError as error:  # the parts have shapes that cannot be added
             where = f"{extension.name} of a parameter, {how}"
             raise ledger.failed(law, where, f"parts do not merge: {error}") from error
         ledger.same(law, finished(extension, results, samples), value, how)
@@ -80,7 +80,7 @@ def require_all(ledger: Ledger, extension: Extension, value: Named, loops: Loops
 
 
 def _check_batches(ledger: Ledger, problem: Problem, extension: Extension, value: Named) -> None:
-    """Compare two batches of a data set, of different size, with one."""
+    """Compare the merged value of two batches of different sizes with the value of one batch."""
     single = any(row.whole or row.seed.mc_samples is not None for row in extension.rows)
     cut = problem.samples - 1
     batches = problem.batches(cut)
@@ -95,12 +95,12 @@ def _check_batches(ledger: Ledger, problem: Problem, extension: Extension, value
 
 
 def _check_subsampling(ledger: Ledger, problem: Problem, extension: Extension, value: Named) -> None:
-    """Compare all samples in order with the whole value, and some with the merged results of each."""
+    """Compare a list of all samples with the whole value, and a list of two with their merged results."""
     law, every = "subsampling", list(range(problem.samples))
     listed = subsampled(extension, every)
     value_of_all = finished(listed, observed(problem, listed, (2, 1)), len(every))
     ledger.same(law, value_of_all, value, "all samples")
-    # rows after others: the results of some samples have a basis of their own
+    # after a second pass, each choice of samples has a basis of its own: its results do not merge with others
     if problem.samples < 3 or any(row.whole or row.after is not None for row in extension.rows):
         return
     chosen = [2, 0]

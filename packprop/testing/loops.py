@@ -26,7 +26,7 @@ def layouts_of(asked: str, wholes: Sequence[Tensor], singles: Sequence[Sequence[
     """Find where outputs of the whole batch hold the outputs of single samples, by their values.
 
     Raises:
-        CheckFailed: If an output of the batch holds other values than those of the samples alone.
+        CheckFailed: If an output of the batch differs from the outputs of the samples alone.
     """
     layouts = []
     for index, whole in enumerate(wholes):
@@ -59,7 +59,7 @@ class Loops:
 
     Args:
         problem: The model, loss and batch.
-        ledger: Errors name its subject.
+        ledger: The ledger whose subject errors name.
         create_graph: Make results differentiable.
     """
 
@@ -91,7 +91,7 @@ class Loops:
         return list(self.gradient)
 
     def by_sample(self, tensors: Sequence[Tensor], skip: int = 0) -> Tensor:
-        """Join tensors shaped like the outputs, side by side: ``[*skipped, n, c]``."""
+        """Flatten tensors shaped like the outputs, and join them for each sample: ``[*skipped, n, c]``."""
         pairs = zip(self.layouts, tensors, strict=True)
         fronts = [layout.to_front(tensor, skip) for layout, tensor in pairs]
         return torch.cat([front.reshape(*front.shape[: skip + 1], -1) for front in fronts], skip + 1)
@@ -171,7 +171,7 @@ def gradients_in(
     seeds: Sequence[Tensor] | None = None,
     create_graph: bool = False,
 ) -> list[Tensor]:
-    """Return ``J^T u`` for seeds u, or 1, at the outputs; zeros for inputs that no output depends on."""
+    """Return ``J^T u`` for seeds u at the outputs (default: 1); zeros for inputs that no output depends on."""
     gradients = torch.autograd.grad(
         outputs,
         inputs,
@@ -185,5 +185,5 @@ def gradients_in(
 
 
 def strided(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return gradients without sparse ones."""
+    """Return gradients, the sparse ones made dense."""
     return [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]

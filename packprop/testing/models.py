@@ -1,4 +1,4 @@
-"""``check_model``: a model and its loss, every value against loops over samples."""
+"""``check_model``: compare the values of a model and its loss with loops over samples."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ FIRST_ORDER: dict[type[Extension], Callable[[Tensor], Tensor]] = {
     catalogue.Variance: lambda rows: rows.var(0, correction=0),
     catalogue.BatchDotGrad: lambda rows: _flat(rows) @ _flat(rows).T,
 }
-"""A function from gradients of single samples ``[n, *p]`` to values."""
+"""For each extension, a function from gradients of single samples ``[n, *p]`` to its value."""
 DIAGONALS: dict[type[Extension], Callable[[Tensor], Tensor]] = {
     catalogue.DiagGGNExact: lambda diagonals: diagonals.sum(0),
     catalogue.BatchDiagGGNExact: lambda diagonals: diagonals,
 }
-"""A function from GGN diagonals of single samples ``[n, *p]`` to values."""
+"""For each extension, a function from GGN diagonals of single samples ``[n, *p]`` to its value."""
 DRAWS = 4096
 """The number of Monte Carlo draws to compare with the Hessian."""
 DEVIATIONS = 6.0
-"""A second moment of draws may be off by this many standard errors and 1 % of the largest entry."""
+"""A second moment of draws may be off by this many standard errors plus 1 % of the largest entry."""
 
 
 def check_model(
@@ -56,30 +56,29 @@ def check_model(
 ) -> Report:
     """Compare values of a model's parameters with loops over samples, in double precision.
 
-    The check works on copies, and changes nothing of yours. Time grows with samples times outputs of the model.
-    An extension without a known loop is tested by the laws of ``check_extension``. By default the check also
-    compares the loss's Monte Carlo draws with its Hessian: within six standard errors.
+    The check works on copies, and does not change your model or data. Its time grows with the number of samples
+    times the number of outputs. It tests an extension without a known loop by the laws of ``check_extension``.
+    By default it also compares the loss's Monte Carlo draws with its Hessian: they may differ by six standard
+    errors plus 1 % of the largest entry.
 
     Args:
         model: The model, in the mode in which you use it.
-        loss: ``loss(model(inputs), targets)``, one number: a module, or a function of torch's
-            losses.
+        loss: A module, or a function that calls torch's losses. ``loss(model(inputs), targets)`` is one number.
         inputs: A few samples: a tensor, a tuple or dictionary of arguments, or an object.
         targets: The loss's arguments beside the model's outputs.
-        extensions: What to compare; by default all of first order and, unless the engine refuses
-            them, exact GGNs.
-        axis: The axis of the samples on tensors among the inputs. Declare the axis of the loss's arguments as
-            everywhere: ``extend(model, sample_axis=...)``.
-        singles: The inputs of each sample alone, if the samples are no rows of the inputs, as those of a batch
-            of graphs: ``[Batch.from_data_list([graph]) for graph in graphs]``.
+        extensions: The extensions to compare; by default those of first order and, unless the engine refuses
+            them, those of the exact GGN.
+        axis: The axis that holds the samples in the tensors of ``inputs``. As everywhere, declare the axis of
+            the loss's arguments by ``extend(model, sample_axis=...)``.
+        singles: The inputs of each sample alone, if the samples are no rows of the inputs, as in a batch of
+            graphs: ``[Batch.from_data_list([graph]) for graph in graphs]``.
         tolerance: Largest relative error allowed.
 
     Returns:
-        The report of all comparisons, with everything left out in its notes; prints.
+        The report of all comparisons, which you can print. Its notes name everything that was left out.
 
     Raises:
-        CheckFailed: An ``AssertionError`` that names extension, parameter and largest relative
-            error.
+        CheckFailed: An ``AssertionError`` that names extension, parameter and largest relative error.
         PackpropError: If the engine itself refuses the model.
     """
     ledger = Ledger(f"check_model({type(model).__name__})", tolerance)
@@ -101,14 +100,14 @@ def check_model(
 
 
 def require_samples(ledger: Ledger, problem: Problem, graph: Graph) -> None:
-    """Raise if the engine finds another number of samples."""
+    """Raise ``CheckFailed`` if the engine finds another number of samples."""
     if graph.samples != problem.samples:
         raise CheckFailed(
             f"{ledger.subject}: numbers of samples were compared.",
             f"inputs with {problem.samples} samples on axis {problem.axis}",
             f"the engine takes them for {graph.samples} samples",
-            "sample n is row n of what the loss takes: extend(model, sample_axis=...) says on which axis; give "
-            "the inputs of each sample alone, singles=[...], where they are no rows of the inputs",
+            "sample n is row n of what the loss takes: declare its axis by extend(model, sample_axis=...); if "
+            "samples are no rows of the inputs, give the inputs of each sample alone, singles=[...]",
         )
 
 

@@ -25,7 +25,7 @@ from packprop.types import Extension, Seed
 
 @contextlib.contextmanager
 def same_draws(extension: Extension) -> Iterator[None]:
-    """Make an extension draw the same numbers inside, every time."""
+    """Make an extension draw the same numbers each time that this context is entered."""
     generators = [row.seed.generator for row in extension.rows if row.seed.generator is not None]
     states = [generator.get_state() for generator in generators]
     with fixed_random_state():
@@ -46,7 +46,7 @@ def graph_of(loss: Tensor) -> Graph:
 def observed(
     problem: Problem, extension: Extension, at_once: tuple[int, int | None], factor: float = 1.0
 ) -> dict[str, list[Any]]:
-    """Return merged results of each row, not finished; take ``at_once`` samples and columns at once."""
+    """Return the merged results of each row, not finished, from chunks of ``at_once`` samples and columns."""
     merged: dict[str, list[Any]] = {}
     names = {id(parameter): name for name, parameter in problem.parameters.items()}
     loss, _ = problem.forward()
@@ -65,7 +65,7 @@ def observed(
 
 
 def finished(extension: Extension, results: dict[str, list[Any]], samples: int) -> Named:
-    """Return values from copies of results: ``finish`` may change them, which another law refuses."""
+    """Finish copies of the results: only the law "overwritten" should fail if ``finish`` changes them."""
     fresh = copy.deepcopy(results)
     return {name: extension.finish(values, samples) for name, values in fresh.items()}
 
@@ -104,7 +104,7 @@ def columns_at_outputs(
 
 
 def takes_subsampling(extension: Extension) -> bool:
-    """Tell whether it is an argument of the extension, and was not given."""
+    """Tell whether the extension takes ``subsampling`` as an argument, and this one has none."""
     known = "subsampling" in inspect.signature(type(extension)).parameters
     return known and extension.subsampling is None
 

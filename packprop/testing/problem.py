@@ -26,7 +26,7 @@ def double_precision() -> Iterator[None]:
     """Set double precision and a fixed random state inside; restore both afterwards."""
     before = torch.get_default_dtype()
     with fixed_random_state(), torch.enable_grad(), warnings.catch_warnings():
-        # it warns of a cycle between parameters and gradients: these are copies, which die with the check
+        # PyTorch warns of a cycle of parameters and gradients: these are copies, which die with the check
         warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph=True")
         torch.set_default_dtype(torch.float64)
         try:
@@ -37,7 +37,7 @@ def double_precision() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fixed_random_state(seed: int = 0) -> Iterator[None]:
-    """Draw the same numbers whenever it is entered, and leave the random state alone."""
+    """Start from the same random state each time that this context is entered, and restore yours afterwards."""
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield
@@ -54,7 +54,7 @@ class Problem:
         targets: The loss's arguments beside the outputs.
         samples: Number of samples in the batch.
         axis: The axis of the samples.
-        singles: The inputs of each sample alone; if there are none, they are rows of ``inputs``.
+        singles: The inputs of each sample alone; empty if the samples are rows of ``inputs``.
     """
 
     model: nn.Module
@@ -67,7 +67,7 @@ class Problem:
 
     @classmethod
     def of(cls, parts: Parts, axis: int = 0, singles: Sequence[Any] = ()) -> Problem:
-        """Copy the user's arguments; ``axis`` is the axis of the samples, if they are not ``singles``."""
+        """Copy the user's arguments; ``axis`` holds the samples of ``inputs`` unless ``singles`` are given."""
         model, loss = parts[:2]
         inputs, targets = _widened(parts[2:])
         # tensors that a hook computes before each call (old weight_norm, pruning) refuse to be copied
@@ -95,17 +95,17 @@ class Problem:
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
-        """The trainable parameters, each once."""
+        """The trainable parameters by name, each once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def take(self, start: int, stop: int) -> Any:
-        """Return some samples of the inputs; pass tensors that do not hold all samples whole."""
+        """Return some samples of the inputs; tensors that do not hold all samples stay whole."""
         if self.singles and stop == start + 1:
             return self.singles[start]
         return _narrowed(self.inputs, self.axis, self.samples, start, stop)
 
     def batches(self, cut: int) -> list[tuple[Any, Any]] | None:
-        """Cut the batch in two, if all tensors hold the samples on axis 0."""
+        """Cut the batch in two; return ``None`` if a tensor does not hold the samples on axis 0."""
         values = list(tensors_in((self.inputs, self.targets)))
         if self.singles or self.axis != 0 or any(t.dim() == 0 or t.shape[0] != self.samples for t in values):
             return None
@@ -114,7 +114,7 @@ class Problem:
         return [_narrowed(both, 0, self.samples, start, stop) for start, stop in spans]
 
     def forward(self) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss and the model's outputs, recorded as users record them."""
+        """Return the loss and the outputs that require a gradient, recorded by ``extend`` or ``record``."""
         extend(self.model)
         is_module = isinstance(self.loss, nn.Module)
         if isinstance(self.loss, nn.Module):

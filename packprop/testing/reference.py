@@ -23,11 +23,11 @@ from packprop.testing.report import Ledger, Named
 from packprop.types import INPUTS, Extension
 
 Reference = Callable[..., Any]
-"""A function from per-sample gradients ``[v, n, *p]`` of one parameter, one for each seed, to its value."""
+"""A function from per-sample gradients ``[v, n, *p]`` of one parameter, a tensor per seed, to its value."""
 
 
 def check_reference(ledger: Ledger, problem: Problem, extension: Extension, reference: Reference) -> None:
-    """Compare values, values of some samples, and derivatives with a function of the user's."""
+    """Compare values, values of some samples, and derivatives with those of the user's function."""
     gradients = _per_sample(ledger, problem, extension, create_graph=False)
     chosen = extension.subsampling
 
@@ -49,7 +49,7 @@ def check_reference(ledger: Ledger, problem: Problem, extension: Extension, refe
         return
     own = _slopes(problem, saved(problem, extension, create_graph=True))
     if own is None:
-        why = "as far as autograd knows, the values depend on no parameter"
+        why = "autograd finds no parameter that the values depend on"
         raise ledger.failed("differentiable", "all parameters", why)
     ledger.same("differentiable", own, slopes, "gradient of a weighted sum of all values")
 
@@ -80,7 +80,7 @@ def _per_sample(
 
 
 def _slopes(problem: Problem, values: Named) -> Named | None:
-    """Return the gradient of a fixed weighted sum of all values."""
+    """Return the gradient of a fixed weighted sum of all values; ``None`` if the sum has no graph."""
     total: Tensor | float = 0.0
     generator = torch.Generator().manual_seed(1)
     for name in sorted(values):

@@ -1,4 +1,4 @@
-"""Comparison of values by parameter name, and the report of agreements and failures."""
+"""Comparison of values by parameter name, the report of those that agree, and the error for others."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from packprop.engine.tensors import plain_text, tensors_in
 from packprop.errors import PackpropError
 
 TOLERANCE = 1e-10
-"""The largest relative error that a check allows."""
+"""The largest relative error that a check allows by default."""
 
 FLOOR = 1e-4
-"""Errors of small values are relative to this part of the largest value of all parameters."""
+"""The least scale of a relative error, as a part of the largest value of all parameters."""
 
 Named = dict[str, Any]
 """Values by parameter name."""
 
 
 class CheckFailed(PackpropError, AssertionError):
-    """Raised if two computations of one number disagree; ``error`` is the largest relative error."""
+    """Raised if a check fails; ``error`` is the largest relative error, infinite if there is no number."""
 
     def __init__(self, asked: str, where: str, why: str, instead: str, error: float = math.inf) -> None:
         super().__init__(asked, where, why, instead)
@@ -57,8 +57,8 @@ class Report:
     """The comparisons of a check; prints as a table with one row for each law.
 
     Args:
-        subject: The checked thing.
-        comparisons: All of them.
+        subject: The name of the check and of the checked object, as in ``check_use(gelu)``.
+        comparisons: The comparisons, all of which agreed.
         structures: The structure of each parameter, for ``check_use``.
         notes: Everything that was left out, and why.
     """
@@ -96,18 +96,18 @@ HINTS = {
     "the fallback": "look at the rule first: the fallback agrees with the loop over samples",
     "the fallback and the loop": "let the function give the same value whenever it is called",
     "fast statistics": "let the structure describe the whole use: fold may only rearrange entries",
-    "inputs alone": "let a structure made without a cotangent hold the inputs of one made with it",
+    "inputs alone": "let a structure without a cotangent hold the same inputs as one with a cotangent",
     "saved on every parameter": "let finish() return a value wherever there are results",
     "chunks of samples": "give the row the over_n that joins parts of a batch, or whole=True",
     "columns at once": "give the row the over_v that joins columns, and let the statistic do the "
     "same over its axis v",
     "overwritten": "let the statistic and finish() keep nothing, and change nothing in place",
-    "scales with the loss": "give the row the degree in which its statistic grows with the loss: "
+    "scales with the loss": "give the row the degree with which its statistic grows with the loss: "
     "2 for squares of gradients, 1 for squares of columns",
     "batches of a data set": "let over_n and degree make one value of several batches; finish() "
     "gets the number of all samples",
     "subsampling": "let the value depend on the chosen samples alone, in their order",
-    "reference": "find out which of the two is what was meant",
+    "reference": "find out which of the two computes what you meant",
     "differentiable": "use torch functions alone: no detach(), .data, item() or in-place changes",
 }
 """Advice for each broken law."""
@@ -115,7 +115,7 @@ HINTS = {
 
 @dataclass
 class Ledger:
-    """Compares values, and keeps a list of agreements."""
+    """Compares values, and keeps a list of the comparisons that agreed."""
 
     subject: str
     tolerance: float
@@ -132,7 +132,7 @@ class Ledger:
         """Compare values by parameter name with the expected ones.
 
         Raises:
-            CheckFailed: If one is missing, has another shape, or is off by more than the tolerance.
+            CheckFailed: If a value is missing, has another shape, or is off by more than the tolerance.
         """
         flat = {name: numbers(value) for name, value in expected.items()}
         sizes = [t.abs().amax().item() for ts in flat.values() for t in ts if t.numel()]
@@ -158,7 +158,7 @@ class Ledger:
 
     def failed(self, law: str, where: str, why: str, error: float = math.inf) -> CheckFailed:
         """Make the error that says which law is broken where, and what to do."""
-        hint = HINTS.get(law, "compare on a smaller model, and report what is left as a bug")
+        hint = HINTS.get(law, "repeat the check on a smaller model, and report the difference as a bug")
         return CheckFailed(f"{self.subject}: {law} was compared.", where, why, hint, error)
 
 

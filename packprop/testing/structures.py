@@ -1,4 +1,4 @@
-"""The structures that rules build against loops over samples, and against the fallback."""
+"""Comparison of the structures that rules build with loops over samples, and with the fallback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from packprop.testing.problem import Problem
 from packprop.testing.report import Ledger
 
 Arrived = list[list[Tensor | None]]
-"""For each use the cotangents at its outputs."""
+"""The cotangents at the outputs of each use; ``None`` for an output that no cotangent reaches."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Swept:
 
     Args:
         uses: The uses.
-        arrived: What arrives at each of them.
-        layouts: Where the outputs of each hold the samples.
+        arrived: The cotangents that arrive at the outputs of each use.
+        layouts: The layouts of the outputs of each use.
         columns: The number of columns, v.
     """
 
@@ -41,7 +41,7 @@ class Swept:
     columns: int
 
     def sites(self, leaf: Tensor, *, by_rule: bool) -> list[tuple[Site, int]]:
-        """Return the sites of a leaf at uses that something arrives at, with the numbers of the uses."""
+        """Return the sites of a leaf at uses that a cotangent reaches, each with the number of its use."""
         found: list[tuple[Site, int]] = []
         for number, use in enumerate(self.uses):
             if all(cotangent is None for cotangent in self.arrived[number]):
@@ -57,7 +57,7 @@ class Swept:
     def structure(
         self, sites: Sequence[tuple[Site, int]], chosen: slice | Tensor, *, inputs_only: bool = False
     ) -> Structure:
-        """The structure of a leaf for some samples."""
+        """Join the structures of a leaf's sites, for some samples."""
         made = []
         for site, number in sites:
             cotangents = self.arrived[number]
@@ -70,10 +70,10 @@ def check_structures(ledger: Ledger, problem: Problem, graph: Graph, outputs: Se
     """Compare every entry, for random cotangents, with loops over samples and with the fallback.
 
     Args:
-        ledger: Keeps what agreed.
+        ledger: Keeps the comparisons.
         problem: A model whose outputs have the samples in front.
         graph: The graph of its loss, with its samples located.
-        outputs: Its outputs in this graph.
+        outputs: The model's outputs in this graph.
     """
     loops = Loops(problem, ledger)
     for columns, reached in itertools.product((1, 2), _choices(len(outputs))):
@@ -95,7 +95,7 @@ def check_structures(ledger: Ledger, problem: Problem, graph: Graph, outputs: Se
 
 
 def _choices(outputs: int) -> list[list[bool]]:
-    """Return choices of outputs: all of them, and each of several alone."""
+    """Return the choices of outputs to feed: all of them, and, if there are several, each alone."""
     alone = [[place == only for place in range(outputs)] for only in range(outputs)]
     return [[True] * outputs, *(alone if outputs > 1 else [])]
 
@@ -138,9 +138,10 @@ def _check_structure(
 def _possible_layouts(
     graph: Graph,
 ) -> Iterator[tuple[list[list[Layout]], Callable[[Tensor], Tensor] | None]]:
-    """Yield layouts of the uses: the real ones, and, if possible, those with two rows as one sample.
+    """Yield layouts of the uses: the real ones, and, if possible, layouts that take two rows as one sample.
 
-    The others come with a function that makes gradients of pairs ``[v, n, *p]`` of those of single samples.
+    Each of the latter comes with a function that turns gradients of single rows ``[v, n, *p]`` into those of
+    pairs.
     """
     yield [use.layouts for use in graph.uses], None
     half, left = divmod(graph.samples, 2)

@@ -1,4 +1,4 @@
-"""``check_use``: how parameters enter a function, against one sample at a time, and against the fallback."""
+"""``check_use``: compare how parameters enter a function with loops over samples, and with the fallback."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def check_use(
     allow_fallback: bool = False,
     tolerance: float = TOLERANCE,
 ) -> Report:
-    """Compare how a function's parameters enter it with one sample at a time, and with the fallback.
+    """Compare the rules of a function's parameters with autograd on single samples, and with the fallback.
 
     The check runs the rules of all nodes that the function leaves on the graph for one column and two, for all
     samples and for some, for 1, 3 and 6 samples, with positions folded into the samples' axis, and for inputs
-    alone. It then runs a small model that calls the function once or twice, there also under
+    alone. It then runs small models that call the function once or twice, these also under
     ``create_graph=True``.
 
     Args:
@@ -41,15 +41,16 @@ def check_use(
         make: Maps a number of samples n to the arguments of one call: a tuple, or a dictionary of
             keyword arguments. Parameters are ``nn.Parameter``; tensors that hold samples have extent
             n along one axis.
-        allow_fallback: Let the fallback take parameters that no rule describes: it calls the backward of the
-            function for each sample.
+        allow_fallback: Accept parameters that no rule describes. The fallback takes them: it calls the
+            function's backward for each sample.
         tolerance: Largest relative error allowed.
 
     Returns:
-        The report of all comparisons, with the structure of each parameter; prints.
+        The report of all comparisons, with the structure of each parameter. You can print it.
 
     Raises:
-        CheckFailed: An ``AssertionError`` that names parameter, samples and largest relative error.
+        CheckFailed: An ``AssertionError`` that names parameter, samples and largest relative error, or a
+            parameter without a rule.
         BadInput: If ``make`` returns anything else.
     """
     ledger = Ledger(f"check_use({name_of(function)})", tolerance)
@@ -69,7 +70,7 @@ def check_use(
 
 
 def _require_rules(ledger: Ledger, problem: Problem, graph: Graph, allow_fallback: bool) -> None:
-    """Require a rule for each parameter."""
+    """Note the structure of each parameter; refuse one without a rule unless the fallback is allowed."""
     for label, leaf in problem.parameters.items():
         uses = [(use, site.entry) for use in graph.uses for site in use.sites if site.leaf is leaf]
         structures = dict.fromkeys(entry.structure for _, entry in uses)
@@ -85,7 +86,7 @@ def _require_rules(ledger: Ledger, problem: Problem, graph: Graph, allow_fallbac
             raise CheckFailed(
                 f"{ledger.subject}: the registered rule was looked for.",
                 f"parameter {label!r} in {use.name}",
-                "its rule says nothing of this parameter: it returned None"
+                "its rule does not describe this parameter: it returned None"
                 if is_registered
                 else "no rule is registered for it: the fallback is used",
                 "return an entry for it, or pass allow_fallback=True"

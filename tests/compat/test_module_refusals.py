@@ -30,7 +30,7 @@ def test_a_module_with_a_part_called_output() -> None:
     run(model, x, y, Fourth())
     assert model.output is part
     assert part.weight.fourth.shape == (3, 4)
-    with pytest.raises(PackpropError, match="rename the part"):
+    with pytest.raises(PackpropError, match="rename the attribute"):
         run(model, x, y, BackpropExtension("nothing", {Block: ModuleExtension()}, fail_mode="SILENT"))
 
 
@@ -96,7 +96,7 @@ def test_an_extension_without_a_method() -> None:
 
     with pytest.raises(NotImplementedError, match="def weight"):
         Incomplete(params=["weight"])
-    with pytest.warns(UserWarning, match="does not say what is propagated back"):
+    with pytest.warns(UserWarning, match=r"does not override backpropagate\(\)"):
         Incomplete().backpropagate(Fourth(), nn.Linear(1, 1), (), (), None)
 
 

@@ -174,8 +174,8 @@ def test_profiles_of_other_versions_are_refused(pair: tuple[Profile, Profile], t
     ("name", "content", "why"),
     [
         ("profile.json", "{", "it cannot be read"),
-        ("profile.json", "[]", "it is not that of a profile"),
-        ("profile.json", '{"format": 3}', "it is not that of a profile"),
+        ("profile.json", "[]", "it is not the file of a profile"),
+        ("profile.json", '{"format": 3}', "it is not the file of a profile"),
         ("profile.safetensors", "no", "it cannot be read"),
         ("profile.safetensors", None, "profile.safetensors cannot be found in it"),
     ],

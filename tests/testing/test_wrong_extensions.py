@@ -105,7 +105,7 @@ WRONG_EXTENSIONS: dict[str, tuple[Callable[[], Extension], Any, str, str]] = {
         lambda: made(lambda s: s.rows.detach().abs().sum((0, 1))),
         lambda rows: rows.abs().sum((0, 1)),
         "differentiable",
-        "depend on no parameter",
+        "no parameter that the values depend on",
     ),
     "detached in part": (
         lambda: made(lambda s: (s.rows.detach() * s.rows).sum((0, 1)), degree=2),

@@ -76,7 +76,7 @@ WRONG_RULES = {
     ),
     "describes nothing": (
         lambda call: None,
-        ("the registered rule", "says nothing of this parameter", "parameter 'weight' in GateBackward"),
+        ("the registered rule", "does not describe this parameter", "parameter 'weight' in GateBackward"),
     ),
 }
 

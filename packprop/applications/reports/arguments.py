@@ -39,7 +39,7 @@ in
 out
   a table on standard output, {WIDTH} columns wide, one row for each layer (module with trainable
   parameters; weight and bias together) and one for all:
-    parameters         number of trainable ones
+    parameters         number of trainable parameters
     grad norm          norm of the gradient of the mean loss over all samples
     sample median, 95% norm of the gradient of a sample's own loss: median and 95th percentile
     grad SNR           |mean gradient|^2 / trace of the covariance of the samples' gradients; its
@@ -134,7 +134,7 @@ def _add_profile(commands: Commands) -> None:
         "--output",
         metavar="DIR",
         default=OUTPUT,
-        help="folder for the files, made if missing; older ones are replaced (default: %(default)s)",
+        help="folder for the files, made if missing; older files are replaced (default: %(default)s)",
     )
     add(
         "--mc-samples",
@@ -147,7 +147,7 @@ def _add_profile(commands: Commands) -> None:
         "--exact",
         action=argparse.BooleanOptionalAction,
         help="compute the exact GGN trace, a backward pass for each output of a sample (default: "
-        f"if these are at most {EXACT_OUTPUTS})",
+        f"if a sample has at most {EXACT_OUTPUTS} outputs)",
     )
     curvature = "compute GGN trace and Kronecker factors; losses without curvature need --no-curvature"
     add_switch(command, "--curvature", curvature)
@@ -215,7 +215,7 @@ def _add_profile(commands: Commands) -> None:
 def _add_compare(commands: Commands) -> None:
     command = new_command(commands, "compare", "two profiles side by side", COMPARE, EXIT_STATUS)
     command.add_argument("first", metavar="A", help="folder of a profile")
-    command.add_argument("second", metavar="B", help="folder of another one")
+    command.add_argument("second", metavar="B", help="folder of another profile")
     command.add_argument("--html", metavar="FILE", help=f"also write a page; needs {INSTALL}")
     add_output_options(command, "the comparison")
 
@@ -224,7 +224,7 @@ def _add_page(commands: Commands) -> None:
     command = new_command(commands, "page", "the page of a saved profile", PAGE, EXIT_STATUS)
     command.add_argument("folder", metavar="DIR", help="folder of a profile, or the file of a monitor")
     command.add_argument(
-        "--output", metavar="FILE", help="the file of the page (default: DIR/profile.html; of a file: its name)"
+        "--output", metavar="FILE", help="the file of the page (default: DIR/profile.html; for x.jsonl: x.html)"
     )
     add_debug(command)
 

@@ -38,7 +38,7 @@ from packprop.engine.memory import byte_text, resident_peak
 from packprop.errors import PackpropError
 
 NOT_FINITE = 3
-"""The exit status of a profile of a loss, or a gradient, that is NaN or infinite."""
+"""The exit status of a profile whose loss or gradient is NaN or infinite."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,7 +97,7 @@ def _page(options: argparse.Namespace) -> None:
 
 
 def _joined() -> int:
-    """Return this process's rank among those of ``torchrun``, which it joins; 0 for one alone."""
+    """Join the processes of ``torchrun``, and return this one's rank; return 0 for a single process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not torch.distributed.is_available():
         return 0
     if not torch.distributed.is_initialized():
@@ -107,7 +107,7 @@ def _joined() -> int:
 
 def _profile(options: argparse.Namespace) -> int:
     started = time.perf_counter()
-    # refuse whatever can be refused before the factory runs, which may take long
+    # refuse wrong arguments before the factory runs, which may take long
     check_folder(options.output)
     if options.resume is not None:
         require_checkpoint(ASKED, f"--resume {options.resume}", options.resume)
@@ -142,7 +142,7 @@ def _profile(options: argparse.Namespace) -> int:
 
 
 def _profiled(options: argparse.Namespace, device: torch.device | None, with_page: bool) -> Profile | None:
-    """Make the profile; return ``None`` on ranks that another one speaks for."""
+    """Make the profile; return ``None`` on all ranks but the first, which prints and saves it."""
     factory = None if options.factory is None else load_factory(options.factory)
     decode = None if options.decode is None else load_factory(options.decode, argument="--decode")
     threads = options.threads or (1 if factory is None else None)

@@ -1,4 +1,4 @@
-"""Parts that the commands of the command line share: their making, their options, the printing of results."""
+"""Functions that all commands use: they make a command, add its options, and print its result."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def new_command(
     """Make a command whose description and epilog print as they are written.
 
     Args:
-        commands: The commands to add it to.
-        name: Its name on the command line.
+        commands: The commands to add the new command to.
+        name: The name of the command.
         summary: One line in the list of commands.
-        description: The text before its arguments in its help.
-        epilog: The text after them.
+        description: The text before the arguments in the command's help.
+        epilog: The text after the arguments.
     """
     return commands.add_parser(
         name,

@@ -42,7 +42,7 @@ FAMILIES: dict[str, Callable[[set[Seed]], bool]] = {
     "products": lambda seeds: seeds == {GRAPH},
     "others": lambda seeds: True,
 }
-"""The seeds of each family's extensions; an extension belongs to the first family that fits."""
+"""For each family, a test of an extension's seeds; an extension belongs to the first family that fits."""
 
 ANY_LOSS = ("gradients of samples", "Hessian diagonals", "Jacobians")
 """Families that need nothing from the loss."""
@@ -55,7 +55,7 @@ def coverage(model: nn.Module, batch: Any) -> Coverage:
 
     It makes one forward pass in the model's own mode. Unless the model returns a loss, it takes a squared
     error on its outputs. It restores buffers, attributes and the random state, and extends the model for
-    this pass only. The user's own forward hooks do run.
+    this pass only. Your own forward hooks run.
 
     Args:
         model: Any module; you need not extend it.
@@ -64,7 +64,7 @@ def coverage(model: nn.Module, batch: Any) -> Coverage:
             ignored.
 
     Returns:
-        A value that prints.
+        The facts about the model, which you can print.
 
     Raises:
         BadInput: If ``model`` is no module or not initialised, or ``batch`` has another form.
@@ -94,7 +94,7 @@ def _inputs_of(batch: Any) -> Any:
     raise BadInput(
         ASKED,
         f"batch of type {type(batch).__name__}{size}",
-        "it is not clear what of it goes into the model",
+        "packprop cannot tell which part of it goes into the model",
         "give (inputs, targets), or inputs alone: a tensor, a dictionary of arguments or an object; several "
         "positional inputs as ((a, b), targets)",
     )
@@ -143,7 +143,7 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
 
 
 def _walked(values: Sequence[Tensor]) -> tuple[Graph | None, PackpropError | None]:
-    """Return the graph of some losses, and the reason to refuse a backward pass with extensions."""
+    """Return the graph of some losses, and the error that refuses extensions; ``None`` for either if absent."""
     graph = None
     if not values:
         return None, None
@@ -156,7 +156,7 @@ def _walked(values: Sequence[Tensor]) -> tuple[Graph | None, PackpropError | Non
 
 
 def _refused(values: Sequence[Tensor]) -> Graph | None:
-    """Return the graph of some losses whose walk was refused, if a rule refused it."""
+    """Return the graph of losses whose walk a rule refused; ``None`` if something else refused it."""
     try:
         with without_rules():
             graph = walk(values, [None] * len(values), None)
@@ -193,7 +193,7 @@ def _factors(graph: Graph) -> dict[int, str]:
 
 
 def _hessian_routes(graph: Graph) -> dict[int, str]:
-    """Return the route to each leaf's diagonal of the Hessian; none if a branch was already summed."""
+    """Return the route to each leaf's diagonal of the Hessian; no routes if a branch was already summed."""
     try:
         columns(graph, EXACT, create_graph=False)
         with_roots = True
@@ -229,9 +229,9 @@ def _families_of(
     """Return the families of the catalogue, and whether they apply.
 
     Args:
-        graph: The graph of a backward pass; none if the walk failed.
-        refusal: The reason to refuse a backward pass with any extension, if there is one.
-        own_loss: Says that the model returned a loss.
+        graph: The graph of a backward pass; ``None`` if packprop refuses it or there is none.
+        refusal: The error that refuses a backward pass with any extension, if there is one.
+        own_loss: True if the model returned a loss.
         note: A condition that holds for all families.
     """
     members: dict[str, list[str]] = {name: [] for name in FAMILIES}

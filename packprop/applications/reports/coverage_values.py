@@ -21,9 +21,9 @@ class Consumption:
     Args:
         function: The function that the graph shows, or the name of its node.
         structure: The structure of the parameter in the function; ``Dense`` if per-sample gradients are formed.
-        direct: Says that the parameter itself was its argument, not a tensor computed from it.
-        refusal: The reason why nothing can be computed for it; empty if something can.
-        fallback: Says that no rule describes the parameter: packprop calls the derivative for each sample.
+        direct: True if the function takes the parameter itself, false if a tensor computed from it.
+        refusal: The reason why packprop can compute nothing for this use; empty if it can.
+        fallback: True if no rule describes the parameter; packprop then calls the derivative for each sample.
     """
 
     function: str
@@ -42,9 +42,9 @@ class ParameterCoverage:
         aliases: Its other names.
         shape: Its shape ``[*p]``.
         layer: Class of the module that owns it.
-        trainable: Whether it requires a gradient.
-        uses: Its uses, those nearest to the output first.
-        missing: The nodes that use it where no sample can be told.
+        trainable: True if it requires a gradient.
+        uses: Its uses, the one nearest to the output first.
+        missing: The nodes that use it, and at which packprop cannot tell samples apart.
         factors: Its factors in KFAC: ``"B, A"``, or ``"B"`` for the exact block; empty if unknown.
         hessian: The route to the Hessian's diagonal, see NOTE [Hessian diagonal]: ``"swept"``, ``"output"`` or
             ``"parameter"``; ``"refused"`` if PyTorch has no second derivative, or a wrong one; empty if
@@ -87,10 +87,10 @@ class Family:
     """Extensions with the same seeds.
 
     Args:
-        name: The quantity that they compute.
-        extensions: Their names.
-        applies: Says that they apply.
-        why: The reason why they do not, or the condition.
+        name: The quantity that the extensions compute.
+        extensions: The names of the extensions.
+        applies: True if the extensions apply to the model.
+        why: The reason why they do not apply, or the condition under which they do.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Coverage:
     """The facts of one forward pass; prints as two tables.
 
     Args:
-        parameters: By name, in the model's order.
+        parameters: The facts about each parameter by name, in the model's order.
         families: The families of the catalogue.
         samples: Number of samples in the batch; 0 if they cannot be told apart.
         mixers: Layers that mix samples.

@@ -18,10 +18,10 @@ ASKED = "packprop profile was called."
 
 
 def load_factory(name: str, asked: str = ASKED, argument: str = "FACTORY") -> Callable[..., Any]:
-    """Return the function that ``package.module:function`` names, given by this argument.
+    """Import the function that ``package.module:function`` names; errors name the ``argument`` it came in.
 
     Raises:
-        BadInput: If the name has another form, or leads to no function.
+        BadInput: If the name has another form, the import fails, or the name leads to no function.
     """
     module_name, colon, path = name.partition(":")
     where = f"{argument}, {name!r}"
@@ -74,7 +74,7 @@ def call_factory(factory: Callable[[], Any], name: str, asked: str = ASKED) -> t
     """Return the model, the loss and the data of the factory.
 
     Raises:
-        BadInput: If it fails, or returns anything but three things.
+        BadInput: If the factory fails, or returns anything but three things.
     """
     where = f"FACTORY, {name!r}"
     instead = "return model, loss, data: a module, a loss function, and a data set or batches"
@@ -95,7 +95,7 @@ def device_named(asked: str, name: str) -> torch.device:
     """Return the device of this name.
 
     Raises:
-        BadInput: If there is none that this torch can use.
+        BadInput: If torch cannot use a device of this name.
     """
     try:
         device = torch.device(name)
@@ -109,5 +109,5 @@ def device_named(asked: str, name: str) -> torch.device:
 
 
 def moved(device: torch.device | None, *parts: Any) -> list[Any]:
-    """Return modules on a device, if one was named, and everything else as it is."""
+    """Move modules to ``device``, if it is given; return everything else as it is."""
     return [part.to(device) if device is not None and isinstance(part, nn.Module) else part for part in parts]

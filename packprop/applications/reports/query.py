@@ -36,13 +36,13 @@ in
            Projected(BatchGrad(), d)
   FACTORY  names a function of yours that takes no arguments and returns three things: the model that the
            store was written with, its loss, and the queries, as data of any form that compute takes
-  FILE     what Result.save wrote, from compute with EKFAC, KFAC, KFLR or a diagonal
+  FILE     a file that Result.save wrote, from compute with EKFAC, KFAC, KFLR or a diagonal
 
 out
   tables on standard output, {WIDTH} columns wide, one for each query: products, identifiers and rows of the
   samples that help it most, and of those that harm it most. Products are those of gradients of summed
-  losses: under cross entropy, of each sample's own loss. With the curvature of a mean loss over N samples
-  product / N is, to first order, the growth of the query's loss without the sample.
+  losses: under cross entropy, of each sample's own loss. With the curvature of a mean loss over N samples,
+  product / N is, to first order, the growth of the query's loss if the sample is left out.
 """
 
 EXAMPLES = """\
@@ -96,7 +96,7 @@ def query(options: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        BadInput: For whatever is wrong with its arguments.
+        BadInput: If an argument of the command is wrong.
     """
     started = time.perf_counter()
     store = Store(options.store)

@@ -1,4 +1,4 @@
-"""KFRA and HBP: Kronecker factors of curvature averaged over samples, made of exports of the engine."""
+"""KFRA and HBP: Kronecker factors of curvature that is averaged over samples layer by layer."""
 
 from packprop.compat.averaged.extensions import BOTEV_MARTENS, CHEN, HBP, KFRA
 

@@ -27,14 +27,14 @@ BOTEV_MARTENS, CHEN = "E[J^T E(H) J]", "E(J^T) E(H) E(J)"
 
 @dataclass(frozen=True, eq=False)
 class KFRA(Factors):
-    """Kronecker factors of the GGN by averaging over samples layer by layer, ``kfra``: ``[B, A]`` or ``[B]``.
+    """Kronecker factors of the GGN, averaged over samples layer by layer, ``kfra``: ``[B, A]`` or ``[B]``.
 
-    They exist for chains of affine and elementwise layers, pooling and reshapes (Botev et al. 2017); packprop
-    refuses other graphs. Conventions and scales are those of KFAC. Both factors add up in at least float32, and
-    keep this precision.
+    The factors exist for chains of affine and elementwise layers, pooling and reshapes (Botev et al. 2017);
+    packprop refuses other graphs. Conventions and scales are those of KFAC. packprop sums both factors in at
+    least float32, and keeps this precision.
 
     Args:
-        otherwise: As for ``KFAC``, for input factors. ``B`` is always whole: the recursion needs it.
+        otherwise: As for ``KFAC``, but for input factors alone: the recursion needs the whole ``B``.
     """
 
     otherwise: Otherwise | None = None
@@ -47,7 +47,7 @@ class KFRA(Factors):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The recursion, and second moments of inputs."""
+        """The rows of the recursion, and of second moments of inputs."""
         return _averaged_rows(EXACT, "ggn", False, self.otherwise)
 
 
@@ -56,8 +56,8 @@ class HBP(Factors):
     """Hessian backpropagation with its options, ``hbp``: ``[B, A]`` or ``[B]`` (Dangel et al. 2020).
 
     With ``backprop_strategy="sqrt"`` it is KFLR (``"exact"``) or KFAC (``"sampling"``) under another name. With
-    ``"average"`` it averages one matrix over samples layer by layer, as KFRA does, and on the same graphs. Both
-    factors add up in at least float32, and keep this precision.
+    ``"average"`` it averages one matrix over samples layer by layer, as KFRA does, and on the same graphs.
+    packprop sums both factors in at least float32, and keeps this precision.
 
     Args:
         curv_type: ``"ggn"``, or with ``"average"`` also ``"hessian"``, ``"pch-abs"``, ``"pch-clip"``: these add
@@ -67,8 +67,8 @@ class HBP(Factors):
         ea_strategy: ``"E[J^T E(H) J]"``; or ``"E(J^T) E(H) E(J)"``, which averages Jacobians and inputs first.
         savefield: The attribute that the value is saved in.
         generator: Makes draws repeatable.
-        otherwise: As for ``KFAC``; with ``"average"`` for input factors: ``B`` is always whole, because the
-            recursion needs it.
+        otherwise: As for ``KFAC``; with ``"average"`` for input factors alone, because the recursion needs the
+            whole ``B``.
     """
 
     curv_type: Curvature = "ggn"
@@ -106,7 +106,7 @@ class HBP(Factors):
         return _averaged_rows(seed, self.curv_type, self.ea_strategy == CHEN, self.otherwise)
 
     def finish(self, values: list[Any], samples: int) -> list[Tensor] | None:
-        """``B``, and ``A`` from moments of the inputs."""
+        """Return ``B``, and ``A`` from moments of the inputs."""
         cotangents, inputs = values
         if self.ea_strategy == CHEN and inputs is not None and inputs.numel():
             return [cotangents, mean_product(inputs, samples)]
@@ -116,7 +116,7 @@ class HBP(Factors):
 def _averaged_rows(
     seed: Seed, curvature: Curvature, average_jacobians: bool, otherwise: Otherwise | None
 ) -> tuple[Row, ...]:
-    """The rows of both factors: the recursion, and moments of inputs."""
+    """Return the rows of both factors: the recursion, and moments of inputs."""
     factors = functools.partial(
         averaged_factors, seed=seed, curvature=curvature, average_jacobians=average_jacobians
     )

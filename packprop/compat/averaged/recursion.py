@@ -32,7 +32,7 @@ REFUSED = {
     "complex": "it takes complex numbers: their averages are not those of real entries",
     "nonlinear": "it is neither linear (by parts) nor elementwise",
 }
-"""Kinds of functions that have no place in the recursion."""
+"""Kinds of functions that the recursion cannot pass, and the reasons."""
 
 
 def averaged_factors(
@@ -43,11 +43,11 @@ def averaged_factors(
     Args:
         graph: The graph, with its samples located.
         seed: The seed of the loss's Hessian, exact or sampled.
-        curvature: Whether elementwise functions add their curvature, and the treatment of its sign.
-        average_jacobians: Whether to average Jacobians of elementwise functions instead of their products.
+        curvature: ``"ggn"`` adds no curvature of elementwise functions; others add it, and differ in its sign.
+        average_jacobians: Average Jacobians of elementwise functions instead of products of Jacobians.
 
     Raises:
-        PackpropError: If the loss is not at the end of one chain.
+        PackpropError: If the graph is not one chain of functions that the recursion can pass.
     """
     places, kinds = _chain(graph)
     (group,) = columns(graph, seed, torch.is_grad_enabled())
@@ -70,10 +70,11 @@ def averaged_factors(
 
 
 def _chain(graph: Graph) -> tuple[list[Place], list[str]]:
-    """Return the tensors from the loss's input to the output of the last use, and the functions' kinds between.
+    """Return the tensors from the loss's input to the last use's output, and the kinds of functions between.
 
     Raises:
-        PackpropError: If there are several paths, or a function on the path has no place in the recursion.
+        PackpropError: If there are several losses or paths, a function that the recursion cannot pass, or a
+            parameter with several uses or one that is not affine.
     """
     if len(graph.losses) != 1:
         raise _refused(f"{len(graph.losses)} losses", "the recursion starts from one loss")
@@ -85,7 +86,7 @@ def _chain(graph: Graph) -> tuple[list[Place], list[str]]:
                 "it is used more than once, or not by an affine function: its block is not that of one layer",
             )
     dependent = {node for use in graph.uses for node, _ in use.nodes.values()}
-    for node in graph.order:  # each after all that lie upstream of it
+    for node in graph.order:  # each node comes after the nodes upstream of it
         if any(above in dependent for above, _ in node.next_functions):
             dependent.add(node)
     edges: list[GradientEdge] = [graph.losses[0].entrance.edge]
@@ -108,7 +109,7 @@ def _chain(graph: Graph) -> tuple[list[Place], list[str]]:
         edges.append(edge)
     places = places_at(graph, edges)
     if isinstance(places, int):
-        raise _refused(edges[places].node.name(), "it is not seen where its output holds the samples")
+        raise _refused(edges[places].node.name(), "packprop cannot tell where its output holds the samples")
     return places, kinds
 
 
@@ -122,7 +123,7 @@ def _refused(where: str, why: str) -> PackpropError:
 
 
 def _below_any_function(place: Place, below: Place, matrix: Tensor) -> Tensor:
-    """Return ``1/N sum_n J_n^T M J_n`` with the Jacobian that samples share, or those from unit columns."""
+    """Return ``1/N sum_n J_n^T M J_n`` from the Jacobian that samples share, or by sweeping unit columns."""
     shared = shared_rows(place, below, torch.is_grad_enabled())
     if shared is not None:
         jacobian = shared.rows().flatten(1).to(matrix.dtype)
@@ -162,7 +163,7 @@ def _samples_lead(layout: Layout) -> bool:
 
 
 def _factor(use: ReachedUse, site: Site, place: Place, matrix: Tensor) -> Tensor:
-    """Turn the matrix at the output of a use into that of the factor on its inputs, or that in the leaf."""
+    """Turn the matrix at a use's output into ``B``: the factor beside the inputs, or the leaf's whole block."""
     entry, fans, layout = site.entry, site.entry.fans, place.layout
     if fans is not None and fans.groups == 1 and fans.fan_out == len(matrix) and _samples_lead(layout):
         return matrix  # the cotangent of the output multiplies the inputs as it is

@@ -1,5 +1,5 @@
 """Modules for operations that are usually written as functions or methods; none of them has parameters.
 
-Recording sees functions, so a model never needs them here. They serve those who build models of modules alone,
-slice an output by hand (``slicing.Slicing``), or bring code that was written for other libraries.
+packprop works with functions, so no model needs these modules. Use them to build a model of modules alone, to
+slice an output by hand (``slicing.Slicing``), or to run code that was written for other libraries.
 """

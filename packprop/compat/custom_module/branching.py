@@ -38,7 +38,7 @@ class SumModule(nn.Module):
         """Add up tensors of equal shape.
 
         Raises:
-            BadInput: If there are none, or their shapes differ.
+            BadInput: If there are no inputs, one of them is no tensor, or their shapes differ.
         """
         shapes = [list(tensor.shape) for tensor in input if isinstance(tensor, Tensor)]
         if not input or len(shapes) < len(input) or any(shape != shapes[0] for shape in shapes):

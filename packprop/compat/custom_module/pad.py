@@ -12,7 +12,7 @@ class Pad(nn.Module):
     """``torch.nn.functional.pad``.
 
     Args:
-        pad: Entries to add before and after, last axis first.
+        pad: Numbers of entries to add before and after, last axis first.
         mode: The kind of filling: ``"constant"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
         value: The value of a constant padding.
     """
@@ -23,7 +23,7 @@ class Pad(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the tensor with its last axes extended."""
-        value = self.value if self.mode == "constant" else None  # torch refuses one for the other modes
+        value = self.value if self.mode == "constant" else None  # torch refuses a value for the other modes
         return F.pad(input, list(self.pad), mode=self.mode, value=value)
 
     def extra_repr(self) -> str:

@@ -10,7 +10,7 @@ class Permute(nn.Module):
 
     Args:
         dims: New order of all axes, or two axes to exchange.
-        init_transpose: Says that ``dims`` are two axes to exchange.
+        init_transpose: Take ``dims`` as two axes to exchange.
     """
 
     def __init__(self, *dims: int, init_transpose: bool = False) -> None:

@@ -14,7 +14,7 @@ class ScaleModule(nn.Module):
         weight: The constant.
 
     Raises:
-        BadInput: If it is no number; a ``ValueError``.
+        BadInput: If ``weight`` is no number; a ``ValueError``.
     """
 
     def __init__(self, weight: float = 1.0) -> None:

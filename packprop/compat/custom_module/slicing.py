@@ -23,5 +23,5 @@ class Slicing(nn.Module):
         return input[self.slice_info]
 
     def extra_repr(self) -> str:
-        """Return the choice."""
+        """Return the index."""
         return repr(self.slice_info)

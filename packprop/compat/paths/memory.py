@@ -1,4 +1,4 @@
-"""Memory: counting bytes, and writing them for people."""
+"""Memory: counters of bytes, and byte counts as readable text."""
 
 from packprop.engine.memory import LiveBytes, byte_count, byte_text
 

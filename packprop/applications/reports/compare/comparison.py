@@ -38,12 +38,12 @@ def compare(first: Profile, second: Profile, first_name: str = "A", second_name:
 
     Args:
         first: The reference.
-        second: The other one; a difference is the second less the first.
-        first_name: The name of the first one.
-        second_name: The name of the second one.
+        second: The other profile; a difference is the second value less the first.
+        first_name: The name of the first profile.
+        second_name: The name of the second profile.
 
     Raises:
-        BadInput: If they are of models with other layers, or of other losses.
+        BadInput: If an argument is no profile, or the layers or the losses of the two differ.
     """
     for name, profile in (("first", first), ("second", second)):
         if not isinstance(profile, Profile):
@@ -75,7 +75,7 @@ def _require_same_model(first: Profile, second: Profile) -> None:
     """Refuse profiles with different layers, or losses.
 
     Raises:
-        BadInput: With the first difference.
+        BadInput: If layers or losses differ; the error names the first difference.
     """
     instead = "compare profiles of one model, with one loss; parameters, data and settings may differ"
     losses = first.settings.get("loss"), second.settings.get("loss")

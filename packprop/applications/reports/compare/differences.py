@@ -4,7 +4,7 @@
 The samples of a profile stand for a larger population. A mean over samples (the mean norm of a sample's
 gradient, the trace of the GGN) has the standard error ``s / sqrt(N)``, with ``s`` the standard deviation over
 the N samples; draws of a Monte Carlo trace are part of that spread. If both profiles saw the same samples in
-the same order, ``s`` is the deviation of the N differences, else errors add in squares.
+the same order, ``s`` is the standard deviation of the N differences. Otherwise the squares of errors add up.
 
 The norm of the mean gradient and signal to noise have bounds: see ``reports/profile/uncertainty.py``.
 The bounds of the two profiles add up, because their correlation is unknown: marked values differ clearly,
@@ -29,7 +29,7 @@ QUANTITIES = ("gradient norm", "mean sample norm", "signal to noise", "GGN trace
 """The compared quantities, in the order of the columns."""
 
 FORMAT = "comparison of profiles, format 1"
-"""The description in a file."""
+"""The name of the format, as JSON states it."""
 
 CLEAR = 2.0
 """The number of standard errors from zero at which a difference is marked."""
@@ -40,11 +40,11 @@ class Difference:
     """A quantity in two profiles.
 
     Args:
-        first: Its value in the first one; ``None`` if it was not computed.
-        second: Its value in the second one.
+        first: Its value in the first profile; ``None`` if it was not computed.
+        second: Its value in the second profile.
         first_error: Standard error of ``first``, or a bound on it.
-        second_error: That of ``second``.
-        error: That of the difference; ``None`` if it is not known.
+        second_error: Standard error of ``second``, or a bound on it.
+        error: Standard error of the difference, or a bound on it; ``None`` if it is not known.
     """
 
     first: float | None
@@ -60,7 +60,7 @@ class Difference:
 
     @property
     def is_clear(self) -> bool:
-        """Tell whether it is more than two standard errors from zero."""
+        """Tell whether the change is more than two standard errors from zero."""
         return self.change is not None and self.error is not None and abs(self.change) > CLEAR * self.error
 
 
@@ -72,10 +72,10 @@ class ComparisonValues(Shown):
 
     Args:
         names: The names of the profiles.
-        paired: Says that both have the same samples, which are compared one by one.
-        samples: Samples of each.
+        paired: True if both have the same samples, which packprop then compares one by one.
+        samples: Number of samples of each.
         losses: Mean loss of each.
-        settings: Their settings, as far as they differ: name -> (first, second).
+        settings: The settings that differ: name -> (first, second).
         layers: Layer name -> quantity -> difference, in the model's order.
         total: Quantity -> difference, in all parameters together.
     """
@@ -96,7 +96,7 @@ class ComparisonValues(Shown):
 def differences_of(
     first: ProfileValues, second: ProfileValues, layers: tuple[Layer, Layer], paired: bool
 ) -> dict[str, Difference]:
-    """Every quantity of one layer in two profiles."""
+    """Compare every quantity of one layer in two profiles."""
     name = layers[0].name
     norms, traces = (
         (first.tensors.get(f"{kind}/{name}"), second.tensors.get(f"{kind}/{name}"))

@@ -20,7 +20,7 @@ from packprop.applications.reports.page.figure import (
 
 
 def dumbbells(compared: ComparisonValues, quantity: str) -> Figure | None:
-    """Draw both values of each layer, with two standard errors; ``None`` if no layer has two positive ones."""
+    """Draw both values of each layer, with two standard errors; ``None`` if no layer has two above zero."""
     found = {name: layer[quantity] for name, layer in compared.layers.items()}
     sizes = {
         name: max(each.first, each.second)

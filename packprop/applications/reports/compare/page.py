@@ -14,7 +14,7 @@ def comparison_page(compared: ComparisonValues) -> str:
     """Return the page, as text.
 
     Raises:
-        PackpropError: If the libraries behind it are not installed.
+        PackpropError: If the libraries that draw it are not installed.
     """
     require_libraries()
     from packprop.applications.reports.compare.figures import dumbbells

@@ -38,7 +38,7 @@ def notes(compared: ComparisonValues) -> list[Text]:
 
 
 def change_text(difference: Difference) -> str:
-    """Return a difference with its error, and a star if it is clear; nothing if it is not known."""
+    """Return a difference with its error, and a star if it is clear; an empty text if it is not known."""
     if difference.change is None:
         return ""
     known = difference.error
@@ -57,7 +57,7 @@ def _cell(difference: Difference) -> Text:
 
 
 def value_texts(difference: Difference) -> tuple[str, str]:
-    """Return both values, with the digits that their errors support, or the smaller error of the difference."""
+    """Return both values, with the digits that their error or the difference's error supports."""
 
     def text(value: float | None, error: float | None) -> str:
         known = [each for each in (error, difference.error) if each is not None]

@@ -28,7 +28,7 @@ SIDES = {"A": "A, of inputs", "B": "B, of output gradients"}
 """The two Kronecker factors."""
 
 MOST_EIGENVALUES = 48
-"""The number of eigenvalues of a factor in the figure: the largest, the smallest, and evenly between."""
+"""The most eigenvalues of a factor in the figure: the largest, the smallest, and others at even steps."""
 
 
 def traces(values: ProfileValues) -> Figure | None:

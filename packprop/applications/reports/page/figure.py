@@ -1,4 +1,4 @@
-"""A figure: a drawing, words in its place, and the table behind it."""
+"""A figure: a drawing, words that describe it, and the table behind it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Figure:
         key: Its name in the page.
         title: Its heading.
         text: An explanation of how to read it.
-        alternative: Its contents, in words, for those who do not see it.
+        alternative: Its contents in words, for readers who do not see it.
         drawing: Its Vega-Lite specification.
         columns: Titles of the table behind it.
         rows: Cells of that table.
@@ -109,7 +109,7 @@ def log_axis(low: float, high: float) -> tuple[alt.Scale, alt.Axis]:
     ticks = [float(f"{tick:.6g}") for tick in ticks if low <= tick <= high]
     # d3's ~g: without trailing zeros, and with an exponent where that is shorter
     shape = "~g" if ticks and ticks[0] >= 1e-4 and ticks[-1] < 1e6 else ".0e"
-    axis = alt.Axis(values=ticks, format=shape, labelOverlap="greedy", labelSeparation=6)  # in a narrow window
+    axis = alt.Axis(values=ticks, format=shape, labelOverlap="greedy", labelSeparation=6)  # for narrow windows
     return alt.Scale(type="log", domain=[low, high], nice=False), axis
 
 
@@ -121,11 +121,11 @@ def largest(names: Sequence[str], sizes: Mapping[str, float]) -> list[str]:
 
 
 def largest_layers(layers: Sequence[Layer], sizes: Mapping[str, float]) -> list[Layer]:
-    """Return ``largest``, of rows of a profile."""
+    """Apply ``largest`` to rows of a profile."""
     names = {*largest([layer.name for layer in layers], sizes)}
     return [layer for layer in layers if layer.name in names]
 
 
 def of_how_many(shown: int, known: int) -> str:
-    """Tell how many of the layers a figure shows; nothing if it has room for all."""
+    """Tell how many of the layers a figure shows; return an empty text if it shows all."""
     return "" if shown == known else f" Of {known} layers, the {shown} with the largest values are shown."

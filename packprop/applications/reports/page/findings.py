@@ -18,7 +18,7 @@ from packprop.applications.reports.profile.values import ProfileValues
 from packprop.engine.memory import byte_text
 
 TAIL = 0.05
-"""The part of the samples in the finding on their share of the gradients."""
+"""The part of the samples whose share of the gradients is a finding."""
 
 FAR = 1.1
 """The page reports a peak of more than this times the planned one."""
@@ -34,7 +34,7 @@ class Finding:
 
     Args:
         says: The sentence.
-        because: Its source, and its limits.
+        because: The source of the finding, and its limits.
         figure: The key of the figure that shows it.
     """
 
@@ -64,7 +64,7 @@ def noise_scale(values: ProfileValues) -> float | None:
 
 
 def scale_interval(values: ProfileValues) -> tuple[float, float] | None:
-    """Return the range of the noise scale by ``reports/profile/uncertainty.py``; ``None`` if not known."""
+    """Return the range of the noise scale, see ``reports/profile/uncertainty.py``; ``None`` if not known."""
     norms = values.norms_of(values.total)
     interval = signal_to_noise_interval(values.total, norms)
     if interval is None:
@@ -122,7 +122,7 @@ def _tail(values: ProfileValues) -> Finding | None:
     few = max(1, round(TAIL * len(squares)))
     share = float(squares[:few].sum() / squares.sum())
     median = float(norms.median())
-    most = f"{number_text(float(norms.max()) / median)} times the median" if median else "the others have none"
+    most = f"{number_text(float(norms.max()) / median)} times the median" if median else "the median is zero"
     says = (
         f"{counted(few, 'sample')} of {values.samples:,} hold {share:.0%} of the gradients."
         if share >= 0.25
@@ -197,8 +197,8 @@ def _few(few: int, built: int) -> str:
     if not few:
         return "All have full rank. "
     return (
-        f"{few} of {built} lack a few directions, as normalisation, a softmax or small numbers leave them; "
-        "damping covers these. "
+        f"{few} of {built} lack a few directions: normalisation, a softmax or small numbers remove them. "
+        "Damping covers this. "
     )
 
 

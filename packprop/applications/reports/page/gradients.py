@@ -31,10 +31,10 @@ from packprop.applications.reports.profile.uncertainty import (
 from packprop.applications.reports.profile.values import ProfileValues
 
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-"""The drawn quantiles of the norms."""
+"""The quantiles of norms in the figure."""
 
 BINS = 40
-"""Bins of the histogram of norms."""
+"""The number of bins in the histogram of norms."""
 
 
 def signal_to_noise(values: ProfileValues) -> Figure | None:
@@ -97,7 +97,7 @@ def signal_to_noise(values: ProfileValues) -> Figure | None:
 
 
 def norm_histogram(values: ProfileValues) -> Figure | None:
-    """Draw the distribution of per-sample norms, in all parameters together; return ``None`` without any."""
+    """Draw the distribution of per-sample norms, in all parameters together; ``None`` if all are equal."""
     norms = _finite(values.norms_of(values.total))
     positive = norms[norms > 0]
     if len(positive) < 2 or positive[0] == positive[-1]:

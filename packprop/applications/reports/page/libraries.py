@@ -16,7 +16,7 @@ INSTALL = install("report")
 
 
 def can_fill_templates() -> bool:
-    """Tell whether the template engine is here."""
+    """Tell whether the template engine is installed."""
     return not missing(ENGINE)
 
 
@@ -29,7 +29,7 @@ def require_libraries(libraries: tuple[str, ...] = LIBRARIES) -> None:
     """Refuse to make a page without its libraries.
 
     Raises:
-        PackpropError: With the missing libraries.
+        PackpropError: If libraries are missing; the error names them.
     """
     if lacking := missing(libraries):
         raise PackpropError(

@@ -72,7 +72,7 @@ def timeline(use: MemoryUse | None) -> Figure | None:
 
 
 def _phases(use: MemoryUse) -> list[alt.Chart]:
-    """Draw a band behind every second part of the pass, and the names above, in lines with room for them."""
+    """Draw a band behind every second part of the pass, and the names of all parts above, without overlap."""
     known = use.phases
     if not known and use.forward is not None:
         known = [("forward pass", 0, use.forward), ("backward pass", use.forward, use.operations)]
@@ -112,7 +112,7 @@ def phase_words(use: MemoryUse) -> str:
 
 
 REASONS = {
-    "per-sample gradients": "formed: each is there with the cotangent, or is one outer product.",
+    "per-sample gradients": "formed: each comes with the cotangent, or is one outer product.",
     "gradients by products": "formed, as products of cotangents and inputs over a sample's positions: fewer "
     "multiplications than to compare all pairs of positions.",
     "gradients by groups": "formed by one grouped convolution, which does not unfold the inputs.",

@@ -1,4 +1,4 @@
-"""Short names of layers: the common part of many names is folded away."""
+"""Short names of layers, without the part that many names have in common."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 LONGEST_LABEL = 28
-"""Characters of a layer's name in a figure."""
+"""The most characters of a layer's name in a figure."""
 
 
 def folded_names(names: Sequence[str]) -> dict[str, str]:
@@ -27,7 +27,7 @@ def folded_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def short_labels(names: Sequence[str]) -> dict[str, str]:
-    """Return a short label for each layer by its name, no two alike; a folded name, with middle parts left out.
+    """Return a short label for each name, no two alike: the folded name, without middle parts if it is long.
 
     >>> [*short_labels(["bert.layer.0.attention.output.LayerNorm", "bert.layer.1.query"]).values()]
     ['…0.attention…LayerNorm', '…1.query']
@@ -40,7 +40,7 @@ def short_labels(names: Sequence[str]) -> dict[str, str]:
 
 
 def _shortened(folded: str) -> Iterator[str]:
-    """Yield labels that fit, the plainest first: the first parts and the end of a folded name, or its end."""
+    """Yield labels that fit, the plainest first: a folded name, its first parts and its end, or its end."""
     if len(folded) <= LONGEST_LABEL:
         yield folded
     parts = folded.removeprefix("…").split(".")

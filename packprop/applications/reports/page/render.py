@@ -26,7 +26,7 @@ from packprop.applications.reports.profile.values import ProfileValues
 from packprop.engine.memory import byte_text
 
 MADE = ("date", "command", "factory", "commit")
-"""The facts on a page about its origin, as far as they are known."""
+"""The settings that a page shows as its origin, if they are known."""
 
 Cell = tuple[str, float | str | None]
 """The text of a cell in the table of layers, and its value for sorting."""
@@ -34,7 +34,7 @@ Cell = tuple[str, float | str | None]
 COLUMNS = (
     ("layer", "name of the module, in the order in which the model has them"),
     ("kind", "class of the module"),
-    ("parameters", "number of trainable ones"),
+    ("parameters", "number of trainable parameters"),
     ("gradient norm", "of the mean loss"),
     ("sample median", "median of the norms of single samples' gradients"),
     ("sample 95%", "their 95th percentile"),
@@ -54,7 +54,7 @@ def page_of(values: ProfileValues) -> str:
     """Return the page of a profile, as text.
 
     Raises:
-        PackpropError: If the libraries behind it are not installed.
+        PackpropError: If the libraries that draw it are not installed.
     """
     require_libraries()
     from packprop.applications.reports.page import curvature, gradients, memory
@@ -89,7 +89,7 @@ def fragment_of(values: ProfileValues) -> str:
 
 
 def shared_parts(values: ProfileValues) -> dict[str, Any]:
-    """Return what the page and its short form in a notebook share."""
+    """Return the values of templates that the page and its short form in a notebook share."""
     between = scale_interval(values)
     key_numbers = [
         ("loss", number_text(values.loss)),
@@ -117,7 +117,7 @@ def shared_parts(values: ProfileValues) -> dict[str, Any]:
 
 
 def costs_table(use: MemoryUse | None) -> dict[str, Any] | None:
-    """Return titles of quantities, rows of layers, the total, the longest time; ``None`` without any costs."""
+    """Return titles of quantities, rows of layers, the total and the longest time; ``None`` for no costs."""
     if use is None or not use.costs:
         return None
     quantities = [*dict.fromkeys(cost.quantity for cost in use.costs)]
@@ -138,7 +138,7 @@ def costs_table(use: MemoryUse | None) -> dict[str, Any] | None:
 
 
 def samples_of(values: ProfileValues) -> dict[str, Any]:
-    """Return the outlying samples, with pictures as data and the loss of each token; and the largest loss."""
+    """Return the outlying samples, with pictures as URLs and losses of tokens; and the largest such loss."""
     norms = values.norms_of(values.total)
     median = 0.0 if norms is None else float(norms.median())
     most = max((loss or 0.0 for each in values.outlying for loss in each.token_losses or []), default=0.0)

@@ -1,4 +1,4 @@
-"""The templates of pages, which lie beside the code."""
+"""The templates of pages, from the folder ``templates``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def template(name: str) -> Template:
-    """Return a template by its file's name. It treats values as text, unless it says otherwise."""
+    """Return the template in a file. It escapes all values but those that it marks as safe."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -40,7 +40,7 @@ def drawing_script() -> str:
 
     version = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
     known = [text.removeprefix("v") for text in vl_convert.get_vegalite_versions()]
-    bundle: Any = vl_convert.javascript_bundle  # its types ask for a snippet, without which it gives everything
+    bundle: Any = vl_convert.javascript_bundle  # its types require a snippet; without one it returns everything
     script: str = bundle(vl_version=version if version in known else None)
     return script.replace("</script", "<\\/script")
 

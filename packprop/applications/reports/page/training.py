@@ -41,7 +41,7 @@ QUANTITIES = {
     "ggn_trace": ("Trace of the GGN", "", "Curvature of the step's loss, in all parameters together."),
     "sharpness": ("Sharpness", "", "Curvature of the loss along its gradient."),
 }
-"""The drawn quantities: title, unit, and how to read it."""
+"""The drawn quantities by key: title, unit, and an explanation for readers."""
 
 SHOWN = 20
 """The number of outlying samples in the list."""
@@ -51,7 +51,7 @@ SPIKE = 5
 
 Line = Mapping[str, Any]
 Outlying = tuple[str, int, int, float]
-"""A sample's name, in how many steps it stood out, the last of them, its largest norm."""
+"""A sample's name, the number of steps in which it stood out, the last of these steps, its largest norm."""
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ def training_page(lines: Sequence[Line], name: str) -> str:
     """Return the page, as text.
 
     Raises:
-        PackpropError: If the libraries behind it are not installed.
+        PackpropError: If the libraries that draw it are not installed.
     """
     require_libraries()
     from packprop.applications.reports.page.steps import over_steps
@@ -97,7 +97,7 @@ def training_page(lines: Sequence[Line], name: str) -> str:
 
 
 def outlying_samples(lines: Sequence[Line]) -> list[Outlying]:
-    """Return samples that stood out, the most often first."""
+    """Return samples that stood out, the most frequent first."""
     seen: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
     for line in lines:
         for each in line.get("outliers") or []:
@@ -128,7 +128,7 @@ def findings_of(lines: Sequence[Line], outlying: Sequence[Outlying]) -> list[Fin
         found.append(
             Finding(
                 f"{counted(len(often), 'sample')} stood out more than once.",
-                f"First of all {often[0][0]}, in {often[0][1]} steps: wrong labels, rare or damaged ones.",
+                f"Most often {often[0][0]}, in {often[0][1]} steps: look for wrong labels and damaged samples.",
                 "outliers",
             )
         )

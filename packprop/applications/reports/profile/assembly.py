@@ -55,12 +55,12 @@ def assemble(
 
 @dataclass
 class Rows:
-    """Values over a data set, from which rows are made.
+    """Values over a data set, and the parts of a profile that are made of them.
 
     Args:
-        tables: The values, of the loss as it reduces.
+        tables: The values, for the loss as reduced.
         samples: The number of samples.
-        draws: The number of Monte Carlo draws for each.
+        draws: The number of Monte Carlo draws for each sample.
         sample_scale: The factor from a sample's share of the reduced loss to its own loss.
         mean_scale: The factor from the reduced loss to the mean loss.
         tensors: The tensors of the profile so far.
@@ -80,7 +80,7 @@ class Rows:
     factors: dict[str, dict[str, Spectrum]] = field(default_factory=dict)
 
     def read(self, name: str) -> None:
-        """Take in gradient, variance and Kronecker factors of one parameter."""
+        """Read the gradient, the variance and the Kronecker factors of one parameter."""
         gradient, deviation = self.tables["gradient"][name]
         variance_scale = self.sample_scale**2 / self.samples
         self.tensors[f"gradient/{name}"] = gradient * self.mean_scale
@@ -97,7 +97,7 @@ class Rows:
                 self.tensors[f"kfac_eigenvalues/{name}/{side}"] = eigenvalues
 
     def row(self, name: str, module: nn.Module, owned: dict[str, nn.Parameter]) -> Layer:
-        """Return the row of some parameters, and keep the norm and the trace of each sample in them ``[n]``."""
+        """Return the row of some parameters; keep each sample's gradient norm and GGN trace in them ``[n]``."""
         layer = Layer(name, class_before_sharding(module).__name__, sum(p.numel() for p in owned.values()))
         reached = [full for full in owned if full in self.signal]
         if not reached:
@@ -110,7 +110,7 @@ class Rows:
         norms = summed("norms").sqrt() * self.sample_scale
         self.tensors[f"sample_gradient_norm/{name}"] = norms
         traces: dict[str, float] = {}
-        for key in ("monte_carlo", "exact"):  # the exact one comes last and replaces the estimate
+        for key in ("monte_carlo", "exact"):  # the exact trace comes last and replaces the estimate
             if key in self.tables:
                 trace = self.tensors[f"sample_ggn_trace/{name}"] = summed(key) * self.sample_scale
                 traces[key] = float(trace.mean())

@@ -1,10 +1,10 @@
 """The pass over one batch: its memory, operation by operation, and the costs of each quantity in each layer.
 
 # NOTE [Costs of layers]
-The report computes each quantity alone, once to count bytes and once more to take the time, which is wall time.
-What happens between the end of the work on one layer and on the next counts for the next one: the way back to
-it, and the use of what arrives there. Quantities of one pass share that way, so the pass takes less time than
-the sum.
+The report computes each quantity alone, once to count bytes and once more to measure wall time. All that
+happens after the work on one layer, up to the end of the work on the next, counts for the next layer: the way
+back to it, and the use of the cotangents that arrive there. Quantities of one pass share the way back, so the
+pass takes less time than the sum.
 """
 
 from __future__ import annotations
@@ -123,16 +123,16 @@ class MemoryUse:
 
 @dataclass
 class Noted:
-    """The record of a pass: places in time, and in the history of operations.
+    """The record of a pass. Each place is a time in seconds, and a number of operations (0 if not counted).
 
     Args:
         start: The beginning of the pass.
         forward: The end of the forward pass, if it is known.
-        visits: Each layer, the parameter, and the end of the work on it.
+        visits: The layer and the ``id`` of each finished parameter, and the end of the work on it.
         end: The end of the pass.
         history: Bytes alive after each operation, if they were counted.
         peak: The maximum of these bytes.
-        samples: The samples of the batch.
+        samples: The number of samples in the batch.
     """
 
     start: tuple[float, int] = (0.0, 0)
@@ -188,7 +188,7 @@ class OneBatch:
         step = BatchPass(ASKED, self.model, called, MergedResults(chosen), chosen, None, log=visited)
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore", PackpropWarning)  # the pass over all data has said it
+            warnings.simplefilter("ignore", PackpropWarning)  # the pass over all data has warned already
             if loss is None:
                 hook = self.model.register_forward_hook(lambda *_: setattr(noted, "forward", now()))
                 stack.callback(hook.remove)
@@ -216,9 +216,9 @@ def memory_use(
     memory: int | str | None,
     device: torch.device,
 ) -> MemoryUse:
-    """Run the pass over one batch again, of all quantities and of each alone, and count.
+    """Run the pass over one batch again, for all quantities and for each alone; record memory and time.
 
-    Random states are restored afterwards.
+    It restores random states afterwards.
 
     Args:
         model: The model, in the mode of the pass.
@@ -286,7 +286,7 @@ def costs_of(batch: OneBatch, extensions: Extensions) -> tuple[list[Cost], list[
 
 
 def _costs(quantity: str, counted: Noted, timed: Noted) -> list[Cost]:
-    """Return the costs of one quantity, layer by layer, from two passes; none if their visits differ."""
+    """Return the costs of one quantity in each layer, from two passes; no costs if their visits differ."""
     layers = [visit[0] for visit in counted.visits]
     if counted.forward is None or timed.forward is None or layers != [visit[0] for visit in timed.visits]:
         return []
@@ -302,15 +302,15 @@ def _costs(quantity: str, counted: Noted, timed: Noted) -> list[Cost]:
 
 
 def _added(history: Sequence[int], first: int, after: int) -> int:
-    """Return the peak of bytes in some operations, beside those alive before."""
+    """Return the peak of bytes in some operations, less the bytes alive before."""
     before = history[first - 1] if first else 0
     return max([*history[first:after], before]) - before
 
 
 def phases_of(noted: Noted, extensions: Sequence[Extension], alone: Sequence[Noted]) -> list[Phase]:
-    """Return the parts of a pass of all extensions, distinguished by the sweeps that each takes ``alone``.
+    """Return the parts of a pass with all extensions, told apart by the sweeps that each takes ``alone``.
 
-    The list is empty if the sweeps do not add up: a part might get the name of another.
+    The list is empty if the numbers of sweeps do not add up, because a part might get the name of another.
     """
     if noted.forward is None:
         return []
@@ -344,7 +344,7 @@ def phase_name(seed: Seed) -> str:
 
 
 def sweeps_of(noted: Noted) -> list[int]:
-    """Return the end of each sweep, in operations: the next begins when a parameter comes again."""
+    """Return the end of each sweep, in operations; a sweep begins when a parameter is visited again."""
     ends: list[int] = []
     met: set[int] = set()
     before = None

@@ -16,20 +16,20 @@ from torch import Tensor
 from packprop.errors import BadInput
 
 FORMAT = "profile of a network, format 2"
-"""The description in a file."""
+"""The name of the format, as a file states it."""
 
 NAMES = ("profile.json", "profile.safetensors")
 """The files of a profile."""
 
 PAGE = "profile.html"
-"""The page, beside them."""
+"""The file of the page, in the same folder."""
 
 
 def check_folder(folder: str | Path) -> None:
-    """Refuse a folder that files cannot be written into; it need not exist yet, and no file stays in it.
+    """Refuse a folder that files cannot be written into. It need not exist yet, and this check leaves no file.
 
     Raises:
-        BadInput: With the reason that the operating system gives.
+        BadInput: If the folder is refused; the error gives the operating system's reason.
     """
     existing = Path(folder)
     while not os.path.lexists(existing):
@@ -55,7 +55,7 @@ def check_folder(folder: str | Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that there is always either the old one or the new one, whole."""
+    """Write a file so that at any time either the old file or the new one is there, complete."""
     scratch = path.with_name(path.name + ".part")
     scratch.write_bytes(content)
     os.replace(scratch, path)
@@ -74,7 +74,7 @@ def read_files(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read the files of a profile: the entries of the JSON file, and the tensors.
 
     Raises:
-        BadInput: If they are missing, are no files of a profile, or were written in another format.
+        BadInput: If files are missing, are no files of a profile, or have another format.
     """
     asked = f"A profile was to be read from {str(folder)!r}."
     paths = [Path(folder) / name for name in NAMES]
@@ -91,13 +91,11 @@ def read_files(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         why = f"it cannot be read: {str(error).splitlines()[0]}"
         raise BadInput(asked, "a file in the folder", why, "make the profile anew") from error
     if not isinstance(saved, dict) or "layers" not in saved:
-        raise BadInput(asked, paths[0].name, "it is not that of a profile", again)
+        raise BadInput(asked, paths[0].name, "it is not the file of a profile", again)
     if saved.get("format") != FORMAT:
         version = saved.get("settings", {}).get("packprop")
         by = "another version of packprop" if version is None else f"packprop {version}"
-        why = (
-            f"it was written by {by} as {saved.get('format', 'a format without a name')!r}; read is {FORMAT!r}"
-        )
+        why = f"{by} wrote it as {saved.get('format', 'a format without a name')!r}; this one reads {FORMAT!r}"
         raise BadInput(asked, paths[0].name, why, "make the profile anew, or read it with that version")
     del saved["format"]
     return saved, tensors

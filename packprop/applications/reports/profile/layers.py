@@ -23,11 +23,11 @@ class Spectrum:
 
     Args:
         size: Side of the matrix.
-        built: Says that the factor was built; if not, it is too large.
+        built: True if the factor was built, false if it is too large.
         rank: Number of eigenvalues above rounding error; ``None`` if the matrix is not finite.
         largest: Largest eigenvalue.
         smallest: Smallest eigenvalue above rounding error.
-        condition: Their ratio; it is the condition of the matrix only if ``rank == size``.
+        condition: ``largest / smallest``; it is the condition of the matrix only if ``rank == size``.
     """
 
     size: int
@@ -45,15 +45,15 @@ class Layer:
     Args:
         name: Name of the module.
         kind: Name of its class.
-        parameters: Number of trainable parameters; tied ones count in the layer that comes first.
-        gradient_norm: Norm of the mean loss's gradient. This and all that follow are ``None`` if the
-            loss does not depend on the layer.
+        parameters: Number of trainable parameters; tied parameters count in the layer that comes first.
+        gradient_norm: Norm of the mean loss's gradient. This number and all that follow are ``None`` if
+            the loss does not depend on the layer.
         sample_gradient_norm_median: Median of the norms of single samples' gradients.
         sample_gradient_norm_95: 95th percentile of these norms.
         signal_to_noise: Squared gradient norm over the trace of the samples' covariance; ``None``
             if that is zero, as for one sample.
         ggn_trace_exact: Trace of the GGN block; ``None`` if it was not computed.
-        ggn_trace_monte_carlo: Monte Carlo estimate of it; ``None`` if it was not computed.
+        ggn_trace_monte_carlo: Monte Carlo estimate of this trace; ``None`` if it was not computed.
         factors: Kronecker factors by name, ``"weight.A"`` and so on.
     """
 
@@ -80,7 +80,7 @@ def factor_key(layer: Layer, name: str) -> str:
 
 
 def spectrum_of(factor: Tensor, terms: int) -> tuple[Spectrum, Tensor | None]:
-    """Return rank and condition of a sum of outer products, and its ascending eigenvalues, if it has any."""
+    """Return the spectrum of a sum of ``terms`` outer products, and its ascending eigenvalues, if computed."""
     size = factor.shape[1]
     if len(factor) < size:
         return Spectrum(size, built=False), None

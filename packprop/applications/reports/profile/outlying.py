@@ -29,10 +29,10 @@ SHOWN = 12
 """The default number of samples."""
 
 TOKENS = 64
-"""The number of entries in the text of a sample without a picture."""
+"""The most entries in the text of a sample without a picture."""
 
 SIDE = 96
-"""Side of the largest picture, in pixels; larger ones are averaged down."""
+"""Side of the largest picture, in pixels; packprop averages larger pictures down."""
 
 Decode = Callable[[Any, Any], "str | list[str] | Tensor"]
 """A function of the inputs and targets of one sample, without their leading axis. It returns a text, one piece
@@ -47,14 +47,14 @@ class OutlyingSample:
         place: Its place in the data, in the order in which they were read.
         norm: Norm of the gradient of its own loss, in all parameters together.
         loss: Its own loss; ``None`` if the model could not be run on it alone.
-        target: Its target, in words; ``None`` if that is more than one number.
-        output: The model's answer, in words; ``None`` if outputs are no classes.
-        text: Its text, if there is no picture of it.
+        target: Its target as text; ``None`` if that is more than one number.
+        output: The model's answer as text; ``None`` if outputs are classes neither of samples nor of tokens.
+        text: Its text, if it has no picture.
         picture: Name of its picture among ``Profile.tensors``: bytes ``[height, width]`` or
             ``[height, width, 3]``.
-        pieces: The same text token by token, if ``decode`` gave it so.
+        pieces: The same text token by token, if ``decode`` returned it in pieces.
         token_losses: The loss of each token of the targets, if the loss is cross entropy of the model's outputs
-            over the tokens; ``None`` in it for tokens without a loss.
+            over the tokens; it has ``None`` for tokens without a loss.
     """
 
     place: int
@@ -69,11 +69,11 @@ class OutlyingSample:
 
 
 class NotFoundAgain(BadInput):
-    """Raised if the data were read, but single samples of them cannot be found again."""
+    """Raised if packprop has read the data, but cannot find single samples again."""
 
 
 class ReadableBatches(Batches):
-    """Batches that notice what they give, so that single samples can be found again."""
+    """Batches that note their sizes and some of their values, so that single samples can be found again."""
 
     def __init__(self, asked: str, data: Any, batch_size: int | None = None, whole: bool = False) -> None:
         super().__init__(asked, data, batch_size, whole)
@@ -100,10 +100,10 @@ class ReadableBatches(Batches):
     def samples_at(self, places: list[int], samples: int) -> dict[int, tuple[Any, Any]]:
         """Return inputs and targets of some samples, each with a leading axis of one sample.
 
-        It reads a data set by index; other data a second time, up to the last of the samples.
+        It reads a data set by index, and other data a second time, up to the last of the samples.
 
         Raises:
-            NotFoundAgain: If the data do not give them again.
+            NotFoundAgain: If the data cannot be read again, or differ in the second reading.
         """
         if isinstance(self.source, Samples):
             return {at: self._checked(default_collate([self.source.data[at]])) for at in places}
@@ -112,13 +112,13 @@ class ReadableBatches(Batches):
         sizes = [size_of(extents) for extents in self._extents]
         if sum(sizes) != samples:
             why = (
-                "how many samples each batch had is not known: batches were read elsewhere or before, or "
-                "their first tensor has not a row for each sample, as in batches of graphs"
+                "packprop does not know how many samples each batch had: they were read elsewhere or before, "
+                "or their first tensor has no row for each sample, as in batches of graphs"
             )
             raise _not_found(
                 why,
-                "give a Dataset, or a pair of tensors; of graphs, the places of the largest of "
-                "compute(..., BatchL2Grad()).norms() are their numbers in your data",
+                "give a Dataset, or a pair of tensors; for graphs, call compute(..., BatchL2Grad()).norms(): "
+                "entry n is the norm of graph n in your data",
             )
         self._again, found, begin, shared = True, {}, 0, shared_among(self._extents)
         self.begin_again()
@@ -148,7 +148,7 @@ def outlying_samples(
     """Return the samples with the largest gradients, largest first, and their pictures by name.
 
     Args:
-        model: The model, in the mode that the norms are from.
+        model: The model, in the mode in which the norms were computed.
         loss: As for ``profile``.
         batches: The data, after a complete reading.
         norms: Norm of each sample's gradient ``[n]``.
@@ -157,8 +157,8 @@ def outlying_samples(
         device: The device of the model.
 
     Raises:
-        NotFoundAgain: If the data do not give them again.
-        BadInput: If ``decode`` fails on one.
+        NotFoundAgain: If the data cannot be read again, or differ in the second reading.
+        BadInput: If ``decode`` fails on a sample, or returns anything but a text, pieces of text or an image.
     """
     places = norms.nan_to_num(nan=-1.0).topk(min(count, len(norms))).indices.tolist()
     if not places:
@@ -195,10 +195,10 @@ def outlying_samples(
 
 
 def check_decode(decode: Decode | None, batch: tuple[Any, Any]) -> None:
-    """Refuse a function that fails on the first sample, before any work.
+    """Call ``decode`` on the first sample, to refuse a function that fails before any other work.
 
     Raises:
-        BadInput: With its exception or its result.
+        BadInput: If it raises an exception, or returns anything but a text, pieces of text or an image.
     """
     extents = extents_of(batch)
     if decode is not None and size_of(extents):
@@ -210,7 +210,7 @@ def _shown(
 ) -> tuple[str | list[str] | None, Tensor | None]:
     """Return the text of one sample, whole or in pieces, or its picture."""
     if decode is None:
-        # of what Hugging Face's tokenizers give, the tokens
+        # the tokens, if a tokenizer of Hugging Face made the inputs
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
         tensors = [*tensors_in(inputs if tokens is None else tokens)]
         picture = picture_of(tensors[0][0]) if tensors else None
@@ -238,7 +238,7 @@ def _shown(
 def picture_of(sample: Tensor) -> Tensor | None:
     """Return an image as bytes ``[height, width]`` or ``[height, width, 3]``; ``None`` for anything else.
 
-    It stretches floating-point values outside of 0 to 1 so that the smallest is black and the largest white.
+    If floating-point values leave 0 to 1, it rescales them: the smallest becomes black, the largest white.
     """
     image = sample[0] if sample.dim() == 3 and len(sample) == 1 else sample
     coloured = image.dim() == 3 and len(image) == 3
@@ -270,14 +270,14 @@ def text_of(sample: Tensor) -> str:
 
 
 def _words(targets: Any) -> str | None:
-    """Return the target of one sample, if it is one number."""
+    """Return the target of one sample as text; ``None`` if it is not one number."""
     if not isinstance(targets, Tensor) or targets.numel() != 1:
         return None
     return f"{targets.item():.4g}" if targets.is_floating_point() else str(int(targets))
 
 
 def extents_of(batch: Any) -> list[int]:
-    """Return the first extent of each tensor in a batch; 0 for one without axes."""
+    """Return the first extent of each tensor in a batch; 0 for a tensor without axes."""
     return [len(tensor) if tensor.dim() else 0 for tensor in tensors_in(batch)]
 
 
@@ -287,12 +287,12 @@ def size_of(extents: Sequence[int]) -> int:
 
 
 def shared_among(batches: Sequence[Sequence[int]]) -> set[int]:
-    """Return the places of tensors that have not a row for each sample in every batch, given extents."""
+    """Return the places of tensors that do not have a row for each sample in every batch, from extents."""
     return {place for extents in batches for place, extent in enumerate(extents) if extent != extents[0]}
 
 
 def _row_of(index: int, batch: tuple[Any, Any], shared: set[int]) -> tuple[Any, Any]:
-    """Return one sample of a batch, with a leading axis of extent one, and shared tensors whole."""
+    """Return one sample of a batch, with a leading axis of extent one; shared tensors stay whole."""
     places = itertools.count()
     inputs, targets = map_tensors(
         lambda tensor: tensor if next(places) in shared else tensor[index : index + 1], batch

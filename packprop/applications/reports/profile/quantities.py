@@ -3,8 +3,8 @@
 # NOTE [Profile quantities]
 Let ``L = 1/N sum_n l_n`` be the mean loss over N samples; a loss that sums is divided by N first.
 ``l_n`` is the loss of sample n alone (to be exact, N times its share of L, where samples differ in
-weight). Rows are layers: modules that own trainable parameters, with all of these (weight and bias)
-taken together. With ``g_n`` the gradient of ``l_n`` and ``g`` that of ``L`` in what a layer owns:
+weight). Rows are layers: modules that own trainable parameters. A row takes all of these (weight and
+bias) together. With ``g_n`` the gradient of ``l_n`` and ``g`` that of ``L`` in a layer's parameters:
 
 gradient norm:    ``|g|``.
 sample norms:     ``|g_n|``; their median and 95th percentile over n.
@@ -17,8 +17,8 @@ GGN trace:        ``tr 1/N sum_n J_n^T H_n J_n``, the trace of the layer's block
                   Gauss-Newton matrix (Schraudolph 2002) of ``L``: exact from every column of a root
                   of ``H_n``, Monte Carlo from targets drawn from the model.
 condition:        of the Kronecker factors A (second moment of inputs) and B (of cotangents) of KFAC:
-                  largest over smallest eigenvalue, among those above rounding error; their number
-                  is the rank. A matrix of rank below its size is singular. The threshold is
+                  largest over smallest of the eigenvalues above rounding error, whose number is the
+                  rank. A matrix of rank below its size is singular. The threshold is
                   ``largest * epsilon * (size + 2 sqrt(terms))``: ``size`` as for any matrix (Golub
                   and Van Loan 2013, section 5.4), the rest for the random walk of the rounding
                   errors of a sum over that many samples and draws, in the model's precision.
@@ -63,7 +63,7 @@ class GradientMoments(Extension):
     rows = (Row(GRADIENT, moments, over_n=MOMENTS),)
 
     def finish(self, values: list[Any], samples: int) -> list[Tensor]:
-        """The sum and summed squared deviation."""
+        """Return the sum and the summed squared deviation."""
         total: Moments = values[0]
         return [total.mean * total.samples, total.deviation]
 

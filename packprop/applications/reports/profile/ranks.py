@@ -1,12 +1,12 @@
 """The meaning of the rank of a Kronecker factor.
 
 # NOTE [Ranks that say something]
-A factor is a sum of outer products, one for each sample, position and draw. Hardly one has full rank: there are
-fewer terms than it is wide, a softmax does not see what all outputs have in common, layer normalisation takes
-the mean of its inputs away, small eigenvalues drown in rounding errors. Whoever inverts a factor adds damping,
-and then none of this is news. Two things are: a row that is zero throughout, which is a unit that does nothing,
-and a rank below half of what the samples could fill, which is a layer that works in far fewer directions than
-it has. Tables are left out: that some of their entries are never looked up says nothing about a model.
+A factor is a sum of outer products, one for each sample, position and draw. Factors seldom have full rank: they
+have fewer terms than rows, a softmax ignores a constant added to all outputs, layer normalisation subtracts the
+mean of its inputs, and small eigenvalues drown in rounding errors. Whoever inverts a factor adds damping, and
+then none of this matters. Two things do: a row of zeros, which means a unit that does nothing, and a rank below
+half of what the samples could fill, which means a layer that works in far fewer directions than it has. The
+page leaves out embeddings, because entries that are never looked up say nothing about a model.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ NARROW = 0.5
 
 @dataclass(frozen=True)
 class Narrow:
-    """A factor that has far fewer directions than there could be.
+    """A factor that has far fewer directions than it could have.
 
     Args:
         layer: The name of the layer.
-        side: ``"A"``, of its inputs, or ``"B"``, of what comes back.
+        side: ``"A"`` for the factor of the layer's inputs, ``"B"`` for that of its cotangents.
         rank: The number of eigenvalues above rounding error.
         size: The side of the matrix.
         idle: The number of its rows that are zero throughout.
@@ -40,7 +40,7 @@ class Narrow:
 
 
 def narrow_factors(values: ProfileValues) -> list[Narrow]:
-    """Return the factors whose rank says something, one for each layer and side; see the note above."""
+    """Return one such factor for each layer and side that has any; see NOTE [Ranks that say something]."""
     found: dict[tuple[str, str], Narrow] = {}
     for layer in values.layers:
         if layer.kind.startswith("Embedding"):
@@ -52,7 +52,7 @@ def narrow_factors(values: ProfileValues) -> list[Narrow]:
             factor = values.tensors.get(f"kfac/{factor_key(layer, name)}")
             idle = 0 if factor is None else int((factor.diagonal() == 0).sum())
             draws = values.settings["monte_carlo_samples"] or 1
-            # at least so many: positions of a sample add to them
+            # the least number of terms: positions of a sample add more
             terms = values.samples * (draws if side == "B" else 1)
             if idle or spectrum.rank < NARROW * min(spectrum.size, terms):
                 found[layer.name, side] = Narrow(layer.name, side, spectrum.rank, spectrum.size, idle)

@@ -37,7 +37,7 @@ class Profile(ProfileValues):
         """Write ``profile.json`` and ``profile.safetensors``, over older ones; return their paths.
 
         Raises:
-            BadInput: If files cannot be written there.
+            BadInput: If files cannot be written to the folder.
         """
         check_folder(folder)
         target = Path(folder)
@@ -53,7 +53,7 @@ class Profile(ProfileValues):
         """Read a profile that ``save`` wrote.
 
         Raises:
-            BadInput: If there is no profile, or one that another version of packprop wrote.
+            BadInput: If there is no profile, or its format is not that of this version of packprop.
         """
         saved, tensors = read_files(folder)
         kinds = {"layers": list[Layer], "total": Layer, "memory": MemoryUse | None}
@@ -84,5 +84,5 @@ class Profile(ProfileValues):
 
 
 def _with_number(saved: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the entries, one of them with NaN in place of ``None``, which stands for what is not finite."""
+    """Return the entries, with NaN under ``name`` if it was ``None``, which stands for no finite number."""
     return saved if saved[name] is not None else {**saved, name: math.nan}

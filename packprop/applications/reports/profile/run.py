@@ -84,7 +84,7 @@ def profile(
             changes memory and time, and which Monte Carlo draws are made, but no other number.
         mc_samples: Draws for each sample, for the Monte Carlo trace and the Kronecker factors.
         exact: Compute the exact GGN trace, which takes a backward pass for each output of a sample; by default
-            if these are at most 32.
+            only if a sample has at most 32 outputs.
         curvature: Compute the GGN trace and Kronecker factors.
         largest_factor: Leave out Kronecker factors with a longer side than this.
         evaluation: Switch the model to evaluation mode for the pass, so that dropout is off and batch
@@ -93,12 +93,12 @@ def profile(
         progress: Show a progress bar on standard error, if that is a terminal.
         memory: The most bytes of tensor storage that may be alive at once, ``"600MiB"`` or a number.
         checkpoint: A folder that keeps the run, as for ``compute``: the same call continues it.
-        every: How often to write it, as for ``compute``.
+        every: How often to write the checkpoint, as for ``compute``.
         compiled: Let graphs replace passes if that pays, as for ``compute``; the settings then describe the
             effect.
-        outliers: How many of the samples with the largest gradients to keep. ``profile`` reads a data set by
-            index; it reads batches that come as they are, from a loader, again up to the last of them. With 0
-            it does neither.
+        outliers: The number of samples with the largest gradients to keep. ``profile`` reads these from a data
+            set by index; it reads batches, as from a loader, again up to the last of these samples. With 0 it
+            does neither.
         decode: ``decode(inputs, targets)`` of one of these samples, without a leading axis, returns its text; a
             list of one text for each token of the targets, which the page shades by the loss of each; or an
             image ``[height, width]`` or ``[3, height, width]``. Without it the page shows images, and the
@@ -106,10 +106,13 @@ def profile(
         timeline: Plan the pass over the first batch, run it once more, and note the memory that each operation
             leaves alive, and the time and memory of each quantity in each layer.
 
+    Returns:
+        The profile, which prints as a table, draws a page, saves and loads.
+
     Raises:
-        BadInput: For anything else than the above, for no data, or for a batch on which the model or
-            the loss fails.
-        PackpropError: For a model or a loss for which the quantities cannot be computed.
+        BadInput: If an argument is none of the above, there are no data, or the model or the loss fails on a
+            batch.
+        PackpropError: If packprop cannot compute the quantities for this model or loss.
     """
     _check(model, loss, batch_size, mc_samples, largest_factor, seed)
     _check_outliers(outliers, decode)
@@ -196,7 +199,7 @@ def _with_outliers(
 
 @contextlib.contextmanager
 def _kept_without(found: Profile, what: str) -> Iterator[None]:
-    """Note why something is missing, whatever goes wrong inside: the computed part is not lost for it."""
+    """Note any error inside as the reason why ``what`` is missing, and keep the values computed before."""
     try:
         yield
     except NotFoundAgain as error:
@@ -209,7 +212,7 @@ def _kept_without(found: Profile, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _naming_the_option() -> Iterator[None]:
-    """Add to refusals of the curvature how to make a profile without it."""
+    """Add to refusals of curvature the advice to make a profile without it."""
     try:
         yield
     except PackpropError as error:
@@ -247,7 +250,7 @@ def _check_outliers(outliers: Any, decode: Any) -> None:
 def _outputs_of_a_sample(
     model: nn.Module, loss: LossFunction | None, batch: Any, device: torch.device
 ) -> int | None:
-    """Return how many entries of the model's output belong to one sample; ``None`` if it is no tensor."""
+    """Return the number of entries of a sample's output; ``None`` if the output is no tensor."""
     inputs, targets = moved(batch, device)
     sharded = has_sharded_units(model)  # its sweeps are those of all ranks together
     with extended(model, loss), record(), torch.set_grad_enabled(not sharded):
@@ -284,7 +287,7 @@ def _mode_of(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module, evaluation: bool) -> Iterator[None]:
-    """Switch to evaluation mode inside, if you asked for it; afterwards restore every module's own mode."""
+    """Switch to evaluation mode inside, if ``evaluation``; afterwards restore every module's own mode."""
     before = {module: module.training for module in model.modules()}
     try:
         if evaluation:

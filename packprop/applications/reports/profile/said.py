@@ -31,8 +31,8 @@ class Said:
 
     Args:
         loss: The loss of this sample alone; ``None`` if the model could not be run on it alone.
-        output: The outputs in words; ``None`` if they are no classes.
-        token_losses: The loss of each token of the targets, if the sample is a text; ``None`` in it for a token
+        output: The outputs as text; ``None`` if they are classes neither of samples nor of tokens.
+        token_losses: The loss of each token of the targets, if the sample is a text; it has ``None`` for tokens
             without a loss.
     """
 
@@ -58,7 +58,7 @@ def said_of(
     try:
         with torch.no_grad(), disable(), random_numbers_from(random_states([device])):
             outputs, value = outputs_and_loss(asked, model, loss, inputs, targets)
-    except Exception:  # a model may want more than one sample; then its outputs are unknown
+    except Exception:  # a model may need more than one sample; then its answer is unknown
         return Said()
     logits, labels = _logits_of(outputs), _labels_of(inputs, targets)
     if logits is None or labels is None:
@@ -83,7 +83,7 @@ def _labels_of(inputs: Any, targets: Any) -> Tensor | None:
 
 
 def _of_tokens(logits: Tensor, labels: Tensor, value: float) -> Said:
-    """Return loss and success token by token, by the reading of outputs that gives the sample's loss."""
+    """Return the loss of each token, and count right tokens, by the reading that gives the sample's loss."""
     readings = []
     for losses, right in _readings(logits.float(), labels):
         known = [each for each in losses if each is not None]
@@ -98,20 +98,20 @@ def _of_tokens(logits: Tensor, labels: Tensor, value: float) -> Said:
 
 
 def _readings(logits: Tensor, labels: Tensor) -> Iterator[tuple[list[float | None], int]]:
-    """Yield losses of tokens and how many are right, for each way in which outputs may belong to targets."""
+    """Yield losses of tokens and the number of right ones, for each way to pair outputs with targets."""
     if labels.dim() != 2 or logits.dim() != 3 or len(logits) != 1:
         return
     if logits.shape[:2] == labels.shape:
         yield from _token_losses(logits[0], labels[0])
-        # a causal model that shifts the labels itself: nothing comes before the first
+        # a causal model that shifts the labels itself: it does not predict the first
         for losses, right in _token_losses(logits[0, :-1], labels[0, 1:]):
             yield [None, *losses], right
-    if logits.shape[::2] == labels.shape:  # classes where torch's losses have them
+    if logits.shape[::2] == labels.shape:  # classes on axis 1, as torch's losses have them
         yield from _token_losses(logits[0].T, labels[0])
 
 
 def _token_losses(logits: Tensor, labels: Tensor) -> Iterator[tuple[list[float | None], int]]:
-    """Yield them for logits ``[t, c]`` and labels ``[t]``, if these are classes and not all left out."""
+    """Yield losses and right tokens for logits ``[t, c]`` if labels ``[t]`` are classes, not all ignored."""
     counted = labels != IGNORED
     known = labels[counted]
     if not len(known) or int(known.min()) < 0 or int(known.max()) >= logits.shape[1]:

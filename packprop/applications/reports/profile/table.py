@@ -14,7 +14,7 @@ from rich.text import Text
 from packprop.applications.reports.profile.layers import Layer
 
 WIDTH = 100
-"""Columns of a terminal that a printed profile needs."""
+"""The number of columns of a terminal that a printed profile needs."""
 
 NAME_WIDTH = 12
 """The minimum width of names of layers, in columns; longer names are folded if there is no more room."""
@@ -61,7 +61,7 @@ def profile_table(layers: Sequence[Layer], total: Layer, room: int) -> Table:
 
 
 def _lines_of(name: str, width: int) -> str:
-    """Break a name after its dots, where it has no room.
+    """Break a name after dots, into lines of at most ``width`` characters where that is possible.
 
     >>> _lines_of("encoder.layer.10.attention", 14).splitlines()
     ['encoder.layer.', '10.attention']

@@ -2,8 +2,8 @@
 
 The norm of the mean gradient is no mean over samples. By the triangle inequality its error is at most the norm
 of the mean gradient's own error, which is ``sqrt(tr S / N)`` in root mean square, with ``S`` the covariance of
-the samples' gradients. Signal to noise is its square over ``tr S``; to first order its relative error is at
-most ``2 / sqrt(N signal_to_noise)`` plus that of ``tr S``, which is that of the mean squared norm.
+the samples' gradients. Signal to noise is the square of the norm over ``tr S``. To first order its relative
+error is at most ``2 / sqrt(N signal_to_noise)`` plus the error of the mean squared norm over ``tr S``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def standard_error(values: Tensor) -> float | None:
 
 
 def error_bounds(layer: Layer, norms: Tensor | None) -> tuple[float | None, float | None]:
-    """Return bounds on the standard errors of gradient norm and signal to noise, as said above."""
+    """Return bounds on the standard errors of gradient norm and signal to noise; see the text above."""
     if norms is None or len(norms) < 2 or layer.gradient_norm is None:
         return None, None
     squares = norms.double().square()
@@ -39,7 +39,7 @@ def error_bounds(layer: Layer, norms: Tensor | None) -> tuple[float | None, floa
 
 
 def signal_to_noise_interval(layer: Layer, norms: Tensor | None) -> tuple[float, float] | None:
-    """Return twice the bound to either side of signal to noise, from 0 on; ``None`` if it is not known."""
+    """Return signal to noise plus and minus twice its bound, at least 0; ``None`` if the bound is not known."""
     ratio, error = layer.signal_to_noise, error_bounds(layer, norms)[1]
     if ratio is None or error is None or not math.isfinite(ratio + error):
         return None
@@ -47,7 +47,7 @@ def signal_to_noise_interval(layer: Layer, norms: Tensor | None) -> tuple[float,
 
 
 def rounded_text(value: float, error: float | None) -> str:
-    """Return a number with the digits that its error supports: none behind the error's first, at most three.
+    """Return a number with the digits that its error supports: none after the error's first, at most three.
 
     >>> [rounded_text(0.00612, 0.0055), rounded_text(1593.0, 1259.0), rounded_text(41.27, 0.3)]
     ['6e-3', '2,000', '41.3']
@@ -88,7 +88,7 @@ def range_text(low: float, high: float) -> str:
 
 
 def _digits_text(value: float, digits: int) -> str:
-    """Return a number with this many significant digits; small ones with an exponent."""
+    """Return a number with this many significant digits, and with an exponent if it is small."""
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
     rounded, power = float(f"{mantissa}e{exponent}"), int(exponent)
     if power < -2:

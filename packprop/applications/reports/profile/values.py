@@ -37,7 +37,7 @@ class ProfileValues(Shown):
             same name ``[i]``, ascending; ``outlying_sample/<place>``, the pictures of ``outlying``.
         outlying: The samples with the largest gradients, largest first.
         memory: The memory of the pass over the first batch, if it was measured.
-        missing: The reasons why there is no ``"outlying"`` or no ``"memory"``, if there is none.
+        missing: The reasons why ``"outlying"`` or ``"memory"`` is missing.
     """
 
     layers: list[Layer]
@@ -54,7 +54,7 @@ class ProfileValues(Shown):
 
     @property
     def headline(self) -> str | None:
-        """Return the warning before any number; ``None`` if the loss and its gradient are finite."""
+        """Return the warning to read before the numbers; ``None`` if the loss and its gradient are finite."""
         for name, value in (("loss", self.loss), ("gradient", self.total.gradient_norm)):
             if value is not None and not math.isfinite(value):
                 says = "the values below say little about the model"
@@ -69,7 +69,7 @@ class ProfileValues(Shown):
         """Return places of the samples with the largest gradients, largest first: wrong labels are among them.
 
         A sample's gradient is large if the model disagrees with its label: because the label is wrong, or the
-        sample is rare or hard. ``docs/gallery/mislabelled.md`` shows how many of them are wrong.
+        sample is rare or hard. ``docs/gallery/mislabelled.md`` shows how many of the labels are wrong.
 
         Raises:
             BadInput: If ``count`` is no number of samples.

@@ -37,7 +37,7 @@
       const sign = next === "ascending" ? 1 : -1;
       const rows = next === "none" ? order : [...order].sort((one, other) => {
         const a = keyOf(one, column), b = keyOf(other, column);
-        // what was not computed comes last either way
+        // values that were not computed come last in both directions
         if (a === null || b === null) return (a === null) - (b === null);
         return sign * compare(a, b);
       });

@@ -270,7 +270,7 @@ def ranks_for(ranks: Any) -> Ranks:
         raise BadInput(
             "compute(..., ranks=...) was called.",
             f"ranks={ranks!r}",
-            "it does not say whose samples values are made of",
+            "it does not say which samples values cover",
             "give 'own', 'all', or packprop.AllRanks(...)",
         )
     return Ranks(ranks_of(ranks))

@@ -41,7 +41,7 @@ def gradients_in(asked: str, store: Store, quantity: str | None) -> str:
 def require_same_model(asked: str, store: Store, model: nn.Module) -> None:
     """Refuse a model if the store was written for other trained parameters.
 
-    It cannot compare values of parameters: a store holds only names, shapes and types.
+    It cannot compare values of parameters, which a store does not hold.
 
     Raises:
         BadInput: With the first difference.

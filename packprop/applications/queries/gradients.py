@@ -50,7 +50,7 @@ class PassesApart:
         """Return the results of a batch.
 
         Raises:
-            PackpropError: If a factor behind the loss function differs from that of earlier batches.
+            PackpropError: If terms have other weights than in earlier batches, by a factor behind the loss.
         """
         each, device = self._pass, self._device
         inputs, targets = moved(batch, device)

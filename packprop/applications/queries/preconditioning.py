@@ -38,7 +38,8 @@ class Preconditioner:
     Args:
         name: The name of the curvature, for tables.
         damping: The damping of the blocks.
-        inverses: The inverse block of each parameter; a block that a weight shares with its bias has both.
+        inverses: The inverse block of each parameter; the one that a weight shares with its bias is under the
+            weight.
         as_factors: Parameters whose blocks are two factors, which do not tell the order of entries.
         biases: The bias of each weight that shares its block with a bias.
     """

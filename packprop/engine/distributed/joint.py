@@ -35,7 +35,7 @@ from packprop.errors import PackpropError
 from packprop.types import Extension
 
 AT_ONCE = 2**22
-"""The entries of parameters after which packprop closes a group whose results it merges together."""
+"""The number of entries of parameters at which a group of results is large enough to merge."""
 
 
 class JointPass:
@@ -222,7 +222,7 @@ def _unmergeable(extension: Extension) -> tuple[str, str] | None:
 
 
 def _parameters(graph: Graph) -> Iterator[tuple[str, Tensor]]:
-    """Yield names for all ranks and parameters, of the modules that were called, else of all extended ones."""
+    """Yield name and parameter, of called modules, or else of all extended ones; ranks share these names."""
     seen: set[str] = set()
     for module in graph.modules or list(EXTENDED):
         for name, parameter in (*named_wholes(module), *named_parameters(module)):

@@ -18,8 +18,8 @@ from packprop.errors import BadInput, PackpropError
 def choices(device: torch.device, freed: bool = False) -> list[ChunkSizes]:
     """Return the choices that the search tries: the fastest, which has the largest peak, comes first.
 
-    Fewer samples at once cost more calls. Fewer columns at once cost more sweeps, which costs more if the graph
-    is small enough for vectorised sweeps: the search reduces columns late. Algorithms that hold less cost
+    Fewer samples at once cost more calls. Fewer columns at once cost more sweeps, and more time if the graph is
+    small enough for vectorised sweeps: the search reduces columns late. Algorithms that hold less cost
     multiplications. Forming the results of a few parameters at a time costs all sweeps again; it helps only if
     these results are ``freed``.
     """

@@ -215,7 +215,7 @@ BAD_INPUT: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "keep and memory": (
         lambda: eager_backward(memory="1GB", keep="cpu"),
         "keep='cpu', memory='1GB'",
-        "both say what is kept",
+        "both choose what is kept",
         "give one",
     ),
     "no function": (

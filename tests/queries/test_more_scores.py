@@ -74,7 +74,7 @@ def test_refusals_of_samples_on_themselves(tmp_path: Path) -> None:
     _, result = written(tmp_path / "store", KFLR())
     with pytest.raises(BadInput, match="compute EKFAC"):
         packprop.self_influence(tmp_path / "store", curvature=result, damping=0.1)
-    with pytest.raises(BadInput, match="nothing that it would be added to"):
+    with pytest.raises(BadInput, match="no matrix to add it to"):
         packprop.self_influence(tmp_path / "store", damping=0.1)
     with pytest.raises(BadInput, match="give at least"):
         packprop.self_influence(tmp_path / "store", memory=100)
@@ -174,7 +174,7 @@ def test_products_foretell_a_step_of_adam(tmp_path: Path) -> None:
 
 def test_refusals_of_optimizers() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(BadInput, match="has not stepped it"):
+    with pytest.raises(BadInput, match="has made no step with it"):
         packprop.optimizer_curvature(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(BadInput, match="LBFGS"):
         packprop.optimizer_curvature(model, torch.optim.LBFGS(model.parameters()))

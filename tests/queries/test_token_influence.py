@@ -176,7 +176,7 @@ def test_bad_input(tmp_path: Path) -> None:
         packprop.token_influence(model, flattened, (words, targets), [(words[:0], targets[:0])])
     with pytest.raises(BadInput, match="give fewer queries"):
         packprop.token_influence(model, flattened, (words, targets), queries, memory=1000)
-    with pytest.raises(BadInput, match="nothing that it would be added to"):
+    with pytest.raises(BadInput, match="there is no matrix that they belong to"):
         packprop.token_influence(model, flattened, (words, targets), queries, damping=0.1)
     refinement = Refinement((words, targets), checkpoint=tmp_path)
     with pytest.raises(BadInput, match="the folder belongs to a search in a store"):

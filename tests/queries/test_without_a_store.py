@@ -182,7 +182,7 @@ def test_refusals() -> None:
         with pytest.raises(BadInput, match="which shuffle"):
             of_data(given, DataLoader(data, **({"batch_size": 4} | options)))
     of_data(given, DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 1, 0, shuffle=False)))
-    with pytest.raises(BadInput, match="others than in the first reading"):
+    with pytest.raises(BadInput, match="differ from those of the first reading"):
         of_data(given, Turning(x, y), memory=SMALL)
     with pytest.raises(BadInput, match="there are 9 rows, and each needs the number of its group"):
         of_data(given, (x, y), groups=[0, 1])

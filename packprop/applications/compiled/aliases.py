@@ -13,7 +13,7 @@ from torch.fx.operator_schemas import get_signature_for_torch_op
 
 
 class Aliases:
-    """The nodes of a graph that may share memory, and the memory that is written to."""
+    """The nodes of a graph that may share memory, and the writes to that memory."""
 
     def __init__(self, graph: Graph) -> None:
         self._above: dict[Node, Node] = {}
@@ -52,7 +52,7 @@ class Aliases:
 
 
 def written_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield those of the arguments of an operation that it writes to, each tensor of a list by itself.
+    """Yield the arguments that an operation writes to, each tensor of a list by itself.
 
     Batch normalisation in training mode does not declare that it writes to running statistics.
     """
@@ -67,7 +67,7 @@ def written_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def _arguments_of(
     operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """Yield the arguments of an operation as it declares them, each with what it is given."""
+    """Yield each argument that an operation declares, with the list of values passed for it."""
     for place, argument in enumerate(_schema_of(operation).arguments):
         given = args[place] if place < len(args) else kwargs.get(argument.name)
         yield argument, given if isinstance(given, (list, tuple)) else [given]
@@ -80,7 +80,7 @@ def is_operation(target: Any) -> bool:
 
 @functools.cache
 def _schema_of(operation: Any) -> Any:
-    """The declaration of an operation: its arguments, and those that it writes to or returns views of."""
+    """Return the declaration of an operation: its arguments, and which it writes to or returns views of."""
     _, schemas = get_signature_for_torch_op(operation, return_schemas=True)
     assert schemas is not None
     (schema,) = schemas

@@ -20,10 +20,10 @@ from packprop.engine.tensors import tensors_in
 def checked(
     step: Pass, traced: Traced, run: Runner, state: State, inputs: Any, targets: Any
 ) -> tuple[Outcome, str | None]:
-    """Run an eager pass, and say how a replay on the same values differs.
+    """Run an eager pass and a replay on the same values; return the pass's outcome, and how the replay differs.
 
-    A trace may have kept results of Python: random numbers of other libraries, arrays, counters of a module.
-    They show on the next values. The eager pass is the one that counts.
+    A graph holds as constants what Python code computed during the trace: random numbers of other libraries,
+    arrays, counters of a module. The next pass shows that they change. Only the eager pass has lasting effects.
     """
     beside = replace(traced.effects, inputs=(), draws=True)
     apart = [

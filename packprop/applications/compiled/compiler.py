@@ -22,20 +22,20 @@ REPLAY = "eager"
 """The backend that replays the traced graph, operation by operation."""
 
 SLOWER = 1.1
-"""The ratio of compiled time to the graph's time that is more than noise.
+"""The ratio of compiled time to the plain graph's time above which the compiled graph counts as slower.
 
 A tie goes to the compiler: its code leaves Python free for other threads.
 """
 
 COSTLY = 10.0
-"""A warning says that compiling was for nothing if it took more seconds than this."""
+"""The seconds of compiling above which a warning says that packprop does not use the result."""
 
 WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of ``torch.compile`` that make CUDA graphs."""
 
 
 class Runner:
-    """Runs a traced graph; compiles it in the first call, unless you want it plain.
+    """Runs a traced graph; compiles it in the first call, unless the backend is ``"eager"``.
 
     Args:
         graph: The graph.
@@ -51,9 +51,9 @@ class Runner:
         self.seconds: float | None = None
         """The seconds that compiling took."""
         self.verdict: str | None = None
-        """The reason why the graph is replayed uncompiled, although you asked to compile it, if it is."""
+        """The reason why the graph is replayed uncompiled although you chose a compiler, if it is."""
         self.warning: str | None = None
-        """The message for the user."""
+        """The warning for the user, if there is one."""
 
     @property
     def is_costly(self) -> bool:
@@ -62,11 +62,11 @@ class Runner:
 
     @property
     def took(self) -> str:
-        """Say how long compiling took."""
+        """Return a phrase for warnings that says how long compiling took."""
         return f"after {self.seconds or 0:.0f} s of compiling"
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the outputs of the graph; differentiate nothing."""
+        """Run the graph without gradients; return its outputs."""
         self._devices = self._devices or {tensor.device.type for tensor in tensors}
         autocast = AutocastRegions.now(self._devices)  # the graph already holds its effect
         with torch.no_grad(), autocast.switched(False):
@@ -77,32 +77,32 @@ class Runner:
             return [each.clone() for each in self._outputs(tensors)]
 
     def settle(self, tensors: Sequence[Tensor], budget: int | None) -> None:
-        """Keep the compiled graph if it is faster than the plain one, and within the budget.
+        """Keep the compiled graph if it is no slower than the plain one, and within the budget.
 
         Args:
             tensors: Inputs of the graph, which it may write to.
-            budget: The most bytes that may be alive at once; any number if ``None``.
+            budget: The most bytes that may be alive at once; ``None`` for no limit.
         """
         if self.backend == REPLAY:
             return
         as_it_is = Runner(self._graph, REPLAY, None)
         if budget is not None and (peak := peak_of(self, tensors)) > budget:
             verdict = (
-                f"compiled by {self.backend!r} it takes {byte_text(peak)} of memory, as it is "
+                f"compiled by {self.backend!r} it takes {byte_text(peak)} of memory, uncompiled "
                 f"{byte_text(peak_of(as_it_is, tensors))}, and the budget is {byte_text(budget)}"
             )
             self.warning = (
-                f"A traced pass is replayed as it is: {verdict}. Give a larger budget to have it "
+                f"A traced pass is replayed uncompiled: {verdict}. Give a larger budget to have it "
                 'compiled, or packprop.compile(..., backend="eager") to do without a compiler.'
             )
         else:
             own, other = seconds_in_turns([self, as_it_is], tensors)
             if own <= SLOWER * other:
                 return
-            verdict = f"compiled it takes {1000 * own:.3g} ms, as it is {1000 * other:.3g} ms"
+            verdict = f"compiled it takes {1000 * own:.3g} ms, uncompiled {1000 * other:.3g} ms"
             if self.is_costly:
                 self.warning = (
-                    f"A traced pass is replayed as it is, {self.took}: {verdict}. "
+                    f"A traced pass is replayed uncompiled, {self.took}: {verdict}. "
                     'packprop.compile(..., backend="eager") does without a compiler.'
                 )
         self._replay_from_now_on(verdict)
@@ -115,7 +115,7 @@ class Runner:
         self._run, self.backend, self.verdict = self._graph, REPLAY, verdict
 
     def _outputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run the graph; compile it before. Without a compiler that can do it, replay it."""
+        """Compile the graph if that has not been tried, and run it; if compiling fails, run it uncompiled."""
         if self._run is not None:
             return self._run(*tensors)
         start = time.perf_counter()
@@ -127,10 +127,10 @@ class Runner:
         except Exception as error:  # a compiler that is missing, or fails
             said = " ".join([line for line in str(error).strip().splitlines() if line][:2])
             reason = f"({type(error).__name__}: {said})"
-            self._replay_from_now_on(f"no compiler could take it {reason}")
+            self._replay_from_now_on(f"it could not be compiled {reason}")
             self.warning = (
-                f"No compiler could take a traced pass {reason}. The graph is replayed as it is, as by "
-                'packprop.compile(..., backend="eager").'
+                f"A traced pass could not be compiled {reason}. packprop replays the graph uncompiled, as "
+                'packprop.compile(..., backend="eager") does.'
             )
             return self._outputs(tensors)
         self._run, self.seconds = run, time.perf_counter() - start
@@ -140,9 +140,9 @@ class Runner:
 def _compiled(graph: GraphModule, tensors: Sequence[Tensor], backend: Backend, mode: str | None) -> Run:
     """Compile a copy of the graph without constructs that are slow to compile.
 
-    This calls Inductor directly, as PyTorch documents for backends that are made of others. The checks of
-    ``torch.compile`` in each call of a graph take a third of the time of a small one, and packprop knows their
-    answers. Random numbers are PyTorch's own, so that they are the same with and without a compiler.
+    packprop calls Inductor directly, as PyTorch documents for backends that call other backends. The checks of
+    ``torch.compile`` in each call take a third of the time of a small graph, and packprop knows their answers.
+    Random numbers are PyTorch's own, so that they are the same with and without a compiler.
     """
     copied = Graph()
     copied.output(copied.graph_copy(graph.graph, {}))

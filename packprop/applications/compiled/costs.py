@@ -17,14 +17,14 @@ from packprop.engine.tensors import tensors_in
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 TURNS = 5
-"""The maximum number of runs of each of two ways, to see which is faster."""
+"""The maximum number of timed runs of each function."""
 
 LONGEST = 1.0
-"""No further turn starts after these seconds."""
+"""The seconds after which no further turn starts."""
 
 
 def seconds_in_turns(runs: Sequence[Run], tensors: Sequence[Tensor]) -> list[float]:
-    """Return the shortest time of each of some ways, run in turns."""
+    """Run some functions in turns; return the shortest time of each, in seconds."""
     shortest = [float("inf")] * len(runs)
     begun = time.perf_counter()
     for _ in range(TURNS):
@@ -38,7 +38,7 @@ def seconds_in_turns(runs: Sequence[Run], tensors: Sequence[Tensor]) -> list[flo
 
 
 def peak_of(run: Run, tensors: Sequence[Tensor]) -> int:
-    """Return the most bytes allocated at once in a run, with those of its inputs and their gradients.
+    """Return the most bytes allocated at once in a run, inputs and their gradients included.
 
     Only PyTorch's profiler sees the allocations of compiler-generated code on the CPU.
     """

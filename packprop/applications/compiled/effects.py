@@ -1,4 +1,4 @@
-"""The effects of a pass beside its results: tensors that it writes to, generators that it draws from."""
+"""The effects of a pass besides its results: tensors that it writes to, generators that it draws from."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Effects:
     Args:
         inputs: The places of the inputs that it writes to.
         others: Other tensors that it writes to: attributes of modules, variables of a loss function.
-        generators: The generators that it draws from, other than PyTorch's own.
-        draws: Says that it draws from PyTorch's own.
+        generators: The generators that it draws from, other than PyTorch's default generators.
+        draws: Says that it draws from PyTorch's default generators.
     """
 
     inputs: Sequence[int]
@@ -49,7 +49,7 @@ class Kept:
     Args:
         tensors: Tensors with their values.
         generators: Generators with their states.
-        random: The states of PyTorch's own.
+        random: The states of PyTorch's default generators.
     """
 
     tensors: list[tuple[Tensor, Tensor]]
@@ -57,7 +57,7 @@ class Kept:
     random: dict[torch.device, Tensor]
 
     def put_back(self) -> None:
-        """Give everything its value back."""
+        """Restore all values and states."""
         for tensor, value in reversed(self.tensors):  # of several copies of a tensor, the first one counts
             tensor.data.copy_(value)
         for generator, state in self.generators:
@@ -86,7 +86,7 @@ class Watch:
         self._new = _storages(inputs)
         self._made: set[int] = set()
         self._outside: set[int] = set()
-        """Memory of results of tensors that are no inputs, and were there before the pass."""
+        """Memory of what was computed from tensors that existed before the pass and are no inputs."""
         self._written: set[int] = set()
         self._draws = False
         self._before = Kept([], [], {})
@@ -100,7 +100,7 @@ class Watch:
             yield
 
     def undo(self) -> None:
-        """Give tensors and generators that were there before the pass their values back."""
+        """Restore the values of tensors and generators that existed before the pass."""
         self._before.put_back()
 
     def effects(self, constants: Sequence[Tensor]) -> Effects:
@@ -114,16 +114,16 @@ class Watch:
 
         Raises:
             ReadsValue: If it reads values which are new in each replay.
-            NotTraceable: If it gives a tensor from before the pass other memory, or reads values of one that is
-                no input: they may change in place.
+            NotTraceable: If it assigns other memory to a tensor from before the pass, or reads values of such a
+                tensor that is no input: they may change in place.
         """
         if function == SETS_DATA and not self._made.issuperset(_storages(args[:1])):
-            raise not_traceable("an assignment to .data", "a graph writes to the memory that a tensor has")
+            raise not_traceable("an assignment to .data", "a graph cannot give a tensor other memory")
         read = _storages(values_read(function, args, kwargs))
         if not self._new.isdisjoint(read):
             raise ReadsValue(f"{function} was called")
         if not self._outside.isdisjoint(read) or not self._made.issuperset(read):
-            why = "it reads values of a tensor that is neither of the model nor of the batch, and may change"
+            why = "it reads values of a tensor outside of model and batch, and these values may change"
             raise not_traceable(getattr(function, "__name__", str(function)), why)
 
     def note(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -177,7 +177,7 @@ def _size_depends_on_values(operation: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
-    """Return where the memory of tensors begins, for those that say so."""
+    """Return the addresses at which the memory of tensors begins, as far as they are known."""
     return {storage_of(tensor) for tensor in tensors} - {0}
 
 

@@ -1,14 +1,14 @@
 """Descriptions of values that decide what a pass does: equal descriptions, equal work.
 
 # NOTE [What a description holds]
-Containers, configurations and any other objects are described by their classes and contents, numbers with their
-types, arrays by their bytes, objects that are not written in Python by what pickle would write. Classes and
-objects that show no contents equal themselves alone. So do functions, and their attributes, defaults and the
-variables that they close over must be as they were. A description keeps what it names alive, so that nothing
-else can take its identity. Objects of more parts than ``MOST_PARTS``, and arrays of more than
-``MOST_BYTES``, are unlike everything, even themselves: a pass that may depend on them is not replayed. If they
-are not public (private attributes, hooks, variables that functions close over), they equal themselves alone, as
-long as some entries of an array, a list or a dictionary do, because such tables are mostly large and fixed.
+packprop describes containers, configurations and other objects by class and contents, numbers with their types,
+arrays by their bytes, and objects that are not written in Python by what pickle would write. A class, a
+function, or an object that shows no contents, equals itself alone; attributes, defaults and closed-over
+variables of a function must be unchanged as well. A description keeps the objects in it alive, so that no other
+object can take their identity. An object of more than ``MOST_PARTS`` parts, or an array of more than
+``MOST_BYTES`` bytes, equals nothing, not even itself: packprop does not replay a pass that may depend on it. If
+it is not public (a private attribute, a hook, a variable that a function closes over), it equals itself while
+some entries of the array, list or dictionary are unchanged, because such tables are mostly large and fixed.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from torch import Tensor
 from packprop.engine.tensors import PLAIN, attributes_of, cells
 
 MOST_PARTS = 2048
-"""The number of parts that a description of one value may have."""
+"""The maximum number of parts in the description of one value."""
 
 MOST_BYTES = 2**20
-"""The largest array that a description takes in."""
+"""The bytes of the largest array that a description holds."""
 
 
 CONTAINERS = (tuple, list, dict)
 """Types that most values with parts have; they have no attributes."""
 
 VALUES = (int, float, complex, str)
-"""Types of values that subclasses have as well."""
+"""Types of plain values; an instance of a subclass is described by such a value as well."""
 
 
 SPOTS = 64
-"""The number of entries that are compared of a large table."""
+"""The number of entries of a large table that packprop compares."""
 
 
 class Same:
@@ -61,7 +61,7 @@ class Same:
 
 
 class Number(NamedTuple):
-    """A number that equals those of its own type alone; Python's ``True`` equals 1. Zero has a sign."""
+    """A number that equals only numbers of its own type, unlike Python's ``True == 1``. Zero has a sign."""
 
     kind: type
     text: str
@@ -71,7 +71,7 @@ class Number(NamedTuple):
 
 
 class Unlike:
-    """A value that equals nothing, since nobody can tell whether it has changed."""
+    """A value that equals nothing, since packprop cannot tell whether it has changed."""
 
     __hash__ = object.__hash__
 
@@ -91,11 +91,11 @@ def plain_fact(value: Any) -> Any:
 
 
 Memo = dict[int, Any]
-"""Descriptions of objects, by identity, as long as nothing changes."""
+"""Descriptions of objects, by identity; valid as long as no object changes."""
 
 
 class _TooLarge(Exception):
-    """A value has too many parts, or too large ones, to be looked into."""
+    """Raised for a value with too many parts, or too large ones, to describe."""
 
 
 def facts_of(
@@ -106,18 +106,18 @@ def facts_of(
     Args:
         value: Anything.
         modules: Modules that are described elsewhere, by identity.
-        tensors: The numbers of tensors, by identity, that are inputs of a graph: their values may change.
-            Others equal themselves alone.
+        tensors: The numbers of the tensors that are inputs of a graph, by identity: their values may change.
+            Other tensors equal themselves alone.
     """
     return _Describer(modules, tensors, {}, False).described(value)
 
 
 def facts_if_small(value: Any, modules: Container[int], tensors: Mapping[int, int], memo: Memo) -> Any:
-    """Describe a value, or say that it equals itself alone if it has too many parts, plain ones included."""
+    """Describe a value; with too many parts, plain ones included, it equals itself if some entries do."""
     if type(value) in PLAIN:
         return plain_fact(value)
     if id(value) not in memo:
-        memo[id(value)] = "itself"  # to what is inside of it
+        memo[id(value)] = "itself"  # for what is inside it
         try:
             memo[id(value)] = _Describer(modules, tensors, memo, True).described(value)
         except _TooLarge:
@@ -126,7 +126,7 @@ def facts_if_small(value: Any, modules: Container[int], tensors: Mapping[int, in
 
 
 def _some_entries(value: Any) -> Any:
-    """Describe some entries of a large table, spread over it if it is no dictionary."""
+    """Describe some entries of a large table: the first of a dictionary, entries spread over a sequence."""
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else value.flat[:: max(1, value.size // SPOTS)].tobytes()
     if isinstance(value, (list, tuple)):
@@ -193,7 +193,7 @@ class _Describer:
         return (kind, contents, *((name, self.described(each)) for name, each in attributes))
 
     def _contents(self, value: Any) -> tuple[Any, ...] | None:
-        """Describe what a value holds beside its attributes; ``None`` if Python cannot tell."""
+        """Describe what a value holds besides its attributes; ``None`` if Python cannot tell."""
         parts: Any
         if isinstance(value, Mapping):
             parts = itertools.chain.from_iterable(value.items())
@@ -213,7 +213,7 @@ class _Describer:
 
 
 def _bytes_of(value: Any) -> tuple[Any, ...] | None:
-    """Return shape, type and bytes of an array, as of NumPy; nothing of a large one; ``None`` for others."""
+    """Return shape, type and bytes of an array, such as NumPy's; ``()`` if it is large, ``None`` for others."""
     try:
         view = memoryview(value)
     except (TypeError, ValueError, BufferError):
@@ -224,7 +224,7 @@ def _bytes_of(value: Any) -> tuple[Any, ...] | None:
 
 
 def _pickled(value: Any) -> tuple[Any, ...] | None:
-    """Return the parts that pickle would write, if the class says itself what these are; else ``None``."""
+    """Return the parts that pickle would write, if the class itself defines them; else ``None``."""
     kind: Any = type(value)
     if kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__:
         return None

@@ -3,7 +3,8 @@
 # NOTE [Tidy graphs]
 A pass views one tensor in many ways. In a graph each view is a call, which takes as long as a small operation.
 So packprop removes views that lead back to their source. They share its memory, so that in-place writes reach
-both. Equal operations stay: they are few, a compiler joins them, and writes in place would decide which may be.
+both. packprop leaves equal operations alone: there are few, a compiler joins them, and packprop would have to
+find out which of them in-place writes set apart.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ VIEWS = frozenset(
 
 
 def tidy(graph: GraphModule) -> GraphModule:
-    """Remove nodes without effect; see NOTE [Tidy graphs]. The graph runs without gradients."""
+    """Remove redundant views and unused nodes; see NOTE [Tidy graphs]. The graph runs without gradients."""
     for node in graph.graph.nodes:
         above = node
         while _is_view(above):
@@ -43,7 +44,7 @@ def tidy(graph: GraphModule) -> GraphModule:
 
 
 def constants_of(graph: GraphModule) -> Iterator[Tensor]:
-    """Yield the tensors that a graph holds beside its inputs."""
+    """Yield the tensors that a graph holds besides its inputs."""
     for node in graph.graph.nodes:
         if node.op == "get_attr":
             value = operator.attrgetter(node.target)(graph)
@@ -52,7 +53,7 @@ def constants_of(graph: GraphModule) -> Iterator[Tensor]:
 
 
 def operations_of(graph: GraphModule) -> int:
-    """Count the operations of a graph; taking an entry of a tuple is none."""
+    """Count the operations of a graph, without those that take an entry of a tuple."""
     return sum(node.op == "call_function" and node.target is not operator.getitem for node in graph.graph.nodes)
 
 

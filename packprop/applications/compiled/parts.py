@@ -2,9 +2,9 @@
 
 # NOTE [Parts]
 A pass that works on a few samples at a time allocates all results, and writes each part to its place. A
-compiler without in-place writes treats every such write as a new tensor as large as all of them, in which one
-part differs: this work grows with the square of the number of parts. So if all parts are written once, each
-before it is read, packprop makes them tensors of their own, and concatenates them.
+compiler without in-place writes turns every such write into a new tensor as large as all parts together, in
+which one part differs: this work grows with the square of the number of parts. So if all parts are written
+once, each before it is read, packprop makes them tensors of their own, and concatenates them.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Room:
 
     Args:
         views: The tensor, and views of all of it.
-        parts: In the order of their places.
-        axis: The axis that they lie along.
+        parts: The parts, in the order of their places.
+        axis: The axis along which the parts lie.
     """
 
     views: list[Node]
@@ -77,7 +77,7 @@ def put_together(graph: Graph) -> None:
 
 
 def _room(node: Node, aliases: Aliases, order: dict[Node, int]) -> Room | None:
-    """Return a new tensor's parts, if writes fill all of it, each part once before it is read."""
+    """Return a new tensor with its parts, if writes fill all of it, each part once and before it is read."""
     views, slices = [node], list[Node]()
     for view in views:
         for user in view.users:
@@ -102,7 +102,7 @@ def _room(node: Node, aliases: Aliases, order: dict[Node, int]) -> Room | None:
 
 
 def _part(view: Node, whole: tuple[int, ...], writes: dict[Node, Node], order: dict[Node, int]) -> Part | None:
-    """Return the part of a whole that a slice is, if one write fills it before it is read."""
+    """Return a slice of a tensor as a part, if one write fills it before it is read."""
     if len(view.args) != 4:
         return None
     _, axis, start, stop = view.args
@@ -122,7 +122,7 @@ def _part(view: Node, whole: tuple[int, ...], writes: dict[Node, Node], order: d
 
 
 def _fills(write: Node, target: Node) -> bool:
-    """Tell whether a write fills all of its target, whatever was there."""
+    """Tell whether a write fills all of its target, whatever values were there."""
     if write.target is not _ATEN.copy_.default:
         return write.target is _ATEN.bmm.out
     source = write.args[1]

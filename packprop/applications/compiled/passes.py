@@ -26,8 +26,8 @@ class Outcome:
 
     Args:
         loss: The loss.
-        gradients: By the number of the parameter.
-        results: By the number of the parameter and the attribute.
+        gradients: Gradients by the number of the parameter.
+        results: Values of extensions by the number of the parameter and the attribute.
         finished: The modules that the hook was called with, in order.
     """
 
@@ -62,12 +62,12 @@ class Pass(Protocol):
         """Apply the results of a pass; return the loss."""
 
     def clear(self, parameters: Sequence[Tensor], outcome: Outcome) -> None:
-        """Drop results of the pass before that this one makes anew."""
+        """Drop results of the previous pass that this pass replaces."""
 
 
 @dataclass(frozen=True)
 class TrainingPass:
-    """The pass of each call of a step: accumulates gradients, saves results on parameters.
+    """The pass of each call of a step: it accumulates gradients, and saves results on parameters.
 
     Args:
         model: The model.
@@ -120,7 +120,7 @@ class TrainingPass:
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
-                with torch.no_grad():  # in place, as autograd has it
+                with torch.no_grad():  # in place, as autograd does it
                     parameter.grad.add_(gradient)
         for (number, name), value in outcome.results.items():
             setattr(parameters[number], name, value)
@@ -130,7 +130,7 @@ class TrainingPass:
         return outcome.loss
 
     def clear(self, parameters: Sequence[Tensor], outcome: Outcome) -> None:
-        """Remove results from the parameters that get new ones."""
+        """Remove results that the pass will replace from the parameters."""
         for number, name in outcome.results:
             vars(parameters[number]).pop(name, None)
 
@@ -145,7 +145,7 @@ class TrainingPass:
 
 @contextlib.contextmanager
 def _set_aside(extensions: Sequence[Extension], parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Take gradients and results off parameters, and put them back."""
+    """Take gradients and results off parameters, and put them back afterwards."""
     fields = [extension.savefield for extension in extensions]
     before = [
         (tensor, tensor.grad, {name: vars(tensor).pop(name) for name in fields if name in vars(tensor)})

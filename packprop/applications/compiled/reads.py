@@ -1,4 +1,4 @@
-"""Calls that read values of tensors, some of which the tracer does not see, since they are no operations."""
+"""Calls that read values of tensors; the tracer does not see some of them, since they are no operations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OF_TENSORS = frozenset(
 """Methods that read the tensor they belong to."""
 
 OF_PLACES = frozenset({torch.tensor_split, Tensor.tensor_split})
-"""Functions that read what tells them where to split."""
+"""Functions that read the tensor of places at which they split."""
 
 OF_LISTS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
 """Functions that read the tensors in a list of numbers."""
@@ -43,7 +43,7 @@ def values_read(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class Calls(TorchFunctionMode):
-    """Shows the calls of a pass, before they run.
+    """Shows each call of a PyTorch function, before it runs.
 
     Args:
         show: Called with each function and its arguments.

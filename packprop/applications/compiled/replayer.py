@@ -31,10 +31,10 @@ from packprop.engine.tensors import (
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 
 MOST = 8
-"""The number of kinds of calls that packprop traces; others run eagerly from then on."""
+"""The maximum number of kinds of calls that packprop traces; calls of further kinds run eagerly."""
 
 WORTH = 32
-"""Replays after which a kind of calls, other than the first, is worth a compiler.
+"""The number of replays after which packprop compiles the graph of a kind of calls other than the first.
 
 The last batch of an epoch is smaller, and comes only once in each.
 """
@@ -43,26 +43,26 @@ MEASURED = 5
 """The number of timed replays before packprop may call one slower than a pass."""
 
 NOISE = 1.05
-"""The factor by which a replay may be slower than a pass, for the fastest of each."""
+"""The factor by which the fastest replay may be slower than the fastest pass."""
 
 SEEN = 64
-"""The number of kinds of calls from which on packprop forgets untraced ones."""
+"""The number of kinds of calls at which packprop forgets kinds that it has not traced."""
 
 
 @dataclass
 class Kind:
-    """The state of calls of one kind: they have the same ``State.key``.
+    """The state of all calls of one kind, which are those with the same ``State.key``.
 
     Args:
         inputs: A description of the arguments, for people.
         passes: The number of ordinary passes.
-        pass_seconds: The time of the fastest of them; tracing and checking do not count.
+        pass_seconds: The time of the fastest ordinary pass, without tracing and checking.
         replay_seconds: The time of the fastest replay.
         traced: The graph, once there is one.
-        is_first: Says that it was the first kind to be traced.
+        is_first: Says that packprop traced this kind before all others.
         runner: The runner of the graph, once it was checked.
-        tried: Says that the compiler got the graph.
-        refusal: The reason why calls of this kind are not traced, if they are not.
+        tried: Says that packprop has tried to compile the graph.
+        refusal: The reason why calls of this kind run as ordinary passes from now on, if they do.
         replays: The number of replays in place of a pass.
     """
 
@@ -82,20 +82,20 @@ class Kind:
 
 
 class Policy:
-    """Decides when to trace calls of one kind, to compile the graph, and to go on with it.
+    """Decides when to trace calls of one kind, when to compile the graph, and whether to keep it.
 
-    This one traces calls as soon as possible; it compiles the first kind at once, others when frequent.
+    This policy traces calls as soon as possible; it compiles the first kind at once, others once frequent.
     """
 
     warns = True
-    """The user hears of calls that are not replayed."""
+    """Show warnings about calls that are not replayed."""
 
     def traces(self, kind: Kind) -> bool:
         """Tell whether to trace the next pass; asked before each one."""
         return True
 
     def holds(self) -> bool:
-        """Tell whether graphs stand for passes now; asked before each use of one."""
+        """Tell whether graphs may replace passes now; asked before each use of a graph."""
         return True
 
     def compiles(self, kind: Kind) -> bool:
@@ -103,18 +103,18 @@ class Policy:
         return kind.is_first or kind.replays >= WORTH
 
     def keeps(self, kind: Kind) -> bool:
-        """Tell whether to go on with replays, as they are not slower than passes; asked after each replay."""
+        """Tell whether to keep replays, which must not be slower than passes; asked after each replay."""
         return kind.replays < MEASURED or kind.replay_seconds < NOISE * kind.pass_seconds
 
 
 class Replayer:
-    """Runs a pass as it is, and from the fourth call of a kind on as a graph.
+    """Runs an ordinary pass in the first three calls of a kind, and a graph from the fourth on.
 
     Args:
         step: The pass.
         backend: The compiler of graphs; ``"eager"`` for none.
         mode: As in ``torch.compile``.
-        policy: Decides when a graph pays.
+        policy: Decides when packprop uses a graph.
     """
 
     def __init__(self, step: Pass, backend: Backend, mode: str | None, policy: Policy | None = None) -> None:
@@ -148,7 +148,7 @@ class Replayer:
         return self._third(kind, kind.traced, state, inputs, targets)
 
     def _state(self, inputs: Any, targets: Any, before: State | None = None) -> State:
-        """Return the state that this call depends on. Plans count gradients from the beginning of the call."""
+        """Return the state that this call depends on; plans also depend on the gradients there before it."""
         state = state_of(self._pass.modules, self._pass.loss, (inputs, targets))
         if self._pass.budget is None:
             return state
@@ -156,12 +156,12 @@ class Replayer:
         return State(state.parameters, state.batch, (*state.key, there))
 
     def _first(self, state: State, inputs: Any, targets: Any) -> Tensor:
-        """Run an ordinary pass, which settles what later ones take over."""
+        """Run an ordinary pass, which makes the decisions that later passes take over."""
         loss = self._run(inputs, targets)
         now = self._state(inputs, targets, state)
         if now.key != state.key or any(a is not b for a, b in zip(now.tensors, state.tensors, strict=True)):
             self._changed_themselves += 1
-            if self._changed_themselves > 2:  # in their first pass many models change
+            if self._changed_themselves > 2:  # many models change in their first pass
                 change = first_change(self._pass.modules, state.key, now)
                 self._warn("changes", f"a pass changes the model: {change}")
             return loss
@@ -172,7 +172,7 @@ class Replayer:
         return loss
 
     def _second(self, kind: Kind, state: State, inputs: Any, targets: Any) -> Tensor:
-        """Run an ordinary pass, and trace it."""
+        """Run an ordinary pass, then trace one on the same values."""
         before = python_random_states()
         with noting_decisions() as decisions:
             loss = self._timed(kind, inputs, targets)
@@ -202,7 +202,7 @@ class Replayer:
         with noting_decisions() as decisions, waiting(said, self._policy.warns):
             outcome, fault = checked(self._pass, traced, runner, state, inputs, targets)
         if (differing := _differing(traced.decisions, decisions)) is not None:
-            fault = f"values decide on it anew in each pass: {differing}"
+            fault = f"values decide this anew in each pass: {differing}"
         if runner.warning is not None:
             self._say(runner.warning, runner.warning, stacklevel=5)
         if fault is None:
@@ -215,7 +215,7 @@ class Replayer:
         return self._pass.deliver(state.parameters, outcome)
 
     def _replay(self, kind: Kind, runner: Runner, state: State, inputs: Any, targets: Any) -> Tensor:
-        """Run the graph in place of a pass; if values are faulty, run a pass, which says so."""
+        """Run the graph in place of a pass; if values are faulty, run a pass, which reports them."""
         traced = kind.traced
         assert traced is not None
         start = time.perf_counter()
@@ -260,7 +260,7 @@ class Replayer:
             ) from error
 
     def _reason_against(self, state: State) -> str | None:
-        """Return the reason not to trace calls of this kind, if there is one; a warning says it."""
+        """Return the reason not to trace calls of this kind, if there is one, and warn of it."""
         reason = None
         if is_recording_disabled():
             return "packprop.disable() is in force"
@@ -269,9 +269,9 @@ class Replayer:
         elif any(isinstance(each, PARALLEL) for root in self._pass.modules for each in root.modules()):
             reason = "the model is spread over processes or devices, whose exchange no graph can hold"
         elif any(map(has_late_hooks, state.parameters)):
-            reason = "a hook that runs behind the accumulation of a gradient, which a replay would not call"
+            reason = "a hook runs after the accumulation of a gradient, and a replay would not call it"
         elif any(type(each) not in PLAIN_TENSORS or each.layout is not torch.strided for each in state.tensors):
-            reason = "a tensor is of a class of its own, or not dense"
+            reason = "a tensor is of a subclass of torch.Tensor, or not dense"
         elif sum(kind.traced is not None for kind in self._kinds.values()) >= MOST:
             change = first_change(self._pass.modules, self._traced_last or (), state)
             reason = f"{MOST} kinds of calls have been traced, and this is another: {change}"
@@ -280,7 +280,7 @@ class Replayer:
         return reason
 
     def _forget(self, state: State) -> None:
-        """Forget untraced calls, the oldest first; most never come again."""
+        """Forget the older half of the untraced kinds; most never come again."""
         untraced = [key for key, kind in self._kinds.items() if kind.traced is None]
         change = first_change(self._pass.modules, untraced[-1], state)
         self._warn("many", f"{SEEN} kinds of calls were made, the last two of which differ in {change}")
@@ -292,7 +292,7 @@ class Replayer:
         self._warn(reason, reason)
 
     def _say_compiled_again(self, state: State) -> None:
-        """Say once that calls of several kinds come often, each of which needs a graph of its own."""
+        """Warn once that calls of another kind have become frequent, and need a compiled graph of their own."""
         first = next((key for key, kind in self._kinds.items() if kind.is_first), None)
         if first is not None:
             change = first_change(self._pass.modules, first, state)
@@ -302,11 +302,11 @@ class Replayer:
             )
 
     def _warn(self, about: str, reason: str) -> None:
-        """Say once that calls run eagerly."""
+        """Warn once, for one reason, that calls run eagerly."""
         self._say(about, f"A compiled step runs passes eagerly, without a graph: {reason}.")
 
     def _say(self, about: str, warning: str, stacklevel: int = 6) -> None:
-        """Warn once about the same thing."""
+        """Warn, but only once for each value of ``about``."""
         if about not in self._warned and self._policy.warns:
             self._warned.add(about)
             warnings.warn(warning, PackpropWarning, stacklevel=stacklevel)
@@ -338,7 +338,7 @@ def _described(batch: Any) -> str:
 
 
 def _differing(before: Decisions, now: Decisions) -> str | None:
-    """Describe the decisions that differ; sizes of chunks do not depend on values."""
+    """Describe the first decision that differs; sizes of chunks may, for they do not depend on values."""
     pairs = zip(before, now, strict=False)
     other = next((str(new[0]) for old, new in pairs if old != new and new[0] != SIZES_OF_CHUNKS), None)
-    return other if len(before) == len(now) else other or "how much is decided"
+    return other if len(before) == len(now) else other or "the number of decisions"

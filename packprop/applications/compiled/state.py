@@ -29,9 +29,9 @@ from packprop.engine.tensors import PLAIN, attributes_of, has_late_hooks, is_hoo
 REGISTERED = ("_parameters", "_buffers")
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 HOOKS = frozenset(name for name in OF_EVERY_MODULE if name.endswith("_hooks"))
-"""Attributes of every module, and those of its hooks among them."""
+"""Attributes that every module has, and those among them that hold hooks."""
 SMALL = (NoneType, *VALUES, np.generic)
-"""Types of those attributes of parameters that are compared."""
+"""Types of the attributes of parameters that packprop compares."""
 OWN = "_packprop"
 """The beginning of names of attributes that packprop gives to modules."""
 
@@ -57,7 +57,7 @@ class State:
 
 
 def state_of(modules: Sequence[nn.Module], loss: Any, batch: Any) -> State:
-    """Describe what a pass of these modules, with a loss that may be a function, on a batch depends on."""
+    """Describe all that a pass depends on: the modules, the loss, the batch, the settings around the call."""
     parts = [module for root in modules for module in root.modules()]
     known = _Known([], {}, set(), {*map(id, parts)}, {})
     key: list[Any] = [_described(module, known) for module in parts]
@@ -95,7 +95,7 @@ class _Known(NamedTuple):
         return self.numbers[id(tensor)]
 
     def facts_if_small(self, value: Any) -> Any:
-        """Describe a value that is not part of what is public."""
+        """Describe a value that is not public."""
         return facts_if_small(value, self.modules, self.numbers, self.memo)
 
 
@@ -108,7 +108,7 @@ def _described(module: nn.Module, known: _Known) -> tuple[Any, ...]:
         for own, tensor in attributes[name].items():
             found.append(own)
             found.append(None if tensor is None else known.number(tensor))
-            if tensor is not None and tensor.__dict__:  # results of passes are there too, which are not plain
+            if tensor is not None and tensor.__dict__:  # it also holds results of passes, which are not plain
                 plain = [(key, each) for key, each in tensor.__dict__.items() if isinstance(each, SMALL)]
                 found += [(key, known.facts_if_small(each)) for key, each in plain if not key.startswith("_")]
     for name, value in attributes.items():
@@ -146,7 +146,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _is_made_by_hook(name: str, hooks: Mapping[int, Any]) -> bool:
-    """Tell whether a hook makes an attribute anew in each pass: it knows the name, as in weight norm."""
+    """Tell whether a hook sets an attribute in each pass: such a hook holds the name, as in weight norm."""
     held = [each for hook in hooks.values() for _, each in attributes_of(hook)]
     return any(type(each) is str and each == name for each in held)
 
@@ -184,7 +184,7 @@ def python_random_states() -> tuple[Any, ...]:
 
 
 def first_change(modules: Sequence[nn.Module], before: tuple[Any, ...], now: State) -> str:
-    """Name the first thing that decides on a pass and has changed."""
+    """Describe the first change in what a pass depends on."""
     parts = [(name, type(part).__name__) for root in modules for name, part in root.named_modules()]
     labels = [f"module {name!r} ({kind})" if name else kind for name, kind in parts]
     labels += ["the loss", "the nesting of the batch"]
@@ -197,7 +197,7 @@ def first_change(modules: Sequence[nn.Module], before: tuple[Any, ...], now: Sta
     )
     labels += ["whether gradients are there"] * (len(now.key) - len(labels))
     if len(before) != len(now.key) or len(labels) != len(now.key):
-        return "how many modules, parameters or tensors there are"
+        return "the number of modules, parameters or tensors"
     for label, old, new in zip(labels, before, now.key, strict=True):
         if old != new:
             return f"{label}: {_first_difference(old, new)}"
@@ -205,7 +205,7 @@ def first_change(modules: Sequence[nn.Module], before: tuple[Any, ...], now: Sta
 
 
 def _first_difference(old: Any, new: Any) -> str:
-    """Say where two descriptions differ; what stands before a value in one is its name."""
+    """Describe the first difference of two descriptions, in which a name may precede a value."""
     if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new) and type(old) is tuple:
         place = next(place for place, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1])
         named = f"{old[place - 1]} " if place and isinstance(old[place - 1], str) else ""

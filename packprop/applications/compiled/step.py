@@ -30,7 +30,7 @@ def compile(
     mode: str | None = None,
     memory: int | str | Plan | None = None,
 ) -> CompiledStep:
-    """Make a step that does a forward pass, a loss and ``backward()`` inside ``backpack(...)``, but faster.
+    """Return a step that runs the model, the loss and ``backward()`` inside ``backpack(...)``, but faster.
 
     ``loss = step(inputs, targets)`` accumulates ``.grad``, saves every value under its ``savefield``, calls the
     hook, and returns the loss, cut from its graph. The model and the loss need not be extended.
@@ -46,10 +46,10 @@ def compile(
         model: Any module.
         loss: Called as ``loss(outputs, targets)``, a module or a function; ``None`` if the model returns its
             loss. Then a step takes one argument.
-        extensions: Instances from ``packprop.extensions``, one by one or in a list: all that finish within the
-            pass.
-        extension_hook: A function to call with each module that owns parameters. In a replay all values are
-            there already.
+        extensions: Instances from ``packprop.extensions``, one by one or in a list; all but those whose values
+            hold the graph.
+        extension_hook: A function to call with each module that owns parameters. A replay calls it when all
+            values are there.
         backend: ``"inductor"`` and other backends of ``torch.compile``; ``"eager"`` replays the traced graph
             without a compiler.
         mode: As in ``torch.compile``, such as ``"reduce-overhead"``.
@@ -124,10 +124,10 @@ class CompiledStep:
 
 
 def _require_finished(extensions: Sequence[Extension]) -> None:
-    """Refuse extensions with values that are used after the pass.
+    """Refuse extensions whose values need the graph of the pass after it.
 
     Raises:
-        BadInput: With the first of them.
+        BadInput: With the first such extension.
     """
     for extension in extensions:
         if extension.keeps_graph:

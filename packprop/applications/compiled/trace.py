@@ -35,7 +35,7 @@ HANDING_ON = tuple(
         *("applications/compiled/effects", "applications/compiled/reads"),
     )
 )
-"""Files of modes, which call what the user calls."""
+"""Files of modes: the calls of the user's code go through them."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Traced:
         graph: Maps parameters, buffers and the tensors of the batch to a tuple of tensors; it writes to
             buffers. The first output says whether values are faulty.
         template: The results of the pass, with places in the outputs for tensors.
-        decisions: The decisions by values that it has taken over.
-        effects: The effects of the graph beside its outputs.
+        decisions: Decisions that depend on values, as the previous pass made them.
+        effects: The effects of the graph besides its outputs.
         may_fail: Says that there are conditions for faulty values.
         seconds: The time that tracing took.
     """
@@ -68,7 +68,7 @@ class Traced:
 
     @property
     def operations(self) -> int:
-        """Operations in the graph."""
+        """The number of operations in the graph."""
         return operations_of(self.graph)
 
     def outcome(self, outputs: Sequence[Tensor]) -> Outcome:
@@ -82,13 +82,13 @@ class Traced:
 
 
 def trace(step: Pass, inputs: Any, targets: Any, decisions: Decisions) -> Traced:
-    """Trace a pass; restore afterwards the model, the random numbers, and whatever else it has written to.
+    """Trace a pass; then restore the model, the random states, and everything else that it has written to.
 
     Args:
         step: The pass.
         inputs: The model's inputs.
         targets: The loss's arguments beside the outputs.
-        decisions: The decisions by values of the pass before.
+        decisions: Decisions that depend on values, as the previous pass made them.
 
     Raises:
         NotTraceable: If a replay would differ from the pass.
@@ -127,7 +127,7 @@ def trace(step: Pass, inputs: Any, targets: Any, decisions: Decisions) -> Traced
 
 
 def _fault(conditions: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Tell whether one of some conditions holds."""
+    """Return a tensor ``[]`` that tells whether any of the conditions holds."""
     if not conditions:
         return torch.zeros((), dtype=torch.bool, device=like.device)
     flat = [condition.reshape(()).to(like.device) for condition in conditions]

@@ -270,7 +270,7 @@ def ranks_for(ranks: Any) -> Ranks:
         raise BadInput(
             "compute(..., ranks=...) was called.",
             f"ranks={ranks!r}",
-            "it does not say whose samples count",
+            "it does not say which samples values cover",
             "give 'own', 'all', or packprop.AllRanks(...)",
         )
     return Ranks(ranks_of(ranks))

@@ -1,4 +1,4 @@
-"""Influence: inner products of stored gradients with those of some queries."""
+"""Influence: inner products of gradients of samples, stored or computed anew, with those of queries."""
 
 from packprop.applications.queries.influence import influence
 from packprop.applications.queries.refining import Refinement

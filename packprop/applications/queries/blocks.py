@@ -20,7 +20,7 @@ CURVATURES = (
     "diag_h",
     "diag_h_mc",
 )
-"""Entries of a ``Result`` that are curvature with an inverse."""
+"""Names of the entries of a ``Result`` that are curvature, and that packprop can invert."""
 
 
 Curvature = Result | Mapping[str, Any] | str | Path
@@ -28,10 +28,10 @@ Curvature = Result | Mapping[str, Any] | str | Path
 
 
 def blocks_of(asked: str, curvature: Curvature) -> tuple[str, Mapping[str, Any]]:
-    """Return the one curvature of a result, or given blocks by parameter, and a name for them.
+    """Return the name of a curvature, and its blocks by parameter.
 
     Raises:
-        BadInput: For a result that holds none, or several.
+        BadInput: For a result that holds no curvature or several, or something else than ``Curvature``.
     """
     if isinstance(curvature, (str, Path)):
         curvature = Result.load(curvature)
@@ -41,7 +41,7 @@ def blocks_of(asked: str, curvature: Curvature) -> tuple[str, Mapping[str, Any]]
         raise BadInput(
             asked,
             f"curvature of type {type(curvature).__name__}",
-            "it is no Result, nor does it hold a block for each parameter",
+            "it is neither a Result nor a mapping with a block for each parameter",
             "give what packprop.compute returned, the path of its file, or one of its entries",
         )
     known = [name for name in CURVATURES if name in curvature]

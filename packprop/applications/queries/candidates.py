@@ -44,7 +44,7 @@ class Ends(NamedTuple):
         smallest: Samples with the smallest products.
         groups: Products added up over groups ``[q, g]``, if ``Wanted.groups`` asks for them.
         samples: The number of all samples.
-        terms: The divisors of their losses, added up.
+        terms: The sum of the divisors of their batches' losses.
     """
 
     largest: Found
@@ -94,10 +94,12 @@ class StoredSamples:
         self._at_once = min(BLOCK // 2, budget // 2)
 
     def room(self, budget: int) -> int:
-        """Return a quarter of the budget: making queries takes another one, and rows take the other half.
+        """Return the bytes for vectors of queries: a quarter of the budget.
+
+        Another quarter is for the work on a batch of queries, and half is for current rows.
 
         Raises:
-            BadInput: If no row fits.
+            BadInput: If a row does not fit into half of the budget.
         """
         row = bytes_of_a_row(self.arrays, 1)
         if row > budget // 2:
@@ -116,7 +118,7 @@ class StoredSamples:
         }
 
     def find(self, rows: dict[str, Tensor]) -> Ends:
-        """Search for the vectors of some queries ``[q, ...]``, by array."""
+        """Search the store for some queries, given their vectors ``[q, ...]`` by array."""
         store = self._store
         blocks = products_of_rows(self._asked, self.arrays, rows, self._at_once)
         found, sums = extremes_and_sums(blocks, self._wanted.k, groups=self._numbers)
@@ -148,7 +150,7 @@ class ReadSamples:
         wanted: What to find.
 
     Raises:
-        BadInput: For a loader that shuffles, and groups that are no whole numbers from 0 on.
+        BadInput: For a loader that shuffles, or groups that are no whole numbers from 0 on.
     """
 
     quantity = "gradients"
@@ -165,7 +167,10 @@ class ReadSamples:
         _require_order(self._asked, batches.source.data)
 
     def room(self, budget: int) -> int:
-        """Return a third of the budget: making queries takes another one, vectors on the device the last."""
+        """Return the bytes for vectors of queries: a third of the budget.
+
+        Another third is for the work on a batch of queries, and the last for copies of vectors on the device.
+        """
         return budget // 3
 
     def facts(self) -> dict[str, Any]:
@@ -174,10 +179,11 @@ class ReadSamples:
         return {"data": known["data"], BATCHES: known[BATCHES], "asked for": self._wanted.facts()}
 
     def find(self, rows: dict[str, Tensor]) -> Ends:
-        """Read the data once, and search for the vectors of some queries ``[q, *p]``, by parameter.
+        """Read the data once, and search them for some queries, given their vectors ``[q, *p]`` by parameter.
 
         Raises:
-            BadInput: If the data hold no sample; if they cannot be read again, or are others then.
+            BadInput: If the data hold no sample, or not one for each entry of ``groups``; if packprop cannot
+                read them again, or if they differ in a later reading.
             PackpropError: If a product is not finite.
         """
         samples, terms = 0, 0.0
@@ -209,7 +215,7 @@ class ReadSamples:
             yield from products_of(self._objective, batches, extension)
 
     def _end_reading(self, samples: int) -> None:
-        """Refuse data without samples, and those that are others than in the first reading."""
+        """Refuse data without samples, and data that differ from those of the first reading."""
         if not samples:
             raise no_samples(self._asked, "data")
         read = samples, self._batches.digest
@@ -220,7 +226,7 @@ class ReadSamples:
             raise BadInput(
                 self._asked,
                 f"the data, which were read {self._readings} times",
-                "their batches were others than in the first reading, or in another order",
+                "their batches differ from those of the first reading, or come in another order",
                 "read them without shuffling, or give more memory, so that one reading is enough",
             )
 
@@ -230,10 +236,10 @@ Candidates = StoredSamples | ReadSamples
 
 
 def _require_order(asked: str, data: Any) -> None:
-    """Refuse a loader with a sampler of PyTorch's that changes the order of the samples.
+    """Refuse a loader with a sampler of PyTorch that may change the order of the samples.
 
     Raises:
-        BadInput: With the sampler.
+        BadInput: With the name of the sampler.
     """
     by_batch = getattr(data, "batch_sampler", None)
     for sampler in (getattr(data, "sampler", None), by_batch, getattr(by_batch, "sampler", None)):
@@ -244,15 +250,15 @@ def _require_order(asked: str, data: Any) -> None:
             raise BadInput(
                 asked,
                 f"data {described(data)}, which shuffle: {type(sampler).__name__}",
-                "samples are named by their place in the data, and a loader gives them another one",
+                "packprop names samples by their place in the data, and this sampler changes the places",
                 "give a loader with shuffle=False, or the data set itself",
             )
 
 
 def products_of(objective: Objective, batches: Batches, extension: Extension) -> Iterator[tuple[Tensor, float]]:
-    """Yield products ``[q, n, ...]`` of each batch with samples, and the divisor of its loss.
+    """Yield the products ``[q, n, ...]`` of each batch that has samples, and the divisor of its loss.
 
-    They are added up over parameters, at the scale of a loss that is summed.
+    Products are summed over parameters. They have the scale of a loss that is summed over its terms.
 
     Args:
         objective: The model and the loss.
@@ -260,7 +266,7 @@ def products_of(objective: Objective, batches: Batches, extension: Extension) ->
         extension: The extension of the products ``[n, ..., q]``.
 
     Raises:
-        PackpropError: If one is not finite.
+        PackpropError: If a product is not finite.
     """
     run, done = PassesApart(objective, [extension]), 0
     for batch in batches:
@@ -293,5 +299,5 @@ def too_small(asked: str, where: str, why: str, instead: str) -> PackpropError:
 
 
 def too_large(asked: str, where: str, takes: str, part: str, enough: int) -> PackpropError:
-    """Return the error for something that takes more than a part of the budget; ``enough`` bytes would do."""
+    """Return the error for something that takes more than its part of the budget; ``enough`` bytes suffice."""
     return too_small(asked, where, f"{takes}, which is more than {part}", f"give at least {byte_text(enough)}")

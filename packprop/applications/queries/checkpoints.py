@@ -33,8 +33,8 @@ class Checkpoint:
 
     Args:
         store: The store that you wrote with these values, or its folder.
-        state: The values, from ``model.state_dict()``. It shares memory with the model, which goes on training:
-            keep a copy, as ``copy.deepcopy(model.state_dict())``, or what ``torch.save`` wrote.
+        state: The values, from ``model.state_dict()``. It shares memory with the model, and further training
+            changes it: keep a copy, ``copy.deepcopy(model.state_dict())``, or load what ``torch.save`` wrote.
         rate: The factor on products: the learning rate, times the number of steps that the checkpoint stands
             for. Leave it at 1 if ``curvature`` has the learning rate, as ``optimizer_curvature`` does.
         curvature: As for ``influence``: ``optimizer_curvature`` at that moment, for steps of AdamW.
@@ -65,8 +65,8 @@ def tracin(
 
     The products are ``sum_t rate_t <g_z, D_t^-1 g_q>``, with gradients at checkpoint t and its curvature D
     (TracIn: Pruthi et al. 2020; under the second moments of Adam: Xia et al. 2024). To first order this is the
-    fall of the loss of q by all steps on z, if each of them is on z alone. It takes ``8 * q * n`` bytes for q
-    queries and n samples.
+    fall of the loss of q by all steps on z, if each of them is on z alone. ``tracin`` holds ``8 * q * n`` bytes
+    of products for q queries and n samples.
 
     Args:
         checkpoints: At least one; their stores have the same samples in the same order.
@@ -76,7 +76,7 @@ def tracin(
         k: The number of samples at each end.
         groups: As for ``influence``.
         quantity: As for ``influence``.
-        memory: As for ``influence``, without the sums.
+        memory: As for ``influence``; it does not count the products of all samples.
         batch_size: As for ``influence``.
         device: As for ``influence``.
 
@@ -120,7 +120,7 @@ def tracin(
 
 
 def _require_fitting(checkpoints: Sequence[Checkpoint], stores: Sequence[Store]) -> None:
-    """Refuse no checkpoints, rates that are no numbers, and stores of different samples."""
+    """Refuse an empty list of checkpoints, rates that are no numbers, and stores of different samples."""
     if not checkpoints:
         why = "there is nothing to add up"
         raise BadInput(ASKED, "checkpoints", why, "give at least one packprop.Checkpoint")
@@ -140,7 +140,7 @@ def _require_fitting(checkpoints: Sequence[Checkpoint], stores: Sequence[Store])
 
 
 def _load(model: nn.Module, state: Mapping[str, Any], place: int) -> None:
-    """Give the model the values of a checkpoint."""
+    """Load the values of a checkpoint into the model."""
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as error:

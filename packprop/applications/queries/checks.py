@@ -16,14 +16,14 @@ from packprop.store.describing import described_model
 from packprop.store.reading import Store
 
 GRADIENTS = (BatchGrad.savefield, Projected.savefield)
-"""Quantities that are gradients of samples, or stand for them."""
+"""Attributes that hold gradients of samples, or projections of them."""
 
 
 def gradients_in(asked: str, store: Store, quantity: str | None) -> str:
-    """Return a store's quantity of gradients: the named one, or the first.
+    """Return the name of a store's gradients: ``quantity``, or by default the first that the store has.
 
     Raises:
-        BadInput: If the store has none, or not the named one.
+        BadInput: If the store has no gradients, or none of that name.
     """
     known = [name for name in GRADIENTS if store.arrays(name)]
     if known and quantity in (None, *known):
@@ -41,7 +41,7 @@ def gradients_in(asked: str, store: Store, quantity: str | None) -> str:
 def require_same_model(asked: str, store: Store, model: nn.Module) -> None:
     """Refuse a model if the store was written for other trained parameters.
 
-    The store does not know their values.
+    It cannot compare values of parameters, which a store does not hold.
 
     Raises:
         BadInput: With the first difference.
@@ -71,7 +71,7 @@ def require_real(asked: str, arrays: Mapping[str, Any]) -> None:
     """Refuse gradients of complex parameters.
 
     Raises:
-        BadInput: With the first of them.
+        BadInput: With the first complex array.
     """
     for name, array in arrays.items():
         if array.dtype.is_complex:
@@ -84,16 +84,16 @@ def require_real(asked: str, arrays: Mapping[str, Any]) -> None:
 
 
 def queries_without_gradient(rows: Mapping[str, Tensor]) -> list[int]:
-    """Return places of the queries whose rows ``[q, ...]`` are zero in all arrays."""
+    """Return the places of queries whose rows are zero in all arrays ``[q, ...]``."""
     found = torch.stack([each.reshape(len(each), -1).any(1) for each in rows.values()]).any(0)
     return (~found).nonzero()[:, 0].tolist()
 
 
 def warn_of_empty(asked: str, empty: Sequence[int], queries: int) -> None:
-    """Warn about queries without gradient: their products are zero, and the order of samples says nothing.
+    """Warn about queries without a gradient: their products are zero, so the order of samples means nothing.
 
     Raises:
-        BadInput: If all queries have none.
+        BadInput: If no query has a gradient.
     """
     if not empty:
         return
@@ -103,8 +103,8 @@ def warn_of_empty(asked: str, empty: Sequence[int], queries: int) -> None:
         raise BadInput(asked, "all queries", why, instead)
     shown = ", ".join(map(str, empty[:5])) + (f" and {len(empty) - 5} more" if len(empty) > 5 else "")
     warnings.warn(
-        f"{asked.removesuffix(' was called.')}: of queries {shown} {why}: their products are zero, and the "
-        "order of samples says nothing.",
+        f"{asked.removesuffix(' was called.')}: for queries {shown}, {why}. Their products are zero, so the "
+        "order of samples means nothing.",
         PackpropWarning,
         stacklevel=3,
     )
@@ -116,7 +116,7 @@ def numbers_of_groups(
     """Return the groups of rows as whole numbers ``[n]``; ``there_are`` begins the reason of the error.
 
     Raises:
-        BadInput: If they are none, or not as many as rows.
+        BadInput: If they are no whole numbers from 0 on, or if there is not one for each row.
     """
     found = tensor_of(groups).cpu()
     are_numbers = found.dtype != torch.bool and not (found.is_floating_point() or found.is_complex())

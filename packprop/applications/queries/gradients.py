@@ -1,4 +1,4 @@
-"""Gradients of queries in the form of a store's gradients: of a loss that is summed, perhaps projected."""
+"""Gradients of queries, as a store holds gradients of samples: of a loss that is summed, perhaps projected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EntryOrders(Extension):
 
 
 class PassesApart:
-    """Runs a pass over one batch after the other, and merges nothing; each begins as the first one did.
+    """Runs a pass over one batch after the other without merging results; each begins as the first one did.
 
     Args:
         objective: The model and the loss.
@@ -50,7 +50,7 @@ class PassesApart:
         """Return the results of a batch.
 
         Raises:
-            PackpropError: If the weights of its terms, behind the loss function, are others than before.
+            PackpropError: If terms have other weights than in earlier batches, by a factor behind the loss.
         """
         each, device = self._pass, self._device
         inputs, targets = moved(batch, device)
@@ -61,19 +61,19 @@ class PassesApart:
 
 
 class QueryGradients:
-    """Gradients of batches of queries, preconditioned, then projected as those in the store.
+    """Computes gradients of batches of queries, preconditions them, and then projects them as the store does.
 
-    It projects a preconditioned gradient ``h = F^-1 g`` last: inner products with projected rows are then those
-    of ``h`` with the rows, in expectation. (The inverse of a projected F would be another matrix.)
+    Projection of ``h = F^-1 g`` comes last: inner products with projected rows are then those of ``h`` with the
+    rows, in expectation. (The inverse of a projected F would be another matrix.)
 
     Args:
         objective: The model and the loss.
-        arrays: Stored rows, or empty tensors like them, by parameter; of all together by ``""``.
+        arrays: Stored rows, or empty tensors like them, by parameter; under ``""`` if they join all parameters.
         preconditioner: The preconditioner of gradients, if there is one.
-        raw: Leaves gradients as they are until ``projected_rows``: refining comes before that.
+        raw: Neither precondition nor project gradients: refining comes first, then ``projected_rows``.
 
     Attributes:
-        orders: The order of entries, for the parameters so far.
+        orders: The order of entries of each parameter so far, as far as it is known.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class QueryGradients:
 
     @property
     def passing_bytes(self) -> int:
-        """Bytes of a query's gradients until it is ready, beside those of the model itself."""
+        """Bytes of a query's gradients while it is computed, without the model and its activations."""
         sizes = [p.numel() * p.dtype.itemsize for p in self._trained.values()]
         if self._extension.savefield == Projected.savefield:
             return 2 * len(sizes) * self._projection_bytes
@@ -176,7 +176,7 @@ class QueryGradients:
         return {name: torch.Size(array.shape[1:]) for name, array in self._arrays.items()}
 
     def projected_rows(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return rows of queries by parameter as the store has them: projected, if its rows are."""
+        """Project rows of queries by parameter and release them, or return them if there is no projection."""
         if self._projection is None:
             return rows
         found: dict[str, Tensor] = {}
@@ -185,13 +185,13 @@ class QueryGradients:
         return found
 
     def _projected(self, name: str, rows: Tensor) -> Tensor:
-        """Return rows of a parameter, projected if those of the store are."""
+        """Project rows of a parameter, if rows of the store are projected."""
         if self._projection is None:
             return rows
         return projected(Dense(rows[None]), self._projection, name, rows.shape[1:])
 
     def _put(self, rows: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
-        """Put the results for gradients of parameters that share a block among the rows of a batch."""
+        """Precondition and project gradients of parameters that share a block, and put them into the rows."""
         if self._raw or self._preconditioner is not None:
             gradients = {name: each.to(accumulation_dtype(each.dtype)) for name, each in gradients.items()}
         if self._preconditioner is not None and not self._raw:

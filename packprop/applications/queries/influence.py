@@ -1,4 +1,4 @@
-"""Inner products of gradients of samples with those of queries: within a budget, one reading for each group."""
+"""Inner products of gradients of samples with those of queries, for groups of queries that fit into memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def influence(
 ) -> Influence:
     """Find the samples whose gradients have extreme inner products with each query's.
 
-    For a sample z and a query q these are ``<g_z, g_q>``, or ``<g_z, (F + damping I)^-1 g_q>`` with
+    The product of a sample z and a query q is ``<g_z, g_q>``, or ``<g_z, (F + damping I)^-1 g_q>`` with
     ``curvature`` (influence functions: Koh and Liang 2017; with EKFAC: Grosse et al. 2023). All g are gradients
     of losses that are **summed** over their terms: under cross entropy, of each sample's own loss. F has the
     scale of the loss that you computed it for. Suppose that you train again without sample z. To first order,
@@ -69,7 +69,7 @@ def influence(
     large products help the query, and those with negative products harm it.
 
     A store does not know the values of the model's parameters: pass the model as it was when you wrote the
-    store. ``influence`` changes nothing in it. Every process searches for itself.
+    store. ``influence`` does not change the store. Each process searches by itself.
 
     Args:
         store: A store of ``BatchGrad`` or ``Projected(BatchGrad(), d)``, or its folder. Queries of a projected
@@ -90,24 +90,24 @@ def influence(
             gradients, with ``curvature`` as the preconditioner, if you give it; all queries of a group at once.
             Each step reads the data once. ``damping`` is required.
         k: The number of samples at each end; fewer if there are no more.
-        groups: The group of each sample ``[n]``, from 0 on: its class, document or source. The
-            products of a query then also add up over each group, ``Influence.groups`` ``[q, g]``: to first
-            order, the effect of leaving the whole group out.
+        groups: The group of each sample ``[n]``, a whole number from 0 on: its class, document or source.
+            packprop then also sums the products of a query over each group, ``Influence.groups`` ``[q, g]``: to
+            first order, the effect of leaving the whole group out.
         quantity: The gradients of a store, if it has ``"grad_batch"`` and ``"grad_batch_projected"``; the
             first by default.
-        memory: Bytes for current rows and gradients of queries; ``None``: any number. If they do not fit
-            together, packprop takes queries in groups, and reads the store or the data once for each. It does
-            not count the model, its activations and the curvature with its inverse, nor, if rows are projected,
-            the current block of a random matrix, of about 20 MiB.
-        batch_size: Queries, and samples of data, in a batch, 128 by default; if fewer queries fit, it takes
-            fewer. Not for data that come in batches.
+        memory: Bytes for current rows and gradients of queries; ``None`` for no limit. If they do not fit
+            together, packprop takes queries in groups, and reads the store or the data once for each. The limit
+            does not count the model, its activations and the curvature with its inverse, nor, if rows are
+            projected, the current block of a random matrix, of about 20 MiB.
+        batch_size: Queries, and samples of data, in a batch, 128 by default; packprop takes fewer queries if
+            ``memory`` holds fewer. Not for data that come in batches.
         device: The device of batches; by default that of the model's parameters.
 
     Raises:
         BadInput: For a store without gradients or of another model, curvature that lacks a parameter, does not
             fit or is not positive, missing damping, a budget that is too small, queries without any gradient,
-            data that packprop must read again and cannot, or that are others then, a checkpoint of something
-            else.
+            data that packprop cannot read again, or that differ in a later reading, a checkpoint of another
+            call.
         PackpropError: For gradients that are not finite; for a Hessian to refine by that is indefinite.
     """
     require_number(ASKED, "k", k, "number of samples")
@@ -170,7 +170,7 @@ def _candidates(
 
 
 def _groups(batches: Batches, gradients: QueryGradients, most: int) -> Iterator[dict[str, Tensor]]:
-    """Yield rows of queries ``[q, ...]`` by array, of as many batches as fit."""
+    """Yield groups of queries, each of as many batches as fit: rows ``[q, ...]`` by array."""
     waiting: list[dict[str, Tensor]] = []
     number = 0
     for batch in batches:
@@ -192,17 +192,17 @@ def _groups(batches: Batches, gradients: QueryGradients, most: int) -> Iterator[
 def _most_queries(
     gradients: QueryGradients, candidates: Candidates, budget: int, refiner: Refiner | None
 ) -> int:
-    """Return how many queries fit into their part of the budget, while they are made in another part.
+    """Return the number of queries that fit into their part of the budget; another part is for computing them.
 
-    Refined queries have three quarters before the search; the last one is for vectors in a batch of data.
+    Refining is over before the search, so it takes three quarters; the last is for vectors in a batch of data.
 
     Raises:
-        BadInput: If it is none, or no row of a store fits.
+        BadInput: If no query fits, or no row of a store.
     """
     room = candidates.room(budget)
     query = max(gradients.kept_bytes, gradients.passing_bytes)
     if query > room:
-        takes, part = f"while it is made it takes {byte_text(query)}", f"its part, {byte_text(room)}"
+        takes, part = f"its computation takes {byte_text(query)}", f"its part, {byte_text(room)}"
         raise too_large(ASKED, "the gradient of one query", takes, part, -(-query * budget // room))
     if refiner is None:
         return room // query

@@ -19,15 +19,15 @@ ADAPTIVE = {
     torch.optim.RMSprop: "square_avg",
     torch.optim.Adagrad: "sum",
 }
-"""Optimizers that divide by roots of averaged squares, and their names for these."""
+"""Optimizers that divide by the root of accumulated squares, and the key of the squares in their state."""
 
 
 def optimizer_curvature(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the diagonal D by parameter ``[*p]`` for which the optimizer's step is ``D^-1 g`` now.
+    """Return the diagonals D ``[*p]``, by parameter, for which the optimizer's current step is ``D^-1 g``.
 
     For Adam and AdamW that is ``(sqrt(v / (1 - beta2^t)) + eps) / lr``, with the second moments v (Kingma and
-    Ba 2015; Loshchilov and Hutter 2019), for RMSprop and Adagrad their own, for SGD ``1 / lr``. It leaves out
-    momentum, which spreads a step over later ones, and weight decay, in which no sample takes part.
+    Ba 2015; Loshchilov and Hutter 2019), for RMSprop and Adagrad their own, for SGD ``1 / lr``. D leaves out
+    momentum, which spreads a step over later ones, and weight decay, which depends on no sample.
 
     Pass it as ``curvature`` to ``influence`` with ``damping=0``: a product ``<g_z, D^-1 g_q>`` is to first
     order the fall of the loss of q by a step on the sample z alone, with the moments as they are (Pruthi et al.
@@ -35,7 +35,7 @@ def optimizer_curvature(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
 
     Args:
         model: The model.
-        optimizer: One of Adam, AdamW, RMSprop, Adagrad, SGD, after a step.
+        optimizer: One of Adam, AdamW, RMSprop, Adagrad, SGD; all but SGD after a step.
 
     Raises:
         BadInput: For another optimizer, a subclass with a step of its own, ``maximize=True``, a parameter
@@ -54,11 +54,11 @@ def optimizer_curvature(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
             continue
         group, state = groups.get(id(parameter), {"lr": 0}), optimizer.state.get(parameter, {})
         if not float(group["lr"]) or (kind in ADAPTIVE and ADAPTIVE[kind] not in state):
-            why = "the optimizer does not have it, has not stepped it, or its learning rate is 0"
+            why = "the optimizer does not hold it, has made no step with it, or has a learning rate of 0 for it"
             instead = "give the optimizer as it was in training, or set requires_grad=False on the parameter"
             raise BadInput(ASKED, f"parameter {name!r}", why, instead)
         if group.get("maximize"):
-            why = "the optimizer has maximize=True: its step raises the loss, which no curvature says"
+            why = "the optimizer has maximize=True: its step raises the loss, which no positive D describes"
             raise BadInput(ASKED, f"parameter {name!r}", why, "minimise the negative of the loss")
         found[name] = _divisor(kind, group, state, parameter) / float(group["lr"])
     return found
@@ -71,7 +71,7 @@ def _steps_as(optimizer: torch.optim.Optimizer, known: Any) -> bool:
 
 @torch.no_grad()
 def _divisor(kind: Any, group: dict[str, Any], state: dict[str, Any], parameter: Tensor) -> Tensor:
-    """Return the divisor of a gradient before the learning rate multiplies it."""
+    """Return the divisor of a gradient ``[*p]``, without the learning rate."""
     if kind is torch.optim.SGD:
         return torch.ones_like(parameter, dtype=accumulation_dtype(parameter.dtype))
     squares = state["max_exp_avg_sq"] if group.get("amsgrad") else state[ADAPTIVE[kind]]

@@ -28,7 +28,7 @@ from packprop.engine.tensors import accumulation_dtype, map_tensors
 from packprop.errors import BadInput, naming
 
 Inverse = Tensor | Eigen | list[Tensor] | Coupled
-"""The inverse of a block: of a diagonal ``[*p]``, by eigenvectors, as two factors, or with that of a bias."""
+"""The inverse of a block: a diagonal ``[*p]``, eigenvectors, two factors, or one block of weight and bias."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,10 @@ class Preconditioner:
     Args:
         name: The name of the curvature, for tables.
         damping: The damping of the blocks.
-        inverses: The inverse block of each parameter; that of a weight with its bias is under the weight.
-        as_factors: Parameters whose block came as two factors, which do not know the order of entries.
-        biases: The biases of weights that share a block with them.
+        inverses: The inverse block of each parameter; the one that a weight shares with its bias is under the
+            weight.
+        as_factors: Parameters whose blocks are two factors, which do not tell the order of entries.
+        biases: The bias of each weight that shares its block with a bias.
     """
 
     name: str
@@ -56,8 +57,8 @@ class Preconditioner:
 
         Args:
             asked: The call of the user, for messages.
-            rows: Gradients, of one list that ``together`` returns.
-            orders: The orders of the entries ``[o, i]`` of two factors, as far as they are known.
+            rows: Gradients of the parameters in one list that ``together`` returns.
+            orders: The order of each parameter's entries in the matrix ``[o, i]`` of two factors, if known.
 
         Raises:
             BadInput: If two factors do not fit the parameter.
@@ -89,7 +90,7 @@ class Preconditioner:
 
 
 def together(preconditioner: Preconditioner | None, names: Iterable[str]) -> list[list[str]]:
-    """Return names in lists of those that share a block, each weight before its bias."""
+    """Return lists of names that share a block, each weight before its bias."""
     biases = {} if preconditioner is None else preconditioner.biases
     joined = {*biases.values()}
     return [[name, biases[name]] if name in biases else [name] for name in names if name not in joined]
@@ -98,7 +99,7 @@ def together(preconditioner: Preconditioner | None, names: Iterable[str]) -> lis
 def preconditioner_of(
     asked: str, curvature: Curvature, damping: float | None, factored: bool, shapes: Mapping[str, torch.Size]
 ) -> Preconditioner:
-    """Return the inverses of damped blocks, all made and checked before any gradient.
+    """Return the inverses of damped blocks, which packprop checks before it computes any gradient.
 
     Args:
         asked: The call of the user, for messages.
@@ -167,7 +168,7 @@ def require_damping(asked: str, damping: float | None, name: str) -> float:
         raise BadInput(
             asked,
             f"damping={damping!r}",
-            f"what is added to {name} before it is inverted is no number of at least 0",
+            f"it is no number of at least 0 that packprop could add to {name} before inverting it",
             "give one in units of the curvature: 1e-3 of its largest eigenvalues, or the factor of an L2 "
             "penalty; 0 for none",
         )
@@ -177,9 +178,9 @@ def require_damping(asked: str, damping: float | None, name: str) -> float:
 def _positive(
     asked: str, name: str, parameter: str, block: Any, shape: torch.Size, damping: float
 ) -> Tensor | Eigen:
-    """Return a diagonal or the eigendecomposition of a block that is positive with its damping.
+    """Return the diagonal or the eigendecomposition of a block, and refuse one not positive with its damping.
 
-    There is no negative rounding in it.
+    Eigenvalues that are negative by rounding become zero.
     """
     where = f"{name} of parameter {parameter!r}"
     if isinstance(block, Tensor):
@@ -211,9 +212,9 @@ def _positive(
 
 
 def _require_positive(asked: str, where: str, values: Tensor, damping: float, rounding: float) -> None:
-    """Refuse eigenvalues that are not positive with the damping, or may be ``rounding`` alone.
+    """Refuse a block whose smallest eigenvalue, with the damping, does not exceed ``rounding``.
 
-    The inverse of rounding would be the largest part of a product.
+    The inverse of a rounding error would be the largest part of a product.
     """
     least = float(values.min()) if values.numel() else 1.0
     if least + damping > rounding:

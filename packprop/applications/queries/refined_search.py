@@ -1,4 +1,4 @@
-"""Refining of queries, group by group, then the search for their samples; a folder keeps the work."""
+"""The refinement of queries and the search for their samples, group by group; a folder keeps the work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORMAT = {"what": "packprop's refined queries", "format": 3}
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """A finished group of queries: what stands for its gradients, its residuals, and its ``Ends``."""
+    """A finished group of queries: the digest of its gradients, its residuals, and its ``Ends``."""
 
     digest: str
     residuals: Tensor
@@ -43,7 +43,7 @@ class SavedGroup:
 
 @dataclass(frozen=True)
 class SavedSystem:
-    """The current group: what stands for its gradients, and the state of its systems."""
+    """The current group of queries: the digest of its gradients, and the state of its linear systems."""
 
     digest: str
     state: dict[str, Tensor]
@@ -59,14 +59,14 @@ class SavedWork:
 
 
 class RefinedSearch:
-    """Finds, for one group of queries after the other, the samples at both ends.
+    """Refines one group of queries after the other, and finds the samples at both ends.
 
     Args:
         objective: The model and the loss.
         candidates: The samples.
-        gradients: The maker of the groups.
+        gradients: The maker of the queries' gradients.
         refiner: The refiner.
-        most: The number of vectors that fit at once in refining.
+        most: The number of vectors that fit at once into the memory for refining.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class RefinedSearch:
 
     @property
     def readings(self) -> int:
-        """The number of readings of the data, by this call and by those that it continues."""
+        """The number of readings of the data, by this call and by the calls that it continues."""
         return self._before + self._refiner.readings
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the work inside in the folder of the refinement, if there is one, and continue from there."""
+        """Continue from the folder of the refinement, if there is one, and keep there the work done inside."""
         asked, folder = self._objective.asked, self._refiner.checkpoint
         if folder is None:
             yield
@@ -115,7 +115,7 @@ class RefinedSearch:
         """Return the results for the next group of queries; release ``rows``.
 
         Raises:
-            BadInput: If the folder keeps the work of another group in its place.
+            BadInput: If the folder keeps the work of other queries in place of this group.
         """
         place, stamp = self._place, " ".join(map(digest, rows.values()))
         self._place += 1
@@ -124,8 +124,8 @@ class RefinedSearch:
             raise BadInput(
                 self._objective.asked,
                 f"checkpoint={str(self._refiner.checkpoint)!r}",
-                "it belongs to other queries, or to another budget that groups them otherwise",
-                "call with what it was begun with, or give another folder",
+                "it belongs to other queries, or to another budget, which groups them differently",
+                "repeat the call that began it, or give another folder",
             )
         if known is not None and known is not self._current:
             self._refiner.residuals.append(known["residuals"])
@@ -153,7 +153,7 @@ class RefinedSearch:
         return found
 
     def _keep(self, now: bool) -> None:
-        """Write the work, at once or if writing takes at most a fiftieth of the time."""
+        """Write the work: at once if ``now``, else if writing takes at most a fiftieth of the time."""
         kept = self._kept
         if kept is None or not (now or kept.is_due()):
             return

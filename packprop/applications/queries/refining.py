@@ -1,11 +1,11 @@
 """Products of queries' gradients with the inverse of a whole data set's damped matrix, by conjugate gradients.
 
 Blocks of single parameters leave out the coupling of parameters, and Kronecker factors only approximate the
-blocks. Here they are a preconditioner: queries end with the inverse of the GGN itself, or of the Hessian, of
-all parameters together, up to a residual that the result names (Koh and Liang 2017, section 3, by conjugate
-gradients; Martens 2010). All current queries share each reading of the data, and the search space
-(``engine/algebra/conjugate_gradients.py`` says how). So a hundred queries take fewer readings than one;
-random vectors join a few queries.
+blocks. Here they are a preconditioner: the result is the product with the inverse of the GGN itself, or of the
+Hessian, of all parameters together, up to a residual that ``Influence`` names (Koh and Liang 2017, section 3,
+by conjugate gradients; Martens 2010). All current queries share each reading of the data, and the search space
+(``engine/algebra/conjugate_gradients.py`` says how). So a hundred queries take fewer readings than one. If
+there are only a few queries, packprop adds random vectors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from packprop.engine.curvature import Matrix, indefinite, require_tolerance, war
 from packprop.engine.tensors import accumulation_dtype
 
 SETS = 8
-"""Vectors of the length of all parameters that are alive at once for each query: see ``ConjugateGradients``."""
+"""Vectors, each as long as all parameters, that one query keeps alive at once: see ``ConjugateGradients``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,14 +40,14 @@ class Refinement:
         data: The data of the curvature, on which you trained the model: in any form of ``compute`` that
             packprop can read more than once.
         matrix: ``"ggn"``, or ``"hessian"``, which must be positive with its damping.
-        tolerance: The residual ``|b - A x| / |b|`` of a query at which it is done.
-        readings: The most readings of the data for each group of queries. If they are not enough, a warning
-            names the residual, and packprop keeps the best solutions.
-        width: The least vectors of a reading: if there are fewer queries, random vectors beside them make
-            readings fewer, as far as ``memory`` allows it. More vectors take longer each.
+        tolerance: The residual ``|b - A x| / |b|`` at which packprop stops refining a query.
+        readings: The maximum number of readings of the data for each group of queries. If they are not enough,
+            a warning names the residual, and packprop keeps the best solutions.
+        width: The minimum number of vectors in a reading, as far as ``memory`` allows. If there are fewer
+            queries, packprop adds random vectors: fewer readings are then enough, and each takes longer.
         batch_size: Samples in a batch, 128 by default; not for data that come in batches.
-        checkpoint: A folder that keeps the work, made if it is missing: after readings, and for finished groups
-            of queries. A call with the same arguments continues from there.
+        checkpoint: A folder, made if it is missing, in which packprop keeps the work after readings and after
+            each finished group of queries. A call with the same arguments continues from there.
         progress: Show a bar for each reading on standard error, if that is a terminal.
     """
 
@@ -67,17 +67,17 @@ class Refiner:
     Args:
         objective: The model and the loss.
         refinement: The options.
-        names: The parameters that count.
+        names: The names of the parameters whose gradients count.
         preconditioner: An approximate inverse; ``None`` for none.
-        damping: Added to the matrix.
+        damping: Added to the diagonal of the matrix.
         room: Bytes for current vectors in a batch.
 
     Attributes:
         matrix: The name of the matrix.
         checkpoint: The folder that keeps the work.
-        parameters: Those that count, by name.
+        parameters: The parameters whose gradients count, by name.
         batches: The data.
-        residuals: Those of finished groups, one after the other.
+        residuals: The residuals ``[q]`` of each finished group.
 
     Raises:
         BadInput: For data that packprop can read only once, or wrong options.
@@ -141,12 +141,12 @@ class Refiner:
         most: int,
         keep: Callable[[ConjugateGradients], None],
     ) -> dict[str, Tensor]:
-        """Return products ``[q, *p]`` by parameter, on the CPU; release ``rows``.
+        """Return products of ``rows`` with the inverse, ``[q, *p]`` by parameter, on the CPU; release ``rows``.
 
         Args:
             rows: Gradients ``[q, *p]`` by parameter.
-            orders: The orders of entries, as far as they are known.
-            known: The state that an earlier call has kept of the same group; ``None`` if there is none.
+            orders: The order of each parameter's entries, as far as it is known.
+            known: The state of this group that an earlier call has kept; ``None`` if there is none.
             most: The number of vectors that fit at once.
             keep: Called after each reading.
 

@@ -1,4 +1,4 @@
-"""The result of queries, as a value: it prints, and converts to plain numbers."""
+"""The result of ``influence``: a value that prints, and converts to plain numbers."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ WIDTH = 100
 
 @dataclass(frozen=True, eq=False)
 class Influence:
-    """The result of ``influence``: for each query the samples at both ends.
+    """The result of ``influence``: for each query, the samples at both ends.
 
     Args:
         largest: Samples with the largest inner products, ``products``, ``identifiers`` and ``rows``, each
             ``[q, k]``, largest first: those that help the query most.
-        smallest: Those with the smallest, smallest first: if products are negative, they harm the query.
-        samples: Samples in the store, or in the data.
-        terms: The divisors of their losses, added up.
-        quantity: Attribute of the gradients in the store; ``"gradients"`` of data.
+        smallest: Samples with the smallest inner products, smallest first: they harm the query if products are
+            negative.
+        samples: The number of samples in the store, or in the data.
+        terms: The sum of the divisors of their batches' losses.
+        quantity: The attribute of the gradients in the store; ``"gradients"`` if you gave data.
         curvature: The preconditioner of queries' gradients; ``None`` if there was none.
         damping: Its damping.
         readings: The number of groups of queries: packprop searched the store, or the data, once for each.
         refined_by: ``"ggn"`` or ``"hessian"``, the matrix that refined the queries, or ``None``.
-        residuals: For each refined query ``[q]``: ``|b - A x| / |b|``.
+        residuals: The residual ``|b - A x| / |b|`` of each refined query ``[q]``.
         groups: Products added up over groups of samples ``[q, g]``, if you gave ``groups``.
         data_readings: The number of readings of the data that refined the queries.
-        checkpoints: The number of checkpoints that the products are added up over.
+        checkpoints: The number of checkpoints over which products are added up.
     """
 
     largest: Found
@@ -93,7 +94,7 @@ class Influence:
 
 
 def _rows(found: Found, query: int) -> list[dict[str, Any]]:
-    """Make the table of a query's samples: identifier, row and product."""
+    """Return identifier, row and product of each sample of a query."""
     columns = zip(*(column[query].tolist() for column in found), strict=True)
     return [{"identifier": each, "row": row, "product": product} for product, each, row in columns]
 

@@ -32,13 +32,14 @@ def self_influence(
 ) -> Tensor:
     """Return ``<g_z, (F + damping I)^-1 g_z>`` of each stored sample z ``[n]``, in the order of rows.
 
-    To first order the loss of z grows by this, divided as ``influence`` says, if you train again without z (Koh
-    and Liang 2017): it is large for memorised samples, such as mislabelled ones (Feldman and Zhang 2020).
+    To first order, the loss of z grows by this, divided as ``influence`` says, if you train again without z
+    (Koh and Liang 2017). It is large for memorised samples, such as samples with wrong labels (Feldman and
+    Zhang 2020).
 
     Args:
-        store: A store of ``BatchGrad``, or its folder; of projected gradients only without curvature.
-        curvature: As for ``influence``; it refuses two factors, because a store does not know the order of a
-            parameter's entries. Without it: squared norms of gradients.
+        store: A store of ``BatchGrad``, or its folder; without ``curvature``, also one of projected gradients.
+        curvature: As for ``influence``, but not two factors, because a store does not know the order of a
+            parameter's entries. Without it, the result is squared norms of gradients.
         damping: As for ``influence``.
         quantity: The gradients of the store; the first by default.
         memory: Bytes for current rows.
@@ -77,7 +78,7 @@ def _preconditioner(
 ) -> Preconditioner | None:
     if curvature is None:
         if damping is not None:
-            why = "there is nothing that it would be added to"
+            why = "there is no matrix to add it to"
             raise BadInput(
                 ASKED, f"damping={damping!r} without curvature", why, "give curvature, or leave it out"
             )

@@ -33,7 +33,7 @@ class AlongQueries(Extension):
     """Inner products of gradients of tokens with vectors of queries, ``along_queries``: ``[n, t, q]``.
 
     Args:
-        vectors: Those of the queries ``[q, *p]`` by parameter.
+        vectors: The vectors of the queries ``[q, *p]`` by parameter.
     """
 
     savefield = "along_queries"
@@ -71,20 +71,20 @@ def token_influence(
     are the products of ``influence``. So a large entry is a token that teaches the model what the query asks
     for. Tokens that do not count in the loss (``ignore_index``, padding) have zeros.
 
-    It reads no store. Give it the few samples that ``influence`` found: it takes as many backward passes as a
-    sample has tokens.
+    ``token_influence`` reads no store. Pass it the few samples that ``influence`` found: it takes as many
+    backward passes as a sample has tokens.
 
     Args:
         model: As for ``influence``.
-        loss: As for ``influence``; its terms are those of tokens, as for ``BatchGrad(per="token")``.
-        data: The samples to split, of one length, in any form that ``compute`` takes.
+        loss: As for ``influence``; it has a term for each token, as for ``BatchGrad(per="token")``.
+        data: The samples to split, all of one length, in any form that ``compute`` takes.
         queries: As for ``influence``.
         curvature: As for ``influence``.
         damping: As for ``influence``.
         factored: As for ``influence``.
         refine: As for ``influence``.
-        memory: Bytes for the vectors of all queries at once; ``None``: any number. It does not count the model,
-            its activations and the curvature with its inverse.
+        memory: Bytes for the vectors of all queries at once; ``None`` for no limit. It does not count the
+            model, its activations and the curvature with its inverse.
         batch_size: Samples, and queries, in a batch; 128 by default. Not for data that come in batches.
         device: The device of batches; by default that of the model's parameters.
 

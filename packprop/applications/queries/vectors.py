@@ -1,4 +1,4 @@
-"""Vectors that stand for queries in inner products: their gradients, and what turns these into solutions."""
+"""Vectors that stand for queries in inner products: their gradients, perhaps times the inverse of a matrix."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Inverse:
 
     Args:
         curvature: The preconditioner; ``None`` for none.
-        damping: Added to the matrix.
-        factored: Whether two factors share the damping.
+        damping: Added to the diagonal of the matrix.
+        factored: Let two factors share the damping.
         refine: The data to refine by; ``None`` for none.
     """
 
@@ -44,12 +44,12 @@ def vectors_of(
 
     Args:
         objective: The model and the loss.
-        arrays: What the vectors multiply, by parameter; of all together by ``""``.
+        arrays: The rows that the vectors multiply, by parameter; under ``""`` if they join all parameters.
         inverse: The matrix.
         budget: Bytes for current vectors.
 
     Raises:
-        BadInput: For complex arrays; for an inverse that does not fit.
+        BadInput: For complex arrays, or an inverse that does not fit.
     """
     require_real(objective.asked, arrays)
     names = None if "" in arrays else [*arrays]
@@ -87,8 +87,8 @@ def _preconditioner(objective: Objective, inverse: Inverse, names: list[str] | N
             raise BadInput(
                 asked,
                 f"damping={damping!r}, factored={factored!r} without curvature",
-                "there is nothing that it would be added to",
-                "give curvature=..., such as packprop.compute(..., [EKFAC()]), or leave it out",
+                "there is no matrix that they belong to",
+                "give curvature=..., such as packprop.compute(..., [EKFAC()]), or leave both out",
             )
         return None
     shapes = {each: p.shape for each, p in objective.trained.items() if names is None or each in names}

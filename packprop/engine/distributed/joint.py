@@ -35,16 +35,16 @@ from packprop.errors import PackpropError
 from packprop.types import Extension
 
 AT_ONCE = 2**22
-"""Entries of parameters whose results merge together."""
+"""The number of entries of parameters at which a group of results is large enough to merge."""
 
 
 class JointPass:
     """The part of one rank in a pass whose values cover the samples of all ranks.
 
-    Inside the context, a rank tells an error to the other ranks as long as they wait for it.
+    A rank that leaves the context by an error tells it to the other ranks, if they wait for this rank.
 
     Args:
-        ranks: Says whose samples count, and how.
+        ranks: The ranks, and how their samples count.
         extensions: The extensions of the pass.
     """
 
@@ -79,7 +79,7 @@ class JointPass:
             try:
                 agreed(self._ranks, Statement(refused=str(error) or type(error).__name__, asked=asked))
             except PackpropError as told:
-                error.add_note(f"(The other ranks were told: {told.where}.)")
+                error.add_note(f"(Not all other ranks could be told of this: {told.where}.)")
 
     @property
     def finds_samples(self) -> bool:
@@ -87,10 +87,10 @@ class JointPass:
         return self._ranks.share == "samples"
 
     def require_possible(self, create_graph: bool) -> None:
-        """Refuse values that ranks cannot put together.
+        """Refuse values that cannot be merged over ranks.
 
         Raises:
-            PackpropError: On every rank.
+            PackpropError: If there are any, on every rank.
         """
         if create_graph:
             raise PackpropError(
@@ -105,13 +105,13 @@ class JointPass:
                 raise PackpropError(ASKED, f"extension {extension.name}", *why)
 
     def agree(self, graph: Graph, request: Request | None, saver: ResultSaver | None = None) -> None:
-        """Tell the other ranks what this one does, and hear what they do, before any rank begins to work.
+        """Exchange statements with the other ranks before any rank begins to work.
 
-        ``request`` is ``None`` if this rank has no samples, or no use of a parameter. If no rank has any,
-        ``saver`` saves the empty values.
+        ``request`` is ``None`` if this rank has no samples, or no use of a parameter. If no rank has samples,
+        ``saver`` saves empty values.
 
         Raises:
-            PackpropError: On every rank, if one cannot take part, or they do not fit together.
+            PackpropError: On every rank, if a rank cannot take part, or if statements do not fit together.
         """
         own = Statement(asked=described(self._ranks, self._extensions))
         self._own = dict(_parameters(graph))
@@ -190,7 +190,7 @@ class JointPass:
         for place, extension in enumerate(self._extensions):
             for index, (row, value) in enumerate(zip(extension.rows, results.get(extension, []), strict=False)):
                 if value is not None:
-                    counts = self._share or not row.degree  # else NaN counts nothing either
+                    counts = self._share or not row.degree  # without a share, NaN must not count
                     scaled = rescale(value, self._share, row.degree) if counts else nothing_like(value)
                     yield (name, place, index), lift(row.over_n, scaled)
 
@@ -205,7 +205,7 @@ class JointPass:
 
 
 def _unmergeable(extension: Extension) -> tuple[str, str] | None:
-    """Return why ranks cannot put these values together, and what to do."""
+    """Return why values of ranks cannot be merged, and what to do; ``None`` if they can be."""
     own = "ask for values of this rank's own samples, ranks='own'"
     for row in extension.rows:
         if row.after is not None:
@@ -222,7 +222,7 @@ def _unmergeable(extension: Extension) -> tuple[str, str] | None:
 
 
 def _parameters(graph: Graph) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters of the modules that were called, else of all extended ones, by a name for all ranks."""
+    """Yield name and parameter, of called modules, or else of all extended ones; ranks share these names."""
     seen: set[str] = set()
     for module in graph.modules or list(EXTENDED):
         for name, parameter in (*named_wholes(module), *named_parameters(module)):

@@ -16,7 +16,7 @@ from packprop.engine.tensors.device import tensor_of
 from packprop.errors import PackpropError
 
 BUCKET = 2**24
-"""Entries that one call adds up over ranks."""
+"""The number of entries that one call sums over ranks."""
 
 Group: TypeAlias = "torch.distributed.ProcessGroup | None"  # quoted: PyTorch may be built without it
 """The ranks that take part; ``None`` for all."""
@@ -57,12 +57,12 @@ def merge_over_ranks(
             tensors under ``CAT``. Ranks may have different ones. They are not changed.
         monoid_of: The monoid of the partial result under a key.
         group: The ranks; ``None`` for all.
-        gather: Gathers partial results that grow from all ranks, in their order; else each rank keeps its own.
+        gather: Join results with a row for each sample, in the order of ranks; else each rank keeps its own.
         absent: The number of this rank's samples: it adds as many rows of zeros to results that only other
             ranks have.
 
     Returns:
-        A partial result under every key that any rank has, the same on all ranks unless it is not gathered.
+        A partial result under every key that any rank has, the same on all ranks, except rows not gathered.
 
     Raises:
         PackpropError: On every rank, if partial results under one key do not fit together.
@@ -78,7 +78,7 @@ def merged_in_turn(
     gather: bool = True,
     absent: int = 0,
 ) -> Iterator[tuple[Key, Any]]:
-    """Merge as ``merge_over_ranks``, a few at a time, so that there is no second copy of all."""
+    """Merge as ``merge_over_ranks`` does, a few results at a time, so that there is no second copy of all."""
     own = {key: _form(monoid_of(key), value) for key, value in partial.items()}
     forms = exchanged((own, absent), group)
     known: dict[Key, list[Form | None]] = {
@@ -114,7 +114,7 @@ def exchanged(value: Value, group: Group) -> list[Value]:
 
 
 def summed(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
-    """Sum some tensors over ranks, by few calls for many small ones; the arguments stay unchanged."""
+    """Sum tensors over ranks, all of one precision and device in one call; the arguments stay unchanged."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for place, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
@@ -153,8 +153,8 @@ def _require_same(key: Hashable, of_ranks: Sequence[Form | None], gather: bool) 
         raise PackpropError(
             "Results of several ranks were to be merged.",
             f"the result {key!r}",
-            f"it is not the same on all of them ({told})",
-            "give every rank the same model and the same extensions, and fill sequences up to one length; or "
+            f"its kind, shape or precision differs between ranks ({told})",
+            "give every rank the same model and the same extensions, and pad sequences to one length; or "
             "ask for values of each rank's own samples",
         )
 
@@ -202,9 +202,9 @@ def _merged(
 
 
 def _merge_moments(moments: Sequence[Moments], numbers: Sequence[int | None], group: Group) -> list[Moments]:
-    """Merge moments of all rows: deviations from the mean of all, to which each rank adds its own distance.
+    """Merge moments over ranks: each rank shifts its deviations to the mean of all rows, then they add up.
 
-    ``numbers`` are the numbers of rows of all ranks; ``None`` if data decide.
+    ``numbers`` has the number of rows of all ranks for each; ``None`` if data decide it.
     """
     means = [each.mean for each in moments]
     counted = [place for place, number in enumerate(numbers) if number is None]
@@ -241,7 +241,7 @@ def _gathered(pieces: list[Tensor], axis: int, lengths: Sequence[int], group: Gr
 
 
 def _device(bucket: Sequence[tuple[Any, Any, Any]], group: Group) -> torch.device:
-    """Return the device for zeros in place of missing results: that of others here, else the group's."""
+    """Return the device for zeros in place of missing results: that of other results, or else the group's."""
     for _, value, _ in bucket:
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(tensor, Tensor):
@@ -272,10 +272,10 @@ def arrive(
         group: The ranks.
         timeout: Seconds to wait for the others.
         asked: The call of the user, for messages.
-        instead: What to do if some do not come.
+        instead: What to do if some ranks do not come, for messages.
 
     Raises:
-        PackpropError: If some do not come in time. Only gloo can say so; others end by their own timeout.
+        RefusedElsewhere: If some ranks do not come in time. Only gloo reports this; other backends do not wait.
     """
     if torch.distributed.get_backend(group) != "gloo":
         return
@@ -292,10 +292,10 @@ def arrive(
 
 
 def require_well(group: Group, failure: str = "") -> None:
-    """Wait until every rank has told whether it can go on; ``failure`` says why this one cannot.
+    """Wait until every rank has told whether it can continue; ``failure`` is the reason why this one cannot.
 
     Raises:
-        RefusedElsewhere: On every rank, if one cannot go on.
+        RefusedElsewhere: On every rank, if one cannot continue.
     """
     is_nccl = torch.distributed.get_backend(group) == "nccl"
     failed = torch.tensor(int(bool(failure)), device="cuda" if is_nccl else "cpu")

@@ -1,14 +1,14 @@
 """Whole parameters for packprop's sweeps through sharded models, on all ranks at once.
 
 # NOTE [Rounds]
-All ranks together make a parameter whole that ``fully_shard`` has sharded, or none does. But each rank sweeps
-through its graph as often as its own batch needs: one has other shapes and looks for its samples, another takes
-its columns in more chunks. So before a sweep comes to a use whose parameters are not there, the rank tells all
-others which units it needs, and hears what they need. All ranks make every unit whole that any of them has
-named. Each keeps the units that it named itself, until it needs another unit. A rank that has swept all says
-so, and serves the others until all have. So no rank waits for something that another one does not do, however
-different their sweeps are. And no more than two units are there at a time, apart from those that have to be
-there throughout.
+A parameter that ``fully_shard`` has sharded becomes whole only if all ranks take part. But each rank sweeps
+through its graph as often as its own batch needs: one rank has other shapes and looks for its samples, another
+takes its columns in more chunks. So before a sweep comes to a use whose parameters are not whole, the rank
+tells all others which units of ``fully_shard`` it needs, and hears which they need. All ranks make every unit
+whole that any of them has named. Each keeps the units that it named itself, until it needs another unit. A rank
+that has finished its sweeps tells the others, and takes part in their rounds until all have finished. So no
+rank waits for something that another rank does not do, however different their sweeps are. At most two units
+are whole at a time, apart from those that have to be whole throughout.
 
 The user's own backward pass belongs to ``fully_shard``, whose hooks run in it, and in no other.
 """
@@ -34,18 +34,18 @@ ASKED = "A quantity beyond the gradient was asked for, of parameters that are sh
 
 
 Said = tuple[frozenset[int] | None, bool]
-"""The words of a rank: the units that it needs, ``None`` if it needs nothing any more, and its failure."""
+"""The message of a rank: the units that it needs, ``None`` after all its sweeps, and whether it has failed."""
 
 
 class Residence:
     """Makes the sharded parameters of a graph whole for sweeps through their uses; see NOTE [Rounds].
 
-    Inside the context sweeps may run. Every rank leaves it before the user's own pass begins.
+    Sweeps run inside the context. Every rank leaves it before the user's own pass begins.
 
     Args:
         graph: The graph to sweep.
-        at_once: Makes all parameters whole for the whole time. Otherwise this holds for those that are frozen,
-            or that lie beside frozen ones: nothing tells where the graph needs these.
+        at_once: Make all units whole for the whole time. Otherwise, only units with frozen parameters are:
+            nothing tells where the graph needs these.
         timeout: Seconds to wait for the other ranks.
     """
 
@@ -105,7 +105,7 @@ class Residence:
         return frozenset(self._place[id(each)] for each in parameters if id(each) in self._place)
 
     def _need(self, places: frozenset[int], *_: Any) -> None:
-        """Make some units whole, whatever object this is the hook of."""
+        """Make some units whole; as a hook, ignore what it is called with."""
         if self._told is not None:
             raise self._told
         if torch.is_grad_enabled():  # a later pass differentiates this pass again, in any order
@@ -122,11 +122,11 @@ class Residence:
         self._resident &= needed
 
     def _round(self, own: frozenset[int] | None, failed: bool = False) -> list[Said]:
-        """Say what this rank needs, hear what others need, and make it whole; ``None`` for nothing any more."""
+        """Exchange with all ranks which units each needs, and make them whole; ``None`` after all sweeps."""
         with torch.no_grad():
             said: list[Any] = exchanged((own, failed), self._group)
             strangers = [rank for rank, each in enumerate(said) if not isinstance(each, tuple)]
-            if strangers:  # the words of a rank that was refused before its sweeps
+            if strangers:  # a rank that has refused its part before its sweeps sends a statement
                 self._told = RefusedElsewhere(
                     ASKED,
                     f"rank {strangers[0]}",
@@ -147,7 +147,7 @@ def group_of(units: Iterable[ShardedUnit]) -> torch.distributed.ProcessGroup | N
     """Return the ranks that share the parameters of some units; ``None`` for all ranks.
 
     Raises:
-        PackpropError: If that is not one group for all of them.
+        PackpropError: If the units do not share one group of ranks.
     """
     meshes = {shard.device_mesh for unit in units for _, shard in unit.pairs}  # type: ignore[attr-defined]  # DTensors
     if len(meshes) == 1:
@@ -161,7 +161,7 @@ def group_of(units: Iterable[ShardedUnit]) -> torch.distributed.ProcessGroup | N
         "A quantity beyond the gradient was asked for.",
         f"parameters that are sharded over {len(meshes)} meshes, of shapes "
         f"{', '.join(str(tuple(mesh.shape)) for mesh in meshes)}",
-        "ranks must agree on what they put together: there is no one group of those that do",
+        "ranks make parameters whole together, and no single group of ranks shares all of these",
         "shard all parameters over one mesh, of one axis or of all ranks",
     )
 
@@ -169,7 +169,7 @@ def group_of(units: Iterable[ShardedUnit]) -> torch.distributed.ProcessGroup | N
 def swept(
     graph: Graph, extensions: Sequence[Extension], ranks: AllRanks | None
 ) -> contextlib.AbstractContextManager[object]:
-    """Let sweeps go through sharded parameters inside; leave before the user's own pass. See NOTE [Rounds]."""
+    """Return a context for sweeps through sharded parameters, up to the user's own pass; see NOTE [Rounds]."""
     if not graph.units:
         return contextlib.nullcontext()
     twice = any(extension.takes_hessian for extension in extensions)
@@ -180,10 +180,10 @@ def swept(
 def require_sharded(
     graph: Graph, extensions: Sequence[Extension], ranks: AllRanks | None, *, create_graph: bool, planned: bool
 ) -> None:
-    """Refuse values that sharded parameters cannot have; refuse nothing if there are none.
+    """Refuse values that packprop cannot compute for sharded parameters, if the graph has any.
 
     Raises:
-        PackpropError: The same on every rank.
+        PackpropError: If such values are asked for, the same on every rank.
     """
     if not graph.units:
         return
@@ -215,7 +215,7 @@ def require_sharded(
             raise PackpropError(
                 ASKED,
                 f"extension {extension.name}",
-                "a sum over its samples belongs to a whole parameter, of which a rank holds a part only",
+                "its sums over samples belong to a whole parameter, and each rank holds only a part of it",
                 "ask for values of the samples of all ranks: backpack(..., ranks='all')",
             )
     if ranks is not None:
@@ -225,6 +225,6 @@ def require_sharded(
             raise PackpropError(
                 ASKED,
                 "AllRanks(group=...)",
-                f"parameters are sharded over ranks {sorted(own)}, values asked for of ranks {sorted(asked)}",
+                f"parameters are sharded over ranks {sorted(own)}, but values cover ranks {sorted(asked)}",
                 "give the group of ranks that share the parameters",
             )

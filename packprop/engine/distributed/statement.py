@@ -1,4 +1,4 @@
-"""Statements of ranks before a pass: whose samples values cover, and refusals if they do not fit together."""
+"""Statements that ranks exchange before a pass, and refusals if these do not fit together."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ Share = Literal["terms", "samples", "equal"]
 
 @dataclass(frozen=True)
 class AllRanks:
-    """Makes values cover the samples of all ranks, as of one process that has them all.
+    """Makes values cover the samples of all ranks, as if one process had them all.
 
     Sums, moments and Kronecker factors are the same on every rank. Values with a row for each sample stay on
     the rank of the sample, at the scale of the loss of all ranks, unless you gather them.
 
     Args:
-        share: The weight of a rank's loss in the loss of all ranks, whose derivatives values are. ``"terms"``:
-            as if there were one loss over all samples: under a mean its number of terms divided by that of all
-            ranks, under a sum 1. ``"samples"``: its number of samples divided by that of all ranks.
-            ``"equal"``: 1 divided by the number of ranks, as in the gradients of ``DistributedDataParallel``
-            and ``fully_shard``. Or a number of at least 0, for a loss that is already weighted.
-        gather: Gives every rank the rows of all samples, in the order of ranks.
-        group: The ranks that have samples of their own, and share parameters if any do; ``None`` for all.
+        share: The weight of a rank's loss in the loss of all ranks: values are derivatives of that loss.
+            ``"terms"``: as if there were one loss over all samples: under a mean, the rank's number of terms
+            divided by that of all ranks, under a sum 1. ``"samples"``: the rank's number of samples divided by
+            that of all ranks. ``"equal"``: 1 divided by the number of ranks, as in the gradients of
+            ``DistributedDataParallel`` and ``fully_shard``. Or a number of at least 0, for a loss that is
+            already weighted.
+        gather: Give every rank the rows of all samples, in the order of ranks.
+        group: The ranks whose samples count; if parameters are sharded, the ranks that share them. ``None`` for
+            all.
         timeout: Seconds to wait for the other ranks before each pass with gloo; the error names the ranks that
             did not come. Other backends wait by their own timeout.
 
@@ -76,7 +78,8 @@ def ranks_of(ranks: Any) -> AllRanks | None:
     """Read the argument ``ranks`` of ``backpack``: ``None`` for this rank's samples.
 
     Raises:
-        BadInput: If it is neither ``"own"``, ``"all"`` nor an ``AllRanks``.
+        BadInput: If it is neither ``"own"``, ``"all"`` nor an ``AllRanks``, or if this process is in no process
+            group, or not in that of ``AllRanks``.
     """
     if ranks == "own":
         return None
@@ -85,7 +88,7 @@ def ranks_of(ranks: Any) -> AllRanks | None:
         raise BadInput(
             "backpack(ranks=...) was entered.",
             f"ranks={ranks!r}",
-            "it does not say whose samples values are made of",
+            "it does not say which samples values cover",
             "give 'own', 'all', or packprop.AllRanks(...)",
         )
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -106,8 +109,8 @@ def ranks_of(ranks: Any) -> AllRanks | None:
 
 
 BY_NUMBER = (
-    "say what a rank's loss counts: packprop.AllRanks(share=...), 'equal' for the mean over ranks, "
-    "which gradients are the gradient of, 'samples', or a number"
+    "give the weight of each rank's loss: packprop.AllRanks(share=...), 'equal' for the mean over ranks, as in "
+    "the gradients of DistributedDataParallel, 'samples', or a number"
 )
 
 
@@ -117,7 +120,7 @@ class LossTerms:
 
     Args:
         reduction: ``"mean"`` or ``"sum"``; empty if it is neither.
-        terms: The divisor of its sum.
+        terms: The number by which a mean divides the sum.
         factor: The factor on its value on the way to the rank's loss.
     """
 
@@ -134,7 +137,7 @@ class Statement:
         refused: The reason why this rank cannot take part; empty if it can.
         asked: Its extensions, and how it puts values together.
         samples: Its number of samples.
-        counts: The number of samples of each extension.
+        counts: The number of samples that each extension takes.
         losses: Its loss functions, in the order of their calls.
         is_whole: Says that all of its loss comes from these.
         has_penalties: Says that its loss has added terms that no sample enters.
@@ -176,10 +179,10 @@ def losses_of(graph: Graph) -> tuple[LossTerms, ...]:
 
 
 def agreed(ranks: AllRanks, own: Statement) -> list[Statement]:
-    """Return the statements of all ranks, which fit together; nothing if this rank itself has refused.
+    """Exchange statements with all ranks; return them in order, or nothing if this rank itself has refused.
 
     Raises:
-        PackpropError: On every rank, if one of them cannot take part, or they ask for different values.
+        PackpropError: On every rank, if a rank cannot take part, or if ranks ask for different values.
     """
     arrive(ranks.group, ranks.timeout)
     statements = exchanged(own, ranks.group)
@@ -215,7 +218,7 @@ def shares(ranks: AllRanks, statements: Sequence[Statement]) -> list[float]:
     """Return the weight of each rank's loss in the loss of all ranks; ``NaN`` if only the rank knows it.
 
     Raises:
-        PackpropError: On every rank, if it is not known.
+        PackpropError: On every rank, if a weight is not known.
     """
     if ranks.share == "equal":
         return [1 / len(statements)] * len(statements)
@@ -271,13 +274,13 @@ def _unknown(rank: int, why: str) -> PackpropError:
     return PackpropError(
         ASKED,
         f"the loss of rank {rank}",
-        f"{why}: what it counts in the loss of all ranks is not known",
+        f"{why}: its weight in the loss of all ranks is not known",
         f"use one loss function with reduction='mean' or 'sum', the same factor on every rank; or {BY_NUMBER}",
     )
 
 
 def merged_counts(statements: Sequence[Statement], extensions: Sequence[Extension]) -> dict[Extension, int]:
-    """Return how many samples of all ranks each extension takes."""
+    """Return the number of samples that each extension takes on all ranks."""
     return {
         extension: sum(statement.counts[place] for statement in statements if statement.counts)
         for place, extension in enumerate(extensions)
@@ -285,7 +288,7 @@ def merged_counts(statements: Sequence[Statement], extensions: Sequence[Extensio
 
 
 def leaves_of_all(statements: Sequence[Statement]) -> dict[str, int]:
-    """Return names of the parameters of all ranks, with their numbers of entries, in one order."""
+    """Return the names of the parameters of all ranks, with their numbers of entries, in one order for all."""
     names: dict[str, Any] = {}
     for statement in statements:
         names |= {name: entries for name, entries in statement.leaves.items() if name not in names}

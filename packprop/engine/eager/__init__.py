@@ -49,15 +49,15 @@ def eager_backward(
     """Evaluate `fn(*inputs)`, take its gradient at once, free its graph, return the value.
 
     The value backpropagates like any tensor: its gradient multiplies the kept gradients. Tensors that
-    `fn` reaches by closure and that require a gradient get theirs, undeclared.
+    `fn` reaches by closure and that require a gradient get theirs as well, without being declared.
 
     Args:
         fn: Returns a scalar, or one value per sample `[n]`: the gradient of a sample's value then scales
             its rows of the inputs' gradients. It must not change its inputs.
         *inputs: Tensors, or tuples, lists, dicts and dataclasses of them; anything else is passed
             on. Without inputs the result is a function: `@eager_backward(chunks=4)`.
-        chunks: Evaluate that many pieces of the inputs, one after the other. Scalars add up; values per
-            sample join if `axes` is 0, and add up otherwise.
+        chunks: The number of pieces of the inputs to evaluate one after the other. Scalars add up; values
+            per sample join if `axes` is 0, and add up otherwise.
         axes: The axis along which inputs are split: one number for all, or one entry per input,
             where None marks an input that has no such axis and is passed whole. Parameters and
             scalars are never split. Samples lie on axis 0.
@@ -71,18 +71,21 @@ def eager_backward(
         memory: The most bytes (`"64MiB"`) to keep on the inputs' device, in place of `keep`: packprop takes
             the first of exact, cpu (from an accelerator), recompute and `torch.bfloat16` that fits.
         hook: A function to call in the backward pass with the scaled gradients of the inputs that have
-            one, in order; it returns the gradients that go on (one tensor, or as many as it got), or None.
+            one, in order; it returns the gradients to pass on (one tensor, or as many as it got), or
+            None to change nothing.
         check: Check that samples do not mix and that pieces add up; costs time and memory.
 
     Returns:
         A scalar or `[n]`, of the dtype that `fn` returned.
 
     Raises:
-        BadInput: An argument is wrong, an input was freed, or `fn` returns another shape, no
-            floating point tensor or a detached one, changes an input, or (`check`) mixes samples.
-        PackpropError: One value per sample cannot scale the gradient of a shared tensor, or
-            `memory` is too small. In the backward pass: the gradient was released already, an
-            input to recompute from was changed, `create_graph=True` without `keep="recompute"`.
+        BadInput: An argument is wrong, an input was freed, or `fn` returns a tensor of another shape, not
+            of floating point or detached, changes an input, or (`check`) mixes samples, or pieces of it
+            do not add up.
+        PackpropError: One value per sample cannot scale the gradient of a shared tensor, no name leads
+            to an outer tensor that `fn` uses, or `memory` is too small. In the backward pass: the
+            gradient was released already, an input to recompute from was changed or freed,
+            `create_graph=True` without `keep="recompute"`.
 
     Example:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)

@@ -52,7 +52,7 @@ def check_choices(choices: Choices) -> None:
         if byte_count(memory) is None:
             raise bad(f"{memory=}", "this is no number of bytes", "memory='64MiB', say")
         if keep != "exact":
-            raise bad(f"{keep=}, {memory=}", "both say what is kept", "give one of them")
+            raise bad(f"{keep=}, {memory=}", "both choose what is kept", "give one of them")
     if weights is not None and not (
         isinstance(weights, Tensor) and weights.ndim == 1 and weights.is_floating_point()
     ):
@@ -67,6 +67,9 @@ def choose_keep(budget: int, leaves: list[Tensor], targets: list[Tensor], shared
         leaves: All inputs.
         targets: The inputs and outside tensors whose gradients would be kept.
         shared: Says that there is one value per sample, and a gradient that all samples share.
+
+    Raises:
+        PackpropError: If nothing fits into the budget.
     """
 
     def size(tensors: list[Tensor], entry_bytes: int = 16) -> int:
@@ -84,13 +87,13 @@ def choose_keep(budget: int, leaves: list[Tensor], targets: list[Tensor], shared
     raise PackpropError(
         ASKED,
         f"memory={budget} bytes",
-        f"the least that can be kept is {least} bytes, with keep={keep!r}",
+        f"packprop must keep at least {least} bytes, with keep={keep!r}",
         f"allow {least} bytes; or let fn compute the penalty from a smaller tensor",
     )
 
 
 def to_keep(gradient: Tensor, keep: Keep) -> Tensor:
-    """A gradient in the form that waits for the backward pass; it holds no memory beside its own."""
+    """Return a gradient in the form that waits for the backward pass, in memory of its own size."""
     if gradient.layout is not torch.strided:
         return gradient
     if isinstance(keep, torch.dtype) and gradient.is_floating_point():

@@ -20,7 +20,7 @@ from packprop.errors import PackpropError
 
 
 def attach(job: Job, leaves: list[Tensor]) -> Tensor:
-    """Return the value of a job; if anything requires a gradient, with a node that holds the gradient."""
+    """Return the value of a job, with a node that holds the gradient if anything requires one."""
     choices = job.choices
     may_recompute = choices["keep"] == "recompute" or choices["memory"] is not None
     random = random_states({leaf.device for leaf in leaves}) if may_recompute else {}
@@ -48,7 +48,7 @@ def attach(job: Job, leaves: list[Tensor]) -> Tensor:
 
 @dataclass
 class _Recomputation:
-    """The means to evaluate a job once more, from saved tensors."""
+    """Evaluates a job once more, from saved tensors, and differentiates it."""
 
     job: Job
     random: dict[torch.device, Tensor]
@@ -76,7 +76,7 @@ class _Recomputation:
             raise PackpropError(
                 ASKED,
                 f"{job.where}, evaluated again in the backward pass",
-                "it reaches other tensors by closure than it did in the forward pass",
+                "it reaches other tensors by closure than in the forward pass",
                 "pass them as inputs, or leave out keep='recompute'",
             )
         own = [sweep.inputs.get(number) for number in self.inputs]
@@ -103,7 +103,7 @@ class _Record:
         inputs: The number of sources that the hook gets: the first ones.
         owned: Says that nobody else holds the kept gradients.
         hook: The user's hook.
-        recompute: The means to evaluate the job once more, if that was chosen.
+        recompute: Evaluates the job once more, if `keep` is `"recompute"`.
     """
 
     like: list[tuple[torch.dtype, torch.device]]
@@ -138,7 +138,7 @@ class Eager(torch.autograd.Function):
             raise PackpropError(
                 ASKED,
                 "a backward pass with create_graph=True",
-                "the gradient was kept as a number; the graph to differentiate it is gone",
+                "packprop kept the gradient without its graph, so PyTorch cannot differentiate it",
                 "eager_backward(..., keep='recompute')",
             )
         else:
@@ -183,7 +183,7 @@ def _scaled(
     consume: bool,
 ) -> Tensor:
     dtype, device = like
-    gradient = kept.to(device, non_blocking=True).to(dtype)  # a CPU would not wait for what it converts
+    gradient = kept.to(device, non_blocking=True).to(dtype)  # a CPU that converts does not wait for copies
     factor = cotangent.reshape([-1] + [1] * (gradient.ndim - 1)) if rows else cotangent
     if (consume or gradient is not kept) and gradient.layout is torch.strided:
         return gradient.mul_(factor)

@@ -24,7 +24,7 @@ Autocast = list[tuple[str, bool, torch.dtype]]
 
 @dataclass
 class Job:
-    """A function, and the way to put together and cut its arguments; it holds no input."""
+    """A function, and how to cut its arguments and put them together; it holds no input."""
 
     fn: Callable[..., Tensor]
     choices: Choices
@@ -93,7 +93,7 @@ class Job:
         return torch.stack(values).sum(0, dtype=accumulation_dtype(values[0].dtype)).to(values[0].dtype)
 
     def seed(self, output: Tensor, cotangent: Tensor | None, start: int) -> Tensor | None:
-        """Return the cotangent at the value of one piece; None for one."""
+        """Return the cotangent at the value of one piece; None stands for 1."""
         if cotangent is None:
             return torch.ones_like(output) if output.ndim else None
         if output.ndim and self.axis == 0:
@@ -105,7 +105,7 @@ class Job:
         return bad(self.where, why, "clone the input first, or use the out-of-place function")
 
     def _check_output(self, output: Any, piece: list[Tensor]) -> None:
-        """Refuse outputs other than a scalar or one value per sample; note leaves that hold samples."""
+        """Refuse outputs other than a scalar or one value per sample; record the leaves that hold samples."""
         if not isinstance(output, Tensor):
             several = isinstance(output, Sequence) and not isinstance(output, str)
             got = f"{len(output)} values" if several else f"a {type(output).__name__}"
@@ -213,13 +213,13 @@ def take_apart(argument: Any) -> tuple[list[Tensor], Any]:
 
 
 def put_together(leaves: list[Tensor], specs: list[Any]) -> list[Any]:
-    """Rebuild the arguments from the tensors of all of them."""
+    """Rebuild all arguments from their tensors."""
     rest = iter(leaves)
     return [map_instances(_Gap, lambda _: next(rest), spec) for spec in specs]
 
 
 def freed(tensor: Tensor) -> bool:
-    """Tell whether a tensor's memory was taken away, as sharding does between uses."""
+    """Tell whether a tensor's memory was freed, as sharding does between uses."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
     return tensor.untyped_storage().nbytes() == 0
@@ -233,14 +233,14 @@ def freed(tensor: Tensor) -> bool:
 
 
 def surroundings(autocast: Autocast, backward: bool = False) -> AbstractContextManager[Any]:
-    """Restore autocast as it was at the call, or none for gradients; disable hooks on saved tensors."""
+    """Restore autocast as it was at the call, or switch it off for gradients; disable saved-tensor hooks."""
     contexts: list[AbstractContextManager[Any]] = [
         torch.autocast(kind, dtype, enabled and not backward, cache_enabled=False)
         for kind, enabled, dtype in autocast
         if enabled or torch.is_autocast_enabled(kind)
     ]
     # Under hooks, even ones that do nothing, PyTorch no longer notices a change of a saved tensor: so this sets
-    # hooks only if others are active. In 2.6 a branch inside a checkpoint is evaluated once more.
+    # hooks only if others are active. PyTorch 2.6 evaluates a branch inside a checkpoint once more.
     if _hooks_in_force() is not None:
         contexts.append(graph.saved_tensors_hooks(_same, _same))
     if not contexts:
@@ -256,9 +256,9 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _hooks_in_force() -> Any:
-    """The hooks on saved tensors that autograd gives to what it saves now.
+    """Return the hooks that autograd applies to tensors that it saves now, if there are any.
 
-    Asks a private function, as no public one tells whether there are any. PyTorch 2.6 cannot be asked.
+    This calls a private function, because no public one tells. PyTorch 2.6 lacks it: the answer is None.
     """
     return None if _top is None else _top(False)
 

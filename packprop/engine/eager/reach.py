@@ -35,7 +35,7 @@ def key_of(tensor: Tensor) -> Key:
 
 
 def clock() -> int:
-    """Return a number between those of the nodes made before and after; gradients must be enabled."""
+    """Return a number between those of nodes made before and after the call; gradients must be enabled."""
     # NOTE [Inside and outside]
     # Nodes are numbered in the order of their creation, one count per thread: those of a branch lie
     # between the clock at its start and its value. Nothing else tells nodes of a branch, which may be
@@ -58,6 +58,9 @@ def reached(
     Returns:
         The tensors, and whether to keep the graph after its differentiation, because the end of the branch is
         in doubt.
+
+    Raises:
+        PackpropError: If no name leads to a tensor outside.
     """
     if threading.get_ident() != threading.main_thread().ident:
         # Nodes of another thread are numbered by that thread's count: look for tensors by name instead.
@@ -86,7 +89,7 @@ def reached(
             lost = outside - sources.keys()
             if lost and not _has_threads(output.device):
                 raise _hidden(lost.pop()[0], fn)
-            # If the branch differentiates, these nodes are its own; if not, the graph is kept, and they stay.
+            # These nodes belong to the branch if it differentiates; if not, the graph is kept, which they need.
             doubt = doubt or bool(lost)
             seen |= {node for node, _ in lost}
             stack += [node.next_functions for node, _ in lost]
@@ -100,7 +103,7 @@ def _has_threads(device: torch.device) -> bool:
 
 
 def _by_name(edges: Collection[Key], known: Mapping[Key, Tensor], fn: Callable[..., Any]) -> dict[Key, Tensor]:
-    """Return tensors at edges out of a branch that are known, or that a name leads to."""
+    """Return the tensors at edges out of a branch, if they are known or a name leads to them."""
     found = {edge: known[edge] for edge in edges if edge in known}
     if len(found) < len(edges):
         for _, tensor in tensors_of(fn):
@@ -113,7 +116,7 @@ def _hidden(node: Any, fn: Callable[..., Any]) -> PackpropError:
     return PackpropError(
         ASKED,
         f"a tensor that {node.name()} made outside of {getattr(fn, '__qualname__', type(fn).__name__)}",
-        "the function uses it, it is part of the graph around, and no name leads to it: neither the "
+        "the function uses it, the graph outside holds it, and no name leads to it: neither the "
         "function's closure, globals, arguments nor attributes",
         "pass it to eager_backward as an input",
     )

@@ -61,7 +61,7 @@ class Sweep:
         return self.job.join(self.values)
 
     def _final(self, gradient: Tensor, like: Tensor) -> Tensor:
-        """Return the gradient of all pieces, as it is kept."""
+        """Return the gradient of all pieces, in the form in which packprop keeps it."""
         if self.keep == "recompute":
             return gradient
         # A sum over pieces is of a wider dtype than its terms.
@@ -121,8 +121,8 @@ class Sweep:
                 ASKED,
                 f"{names.get(id(tensor)) or 'a tensor'} of shape {list(tensor.shape)}, which all "
                 f"samples share in {job.where}",
-                "with one value per sample, what arrives for each of them would have to scale "
-                "its own share of this tensor's gradient, and only the sum over samples is kept",
+                "with one value per sample, the gradient of each value would have to scale that sample's "
+                "share of this tensor's gradient, and only the sum over samples is kept",
                 "give weights=, if they are known by now; or keep='recompute'; or return the sum",
             )
         if job.rows and job.choices["check"]:
@@ -136,7 +136,7 @@ class Sweep:
         like: Tensor,
         where: tuple[int, int, int] | None = None,
     ) -> None:
-        """Put a piece's gradient in its place (axis, start, length), or on top of the others."""
+        """Write a piece's gradient to its place (axis, start, length), or add it to those of other pieces."""
         if gradient is None:
             return
         if len(self.job.spans) == 1:
@@ -153,7 +153,7 @@ class Sweep:
             store[key].narrow(*where).copy_(gradient, non_blocking=True)
 
     def _compare(self, leaves: list[Tensor], before: dict[torch.device, Tensor]) -> None:
-        """Refuse a function whose value for its first two pieces together is not that of the two joined."""
+        """Refuse a function whose value for the first two pieces together differs from their joined values."""
         job = self.job
         after = random_states({leaf.device for leaf in leaves})
         if any(not torch.equal(state, after[device]) for device, state in before.items()):
@@ -176,16 +176,16 @@ class Sweep:
                 f"chunks={job.choices['chunks']} with {job.where}",
                 f"its first two pieces give {apart.tolist()} apart, {together.tolist()} together",
                 "reduction='mean', if it averages; or let it sum, and divide the value; or chunks "
-                "along an axis whose entries do not meet",
+                "along an axis whose entries do not depend on each other",
             )
 
 
 def probe(output: Tensor, rows: dict[int, Tensor], where: str) -> None:
     """Refuse a function in which the value of a sample depends on another sample's input.
 
-    Two samples differ in some binary digit of their numbers. For each digit, one seed selects the
-    values of samples that have it set, one the others: any dependence between two samples shows as a
-    gradient in the row of a sample that was not selected.
+    The numbers of two samples differ in some binary digit. For each digit, one seed selects the values
+    of samples whose digit is 1, another those whose digit is 0: any dependence between two samples
+    shows as a gradient in the row of a sample that was not selected.
     """
     index = torch.arange(len(output), device=output.device)
     for digit in range((len(output) - 1).bit_length()):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def byte_count(memory: int | str) -> int | None:
-    """Return the bytes of a number, or of a text such as ``"64MiB"`` or ``"1.5 GB"``; ``None`` for others."""
+    """Return the bytes that a number, or a text such as ``"64MiB"``, stands for; ``None`` for other values."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", str(memory))
     if isinstance(memory, bool) or match is None:
         return None
@@ -31,7 +31,7 @@ def byte_text(count: float) -> str:
 
 
 def enough_text(count: int) -> str:
-    """Format a number of bytes as ``byte_text`` does, but never as fewer: a budget of this text holds them.
+    """Format a number of bytes as ``byte_text`` does, but rounded up: a budget of this text holds them.
 
     >>> [enough_text(n) for n in (1023, 1537, 600 * 2**20, 600 * 2**20 + 1)]
     ['1023 B', '1.51 KiB', '600 MiB', '601 MiB']

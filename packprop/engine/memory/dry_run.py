@@ -69,7 +69,7 @@ class PlannedStep:
         extensions: The extensions of the step.
         device: The device of the step.
         gradients: Says that the step also computes ``.grad``.
-        freed: Says that an extension hook takes the values of each parameter away as soon as they are saved.
+        freed: Says that an extension hook removes the values of each parameter as soon as they are saved.
         accumulated: Says that ``.grad`` holds gradients of an earlier pass when the step begins.
         mesh: The mesh that shards the model, if there is one.
     """
@@ -86,7 +86,7 @@ class PlannedStep:
     def of_fewer(self, samples: int, number: int) -> PlannedStep:
         """Return the step for ``number`` of ``samples`` samples, which lie on the leading axes of its inputs.
 
-        An axis may also hold as many positions of each sample, as in a loss over all tokens.
+        A leading axis may also hold several positions of each sample, as in a loss over all tokens.
         """
 
         def fewer(shape: torch.Size) -> torch.Size:
@@ -109,7 +109,7 @@ def copy_without_data(
 ) -> nn.Module:
     """Return a copy of a module whose tensors have no data.
 
-    Of modules that are ``known``, each with its copy, there is no other copy.
+    ``known`` pairs modules with their copies, which are used in place of new ones.
     """
     memo: dict[int, Any] = {}
     for original, made in known:
@@ -160,7 +160,7 @@ class DryRun:
         self._waiting: list[tuple[nn.Module, set[int]]] | None = None
 
     def run(self, budget: int | None) -> Plan:
-        """Run the step; return a plan with its memory beside the budget."""
+        """Run the step; return a plan of its memory, which also names the budget."""
         step, peaks = self._step, self._peaks
         with ExitStack() as stack:
             stack.enter_context(dry_run(step.device.type, peaks.live.of_batch))
@@ -249,18 +249,18 @@ class DryRun:
                 ASKED,
                 f"the forward pass of {type(self._step.model).__name__}, or its loss",
                 f"it cannot be run without data: {type(error).__name__}: {said}",
-                "plan a part of it that does not decide on data, or leave the budget out",
+                "plan a part of it that does not depend on values of data, or leave the budget out",
             ) from error
 
     def _warn_of_unknown(self) -> None:
-        """Warn if PyTorch does not know the size of kept memory: the LSTMs of oneDNN, without data."""
+        """Warn of oneDNN's LSTMs: without data, PyTorch does not know how much memory they keep."""
         if self._step.device.type == "cpu" and any(
             detail.startswith("mkldnn_rnn_layer ") for _, detail in self._peaks.live.labels.values()
         ):
             warnings.warn(
                 "An LSTM keeps a workspace for its backward pass whose size is not known without data: "
-                "the peak will be higher than planned, mostly by some 16 times its outputs. Leave that "
-                "much, or plan and run without it: with torch.backends.mkldnn.flags(enabled=False).",
+                "the peak will be higher than planned, mostly by some 16 times its outputs. Leave that much "
+                "room, or plan and run without oneDNN: with torch.backends.mkldnn.flags(enabled=False).",
                 PackpropWarning,
                 stacklevel=2,
             )
@@ -283,9 +283,9 @@ class DryRun:
             self._peaks.partial_results = tuple
 
     def _begin(self, graph: Graph) -> dict[tuple[Extension, int], Tensor]:
-        """End the part of the step before the first result, which removes the results of the step before.
+        """End the part before the first result, and remove the results of the previous step.
 
-        Results that will be overwritten are there until their turn comes; see NOTE [Results in place].
+        Return those that this step overwrites, each in its turn; see NOTE [Results in place].
         """
         self._before_results.append(self._peaks.end_part())
         spare: dict[tuple[Extension, int], Tensor] = {}
@@ -310,7 +310,7 @@ class DryRun:
             return
         if self._waiting is None:
             self._waiting = graph.owners()
-        for module, unfinished in self._waiting:  # packprop calls a hook when all of a module is there
+        for module, unfinished in self._waiting:  # packprop calls a hook when a module has all its values
             unfinished.discard(id(leaf))
             if not unfinished:
                 for parameter in module.parameters(recurse=False):

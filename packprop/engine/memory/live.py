@@ -19,8 +19,8 @@ from packprop.engine.tensors.repeated import Repeated
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensor storage that are alive: ``now``, at the ``peak``, and after each operation.
 
-    It counts tensors made while it is on, and those given to ``own``. Other arguments of operations were there
-    before. It does not see memory inside a kernel.
+    It counts tensors made while it is on, and those given to ``own``; other tensors that existed before do not
+    count. It does not see memory inside a kernel.
 
     >>> import torch
     >>> before = torch.zeros(1000)
@@ -33,7 +33,7 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         block: The size of each storage is rounded up to a multiple of this.
-        at_peak: Called at each new peak that is higher than the last by a noticeable part.
+        at_peak: Called at a new peak, if it is at least 0.2 % above the peak of the last call.
     """
 
     def __init__(self, block: int = 1, at_peak: Callable[[], None] | None = None) -> None:
@@ -47,7 +47,7 @@ class LiveBytes(TorchDispatchMode):
         self.settle: Callable[[], None] | None = None
         """Run after each operation, before the bytes are read."""
         self.of_batch: set[int] = set()
-        """Storages made of those that were put here, by ``storage_key``."""
+        """Storages put here, and those that operations made from them, by ``storage_key``."""
         self.saved: dict[int, float] = {}
         """Storages of saved results: the share of each that is left when the pass is over."""
         self._times: dict[int, float] = {}
@@ -58,18 +58,18 @@ class LiveBytes(TorchDispatchMode):
         return f"<LiveBytes: {self.now:,} bytes, {self.peak:,} at the peak>"
 
     def restart(self) -> None:
-        """Look for a new peak from now on."""
+        """Forget the peak, and look for a new one from now on."""
         self.peak, self._told = self.now, 0.0
         if self._at_peak is not None:
             self._at_peak()
 
     def own(self, tensors: Iterable[Tensor], label: str) -> None:
-        """Count tensors that were there before."""
+        """Count tensors that existed before."""
         for tensor in tensors:
             self._count(tensor, label)
 
     def scale(self, tensors: Iterable[Tensor], times: float) -> None:
-        """Count tensors as so many of them; leave out tensors that are not counted."""
+        """Count each tensor ``times`` times; leave out tensors that are not counted."""
         for tensor in tensors:
             key = storage_key(tensor)
             if key in self.sizes:
@@ -77,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
                 self._count(tensor)
 
     def reserve(self, label: str, size: int) -> None:
-        """Count so many bytes all the time."""
+        """Count ``size`` more bytes from now on."""
         key = -1 - len(self.labels)
         self.labels[key], self.sizes[key] = (label, ""), size
         self.now += size
@@ -140,7 +140,7 @@ def strided(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 @functools.cache
 def _takes_shape_alone(func: Any) -> bool:
-    """Tell whether an operation takes of a tensor nothing but its shape."""
+    """Tell whether an operation uses nothing but the shape of a tensor."""
     name = str(func.overloadpacket.__name__)
     return name.startswith("new_") or name.endswith("_like")
 
@@ -149,7 +149,7 @@ def _uncount(counting: weakref.ref[LiveBytes], key: int) -> None:
     """Take a released storage off the count, if anyone still counts.
 
     Python holds the callback for a storage as long as the storage lives. The callback must not hold the count,
-    which may lead to the storage itself: then neither would ever go.
+    which may lead to the storage itself: then Python would never release either of them.
     """
     live = counting()
     if live is not None:

@@ -6,8 +6,8 @@ a result is whole until the pass is over. While a unit (a module that ``fully_sh
 its parameters are whole, and so are those of the next unit, which are on their way. Parameters of the model
 itself stay whole from the forward to the backward pass. Gradients are whole until all of the unit's are there;
 then they are copied, and summed over devices into shards. So the dry run counts shards at their share of the
-whole, and gradients at their share once their unit has them all. It counts all the time the parameters of the
-two largest units and of the model itself, and one copy of the gradients of the largest unit.
+whole, and gradients at their share once their unit has them all. Throughout the step, it also counts whole
+parameters of the two largest units and of the model itself, and one copy of the gradients of the largest unit.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Mesh:
     """A mesh of devices that a model is sharded over.
 
     Args:
-        shape: Devices along each axis: shards along the last one, copies of all along the others.
-        units: Modules that ``fully_shard`` is called on beside the model, by their classes; ``None`` for the
-            entries of every ``nn.ModuleList``.
+        shape: Numbers of devices along each axis: the last axis shards parameters, the others copy the shards.
+        units: Classes of the modules that ``fully_shard`` is called on, besides the model itself; ``None`` for
+            the entries of every ``nn.ModuleList``.
     """
 
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Mesh:
 def mesh_of(
     asked: str, shape: int | Sequence[int] | None, units: Iterable[type[nn.Module]] | None
 ) -> Mesh | None:
-    """Make the mesh that a user means; ``None`` without a shape.
+    """Return the mesh that a user asks for; ``None`` without a shape.
 
     Raises:
         BadInput: If the shape is not made of positive numbers, or units are given without one.
@@ -75,7 +75,7 @@ def require_not_sharded_yet(asked: str, model: nn.Module) -> None:
     """Refuse a model that ``fully_shard`` was called on: it cannot be copied.
 
     Raises:
-        BadInput: With the mesh and the units that say what it is sharded over.
+        BadInput: With the mesh and the units to plan for in its place.
     """
     units = unit_modules(model)
     if not units:
@@ -87,8 +87,8 @@ def require_not_sharded_yet(asked: str, model: nn.Module) -> None:
     raise BadInput(
         asked,
         "the model, whose parameters fully_shard (FSDP2) has sharded between processes already",
-        "a plan is made with a copy of the model, and fully_shard lets nobody copy what it has sharded",
-        "make the plan before fully_shard is called, or for another instance, as on the meta device: "
+        "packprop plans with a copy of the model, and a model cannot be copied after fully_shard",
+        "make the plan before you call fully_shard, or for another instance, such as one on the meta device: "
         f"packprop.plan(..., mesh_shape={shape}, units=[{', '.join(inner)}])",
     )
 

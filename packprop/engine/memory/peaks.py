@@ -36,7 +36,7 @@ class Peak(NamedTuple):
     items: list[tuple[str, int]]
 
     def beside(self, kind: str, size: int) -> Peak:
-        """Return the same peak, with something of the step before that stays in memory throughout."""
+        """Return the same peak, plus ``size`` bytes of the step before that stay in memory throughout."""
         parts = {**self.parts, kind: self.parts.get(kind, 0) + size}
         items = sorted([*self.items, (f"{kind}: of the step before", size)], key=lambda item: -item[1])
         return Peak(self.size + size, parts, items[:LARGEST])
@@ -64,8 +64,8 @@ class PeakRecorder:
         self._items: list[tuple[str, int]] = []
 
     def own_model(self, model: nn.Module, mesh: Mesh | None = None) -> None:
-        """Count a model that was made before, or one device's part; tell its gradients from others."""
-        self._model = weakref.ref(model)  # the count refers to this object, so garbage would keep the copy
+        """Count a model, or one device's part of it; label its gradients from now on."""
+        self._model = weakref.ref(model)  # the count refers to this object: a circle would keep the copy alive
         self.live.own(model.parameters(), "parameters")
         self.live.own(model.buffers(), "buffers")
         if mesh is not None:
@@ -73,7 +73,7 @@ class PeakRecorder:
             self.live.settle = self._shards.settle
 
     def own_result(self, value: Any) -> None:
-        """Tell a value that is saved on a parameter from other tensors."""
+        """Label the tensors of a value that is saved on a parameter as results."""
         for tensor in tensors_in(value):
             share = 1.0 if self._shards is None else self._shards.share(tensor)
             self.live.saved[storage_key(tensor)] = share
@@ -90,7 +90,7 @@ class PeakRecorder:
         return peak
 
     def _look(self) -> None:
-        """Note, at a new peak, what is alive, and the largest of it."""
+        """Record, at a new peak, the bytes of each kind of tensor, and the largest tensors."""
         kinds = {key: label for key, (label, _) in self.live.labels.items()}
         kinds |= dict.fromkeys(self.live.saved.keys() & kinds.keys(), "results")
         kinds |= dict.fromkeys(map(storage_key, self.partial_results()), "results")

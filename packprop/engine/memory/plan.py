@@ -55,7 +55,7 @@ class Line:
 def line_of(
     graph: Graph, leaf: Tensor, uses: Sequence[ReachedUse], structure: Statistical, samples: int
 ) -> Line:
-    """Make the line about a leaf with this structure, in chunks of so many samples."""
+    """Return the line of a leaf with this structure, in chunks of ``samples`` samples."""
     in_chunk, in_turn = min(samples, graph.samples), _formed_in_turn(structure)
     formed = 1 if in_turn else in_chunk if forms_gradients(structure) else 0
     return Line(
@@ -70,7 +70,7 @@ def line_of(
 
 
 def forms_gradients(structure: Statistical) -> bool:
-    """Tell whether per-sample gradients were formed, of a chunk or one after the other."""
+    """Tell whether per-sample gradients were formed, for a chunk at once or one after the other."""
     return getattr(structure, "formed", True) or _formed_in_turn(structure)
 
 
@@ -92,11 +92,11 @@ def _algorithm(structure: Statistical) -> str:
 ASKED = "A plan was asked for."
 
 RESULTS_BEFORE = "results of the batches before"
-"""The kind of tensors that stays in memory throughout a pass over a batch of a data set."""
+"""The label of tensors that stay in memory throughout a pass over a batch of a data set."""
 
 
 class BudgetTooSmall(BadInput):
-    """Raised if a budget is less than any choice of chunks takes; ``floor`` is the least, in bytes."""
+    """Raised if no choice of chunks fits a budget; ``floor`` is the smallest peak of all, in bytes."""
 
     floor: int = 0
 
@@ -106,19 +106,19 @@ class Plan:
     """The memory of a step, and its chunks; prints as two tables.
 
     Args:
-        peak: Most bytes of tensor storage alive at once, in forward and backward pass.
+        peak: The most bytes of tensor storage alive at once, in forward and backward pass.
         memory: The budget in bytes; ``None`` if there is none.
         device: The type of device of the plan.
         chunk_sizes: The sizes of the chunks.
-        lines: One for each parameter.
+        lines: One line for each parameter.
         parts: The bytes of each kind of tensor at the peak, the largest first.
         items: The largest single tensors at the peak: (description, bytes).
         samples: Samples in the batch.
         results: Bytes of all results.
         extensions: Names of the extensions.
-        freed: Says that it counts on an extension hook that takes values away.
+        freed: Says that the plan counts on an extension hook that removes values.
         accumulated: Says that it counts gradients of an earlier pass, which are in memory when a step begins.
-        facts: What a pass with this plan has in common with it; see ``facts_of``.
+        facts: The facts that a pass must share with the plan; see ``facts_of``.
         mesh: The mesh that shards the model, if there is one: then the plan is that of one device.
     """
 
@@ -138,13 +138,13 @@ class Plan:
     mesh: Mesh | None = None
 
     def beside(self, kind: str, size: int) -> Plan:
-        """Return the same plan, with something that stays in memory throughout."""
+        """Return the same plan, plus ``size`` bytes that stay in memory throughout."""
         return replace(self, peak=self.peak + size, parts={**self.parts, kind: size}) if size else self
 
     def require_fit(self, graph: Graph, extensions: Sequence[Extension], hooked: bool = False) -> None:
-        """Refuse a pass that does not fit the plan; ``hooked`` if an extension hook is there.
+        """Refuse a pass that does not fit the plan; ``hooked`` says that the pass has an extension hook.
 
-        Warns of gradients of an earlier pass that the plan did not count.
+        Warn of gradients of an earlier pass that the plan did not count.
 
         Raises:
             BadInput: With the first difference.
@@ -155,19 +155,19 @@ class Plan:
             (f"{of}{it}; planned was {planned}" for (of, it), planned in pairs if it != planned), None
         )
         if self.freed and not hooked:
-            difference = "no extension hook; planned was one that takes values away"
+            difference = "no extension hook; planned was one that removes values"
         if difference is not None:
             raise BadInput(
                 "A backward pass with a plan was started.",
                 difference,
-                "the plan was made for another model, batch or device: its peak says nothing of this one",
-                "make a plan for this one, or give the budget itself: backpack(..., memory='600MiB')",
+                "the plan was made for another model, batch or device: its peak does not hold for this pass",
+                "make a plan for this pass, or give the budget itself: backpack(..., memory='600MiB')",
             )
 
         if not self.accumulated and gradients_are_there(graph.leaves()):
             warnings.warn(
-                "Gradients of an earlier pass are there, and the plan counts on none: the peak may be higher "
-                "by their size. Call zero_grad() before the step, or make the plan with accumulated=True.",
+                "Parameters hold gradients of an earlier pass, which the plan does not count: the peak may be "
+                "higher by their size. Call zero_grad() before the step, or plan with accumulated=True.",
                 PackpropWarning,
                 stacklevel=2,
             )
@@ -206,9 +206,9 @@ def facts_of(graph: Graph, extensions: Sequence[Extension], device: str) -> Iter
     for use in graph.uses:
         yield from (("", f"{use.name} {[*shape]}") for shape in use.shapes)
     for extension in extensions:
-        # attributes of others need not be options: they may keep what they have seen
+        # attributes of other classes need not be options: they may keep what they have seen
         names: list[str] = [option.name for option in fields(extension)] if is_dataclass(extension) else []
-        options = dict(options_of(extension))  # a source of draws counts as none
+        options = dict(options_of(extension))  # a generator counts as None
         yield from ((f"{extension.name} with {name} ", options.get(name, "None")) for name in names)
     for leaf, (shape, dtype) in zip(graph.leaves(), leaf_shapes(graph), strict=True):
         yield f"parameter {graph.name(leaf)!r} ", f"{[*shape]} {dtype}"
@@ -220,7 +220,7 @@ def leaf_shapes(graph: Graph) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 def options_of(extension: Extension) -> tuple[tuple[str, str], ...]:
-    """Return options that change the memory: not a source of draws, and only the number of chosen samples."""
+    """Return the options that change the memory: no generator, and of ``subsampling`` only the length."""
     return tuple(
         (name, f"of {len(option)}" if name == "subsampling" and option is not None else repr(option))
         for name, option in vars(extension).items()
@@ -229,5 +229,5 @@ def options_of(extension: Extension) -> tuple[tuple[str, str], ...]:
 
 
 def gradients_are_there(leaves: Iterable[Tensor]) -> bool:
-    """Tell whether a pass adds to gradients of an earlier one."""
+    """Tell whether a pass adds to gradients of an earlier pass."""
     return any(leaf.grad is not None for leaf in leaves)

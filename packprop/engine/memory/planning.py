@@ -66,25 +66,25 @@ def plan(
             loss, as for ``compute``.
         batch: Inputs (a tensor, a tuple or a mapping of arguments) and targets, or a batch in another form that
             ``compute`` takes; its data do not matter.
-        extensions: An instance from ``packprop.extensions``, or a list of them.
-        more: More of them, if you give them one by one.
+        extensions: An instance from ``packprop.extensions``, or a list of instances.
+        more: More instances, if you give them one by one.
         memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), including
             parameters, activations and results; ``None`` plans the default chunks, without a budget.
         device: The device of the step; by default that of the parameters.
         gradients: Says that the step also computes ``.grad``, as ``backward()`` does; ``compute`` does not.
-        freed: Says that an extension hook takes the values of each parameter away as soon as they are saved.
+        freed: Says that an extension hook removes the values of each parameter as soon as they are saved.
         accumulated: Says that ``.grad`` holds gradients when a step begins: you add up gradients
             over several passes, or zero them by ``zero_grad(set_to_none=False)``.
         mesh_shape: The devices that ``fully_shard`` shards the model over, as for ``init_device_mesh``: shards,
             or copies and shards. The plan is then that of one device, for its own batch; NOTE [Planned shards]
             says what it counts. It needs no process group.
-        units: Classes of the modules that ``fully_shard`` is called on, beside the model itself; by default the
-            entries of every ``nn.ModuleList``.
+        units: Classes of the modules that ``fully_shard`` is called on, besides the model itself; by default
+            the entries of every ``nn.ModuleList``.
 
     Raises:
-        BadInput: For an argument of another kind, such as a class in place of an extension; if the budget is
-            less than any choice of chunks takes; for a model that ``fully_shard`` was called on already.
-        PackpropError: If the forward pass decides by data.
+        BadInput: For an argument of another kind, such as a class in place of an extension; if no choice of
+            chunks fits the budget; for a model that ``fully_shard`` was called on already.
+        PackpropError: If the forward pass depends on values of data, in its choices or shapes.
     """
     require_model(ASKED, model)
     require_loss(ASKED, loss)
@@ -100,7 +100,7 @@ def plan(
 
 
 def _forward_of(model: nn.Module, loss: LossFunction | None, batch: Any) -> Forward:
-    """Make the forward pass of a step, from a copy of the model to the loss.
+    """Return the forward pass of a step, from a copy of the model to the loss.
 
     Raises:
         BadInput: For a batch in which the targets cannot be told from the inputs.
@@ -138,7 +138,7 @@ def step_over_data(
     extensions: Sequence[Extension],
     device: torch.device | str,
 ) -> PlannedStep:
-    """Describe the pass over a batch whose results merge into those of the batches before."""
+    """Return the pass over a batch whose results merge into those of earlier batches, as a planned step."""
     forward = _forward_of(model, loss, batch[0] if loss is None else batch)
     accumulated = gradients_are_there(model.parameters())
     place = torch.device(device)
@@ -146,7 +146,7 @@ def step_over_data(
 
 
 def chunk_sizes_over_data(step: PlannedStep, memory: int | str | None) -> ChunkSizes:
-    """Choose the chunk sizes for a batch of a data set."""
+    """Choose the chunk sizes for a batch of a data set: by a plan under a budget, else the default ones."""
     budget = budget_of(memory)
     if budget is None:
         keep_freed_pages()
@@ -158,10 +158,10 @@ def chunk_sizes_over_data(step: PlannedStep, memory: int | str | None) -> ChunkS
 def plan_over_data(step: PlannedStep, chunk_sizes: ChunkSizes, memory: int | str | None) -> Plan:
     """Plan the pass over a batch of a data set, with known chunk sizes.
 
-    Under a budget its peak holds the results of the batches before, which are there all the time.
+    Under a budget, its peak includes the results of earlier batches, which stay in memory throughout.
 
     Raises:
-        PackpropError: If the forward pass decides on data.
+        PackpropError: If the forward pass depends on values of data, in its choices or shapes.
     """
     budget = budget_of(memory)
     found = DryRun(step, chunk_sizes).run(budget)
@@ -225,7 +225,7 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
         return total
 
     unseen = 0
-    if not returns_loss:  # there and back, each as large as the loss's input; the link is run
+    if not returns_loss:  # forward and back, each as large as the loss's input; the dry run runs the link
         tensors = 2 * (len(between) - (link is not None))
         unseen = tensors * call.input.nbytes
     leaves = graph.leaves()
@@ -241,12 +241,16 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
 
 
 def chunk_sizes_of_pass(graph: Graph, extensions: Sequence[Extension], budget: int) -> ChunkSizes:
-    """Return the chunk sizes of ``plan_again``, found once for passes of equal structure and shapes."""
+    """Return the chunk sizes of ``plan_again``, found once for passes of equal structure and shapes.
+
+    Raises:
+        BadInput: For a model that was not extended; and as ``plan_again`` does.
+    """
     if not graph.modules:
         raise BadInput(
             "backpack(memory=...) was entered.",
             "a backward pass through a model that was not extended",
-            "a budget alone is planned by one more call of the model, which only `extend` shows",
+            "packprop plans for a budget by one more call of the model, and it knows only extended models",
             "packprop.extend(model) before its forward pass; or make a plan of the step, packprop.plan(...), "
             "and give that as memory",
         )

@@ -16,10 +16,10 @@ from packprop.errors import BadInput, PackpropError
 
 
 def choices(device: torch.device, freed: bool = False) -> list[ChunkSizes]:
-    """The choices that the search tries until the peak fits: the fastest, which has the largest peak, first.
+    """Return the choices that the search tries: the fastest, which has the largest peak, comes first.
 
-    Fewer samples at once cost more calls. Fewer columns at once cost more sweeps, which is dearer if the graph
-    is small enough for vectorised sweeps: the search cuts down columns late. Algorithms that hold less cost
+    Fewer samples at once cost more calls. Fewer columns at once cost more sweeps, and more time if the graph is
+    small enough for vectorised sweeps: the search reduces columns late. Algorithms that hold less cost
     multiplications. Forming the results of a few parameters at a time costs all sweeps again; it helps only if
     these results are ``freed``.
     """
@@ -31,11 +31,11 @@ def choices(device: torch.device, freed: bool = False) -> list[ChunkSizes]:
 
 
 HELD = tuple(2**power for power in range(30, 9, -1))
-"""Bytes of a sample: at each step the uses that hold most change to algorithms that hold less."""
+"""Limits for bytes of a sample: at each lower limit, more uses change to algorithms that hold less."""
 
 
 def looser(chunk_sizes: ChunkSizes, loosest: ChunkSizes, name: str) -> list[ChunkSizes]:
-    """Return ``chunk_sizes`` with other values of one field: as in ``loosest``, then less, down to its own."""
+    """Return ``chunk_sizes`` with other values of one field, from that in ``loosest`` down to its own."""
     most, least = getattr(loosest, name), getattr(chunk_sizes, name)
     if most == least:
         return [chunk_sizes]
@@ -66,16 +66,16 @@ def budget_of(memory: int | str | None) -> int | None:
 def choose_plan(
     step: PlannedStep, budget: int | None, whole: Callable[[Plan], Plan] = lambda plan: plan
 ) -> Plan:
-    """Find the first of the choices that fits, then for each kind of chunk as much as still fits.
+    """Find the first choice that fits, then enlarge each kind of chunk as far as it still fits.
 
     If the smallest chunks do not fit, another choice may: see ``_least``. ``whole`` adds to a plan the memory
-    beside the step: the budget is for both.
+    besides the step: the budget is for both.
 
-    The choices make everything smaller, and often one thing alone sets the peak. Columns that take no memory
-    need not be swept one by one because of a large layer, nor need small layers take another algorithm with it.
+    A choice makes everything smaller, but often one layer alone sets the peak. Columns that take no memory need
+    not be swept one by one because of that layer, and small layers need not take another algorithm with it.
 
     Raises:
-        BadInput: If no choice fits.
+        BudgetTooSmall: If no choice fits.
     """
 
     @functools.cache
@@ -86,8 +86,8 @@ def choose_plan(
         return budget is None or tried(chunk_sizes).peak <= budget
 
     def first_fitting(candidates: Sequence[ChunkSizes]) -> ChunkSizes:
-        """Find the first that fits, by bisection; the last one is known to fit, whatever is between."""
-        if fits(candidates[0]):  # mostly it is this one
+        """Find the first choice that fits, by bisection; the last one is known to fit."""
+        if fits(candidates[0]):  # mostly the first one fits
             return candidates[0]
         return candidates[bisect.bisect_left(candidates, True, 0, len(candidates) - 1, key=fits)]
 
@@ -109,9 +109,10 @@ def choose_plan(
 def _least(peak: Callable[[ChunkSizes], int], candidates: Sequence[ChunkSizes], enough: int) -> ChunkSizes:
     """Find the choice of the smallest peak, or one whose peak is at most ``enough``.
 
-    That need not be the one of the smallest chunks: the sum of several chunks is there beside the value of the
-    next, and an algorithm that holds less of a large use may hold more of a small one. So the search tries each
-    field at its most, its least and in between, with the others at their best, until nothing falls.
+    The smallest chunks need not have the smallest peak: the sum of several chunks is in memory beside the value
+    of the next, and an algorithm that holds less of a large use may hold more of a small one. So the search
+    tries each field at its most, its least and in between, with the others at their best, until the peak falls
+    no further.
     """
     first, last = candidates[0], candidates[-1]
     best, before = min(last, first, key=peak), None
@@ -127,7 +128,7 @@ def _least(peak: Callable[[ChunkSizes], int], candidates: Sequence[ChunkSizes], 
 
 
 def _worth_a_look(peak: Callable[[ChunkSizes], int], line: Sequence[ChunkSizes]) -> list[ChunkSizes]:
-    """Return choices of one line that include its smallest peak: its ends, and middles of stretches.
+    """Return choices on a line that include its smallest peak: its ends, and middles of stretches.
 
     It does not search a stretch whose ends have equal peaks, or whose middle has a peak between theirs.
     """
@@ -154,13 +155,13 @@ INSTEAD = {
     "KFAC": "DiagGGNMC",
     "KFLR": "DiagGGNExact",
 }
-"""Extensions that take less memory."""
+"""For each of these extensions, extensions that take less memory."""
 
 
 def _fitting_samples(step: PlannedStep, floor: Plan, budget: int, whole: Callable[[Plan], Plan]) -> int:
     """Return the most samples that fit the budget with the same chunks; 0 if there may be none.
 
-    It plans each number that it considers: much of a peak may be the same for any number of samples.
+    It plans each number that it tries: much of a peak may be the same for any number of samples.
     """
 
     def is_too_much(samples: int) -> bool:

@@ -98,7 +98,7 @@ class Clipping:
                 raise BadInput(
                     ASKED,
                     f"max_norm={bound!r}" + (f" for {name!r}" if name else ""),
-                    "it is no positive number, nor a tensor of one",
+                    "it is no positive number, and no tensor with one entry",
                     "give the largest norm that a sample's gradient may have, as in max_norm=1.0",
                 )
 
@@ -121,7 +121,7 @@ class Clip:
     training: Groups | None = None
 
     def scaled(self, factors: Tensor) -> Tensor:
-        """Return the factors at the scale of training rows ``[n]``, which multiply the parts of samples."""
+        """Return the factors ``[n]`` on the samples' parts of the loss, at the scale of training rows."""
         scale = 1.0 if self.training is None else self.training.of_training
         return factors * (scale.to(factors.device) if isinstance(scale, Tensor) else scale)
 
@@ -166,7 +166,7 @@ def settled(clipping: Clipping, graph: Graph, is_plain: bool, training: Groups |
         raise PackpropError(
             ASKED,
             "parameters that fully_shard has sharded",
-            "their gradients are handed to the shards by its own backward pass alone",
+            "only its own backward pass hands gradients to the shards",
             "use DistributedDataParallel, where each process clips its own samples",
         )
     require_no_other_pass(graph, ASKED, INSTEAD)
@@ -175,7 +175,7 @@ def settled(clipping: Clipping, graph: Graph, is_plain: bool, training: Groups |
             raise PackpropError(
                 ASKED,
                 f"parameter {graph.name(leaf)!r}, of {leaf.dtype}",
-                "norms are taken of gradients of real parameters",
+                "packprop takes norms of gradients of real parameters only",
                 "make it real, as w = nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(w) in "
                 "the forward pass",
             )
@@ -274,8 +274,8 @@ def _reduction(clipping: Clipping, recorded: Reduction | None) -> Reduction:
         raise BadInput(
             ASKED,
             "the loss",
-            "whether it is the mean or the sum of its samples' losses is not known: no loss function of torch "
-            "with reduction='mean' or 'sum' was recorded, or different ones were",
+            "it is not known whether it is the mean or the sum of its samples' losses: packprop recorded no "
+            "loss function of torch with reduction='mean' or 'sum', or several with different reductions",
             "say which, as in clipped_gradients(..., reduction='mean'), or packprop.extend(loss_function)",
         )
     return found

@@ -29,7 +29,7 @@ WORTH_SUMMING = 2**22
 
 
 Backward = Callable[[Sequence[Tensor] | None], None]
-"""Runs the user's own pass, for some leaves only if they are given."""
+"""Runs the user's own pass: for the given leaves, or for all leaves if it gets ``None``."""
 
 
 def changed_gradient() -> PackpropError:
@@ -125,7 +125,7 @@ class GradientPass:
         self._sweep_apart(collector, take)
 
     def _require_parameters_alone(self, asked: str, why: str) -> None:
-        """Raise if a tensor requires gradients, and is no parameter of a use or of a term without samples."""
+        """Raise if a tensor requires gradients, but is no parameter of a use or of a term without samples."""
         graph = self._request.graph
         leaves = graph.leaves()
         _, others = graph.split_leaves(leaves)

@@ -32,9 +32,9 @@ from packprop.types import EXACT, Seed
 
 
 def add_hessian(sweeps: ColumnSweeps, tasks: list[Task], roots: list[Columns] | None) -> list[Columns] | None:
-    """Add all parts of the Hessian's diagonals except the diagonal of the GGN.
+    """Add the diagonals of the Hessian to the results; see NOTE [Hessian diagonal].
 
-    Returns the columns of the GGN if all leaves still need their sweep. See NOTE [Hessian diagonal].
+    Returns the columns of the GGN if all leaves still need their sweep, which is then left to the caller.
     """
     graph, create_graph = sweeps.request.graph, sweeps.request.create_graph
     per_sample = any(task.row.over_n.grows or task.extension.subsampling is not None for task in tasks)

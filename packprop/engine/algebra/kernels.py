@@ -143,7 +143,7 @@ def sum_of_squares(rows: Tensor, centre: Tensor | None = None, axes: int = 1) ->
         return (rows.square() if centre is None else (rows - centre).square_()).sum(leading)
     rows = rows.flatten(0, axes - 1)
     total = torch.zeros_like(rows[0])
-    for row in rows:  # read each once, and write nothing as large as all of them
+    for row in rows:  # reads each row once, and writes nothing as large as all rows
         deviation = row if centre is None else row - centre
         total.addcmul_(deviation, deviation)
     return total

@@ -259,7 +259,7 @@ def _eigenvalues(factor: Tensor) -> Tensor:
 
 
 def _without_rounding(values: Tensor, damping: float) -> Tensor:
-    """Return eigenvalues of a factor ``[p]``, with zero for those that may be rounding; see ``solve``."""
+    """Return eigenvalues of a factor ``[p]``, with zero in place of rounding; see ``solve``."""
     if not len(values):
         return values
     digit = math.sqrt(len(values)) * torch.finfo(values.dtype).eps * values.abs().amax()

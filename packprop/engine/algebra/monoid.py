@@ -104,7 +104,7 @@ CAT = {axis: concatenate(axis) for axis in (0, 1)}
 """Join values along an axis."""
 
 ADD_IN_PLACE = replace(CAT[0], name="ADD(0)", adds=True)
-"""Join values along the leading axis; add up those that have the same place there."""
+"""Join values along the leading axis; add up values that have the same place there."""
 
 SINGLE = Monoid("SINGLE", _refuse, _itself)
 """Keep the one value; refuse to merge."""

@@ -92,7 +92,7 @@ def shift_moment(
     x = F.pad(x, [0, 0, 0, 0, *(width for r in reversed(behind) for width in (0, r))])
     steps = [math.prod(x.shape[axis + 1 : -1]) for axis in range(len(kernel))]
     flat = x.flatten(0, -2)
-    columns = flat[: space[0] * steps[0]].T.contiguous()  # once: the kernel of the products copies other orders
+    columns = flat[: space[0] * steps[0]].T.contiguous()  # once: products would copy any other order
 
     def everywhere(shift: tuple[int, ...]) -> Tensor:
         offset = sum(d * step for d, step in zip(shift, steps, strict=True))

@@ -85,7 +85,11 @@ def _is_root(graph: Graph, loss: ReachedLoss) -> bool:
 
 
 def linear_factor(graph: Graph, loss: ReachedLoss, asked: str) -> Tensor:
-    """Return the factor as ``loss_factor`` does, of either sign; ``asked`` is the request that errors name."""
+    """Return the factor as ``loss_factor`` does, of either sign; ``asked`` is the request that errors name.
+
+    Raises:
+        PackpropError: If the loss enters nonlinearly.
+    """
     if _is_root(graph, loss):
         return torch.ones_like(graph.roots[0], requires_grad=False)
     edge = GradientEdge(loss.node, loss.output)
@@ -94,10 +98,10 @@ def linear_factor(graph: Graph, loss: ReachedLoss, asked: str) -> Tensor:
         (factor,) = derivatives(graph.roots, [edge], gradients, create_graph=True)
         assert factor is not None
         curved: list[Tensor | None] = []
-        if factor.requires_grad:  # random, because along ones a share of the total does not change
+        if factor.requires_grad:  # random: along ones, a share of the total does not change
             generator = torch.Generator().manual_seed(0)
             noise = torch.rand(factor.shape, generator=generator, device="cpu").to(factor)
-            ends = [each.value for each in graph.losses] + graph.open  # what it may depend on
+            ends = [each.value for each in graph.losses] + graph.open  # tensors that the factor may depend on
             curved = derivatives([factor], ends, [noise])
     if any(each is not None and has_fault((each != 0).any()) for each in curved):
         raise PackpropError(
@@ -115,6 +119,9 @@ def generic_root(loss: ReachedLoss, factor: Tensor | None) -> Root:
     """Return the root of a loss without a rule, from the second derivatives of each sample.
 
     packprop differentiates the graph that the loss was recorded in, which holds its random numbers and buffers.
+
+    Raises:
+        PackpropError: If the loss is not twice differentiable, or its Hessian couples samples.
     """
     call, layout, differentiable = loss.call, loss.layout, torch.is_grad_enabled()
     _require_twice_differentiable(loss)
@@ -239,7 +246,7 @@ def require_root(graph: Graph, loss: ReachedLoss, root: Root, scale: Tensor) -> 
         rounding = 100 * eps * scale.amax() * torch.linalg.vector_norm(vector)
         size = torch.linalg.vector_norm(expected) + torch.linalg.vector_norm(found)
         difference = torch.linalg.vector_norm(found - expected)
-    if bool(difference > max(0.01, eps**0.5) * size + rounding):  # NaN is not larger
+    if bool(difference > max(0.01, eps**0.5) * size + rounding):  # false for NaN
         raise PackpropError(
             GGN_ASKED,
             f"the rule that is registered for the loss {call.name}",
@@ -308,8 +315,8 @@ def sample_losses(graph: Graph) -> Tensor:
     The terms include the weights of classes and terms, and the factor on the loss, but no divisor of a mean.
 
     Raises:
-        PackpropError: If there is not exactly one recorded loss, its input was changed, or it does not return
-            its terms.
+        PackpropError: If there is not exactly one recorded loss, it enters nonlinearly, its input was changed,
+            or it does not return its terms.
     """
     if len(graph.losses) != 1:
         raise PackpropError(

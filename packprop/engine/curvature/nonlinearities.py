@@ -103,7 +103,7 @@ def _enters_once(use: ReachedUse, site: Site, samples: int) -> bool:
 
 
 WORTH_A_BATCH = 4
-"""From this number of passes through one function on, a vectorised pass is faster."""
+"""The number of passes through one function from which on a vectorised pass is faster."""
 
 
 @dataclass

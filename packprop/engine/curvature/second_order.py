@@ -234,7 +234,7 @@ def faulty_node(
     Returns:
         ``None`` if there is no such node, because an earlier tensor is not finite.
     """
-    with torch.autograd.set_detect_anomaly(True, check_nan=False), torch.enable_grad():  # notes parents
+    with torch.autograd.set_detect_anomaly(True, check_nan=False), torch.enable_grad():  # keeps parents
         first = derivatives(outputs, inputs, seeds, create_graph=True)
     curved = [gradient for gradient in first if gradient is not None and gradient.requires_grad]
     if not curved or not are_finite(first):
@@ -252,7 +252,7 @@ def faulty_node(
     handles = [node.register_hook(look_at(node)) for node in above]
     try:
         derivatives(curved, ends, [torch.ones_like(gradient) for gradient in curved])
-    except RuntimeError:  # the faulty product was computed in another way
+    except RuntimeError:  # the faulty product came about in another way
         return None
     finally:
         for handle in handles:

@@ -94,7 +94,8 @@ def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
     """Return the columns of a seed, in one group for each loss if they are exact columns of a GGN.
 
     Sampled columns of several losses enter a sweep together: the draws are independent and have mean zero, so
-    that products between losses vanish in expectation. So do empirical columns, which stand for one such draw.
+    that products between losses vanish in expectation. Empirical columns, each of which stands for such a draw,
+    enter together as well.
 
     Raises:
         PackpropError: If a loss was not recorded, has no usable curvature, or does not enter linearly.

@@ -157,7 +157,7 @@ def eigenvalues(
         residual = float(torch.linalg.vector_norm(rests[:, :k], dim=0).max())
         if residual <= tolerance * largest or reading == READINGS:
             break
-        if basis.shape[1] + block > BLOCKS * block:  # the best begin again
+        if basis.shape[1] + block > BLOCKS * block:  # restart from the best vectors
             basis, products = (each @ mixtures[:, : 2 * block] for each in (basis, products))
         following = _beside(basis, rests, largest, drawn)
         basis = torch.cat([basis, following], 1)

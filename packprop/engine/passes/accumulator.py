@@ -217,7 +217,7 @@ class Accumulator:
     def add_zeros(self, leaf: Tensor, columns: Extent, tasks: Sequence[Task], build: Build) -> None:
         """Account for a leaf that a sweep has not reached: its gradients are zero.
 
-        For rows of tokens, each sweep also counts its own tokens; ``build`` knows which tokens count.
+        Statistics of tokens still count the tokens of the sweep; ``build`` knows which tokens count.
         """
         of_tokens = [task for task in tasks if task.row.seed.by_token]
         tasks = [task for task in tasks if not task.row.seed.by_token]

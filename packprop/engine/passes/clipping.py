@@ -29,7 +29,7 @@ from packprop.engine.tensors.precision import widest
 from packprop.errors import BadInput, PackpropError
 
 Per = Literal["all", "module", "parameter"]
-"""The parameters that share a bound: all of them, or those of a module; or each has a bound of its own."""
+"""The parameters that share a bound: all parameters, the parameters of a module, or each one by itself."""
 
 Reduction = Literal["mean", "sum"]
 """A loss as the mean or the sum of the losses of its samples."""
@@ -159,7 +159,7 @@ def settled(clipping: Clipping, graph: Graph, is_plain: bool, training: Groups |
         raise PackpropError(
             ASKED,
             "backward(create_graph=True), backward(inputs=...) or a compiled step",
-            "packprop computes clipped gradients outside of autograd's own pass, so they have no effect",
+            "packprop computes clipped gradients outside of autograd's own pass, where options have no effect",
             "call backward() alone; leave parameters out by requires_grad=False",
         )
     if graph.units:

@@ -1,4 +1,4 @@
-"""Cotangents of one sweep, which wait until those of all uses of a leaf have arrived."""
+"""Cotangents of one sweep, which packprop keeps until all uses of a leaf have theirs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from packprop.engine.passes.request import Task
 
 
 class Collector:
-    """Collects the contributions of one sweep, and adds those of a leaf to the results when all have arrived.
+    """Collects the contributions of one sweep; once a leaf has all of them, adds them to the results.
 
     Args:
         results: Merges the statistics.

@@ -36,7 +36,7 @@ hold, to the structure that statistics are taken of."""
 
 
 MANY = 8
-"""From this number of uses on, packprop joins them once, and not again for each chunk of samples."""
+"""The number of uses from which on packprop joins them once, and not again for each chunk of samples."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Statistics that are each taken at their use, and saved as soon as a parameter has all of them.
 
 # NOTE [Direct passes]
-Where a kept walk serves a pass, each parameter has one use, and an earlier pass took its statistics of all
-samples and all columns in one chunk, there is nothing to collect, to split or to merge: the value of the one
-chunk is the result. So such a pass goes without the collector and the accumulator, which take a large part of
-the time of a pass through a small model. A clipped pass keeps the collector: its sums wait for all norms.
+A pass has nothing to collect, split or merge if a kept walk serves it, each parameter has one use, and an
+earlier pass took its statistics of all samples and all columns in one chunk: the value of the one chunk is the
+result. So such a pass skips the collector and the accumulator, which take a large part of the time of a pass
+through a small model. A clipped pass keeps the collector: its sums wait for all norms.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class DirectPass:
         self.tasks = tasks_by_seed(request.extensions)
         """The rows of all extensions, by seed."""
         rows: list[Row] = []
-        self._numbers: dict[Extension, int] = {}  # of the rows of each extension
+        self._numbers: dict[Extension, int] = {}  # how many rows each extension has
         self._is_simple, self._has_rows = True, False
         for seed, tasks in self.tasks.items():
             self._is_simple &= seed.kind in SWEPT
@@ -219,7 +219,7 @@ class DirectPass:
         self, tasks: dict[Seed, list[Task]], inputs: list[Task], notes: Notes, waits: bool
     ) -> bool:
         """Sweep all columns; ``waits``: the values of leaves are not complete afterwards."""
-        request, uses = self._request, self._request.graph.uses  # a pass with equal rows has shown it possible
+        request, uses = self._request, self._request.graph.uses  # an earlier pass checked the request
         roots = made_columns(request, tasks)
         if not all(are_one_sweep(request, groups) for groups in roots.values()):
             request.drawn.update(roots)

@@ -70,10 +70,10 @@ def add_hessian(sweeps: ColumnSweeps, tasks: list[Task], roots: list[Columns] | 
 
 
 def _add_terms(sweeps: ColumnSweeps, tasks: list[Task], routes: Routes, per_sample: bool) -> None:
-    """Add the terms that no sample enters to diagonals of the whole loss, but not to those of samples."""
+    """Add the terms that no sample enters to diagonals of the whole loss, not to diagonals of samples."""
     graph = sweeps.request.graph
     whole = [task for task in tasks if not task.row.over_n.grows and task.extension.subsampling is None]
-    there = [] if per_sample else routes.parameter  # their diagonals are those of the whole loss already
+    there = [] if per_sample else routes.parameter  # their diagonals contain these terms already
     leaves = [leaf for leaf in graph.leaves() if not any(leaf is other for other in there)]
     for leaf, values in term_diagonals(graph, leaves if whole else [], sweeps.request.create_graph):
         sweeps.results.finite_check.note([leaf], [values])

@@ -69,7 +69,7 @@ class ResultSaver:
         results: dict[Extension, list[Any]],
         counts: Mapping[Extension, int] = MappingProxyType({}),
     ) -> None:
-        """Save all values of one leaf; ``counts``: the samples of each extension, if not those of the pass."""
+        """Save all values of one leaf; ``counts``: samples of each extension, if not those of the graph."""
         for extension, values in results.items():
             samples = counts.get(extension, self._graph.samples)
             if extension.subsampling is not None and extension not in counts:
@@ -82,7 +82,7 @@ class ResultSaver:
             dtype = extension.dtype_of(leaf.dtype)
             if isinstance(value, Tensor):
                 value = _saved(value, dtype)
-            elif not callable(value):  # products keep the tensors that they read as they are
+            elif not callable(value):  # products keep the tensors that they read unchanged
                 if without_correlations(extension, value, leaf.shape):
                     self._diagonal.setdefault(extension, []).append(self._graph.name(leaf))
                 value = map_tensors(functools.partial(_saved, dtype=dtype), value)

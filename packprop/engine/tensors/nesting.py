@@ -56,7 +56,7 @@ def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tenso
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Return the same nesting with ``function`` applied to every tensor."""
-    if type(value) is list and all(isinstance(item, Tensor) for item in value):  # as most are
+    if type(value) is list and all(isinstance(item, Tensor) for item in value):  # the usual case
         return [*map(function, value)]
     return map_instances(Tensor, function, value)
 

@@ -78,7 +78,7 @@ class Apart:
         except Exception as error:  # anything: it may be the user's code
             why = f"copy.deepcopy cannot copy it: {type(error).__name__}: {error}"
             raise _not_copied(value, why) from error
-        copied = memo.pop(id(memo), [])  # what was copied: copy.deepcopy keeps it alive there
+        copied = memo.pop(id(memo), [])  # copy.deepcopy keeps what it has copied alive there
         missed = [each for each in copied if isinstance(each, (nn.Module, *generator_classes()))]
         missed = missed or [each for each in copied if isinstance(memo.get(id(each)), Tensor)]
         if missed:

@@ -97,7 +97,7 @@ class _Place:
         """Make the place from the product of a few columns, which is dropped unless its memory stays."""
         key, step = storage_key(product), product.stride(0)
         shape, stride = (count, *product.shape[1:]), product.stride()
-        own = key not in given and step != 0  # neither columns that pass through, nor the same for all
+        own = key not in given and step != 0  # no columns that pass through, and not one product for all
         if own:
             stride = tuple(each * count // STANDING if each > step else each for each in stride)
         like = torch.empty(0, dtype=product.dtype, device=product.device)

@@ -118,7 +118,7 @@ def unit_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Release the whole parameters of all units; a forward pass leaves those of the outermost one whole."""
+    """Release the whole parameters of all units; a forward pass leaves the outermost unit whole."""
     for unit in _states([model]).values():
         unit.reshard()  # type: ignore[operator]  # a module that fully_shard was called on
 

@@ -251,7 +251,7 @@ def require_root(graph: Graph, loss: ReachedLoss, root: Root, scale: Tensor) -> 
             GGN_ASKED,
             f"the rule that is registered for the loss {call.name}",
             "its root times its transpose is not the Hessian: second derivatives of the loss differ",
-            "correct root, class_axis, weight or divisor; with root=None packprop takes second derivatives; "
+            "fix root, class_axis, weight or divisor; with root=None packprop takes second derivatives; "
             "packprop.testing.check_model(model, loss, inputs, targets) shows where a rule is wrong",
         )
     if bool(size.isfinite() & (size > 0)):

@@ -48,7 +48,7 @@ class OutputDiagonals:
         self._totals: dict[Node, tuple[ReachedUse, Tensor]] = {}
 
     def needs_no_sweep(self, use: ReachedUse, node: Node, output: int) -> bool:
-        """Tell whether an output of a node is that of the use, and a diagonal there needs no sweep."""
+        """Tell whether a node's output is the output of the use, and a diagonal there needs no sweep."""
         return use.nodes == {0: (node, output)} and node in self._with_squares
 
     def are_sufficient(self, use: ReachedUse) -> bool:

@@ -256,8 +256,8 @@ def chosen_parameters(
         own: All parameters of the model that they must belong to; ``None`` for parameters of any origin.
 
     Raises:
-        BadInput: If there is none, or one occurs twice, is complex, requires no gradient or is not one of the
-            model's.
+        BadInput: If there is none, or one occurs twice, is complex, requires no gradient or comes from outside
+            the model.
     """
     chosen = tuple(parameters)
     known = None if own is None else {id(parameter) for parameter in own}
@@ -267,7 +267,7 @@ def chosen_parameters(
     elif len({id(parameter) for parameter in chosen}) != len(chosen):
         wrong = "a parameter that occurs twice", "its entries would be counted twice"
     elif known is not None and not all(id(parameter) in known for parameter in chosen):
-        wrong = "a parameter that is not one of the model's", "the matrix has rows only for the model's"
+        wrong = "a parameter from outside the model", "the matrix has rows only for parameters of the model"
     elif leaves and not all(parameter.requires_grad for parameter in chosen):
         wrong = "a parameter with requires_grad=False", "nothing is differentiated in it"
     elif any(parameter.is_complex() for parameter in chosen):

@@ -39,7 +39,7 @@ def widest(values: Tensor, device: torch.device) -> Tensor:
 
 
 def result_dtype(vectors: Tensor, products: Tensor) -> torch.dtype:
-    """Return the precision of products: that of ``vectors``, or of ``products`` if these are whole numbers."""
+    """Return the precision for products: of ``vectors``, or of ``products`` if vectors are whole numbers."""
     return vectors.dtype if vectors.is_floating_point() or vectors.is_complex() else products.dtype
 
 

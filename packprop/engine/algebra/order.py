@@ -45,7 +45,7 @@ class EntryOrder:
 
 @functools.lru_cache(maxsize=4096)
 def fold_to(shape: torch.Size) -> Callable[[Tensor], Tensor]:
-    """Return the map ``[..., g, o, i] -> [..., *p]`` that keeps the order; cached: equal folds are one object."""
+    """Return the map ``[..., g, o, i] -> [..., *p]`` in this order; cached: equal folds are one object."""
     return functools.partial(_in_order, shape=shape)
 
 

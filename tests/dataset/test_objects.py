@@ -177,7 +177,7 @@ def test_check_model_on_objects() -> None:
 def test_an_object_that_cannot_be_copied() -> None:
     batch = batches()[0]
     vars(batch)["lock"] = threading.Lock()
-    with pytest.raises(BadInput, match=r"copy\.deepcopy does not copy it") as error:
+    with pytest.raises(BadInput, match=r"copy\.deepcopy cannot copy it") as error:
         packprop.compute(Loss(), None, [batch], extensions.BatchL2Grad(), progress=False)
     assert "Graphs" in error.value.where
 

@@ -37,7 +37,7 @@ IN_CACHE = 2**16
 
 
 SMALL = 2**15
-"""Entries of per-sample gradients up to which forming them costs less than the calls that do without."""
+"""Up to this number of entries, it takes less time to form per-sample gradients than to avoid them."""
 
 
 def fast_cell(statistic: str, structure: type) -> Callable[[Cell], Cell]:
@@ -80,8 +80,9 @@ def _outer_batch_sq(structure: Outer) -> Tensor | None:
 def _outer_sq_norm(structure: Outer) -> Tensor | None:
     """Sum inner products between pairs of positions, if these are few (Goodfellow 2015).
 
-    Positions may cancel. So the products have a wider precision than the pass, if there is one. Their rounding
-    is then no more than the rounding of gradients to their own precision would add to the squares.
+    Terms of different positions may cancel. So the products have a wider precision than the pass, if there is
+    one. Their rounding is then no more than the rounding of gradients to their own precision would add to the
+    squares.
     """
     if structure.formed:
         return None
@@ -127,7 +128,7 @@ def _products_dtype(values: Tensor) -> torch.dtype:
 def _products_of_positions(values: Tensor, at_once: int) -> Tensor:
     """Return inner products between positions, ``[v, n, s, g, f] -> [n*g, s, s]``, in a wider precision.
 
-    It widens ``at_once`` of the f entries at a time: it need not make a copy as large as the values.
+    It widens ``at_once`` of the f entries at a time, so that no copy is as large as the values.
     """
     if multiplies_wide(values):
         part = _by_position(values)
@@ -196,9 +197,9 @@ def _outer_gram(structure: Outer) -> Tensor | None:
 
 # NOTE [Tables by their rows]
 #
-# A sample looks up few rows of a large table, and its gradient is zero in all others. So cells of a table add
-# up the cotangents of a sample that belong to one row, and go through these sums alone: no sample needs a
-# table. A table that is no larger than what a sample looks up in it is formed after all.
+# A sample looks up few rows of a large table, and its gradient is zero in all others. So the cells add up the
+# cotangents of a sample that belong to one row, and use only these sums: they form no table for a sample. They
+# do not apply to a table that has no more rows than a sample looks up.
 
 
 @fast_cell("sq_norm", Lookup)
@@ -215,7 +216,7 @@ def _lookup_sum_sq(structure: Lookup) -> Tensor | None:
 
 @fast_cell("moments", Lookup)
 def _lookup_moments(structure: Lookup) -> Moments | None:
-    """Add up deviations of the rows that a sample looks up; those of all others are the mean itself.
+    """Add up deviations of the rows that a sample looks up; in every other row, the deviation is the mean.
 
     See NOTE [Tables by their rows].
     """

@@ -1,4 +1,4 @@
-"""Structures of which one thing is another: squared inputs, zeros for missing positions, factors of samples."""
+"""Structures with one change: squared inputs, zeros for missing positions, factors on the samples."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def with_squares(structure: Structure) -> Structure | None:
 
 
 def filled_up(structure: Structure) -> Structure:
-    """Return the same structure for samples some of which have fewer positions: zeros stand for the others.
+    """Return the structure for samples with different numbers of positions, where zeros stand for missing ones.
 
-    Zeros in a look-up would be its first row, so a look-up has rows for all samples instead.
+    An index of zero would be the first row of a table, so a look-up becomes per-sample gradients.
     """
     if isinstance(structure, Outer):
         return replace(structure, is_filled_up=True)

@@ -1,4 +1,4 @@
-"""Algorithms: those that you force by name, else a choice by the sizes of a use; results do not change."""
+"""The choice of algorithms: by the sizes of a use, or forced by name; results do not change."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ class Extents(NamedTuple):
         groups: Groups of the affine map.
         fan_in: Inputs of one group at one position.
         fan_out: Outputs of one group at one position.
-        channels: Channels of one group where inputs must be unfolded to get them by position, as in a
-            convolution, and an algorithm for per-sample gradients exists that does not unfold them; else 0.
-        dtype: Of inputs and cotangents.
+        channels: Channels of one group, if inputs have to be unfolded to get them by position, as in a
+            convolution, and another algorithm for per-sample gradients does not unfold them; else 0.
+        dtype: The precision of inputs and cotangents.
         device: The type of the device.
         held: The bytes of one sample that an algorithm may hold; one that holds more is taken only if no other
             holds less. ``None`` for no limit.
@@ -121,7 +121,7 @@ class Extents(NamedTuple):
 
     @property
     def unfolded(self) -> int:
-        """Entries of one sample's unfolded inputs; 0 if inputs are there by position anyway."""
+        """Entries of one sample's unfolded inputs; 0 if inputs have an axis of positions anyway."""
         return self.positions * self.groups * self.fan_in if self.channels else 0
 
 
@@ -151,8 +151,8 @@ def norms_by_products(extents: Extents) -> bool:
 def samples_in_products(extents: Extents, samples: int) -> int:
     """Return the number of samples whose products between pairs of positions exist at once.
 
-    Large gradients come one by one. So products must not exist for all samples if one sample's gradient is too
-    much.
+    packprop forms large gradients one by one. So it also limits the products, where the gradient of one sample
+    would hold too much.
     """
     if extents.held is None:
         return samples
@@ -160,7 +160,7 @@ def samples_in_products(extents: Extents, samples: int) -> int:
 
 
 def features_at_once(positions: int) -> int:
-    """Return the entries of each position that are widened at once for products: fewer than the products."""
+    """Return the number of entries of a position to widen at once: they take less memory than the products."""
     return max(32, positions // 4)
 
 
@@ -177,8 +177,8 @@ def convolved_by_groups(extents: Extents) -> bool:
 
     oneDNN's gradient of a weight takes images as they are. If there are many positions, unfolding the images is
     most of the work; if there are few, oneDNN spends more on rearranging its results. It takes channels in
-    groups of eight: fewer channels, such as those of the first layer's images, cost as much as eight. There
-    is a kernel of its own for depthwise convolutions.
+    groups of eight: fewer channels, such as those of the first layer's images, cost as much as eight. It has a
+    separate kernel for depthwise convolutions.
     """
     if not extents.channels or extents.dtype not in (torch.float32, torch.float64):
         return False

@@ -1,17 +1,17 @@
-"""Conjugate gradients for many right-hand sides at once, each product of which is one block of vectors.
+"""Conjugate gradients for many right-hand sides at once; each step takes one product with a block of vectors.
 
-All systems share the matrix, so a step looks for every solution in the space that the directions of all of them
-span (block conjugate gradients: O'Leary 1980). A step costs a product with ``m`` directions, and a reading of
-the data makes one product of a block in any case. Directions of similar systems become nearly dependent, which
-breaks the plain recurrence. So they are made orthonormal here, without those that are only rounding (Ji and Li
+All systems share the matrix, so a step looks for every solution in the space that the directions of all systems
+span (block conjugate gradients: O'Leary 1980). A step costs a product with ``m`` directions, which one reading
+of the data computes for a whole block. Directions of similar systems become nearly dependent, which breaks the
+plain recurrence. So packprop makes them orthonormal, and drops directions that are only rounding (Ji and Li
 2017, "A breakdown-free block conjugate gradient method"). Converged systems give no more directions, so blocks
 become smaller.
 
-A few systems search a narrow space, and take many steps. Random right-hand sides beside them widen it: nobody
-needs their solutions, and none is kept.
+A few systems search a narrow space, and take many steps. Random right-hand sides in addition to them widen it;
+packprop does not keep their solutions.
 
-A step solves the system seen from its directions, ``P A P^T``: its eigenvalues are between those of A. A
-negative one beyond rounding proves that A is not positive.
+A step solves the system in the space of its directions, ``P A P^T``: its eigenvalues are between those of A. A
+negative eigenvalue beyond rounding proves that A is not positive.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NotPositive(ArithmeticError):
     """Raised if the matrix has a negative eigenvalue.
 
     Args:
-        value: A negative value of ``v^T A v / |v|^2``: the least eigenvalue is at most that.
+        value: A negative value of ``v^T A v / |v|^2``: the least eigenvalue is at most this.
         largest: The largest such value so far.
     """
 
@@ -102,7 +102,7 @@ class ConjugateGradients:
             self._directions = directions[:0]
             return
         following = self._precondition(self._rests[self._open])
-        for _ in range(2):  # making small directions longer brings back some of those before
+        for _ in range(2):  # normalising small directions brings back parts of earlier ones
             back = inverse @ _inner(products, following)
             following.addmm_(back.mT.to(directions), directions, alpha=-1)
             following = _orthonormal(following)
@@ -127,7 +127,7 @@ class ConjugateGradients:
 
     @property
     def _open(self) -> Tensor:
-        """Systems that give directions: the random ones do so to the end."""
+        """Mask of the systems that still give directions; random ones always do."""
         beside = self._norms.new_ones(len(self._rests) - len(self._norms), dtype=torch.bool)
         return torch.cat([self.residuals > self._tolerance, beside])
 
@@ -147,7 +147,7 @@ def _inner(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _inverse(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the inverse of a positive matrix whose entries are as exact as ``dtype``; zero for its zeros.
+    """Return the inverse of a positive matrix with entries as exact as ``dtype``; zero eigenvalues stay zero.
 
     Raises:
         NotPositive: If an eigenvalue is negative, beyond rounding.

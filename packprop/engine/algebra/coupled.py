@@ -3,17 +3,16 @@
 # NOTE [Weight and bias]
 The gradients of one sample are ``s x^T`` for a weight and ``s`` for its bias, so the bias is one more column,
 with the input 1. Inputs have means that are not zero: most of a bias's effect is that of some column of the
-weight, and blocks of both apart count this curvature twice. Martens and Grosse (2015), section 2.1, factor the
-moment of the inputs with a 1 at their end. Here eigenvectors and eigenvalues of both parameters stay those of
-their own blocks. What joins them is one number for each pair of a weight's and the bias's eigenvectors that
-share ``u_o``:
+weight, and two separate blocks count this curvature twice. Martens and Grosse (2015), section 2.1, factor the
+moment of the inputs with a 1 at their end. Here both parameters keep the eigenvectors and eigenvalues of their
+own blocks. One number joins each pair of an eigenvector of the weight and one of the bias that share ``u_o``:
 
     M[o i, o] = r_i sqrt(D[o, i] b[o]),   r_i = sum x_i / sqrt(sum x_i^2 sum 1),
 
 with D and b the eigenvalues, and x_i an input along the eigenvector i. If cotangents and inputs are
 independent, as Kronecker factors assume, these are the entries of the true block. For each o the matrix is a
 diagonal with one more row and column. r has at most length 1, by Cauchy and Schwarz, so the matrix is positive,
-even if eigenvalues are drawn. Its damped inverse is exact, by the complement of the diagonal.
+even if eigenvalues are drawn. Its damped inverse is exact, by the Schur complement of the diagonal.
 ``benchmarks/attribution`` measures what influence gains by it.
 """
 
@@ -34,8 +33,8 @@ class Coupled(NamedTuple):
         weight: The block of the weight.
         bias: The block of the bias.
         damped: Eigenvalues of the weight with the damping ``[o, i]``.
-        coupling: The entries between them ``[o, i]``.
-        complement: Those of the bias, less what the weight explains ``[o]``.
+        coupling: The entries between weight and bias ``[o, i]``.
+        complement: Eigenvalues of the bias with the damping, less what the weight explains ``[o]``.
     """
 
     weight: Eigen
@@ -55,7 +54,7 @@ class Coupled(NamedTuple):
 
 
 def coupled(weight: Eigen, bias: Eigen, damping: float) -> Coupled | None:
-    """Return the inverse for a weight and its bias; ``None`` if their blocks do not say how they meet."""
+    """Return the inverse for a weight and its bias; ``None`` without correlations, or if blocks do not fit."""
     size = len(weight.vectors[0])
     if weight.correlations is None or len(bias.vectors) != 1 or bias.values.numel() != size:
         return None

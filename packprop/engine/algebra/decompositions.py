@@ -1,4 +1,4 @@
-"""Eigenvalues and inverses of matrices: in float64 if float32 does not do, else an error in four parts."""
+"""Eigenvalues and inverses of matrices: in float64 if float32 fails, and an error in four parts if both do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     not orthonormal, without an error (on an H200, for a factor of a small transformer: off by 0.25).
 
     Raises:
-        OfParameter: If float64 does not give them either, or a matrix is not finite.
+        OfParameter: If float64 fails as well, or a matrix is not finite.
     """
     values, vectors = _tried(_EIGENVALUES, torch.linalg.eigh, matrix)
     return values, vectors
@@ -55,12 +55,12 @@ def inverted(matrix: Tensor) -> Tensor:
 
 
 def singular(values: Tensor) -> OfParameter:
-    """Make the error for zero eigenvalues where an inverse needs none."""
+    """Return the error for the inverse of a matrix with eigenvalues of zero."""
     count, most = int((values == 0).sum()), float(values.abs().max())
     return OfParameter(
         _INVERSE,
         f"a matrix with {values.numel()} eigenvalues",
-        f"{count} of them are zero up to rounding, beside {most:.3g}",
+        f"{count} of them are zero up to rounding; the largest magnitude is {most:.3g}",
         _DAMPING,
     )
 
@@ -92,7 +92,7 @@ def _tried(asked: str, function: Callable[[Tensor], Any], matrix: Tensor, instea
         except LinAlgError as error:
             require_finite(asked, matrix)
             failed = error
-    raise OfParameter(asked, _said(matrix), f"PyTorch cannot do it: {failed}", instead) from failed
+    raise OfParameter(asked, _said(matrix), f"PyTorch cannot compute it: {failed}", instead) from failed
 
 
 def _said(matrix: Tensor) -> str:

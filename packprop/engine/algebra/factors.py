@@ -89,8 +89,8 @@ def input_gram(
         raise OfParameter(
             f"Kronecker factors with approximation={approximation!r} were asked for.",
             "parameter {parameter}",
-            "it is applied to different numbers of positions of each sample, as an expert of a mixture is: "
-            "there is no one number to average over",
+            "samples apply it at different numbers of positions, as they apply an expert of a mixture: there "
+            "is no common number to average over",
             'ask for approximation="mixed", which sums over positions',
         )
     positions, groups = structure.shape[1:3]
@@ -107,7 +107,7 @@ def input_gram(
 def input_sum(structure: Structure, otherwise: Otherwise = "error") -> Tensor | None:
     """Return an affine use's inputs, summed over samples, positions and groups ``[i]``, or ``None``.
 
-    If ``mean_product`` would make too large a matrix of it, ``otherwise`` is as in ``cotangent_gram``.
+    If the matrix that ``mean_product`` makes would be too large, ``otherwise`` is as in ``cotangent_gram``.
     """
     if not isinstance(structure, Outer):
         return None
@@ -158,9 +158,9 @@ def rotated_sum_sq(structure: Structure, first: Sequence[Any]) -> Tensor:
 
     Args:
         structure: Structure of a parameter.
-        first: The results of the first pass. Two of them are the basis, as matrices of columns: ``[g*o, g*o]``
-            and ``[i, i]``, or ``[p, p]`` and ``None``; a vector stands for unit vectors, and an empty one for a
-            factor that was skipped. The rest are ignored.
+        first: The results of the first pass. The first two are the basis, as matrices of columns:
+            ``[g*o, g*o]`` and ``[i, i]``, or ``[p, p]`` and ``None``; a vector stands for unit vectors, and an
+            empty one for a factor that was skipped. The rest are ignored.
 
     Returns:
         ``[g*o, i]``, or ``[p]``; empty if a factor was skipped.
@@ -215,7 +215,7 @@ def _lookup_input_diagonal(structure: Lookup, approximation: Approximation) -> T
         ones = torch.ones(index.numel(), dtype=structure.dtype, device=index.device)
         counts = counts.scatter_add(0, index.flatten(), ones)
         return counts / positions if approximation == "expand" else counts
-    # a row that was looked up k times has the mean input k / s: each of the k looks adds k / s^2
+    # a row that was looked up k times has the mean input k / s: each of the k look-ups adds k / s^2
     often = (index[:, :, None] == index[:, None, :]).sum(2).to(structure.dtype) / positions**2
     return counts.scatter_add(0, index.flatten(), often.flatten())
 
@@ -226,7 +226,7 @@ def _matrix(gradient: Tensor) -> Tensor:
 
 
 def _too_large(like: Tensor, size: int, otherwise: Otherwise, dtype: torch.dtype | None = None) -> Tensor:
-    """Return nothing in place of a factor that would be too large, or raise an error."""
+    """Return an empty tensor in place of a factor that would be too large, or raise an error."""
     if otherwise == "skip":
         return like.new_empty(0, dtype=dtype)
     raise OfParameter(
@@ -242,7 +242,7 @@ FACTORED = (*BY_FACTORS, cotangent_gram, input_gram, input_sum, homogeneous_sum,
 """Statistics that form no per-sample gradients of an affine use without shared positions."""
 
 MATRICES = (cotangent_gram, input_gram)
-"""Statistics that are one matrix of all samples, as large for one of them as for many."""
+"""Statistics that are one matrix of all samples, as large for one sample as for many."""
 
 
 def is_for_real_numbers(statistic: Statistic) -> bool:
@@ -254,7 +254,7 @@ def is_for_real_numbers(statistic: Statistic) -> bool:
 def forms_no_rows(statistic: Statistic, groups: int, like: Tensor) -> bool:
     """Tell whether a statistic of an affine use without shared positions forms no per-sample gradients.
 
-    Two of those in ``FACTORED`` depend on more: a basis of all output channels mixes the groups of a
+    Two statistics in ``FACTORED`` depend on more: a basis of all output channels mixes the groups of a
     convolution, and moments need a precision wider than that of sums for a parameter ``like`` this one.
     """
     plain = getattr(statistic, "func", statistic)

@@ -1,4 +1,4 @@
-"""Joins the structures of all uses of a parameter in one."""
+"""Joins the structures of all uses of a parameter into one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from packprop.engine.algebra.structures import Dense, Lookup, Outer, Structure, 
 
 
 def join(parts: Sequence[Structure]) -> Structure:
-    """Join all uses of a parameter in one structure: concatenate positions, or add rows."""
+    """Join all uses of a parameter into one structure: concatenate positions, or add rows."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -51,7 +51,7 @@ def join(parts: Sequence[Structure]) -> Structure:
 
 
 def _each_once(lookups: Sequence[Lookup]) -> list[Lookup]:
-    """Make one part of those that take the rows of one look-up: the cotangents of the rows add up."""
+    """Merge parts that take rows from the same look-up: the cotangents of the rows add up."""
     found: dict[int, Lookup] = {}
     for part in lookups:
         key = id(part if part.shared is None else part.shared)
@@ -63,7 +63,7 @@ def _each_once(lookups: Sequence[Lookup]) -> list[Lookup]:
 
 
 def _is_table(outer: Outer, lookup: Lookup) -> bool:
-    """Tell whether the outputs of an affine use stand for the rows of a table."""
+    """Tell whether the outputs of an affine use are the rows of a table."""
     if outer.cotangent is None or lookup.cotangent is None:
         return False
     shape = torch.Size([lookup.entries, lookup.cotangent.shape[3]])

@@ -33,11 +33,11 @@ LONG = 256
 """Sums of fewer terms take less time than copying their results does."""
 
 LARGE_IMAGE, LARGE_KERNEL, LARGE_WEIGHT = 150, 16, 2**15
-"""The pixels and the entries of a kernel at which gradients of filters for single channels are faster sample by
-sample; and the entries of the weight at which they are not any more."""
+"""Gradients of depthwise filters are faster sample by sample from these numbers of pixels and of entries of the
+kernel on, if the weight has fewer entries than the third number."""
 
 FULL = 16
-"""MKL fills rows fastest whose length in single precision is a multiple of this."""
+"""MKL is fastest at rows whose length in single precision is a multiple of this."""
 
 SMALL_ROW = 2**14
 """Entries of a row below which all rows are squared at once: calls would cost more than reading the rows."""
@@ -77,7 +77,7 @@ def products_one_by_one(left: Tensor, right: Tensor, by_rows: bool = True) -> It
     Args:
         left: Matrices ``[b, o, s]``.
         right: Matrices ``[b, i, s]``.
-        by_rows: Keeps each product in memory by rows: it is then copied to such a place.
+        by_rows: Keeps each product in memory by rows, as the place that it will be copied to.
     """
     kernel = _kernel_for(left, right, by_rows)
     return None if kernel is None else map(kernel, _plain(left), _plain(right))
@@ -86,8 +86,8 @@ def products_one_by_one(left: Tensor, right: Tensor, by_rows: bool = True) -> It
 def squared_products(left: Tensor, right: Tensor) -> Tensor:
     """Sum squares of the entries of ``outer_products`` over b: ``[o, i]``.
 
-    It drops each product that it forms by itself. This is for several columns at once; for a single column
-    ``one_by_one`` gives each product to all statistics.
+    If it forms products one by one, it drops each of them. This is for several columns at once; for a single
+    column ``one_by_one`` gives each product to all statistics.
     """
     products = products_one_by_one(left, right)
     if products is None and _is_faster_swapped(left, right):
@@ -103,8 +103,8 @@ def squared_products(left: Tensor, right: Tensor) -> Tensor:
 def second_moment(rows: Tensor) -> Tensor:
     """Return ``sum_m r r^T`` of the rows of ``[m, p]``: ``[p, p]``.
 
-    For a large moment it computes only blocks up to the diagonal, and copies them above it: no public product
-    makes use of symmetry.
+    It computes only the blocks of a large moment up to the diagonal, and copies them above it: no public
+    product makes use of symmetry.
     """
     transposed = rows.mT
     kernel = _kernel_for(transposed, transposed)
@@ -143,7 +143,7 @@ def sum_of_squares(rows: Tensor, centre: Tensor | None = None, axes: int = 1) ->
         return (rows.square() if centre is None else (rows - centre).square_()).sum(leading)
     rows = rows.flatten(0, axes - 1)
     total = torch.zeros_like(rows[0])
-    for row in rows:  # read each once, and write nothing as large as all of them
+    for row in rows:  # reads each row once, and writes nothing as large as all rows
         deviation = row if centre is None else row - centre
         total.addcmul_(deviation, deviation)
     return total
@@ -159,8 +159,8 @@ def square_norms(rows: Tensor) -> Tensor:
 def norms_of(rows: Tensor) -> Tensor:
     """Return Euclidean norms over the last axis.
 
-    On a CPU, PyTorch adds up the squares of a row in a few places, one after the other: from a million entries
-    on, single precision keeps three or four digits. So long rows go in pieces.
+    On a CPU, PyTorch adds up the squares of a row one after the other, in a few running sums: from a million
+    entries on, single precision keeps three or four digits. So packprop splits long rows into pieces.
     """
     length = rows.shape[-1]
     if length > LONG_ROW and device_kind(rows) == "cpu":
@@ -175,14 +175,14 @@ def norms_of(rows: Tensor) -> Tensor:
 
 
 def worth_a_call(terms: int, entries: int, dtype: torch.dtype, device: str) -> bool:
-    """Tell whether a product of so many entries, sums of ``terms``, is faster by itself than in a batch."""
+    """Tell whether a product with ``entries``, each a sum of ``terms``, is faster alone than in a batch."""
     if not _is_long(terms, entries) or is_traced():
         return False  # a graph gains nothing from many calls, and a compiler cannot lower this one
     return dtype == torch.float32 and device == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _is_long(terms: int, entries: int) -> bool:
-    """Tell whether the size of a product, or an algorithm that is forced, asks for a call of its own."""
+    """Tell whether the size of a product, or a forced algorithm, asks for a separate call."""
     forced = forced_algorithm("products")
     if forced is not None:
         return forced == "single"
@@ -233,8 +233,8 @@ def grouped_gradients(
 def _is_faster_by_channels_last(cotangent: Tensor, shape: torch.Size, groups: int) -> bool:
     """Tell whether oneDNN's gradient of a depthwise convolution is faster sample by sample.
 
-    It has a kernel for channels that lie side by side, of any width; samples that are merged into groups have
-    one for 3 x 3 filters.
+    It has a kernel for filters of any width if channels lie side by side, but for samples merged into groups
+    only one for 3 x 3 filters.
     """
     is_depthwise = len(shape) == 4 and shape[0] == groups and shape[1] == 1
     is_large = cotangent[0, 0].numel() >= LARGE_IMAGE and shape[2:].numel() >= LARGE_KERNEL
@@ -249,12 +249,12 @@ def _kernel_for(
     """Return a product of ``[o, s]`` and ``[i, s]`` that is faster than one call for a batch; else ``None``.
 
     This calls the one private operator: ``torch.ops.mkldnn._linear_pointwise``, which torch itself uses in
-    compiled models. Public products go to MKL. On processors that Intel did not make, MKL takes a slower path,
-    at half the speed of the convolutions that PyTorch gives to oneDNN on the same machine. Without the operator
+    compiled models. Public products go to MKL. On processors not made by Intel, MKL takes a slower path, at
+    half the speed of the convolutions that PyTorch gives to oneDNN on the same machine. Without the operator
     everything works by ``torch.bmm``.
 
-    The operator copies its first matrix unless that one is in memory by rows. If both are there by columns, the
-    smaller one goes first, unless you want the product ``by_rows``: it is then there by columns.
+    The operator copies its first matrix unless it is in memory by rows. If both are in memory by columns, the
+    smaller one goes first; but not for ``by_rows``, because the product is then in memory by columns.
     """
     terms, entries = left.shape[-1], left.shape[-2] * right.shape[-2]
     if not _is_long(terms, entries):  # most products are not, so this comes first
@@ -284,7 +284,7 @@ def _is_faster_swapped(left: Tensor, right: Tensor) -> bool:
 
 
 def _plain(matrices: Tensor) -> Tensor:
-    """Return matrices without gaps, by rows or columns: for others oneDNN loops over entries."""
+    """Return matrices in memory without gaps, by rows or columns: oneDNN loops over the entries of others."""
     _, rows, columns = matrices.shape
     fits = matrices.stride()[1:] in ((columns, 1), (1, rows))
     return matrices if fits else matrices.contiguous()

@@ -2,9 +2,9 @@
 
 Every function takes a block as the extensions save it. A list of factors ``[B, A]`` stands for ``B kron A``
 over entries ``[o, i]``, ``[B]`` for ``B`` itself; a factor that is a vector stands for the diagonal matrix.
-Some weights keep fan-in first (transposed convolutions, tables): bring them to ``[o, i]`` before. Functions
-refuse vectors whose shape shows the other order; square ones do not show it. ``Eigen``, which EKFAC saves,
-knows the order of its parameter.
+Some weights keep fan-in first (transposed convolutions, tables): transpose their vectors to ``[o, i]`` first.
+Functions refuse vectors whose shape shows the other order; a square shape does not show it. ``Eigen``, which
+EKFAC saves, knows the order of its parameter.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Factors = Sequence[Tensor]
 
 
 class Eigen(NamedTuple):
-    """A symmetric matrix as its eigenvalues and eigenvectors, which are Kronecker products.
+    """A symmetric matrix, given by its eigenvalues and by eigenvectors that are Kronecker products.
 
     Args:
         values: Eigenvalues ``[o, i]``, or ``[p]`` for one factor.
         vectors: Orthonormal columns ``[U_B, U_A]``, ``[o, o]`` and ``[i, i]``, or ``[U_B]``, ``[p, p]``; a
             vector of ones for a factor that is diagonal itself.
         order: The order in which the parameter keeps entries ``[o, i]``; ``None`` for this order itself.
-        correlations: Those of inputs along ``U_A`` with the constant 1, the input of a bias ``[i]``; ``None``
-            if they are not known. Functions of one block ignore them; see NOTE [Weight and bias].
+        correlations: Correlations ``[i]`` of inputs along ``U_A`` with the constant 1, the input of a bias;
+            ``None`` if unknown. Functions of one block ignore them; see NOTE [Weight and bias].
     """
 
     values: Tensor
@@ -49,7 +49,7 @@ Block = Factors | Eigen
 
 
 def eigen(block: Block) -> Eigen:
-    """Return the eigendecomposition of ``B kron A``, from those of the factors.
+    """Return the eigendecomposition of ``B kron A``, from the eigendecompositions of the factors.
 
     Example:
         >>> eigen([torch.eye(2), 3 * torch.eye(1)]).values.tolist()
@@ -59,7 +59,7 @@ def eigen(block: Block) -> Eigen:
 
 
 def _eigen(asked: str, factors: Factors, settled: Callable[[Tensor], Tensor]) -> Eigen:
-    """Return the eigendecomposition, from eigenvalues of each factor that are ``settled`` before."""
+    """Return the eigendecomposition; apply ``settled`` to the eigenvalues of each factor first."""
     _require_factors(asked, factors)
     pairs = [_decomposed(_widened(factor)) for factor in factors]
     values = functools.reduce(torch.outer, [settled(values) for values, _ in pairs])
@@ -70,9 +70,9 @@ def eigenvectors(factor: Tensor) -> Tensor:
     """Return orthonormal eigenvectors of a symmetric matrix as columns ``[p, p]``, cut from the graph.
 
     If the matrix is singular, rounding would decide between the bases of its null space. This function takes
-    the basis without correlation under fixed weights of the coordinates. The largest entry of each column is
-    positive. If the matrix is not finite, the eigenvectors are NaN, which shows in everything they rotate. The
-    eigenvectors of a diagonal matrix, given as a vector, are unit vectors: a vector of ones.
+    the basis that is also orthogonal under fixed weights of the coordinates. The largest entry of each column
+    is positive. If the matrix is not finite, the eigenvectors are NaN, which shows in everything they rotate.
+    The eigenvectors of a diagonal matrix, given as a vector, are unit vectors: a vector of ones.
     """
     factor = factor.detach()
     if factor.dim() == 1 or not factor.numel():
@@ -95,9 +95,9 @@ def eigenvectors(factor: Tensor) -> Tensor:
 
 
 def _settled(vectors: Tensor, null: Tensor) -> Tensor:
-    """Return eigenvectors with the basis of a null space, without asking for its dimension.
+    """Return eigenvectors with this basis of the null space, without reading its dimension.
 
-    The others get eigenvalues of 3, beyond those of the weights, and stay what they are.
+    All other eigenvectors get eigenvalues of 3, beyond the weights, and do not change.
     """
     weights = torch.linspace(1, 2, len(null), dtype=vectors.dtype, device=vectors.device)
     within = null[:, None] & null
@@ -180,9 +180,9 @@ def inverse(block: Block, damping: float) -> list[Tensor] | Eigen:
 def solve(block: Block, vectors: Tensor, damping: float) -> Tensor:
     """Multiply ``(block + damping I)^-1`` by one or many vectors ``[*p]`` or ``[v, *p]``, exactly.
 
-    It uses the eigenvectors of the factors: their products are those of the block. Eigenvalues of a factor that
-    are negative by rounding count as zero. Without damping, all that are zero up to rounding count as zero: the
-    inverse of rounding would be the largest part of the result.
+    It uses the eigenvectors of the factors: their products are the eigenvectors of the block. Eigenvalues of a
+    factor that are negative by rounding count as zero. Without damping, so do positive ones that may be
+    rounding: the inverse of rounding would be the largest part of the result.
 
     Raises:
         BadInput: If damping is negative, or the vectors do not fit the block.
@@ -206,6 +206,9 @@ def logdet(block: Block, damping: float = 0.0) -> Tensor:
     """Return the logarithm of the determinant of ``block + damping I``; ``-inf`` if that is singular.
 
     Eigenvalues that are negative by rounding count as zero.
+
+    Raises:
+        BadInput: If damping is negative.
     """
     _require_damping("logdet", damping)
     if isinstance(block, Eigen):
@@ -230,7 +233,7 @@ def coordinates(asked: str, block: Eigen, vectors: Tensor) -> Tensor:
 
 
 def combined(block: Eigen, rotated: Tensor, like: Tensor) -> Tensor:
-    """Return the vectors with these coordinates, in the shape and precision of others."""
+    """Return the vectors with coordinates ``rotated``, in the shape and precision of ``like``."""
     product = _applied(block.vectors, rotated)
     product = product if block.order is None else block.order.to_parameter(product)
     return product.reshape(like.shape).to(result_dtype(like, product))
@@ -250,13 +253,13 @@ def _decomposed(factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _eigenvalues(factor: Tensor) -> Tensor:
-    """Return eigenvalues, of which rounding makes none negative."""
+    """Return eigenvalues, with zero in place of negative ones."""
     wide = _widened(factor)
     return at_least(wide if wide.dim() == 1 else eigvalsh(wide), 0.0)
 
 
 def _without_rounding(values: Tensor, damping: float) -> Tensor:
-    """Return eigenvalues of a factor ``[p]``, with zero for those that may be rounding; see ``solve``."""
+    """Return eigenvalues of a factor ``[p]``, with zero in place of rounding; see ``solve``."""
     if not len(values):
         return values
     digit = math.sqrt(len(values)) * torch.finfo(values.dtype).eps * values.abs().amax()
@@ -264,7 +267,7 @@ def _without_rounding(values: Tensor, damping: float) -> Tensor:
 
 
 def _reciprocals(values: Tensor, damping: float) -> Tensor:
-    """Return ``1 / (values + damping)`` for eigenvalues, none of which may be zero then."""
+    """Return ``1 / (values + damping)`` for eigenvalues; refuse a division by zero."""
     damped = values + damping
     if has_fault((damped == 0).any()):
         raise singular(values)
@@ -280,7 +283,7 @@ def _inverted(factor: Tensor) -> Tensor:
 
 
 def _applied(factors: Factors, matrices: Tensor) -> Tensor:
-    """Return ``B V A^T`` of factors ``[B, A]`` for matrices V ``[v, o, i]``; without A ``B V``."""
+    """Return ``B V A^T`` of factors ``[B, A]`` for matrices V ``[v, o, i]``, or ``B V`` if there is no A."""
     left, *rest = factors
     product = left[:, None] * matrices if left.dim() == 1 else left @ matrices
     for right in rest:
@@ -304,8 +307,8 @@ def _require_factors(asked: str, factors: Factors) -> None:
             f"kronecker.{asked}(factors, ...) was called.",
             "factors",
             "they are not one or two square matrices, or vectors that stand for diagonal ones",
-            "give the list that an extension such as KFAC saved on a parameter, or what EKFAC saved; of a "
-            'Result the block of one parameter, as in result["kfac"]["0.weight"]',
+            "give the list that an extension such as KFAC saved on a parameter, or the value of EKFAC; from a "
+            'Result, give the block of one parameter, as in result["kfac"]["0.weight"]',
         )
 
 
@@ -348,7 +351,7 @@ def _as_matrices(asked: str, block: Block, vectors: Tensor) -> Tensor:
 def _require_outputs_first(asked: str, factors: Factors, vectors: Tensor) -> None:
     """Refuse vectors for two factors whose shape shows another order of entries than ``[o, i]``.
 
-    A list of factors does not know its parameter. Square ones look alike in both orders.
+    A list of factors does not know its parameter. A square shape looks the same in both orders.
     """
     if len(factors) == 1:
         return

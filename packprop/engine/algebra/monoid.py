@@ -1,4 +1,4 @@
-"""Partial results: monoids that merge those of chunks, batches and resumed runs, and results that grow."""
+"""Partial results: monoids that merge results of chunks, batches and resumed runs; results that grow."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Monoid:
 
     @property
     def keeps_one(self) -> bool:
-        """Tell whether the value of one partial result is what it was made of."""
+        """Tell whether the value equals the partial result if there is only one."""
         return self.axis is not None or self.result is _itself
 
     def __repr__(self) -> str:
@@ -74,7 +74,7 @@ def _merge_moments(a: Moments, b: Moments) -> Moments:
     shift = b.mean - a.mean
     if isinstance(a.samples, Tensor) or isinstance(b.samples, Tensor):
         number: Tensor = a.samples + b.samples  # type: ignore[assignment]  # one of them is a tensor
-        share = b.samples / number.clamp(min=1)  # there may be none that counts
+        share = b.samples / number.clamp(min=1)  # perhaps no row counts
         deviation = torch.addcmul(a.deviation + b.deviation, shift, shift * (a.samples * share))
         return Moments(number, torch.addcmul(a.mean, shift, share), deviation)
     samples = a.samples + b.samples
@@ -104,7 +104,7 @@ CAT = {axis: concatenate(axis) for axis in (0, 1)}
 """Join values along an axis."""
 
 ADD_IN_PLACE = replace(CAT[0], name="ADD(0)", adds=True)
-"""Join values along the leading axis; add up those that have the same place there."""
+"""Join values along the leading axis; add up values that have the same place there."""
 
 SINGLE = Monoid("SINGLE", _refuse, _itself)
 """Keep the one value; refuse to merge."""
@@ -161,9 +161,9 @@ ONE = Extent(0, 1, 1)
 
 
 class Partial:
-    """A result while its chunks arrive: columns in any order, and for each of them all samples in order.
+    """A result while its chunks arrive: columns in any order, and the samples of each column in order.
 
-    It allocates a result that grows once and fills it, and adds up sums in place. So nothing larger than the
+    It allocates memory for a result that grows only once, and adds up sums in place. So nothing larger than the
     result stays after a chunk.
 
     Args:
@@ -194,9 +194,9 @@ class Partial:
             self._total.add(lift(self._over_v, self._of_column.take()))
 
     def out(self, like: Tensor, shape: Sequence[int], columns: Extent, samples: Extent) -> Tensor | None:
-        """Return the place of a value ``[v, n, *p]`` in the result, for writing to it at once.
+        """Return the place of a value ``[v, n, *p]`` in the result, for writing the value there directly.
 
-        It is ``None`` unless both axes join values.
+        It is ``None`` unless both axes join values, and in gradient mode.
         """
         if (self._over_v.axis, self._over_n.axis) != (0, 1) or torch.is_grad_enabled():
             return None

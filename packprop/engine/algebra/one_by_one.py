@@ -32,7 +32,7 @@ from packprop.engine.tensors.nesting import map_tensors
 # the pass while it is in the cache, and drops it.
 
 ONE_BY_ONE = frozenset({per_sample_grad, summed_grad, sum_sq, sq_norm, moments})
-"""Statistics of gradients that come one by one."""
+"""Statistics that packprop can take of gradients that come one by one."""
 
 
 def evaluate_together(structure: Statistical, statistics: Sequence[Statistic]) -> list[Any]:
@@ -68,7 +68,7 @@ def goes_one_by_one(statistics: Sequence[Statistic], extents: Extents) -> bool:
 def _gradients_one_by_one(structure: Outer, statistics: Sequence[Statistic]) -> Iterator[Tensor] | None:
     """Return an iterator over per-sample gradients ``[o, i]`` if forming them one by one is best."""
     cotangent = structure.cotangent
-    if cotangent is None or cotangent.shape[0] > 1 or cotangent.shape[2] == 1:  # no statistic shares positions
+    if cotangent is None or cotangent.shape[0] > 1 or cotangent.shape[2] == 1:  # no shared positions
         return None
     keeps = per_sample_grad in statistics
     if (keeps and structure.out is None) or not goes_one_by_one(statistics, structure.extents):
@@ -77,12 +77,12 @@ def _gradients_one_by_one(structure: Outer, statistics: Sequence[Statistic]) -> 
 
 
 class _Sums:
-    """Sums over gradients that come one by one; several statistics take the same ones.
+    """Sums over gradients that come one by one, which several statistics share.
 
     Args:
         structure: The structure that the gradients are of.
         statistics: The statistics that are wanted.
-        first: The first gradient ``[o, i]``, which nobody else keeps. It shows the memory format of all.
+        first: The first gradient ``[o, i]``, which nobody else keeps. All gradients have its memory format.
     """
 
     def __init__(self, structure: Outer, statistics: Sequence[Statistic], first: Tensor) -> None:
@@ -113,7 +113,7 @@ class _Sums:
             self._mean_or_sum.add_(gradient)
 
     def _keep(self, gradient: Tensor) -> None:
-        """Keep what is of one gradient alone."""
+        """Keep the results that belong to one gradient alone."""
         place = self._number - 1
         if sq_norm in self._wanted:  # in the order of memory, which needs no copy
             entries = (gradient if self._is_by_rows else gradient.mT).flatten()

@@ -45,13 +45,13 @@ class EntryOrder:
 
 @functools.lru_cache(maxsize=4096)
 def fold_to(shape: torch.Size) -> Callable[[Tensor], Tensor]:
-    """Return ``[..., g, o, i] -> [..., *p]``, order kept; cached, so that equal folds are one object."""
+    """Return the map ``[..., g, o, i] -> [..., *p]`` in this order; cached: equal folds are one object."""
     return functools.partial(_in_order, shape=shape)
 
 
 @functools.lru_cache(maxsize=4096)
 def fold_swapped(shape: torch.Size) -> Callable[[Tensor], Tensor]:
-    """Map ``[..., g, o, (c k)]`` to ``[..., (g c), o, k]``: fan-in leads, as in transposed convolutions."""
+    """Return ``[..., g, o, (c k)] -> [..., (g c), o, k]``: fan-in leads, as in transposed convolutions."""
     return functools.partial(_fan_in_leading, shape=shape)
 
 

@@ -17,7 +17,7 @@ from packprop.engine.algebra.kernels import outer_products, second_moment
 def patches(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int
 ) -> Tensor:
-    """Return inputs of a convolution, already padded, one row for each output position.
+    """Return the inputs that each output position of a convolution sees: one row each, from padded inputs.
 
     This is a strided view of ``x``, copied once when it is reshaped; ``[b, g*c, *space] -> [b, s, g, i]``
     with ``i = c * prod(kernel)``, the order of a convolution weight's trailing axes.
@@ -92,7 +92,7 @@ def shift_moment(
     x = F.pad(x, [0, 0, 0, 0, *(width for r in reversed(behind) for width in (0, r))])
     steps = [math.prod(x.shape[axis + 1 : -1]) for axis in range(len(kernel))]
     flat = x.flatten(0, -2)
-    columns = flat[: space[0] * steps[0]].T.contiguous()  # once: the kernel of the products copies other orders
+    columns = flat[: space[0] * steps[0]].T.contiguous()  # once: products would copy any other order
 
     def everywhere(shift: tuple[int, ...]) -> Tensor:
         offset = sum(d * step for d, step in zip(shift, steps, strict=True))
@@ -150,7 +150,7 @@ def transposed_patches(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """Return inputs that each output position of a transposed convolution sees, ``[b, s, g, i]``.
+    """Return the inputs that each output position of a transposed convolution sees, ``[b, s, g, i]``.
 
     A transposed convolution is a convolution of unit stride over the input with ``stride - 1`` zeros
     between its entries, with the kernel read backwards (Dumoulin and Visin 2016, section 4).

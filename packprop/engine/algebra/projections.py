@@ -21,7 +21,7 @@ from packprop.engine.tensors.precision import wider_dtype
 # NOTE [Matrices of a seed]
 #
 # Entry (j, e) of a matrix comes from a 64-bit number that depends only on the seed, the name of the parameter,
-# j and e: no entry has to be drawn before another, and every device makes the same ones. Integers wrap around.
+# j and e: no entry has to be drawn before another, and every device makes the same. Integers wrap around.
 #
 #     key     = first 8 bytes, little-endian, of sha256(f"{seed}/{parameter}/{part}")
 #     word w  of entry e, w = 0 ... W - 1:   mix(key + (e * W + w + 1) * 0x9E3779B97F4A7C15)
@@ -33,8 +33,8 @@ from packprop.engine.tensors.precision import wider_dtype
 #   else -1. The projection is S / sqrt(d).
 # - "gaussian", part "entries": W = ceil(d / 2). With u = (upper 32 bits + 1) / 2^32 and t = lower 32 bits of
 #   word j // 2 over 2^32, S[j, e] = sqrt(-2 ln u) cos(2 pi t) for even j, and sin in place of cos for odd j.
-# - "kronecker": a parameter of two or more axes is taken for the matrix [r, c] of its first axis and all the
-#   others; one of p entries and fewer axes for a matrix of rows of c = ceil(sqrt(p)) entries, filled up with
+# - "kronecker": a parameter of two or more axes counts as the matrix G [r, c] of its first axis and all other
+#   axes; one of p entries and fewer axes, as a matrix with rows of c = ceil(sqrt(p)) entries, filled up with
 #   zeros. With d = a * b, a <= b as near to each other as they can be, the matrices of signs A [a, r] (part
 #   "rows") and B [b, c] (part "columns") project it to A G B^T / sqrt(d), whose entries come row by row.
 
@@ -90,7 +90,7 @@ class Projection:
         return self.columns(name, entries, like).mT.reshape(self.dimension, *shape) * scale
 
     def key(self, name: str, part: str) -> int:
-        """Return the number that all words of a matrix begin with."""
+        """Return the number that all words of a matrix are computed from."""
         digest = hashlib.sha256(f"{self.seed}/{name}/{part}".encode()).digest()
         return int.from_bytes(digest[:8], "little")
 
@@ -140,7 +140,7 @@ def _words(key: int, entries: Tensor, number: int) -> Tensor:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """Shift to the right and fill up with zeros, which a shift of signed whole numbers does not."""
+    """Shift to the right and fill up with zeros, unlike a shift of signed whole numbers."""
     shifted: Tensor = (words >> bits) & (2 ** (WORD - bits) - 1)
     return shifted
 
@@ -295,6 +295,6 @@ def _of_few_rows(cotangent: Tensor, index: Tensor, projection: Projection, name:
             columns = projection.columns(name, entries, _real_like(cotangent)).to(cotangent.dtype)
             total = total + cotangent[sample, first : first + step].reshape(-1) @ columns
         found.append(total)
-    while len(found) < samples:  # in a dry run few stand for all
+    while len(found) < samples:  # in a dry run, a few samples stand for all
         found.append(found[0])
     return torch.stack(found)

@@ -1,9 +1,9 @@
-"""An LSTM opened up: what arrives at the affine maps of every step, from what arrives at the states.
+"""The steps of an LSTM: cotangents at the affine maps of every step, from the cotangents at the states.
 
-Axes are ``[t, b, *]``: steps in the order in which they are taken, and rows of the batch, which may be
-samples and positions; cotangents are ``[t, v, b, *]``. Both maps of a step, of its input and of the state
-before it, are affine, and are added; everything behind them is entry by entry. So one product with derivatives
-that are known for all steps at once, and one product with a weight, lead from a step to the one before it.
+Axes are ``[t, b, *]``: steps in the order in which the layer takes them, and rows of the batch, which may be
+samples and positions; cotangents are ``[t, v, b, *]``. A step adds two affine maps, of its input and of the
+state before it; all functions after them work entry by entry. So one product with derivatives that are known
+for all steps at once, and one product with a weight, lead from a step to the one before it.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ class Signals(NamedTuple):
 
 
 def pull_back(steps: Steps, weights: Weights, at_states: Tensor, at_memory: Tensor | None) -> Signals:
-    """Go through all steps, the last one first.
+    """Pull cotangents back through all steps, the last one first.
 
-    What arrives at a step is multiplied by derivatives, which gives what arrives at its four gates and at the
-    memory before it. The former go through the weight to the state before. Products are written to one tensor,
-    or kept one by one where they shall be differentiable.
+    The cotangent at a step, times derivatives, gives the cotangents at its four gates and at the memory before
+    it. A product with the weight turns those at the gates into one at the state before. packprop writes
+    products to one tensor, or keeps them one by one in gradient mode.
 
     Args:
-        steps: What the steps were given.
+        steps: The inputs of the steps.
         weights: The parameters.
-        at_states: What arrives at the state after each step ``[t, v, b, h]``.
-        at_memory: What arrives at the memory after the last step ``[v, b, h]``; ``None`` for nothing.
+        at_states: The cotangent at the state after each step ``[t, v, b, h]``.
+        at_memory: The cotangent at the memory after the last step ``[v, b, h]``; ``None`` for zero.
     """
     of_state, of_memory = _slopes(steps, weights)
     count, columns, rows, size = at_states.shape
@@ -97,9 +97,10 @@ def pull_back(steps: Steps, weights: Weights, at_states: Tensor, at_memory: Tens
 
 
 def _slopes(steps: Steps, weights: Weights) -> tuple[Tensor, Tensor]:
-    """Derivatives in four gates and in the memory before each step ``[t, b, 5, h]``.
+    """Return derivatives in the four gates and in the memory before each step, ``[t, b, 5, h]``.
 
-    First those of the state after it, also by way of the memory; then those of the memory.
+    The first tensor has derivatives of the state after the step, by way of the memory as well; the second has
+    derivatives of the memory.
     """
     i, f, g, o = _gates(steps, weights)
     memories = _memories(f, i * g, steps.memory)
@@ -111,14 +112,14 @@ def _slopes(steps: Steps, weights: Weights) -> tuple[Tensor, Tensor]:
 
 
 def _gates(steps: Steps, weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gates of every step ``[t, b, h]``."""
+    """Return the gates of every step ``[t, b, h]``."""
     sums = F.linear(steps.input, weights.input, weights.bias) + F.linear(steps.before, weights.state)
     i, f, g, o = sums.chunk(4, -1)
     return i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
 
 
 def _memories(kept: Tensor, added: Tensor, first: Tensor) -> Tensor:
-    """The memory before the first step and after each ``[t + 1, b, h]``."""
+    """Return the memory before the first step and after each step ``[t + 1, b, h]``."""
     if torch.is_grad_enabled():
         pieces = [first]
         for step in range(len(kept)):

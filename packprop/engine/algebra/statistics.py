@@ -52,7 +52,7 @@ def product_batch_sum(structure: Product) -> Tensor:
 
 
 def diagonal_sum(structure: Diagonal) -> Tensor:
-    """Sum diagonals over samples ``[*p]``; an affine use need not form those of single samples."""
+    """Sum diagonals over samples ``[*p]``; an affine use forms no diagonals of single samples."""
     source = structure.source
     if isinstance(source, Outer) and source.cotangent is not None:
         return source.fold(torch.einsum("vnsgo,nsgi->goi", source.wide_cotangent, source.x))
@@ -176,7 +176,7 @@ def along(structure: Structure, first: Sequence[Any]) -> Tensor:
 def along_each(structure: Structure, directions: Mapping[str, Tensor], name: str, shape: object) -> Tensor:
     """Return inner products of per-sample gradients of one column with several directions, ``[n, d]``.
 
-    Where a weight is shared over positions, forming the gradients costs as much as one direction takes
+    If a weight is shared over positions, it costs as much to form the gradients as to take one direction
     without them.
 
     Args:
@@ -234,7 +234,7 @@ def token_sum_sq(structure: ByToken) -> Tensor:
 def token_moments(structure: ByToken) -> Moments:
     """Return number, mean and summed squared deviation of the gradients of tokens that count, one column each.
 
-    The others have rows of zeros, which add nothing to the mean.
+    All other tokens have rows of zeros, which add nothing to the mean.
     """
     gradients = rows(structure.source).flatten(0, 1)
     counts = structure.counted.to(gradients.dtype)
@@ -280,7 +280,7 @@ OF_TOKENS = (token_grads, token_sum_sq, token_batch_sq, token_sq_norm, token_mom
 """Statistics that are functions of the gradients of single tokens."""
 
 BY_FACTORS = (total_grad, along, along_each, sum_sq, batch_sq, sq_norm, moments)
-"""Statistics of ``OF_ROWS`` and of ``FACTORED``."""
+"""Statistics that are both in ``OF_ROWS`` and in ``FACTORED``."""
 
 OF_ROWS = frozenset({per_sample_grad, summed_grad, gram, *BY_FACTORS, *OF_TOKENS})
 """Statistics that are functions of per-sample gradients, whatever structure these come from."""

@@ -73,7 +73,7 @@ class Outer(_OfUse):
         channels: Channels of a group of the images that inputs by position are unfolded from.
         held: The bytes of one sample that an algorithm may hold; one that holds more is taken only if no other
             holds less. ``None`` for no limit.
-        is_filled_up: Says that some samples have fewer positions, and zeros in place of the others.
+        is_filled_up: Whether some samples have fewer positions, and zeros in place of missing ones.
     """
 
     given: Tensor | LazyTensor
@@ -169,7 +169,8 @@ class Lookup(_OfUse):
         cotangent: Cotangent at the output ``[v, n, s, o]``; ``None`` if only inputs are needed.
         entries: Number of rows of the table.
         dtype: Precision of the table.
-        shared: What looked the rows up, once for all samples; several functions may take them. Else ``None``.
+        shared: The node that looked the rows up once for all samples, if several functions may take these rows;
+            else ``None``.
     """
 
     index: Tensor
@@ -180,7 +181,7 @@ class Lookup(_OfUse):
 
     @cached_property
     def rows(self) -> Tensor | None:
-        """Per-sample gradients ``[v, n, *p]``: cotangents added up where they were looked up."""
+        """Per-sample gradients ``[v, n, *p]``: cotangents, added up by the row that was looked up."""
         if self.cotangent is None:
             return None
         columns, samples, _, width = self.cotangent.shape
@@ -200,9 +201,9 @@ class Lookup(_OfUse):
 
     @cached_property
     def by_row(self) -> tuple[Tensor, Tensor]:
-        """The gradients of the rows that each sample looks up, each at the first position that does.
+        """The gradients of the rows that each sample looks up, each at the first position that looks it up.
 
-        They are ``[v, n, s, o]``, zero at other positions. The second tensor says which are first, ``[n, s]``.
+        They are ``[v, n, s, o]``, zero at other positions. The second tensor is a mask of the first ``[n, s]``.
         """
         cotangent, index = self.wide_cotangent, self.index
         in_order, order = index.sort(dim=1, stable=True)
@@ -217,7 +218,7 @@ class Lookup(_OfUse):
 
 @dataclass(frozen=True)
 class Dense(_Formed):
-    """Per-sample gradients that are already there ``[v, n, *p]``; every structure can become this one.
+    """Per-sample gradients that exist already ``[v, n, *p]``; every structure can become this one.
 
     Args:
         rows: ``None`` if only inputs are needed.
@@ -248,7 +249,7 @@ class Tied(Dense):
 
 @dataclass(frozen=True)
 class Product:
-    """Two sets of columns. Their per-sample gradients multiply entry by entry, in place of one squared set.
+    """Two sets of columns: products of their per-sample gradients, entry by entry, take the place of squares.
 
     Args:
         left: The first set.
@@ -272,12 +273,12 @@ class Product:
 
 @dataclass(frozen=True)
 class ByToken:
-    """Columns that belong to tokens, the same number of consecutive columns to each.
+    """Columns that belong to tokens: each token has the same number of consecutive columns.
 
     Args:
         source: A structure with ``v = t * k`` columns.
         tokens: The number of tokens, ``t``.
-        counted: Says which tokens of each sample count ``[t, n]``.
+        counted: The tokens of each sample that count, as a mask ``[t, n]``.
     """
 
     source: Structure
@@ -360,7 +361,7 @@ def _tokens_to_samples(columns: Tensor, tokens: int) -> Tensor:
 
 
 def with_cotangent(structure: Structure, change: Callable[[Tensor], Tensor]) -> Structure:
-    """Return the same structure with another cotangent, or other rows where there is none."""
+    """Return the same structure with another cotangent, or with other rows if it is ``Dense``."""
     if isinstance(structure, Tied):
         return Tied(with_cotangent(part, change) for part in structure.parts)
     if isinstance(structure, Dense):

@@ -69,7 +69,7 @@ class BlockProduct:
         """Return products of the shape of ``vectors``.
 
         Raises:
-            BadInput: If the vectors do not have the parameter's shape behind at most one axis.
+            BadInput: If the vectors do not have the parameter's shape, after at most one leading axis.
             PackpropError: If a parameter that the product reads was changed in place since the backward pass.
         """
         shape = self.leaf.shape
@@ -103,7 +103,7 @@ class BlockProduct:
 
 
 def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tuple[Tensor, BlockProduct]]:
-    """Yield each leaf with the product with its block.
+    """Yield each leaf, and the product with its block.
 
     Args:
         graph: The graph, with its samples located; the products keep it alive.
@@ -148,7 +148,7 @@ def _require_swept(graph: Graph, routes: Routes) -> None:
             raise PackpropError(
                 "A positive-curvature Hessian was asked for.",
                 f"parameter {graph.name(leaf)!r}",
-                "between it and the loss lies more than linear maps and elementwise nonlinearities: only the "
-                "curvature of these has a sign at each entry",
+                "between it and the loss lie functions that are neither linear nor elementwise: their "
+                "curvature has no sign at each entry",
                 "ask for GGNMP, or set requires_grad=False on the parameter",
             )

@@ -22,8 +22,8 @@ class Columns:
         count: The number of columns.
         chunk: Makes the columns from ``start`` to ``stop``: ``[v, *f]`` for each edge.
         weights: Factors on the squares of each column and sample ``[v, n]``; ``None`` for 1.
-        counted: For columns that belong to tokens, the same number of consecutive columns to each: says which
-            tokens of each sample count ``[t, n]``.
+        counted: The tokens of each sample that count, as a mask ``[t, n]``, if columns belong to tokens. Each
+            token then has the same number of consecutive columns.
     """
 
     edges: Sequence[GradientEdge]

@@ -55,7 +55,7 @@ def hessian_columns(
         create_graph: Whether columns are differentiable.
 
     Yields:
-        For each use and output, ``[v, *y]`` of both.
+        u, then ``H u``: ``[v, *y]`` for each use and output, ``None`` for outputs that the pass does not reach.
     """
     require_second_derivatives(graph.roots, [site.leaf for use in uses for site in use.sites], named(graph))
     places = [(use, index) for use in uses for index in use.nodes]
@@ -224,7 +224,7 @@ def term_diagonals(
     """Yield each leaf in a term without samples, with the diagonal ``[*p]`` of the Hessian of these terms.
 
     If each entry of a leaf enters functions of its own, as in most penalties, one product with ones gives the
-    whole diagonal. Otherwise the gradient is differentiated entry by entry.
+    whole diagonal. Otherwise packprop differentiates the gradient entry by entry.
     """
     chosen = [leaf for leaf in leaves if id(leaf) in graph.in_terms]
     if not chosen:
@@ -250,8 +250,8 @@ def term_diagonals(
 
 
 def _coupled_leaves(graph: Graph) -> set[int]:
-    """Return leaves with several entries in one nonlinear function: their Hessian may not be diagonal."""
-    # for each output, the one that arranged its single entries; ``None`` for sums of functions of them
+    """Return the identities of leaves with several entries in one nonlinear function: H may not be diagonal."""
+    # the output that put an output's entries in their order; ``None`` if an entry is made of several
     arranged: dict[tuple[Node | None, int], tuple[Node, int] | None] = {}
     coupled: set[Node] = set()
     for node in upstream_first(graph, [edge.node for edge in graph.terms]):

@@ -85,7 +85,11 @@ def _is_root(graph: Graph, loss: ReachedLoss) -> bool:
 
 
 def linear_factor(graph: Graph, loss: ReachedLoss, asked: str) -> Tensor:
-    """Return the factor like ``loss_factor``, of either sign; ``asked`` is the request that errors name."""
+    """Return the factor as ``loss_factor`` does, of either sign; ``asked`` is the request that errors name.
+
+    Raises:
+        PackpropError: If the loss enters nonlinearly.
+    """
     if _is_root(graph, loss):
         return torch.ones_like(graph.roots[0], requires_grad=False)
     edge = GradientEdge(loss.node, loss.output)
@@ -94,10 +98,10 @@ def linear_factor(graph: Graph, loss: ReachedLoss, asked: str) -> Tensor:
         (factor,) = derivatives(graph.roots, [edge], gradients, create_graph=True)
         assert factor is not None
         curved: list[Tensor | None] = []
-        if factor.requires_grad:  # random, because along ones a share of the total does not change
+        if factor.requires_grad:  # random: along ones, a share of the total does not change
             generator = torch.Generator().manual_seed(0)
             noise = torch.rand(factor.shape, generator=generator, device="cpu").to(factor)
-            ends = [each.value for each in graph.losses] + graph.open  # what it may depend on
+            ends = [each.value for each in graph.losses] + graph.open  # tensors that the factor may depend on
             curved = derivatives([factor], ends, [noise])
     if any(each is not None and has_fault((each != 0).any()) for each in curved):
         raise PackpropError(
@@ -114,7 +118,10 @@ def linear_factor(graph: Graph, loss: ReachedLoss, asked: str) -> Tensor:
 def generic_root(loss: ReachedLoss, factor: Tensor | None) -> Root:
     """Return the root of a loss without a rule, from the second derivatives of each sample.
 
-    They are those of the graph that the loss was recorded in, which holds its random numbers and buffers.
+    packprop differentiates the graph that the loss was recorded in, which holds its random numbers and buffers.
+
+    Raises:
+        PackpropError: If the loss is not twice differentiable, or its Hessian couples samples.
     """
     call, layout, differentiable = loss.call, loss.layout, torch.is_grad_enabled()
     _require_twice_differentiable(loss)
@@ -155,7 +162,7 @@ def generic_root(loss: ReachedLoss, factor: Tensor | None) -> Root:
 
 
 def loss_gradient(loss: ReachedLoss, edge: GradientEdge, factor: Tensor | None) -> Tensor:
-    """Return the gradient of a loss's term of the roots at an edge before it; with gradients on, a function."""
+    """Return the gradient of a loss, times its factor, at an edge before it; with a graph in gradient mode."""
     (gradient,) = derivatives([loss.value], [edge], [factor], create_graph=torch.is_grad_enabled())
     assert gradient is not None
     return gradient
@@ -187,18 +194,18 @@ def loss_hessian_products(graph: Graph, loss: ReachedLoss) -> Callable[[Tensor],
 
 
 def require_root(graph: Graph, loss: ReachedLoss, root: Root, scale: Tensor) -> None:
-    """Raise if the root that a user's rule gave is not that of the loss's Hessian, at the first positions.
+    """Raise if the root from a user's rule is not one of the loss's Hessian, at each sample's first position.
 
-    packprop multiplies it with its transpose, and compares that with the second derivatives of the graph that
-    the loss was recorded in, once for each shape, axis of classes, divisor, and option of the loss. It believes
-    the rule of a loss with a backward pass of the user's own, which need not be differentiable, and a root of
-    more than ``MOST_ENTRIES`` entries.
+    packprop multiplies the root with its transpose, and compares the product with second derivatives of the
+    graph that the loss was recorded in, once for each shape, axis of classes, divisor, and option of the loss.
+    It does not check the rule of a loss with a backward pass of the user's own, which need not be
+    differentiable, nor a root of more than ``MOST_ENTRIES`` entries.
 
     Args:
         graph: The graph of the pass.
         loss: The loss, whose rule gave the root.
         root: The root.
-        scale: The factor on each term ``[n, t]``, as the root got it.
+        scale: The factor on each term ``[n, t]`` that the rule got.
 
     Raises:
         PackpropError: If they differ.
@@ -232,19 +239,19 @@ def require_root(graph: Graph, loss: ReachedLoss, root: Root, scale: Tensor) -> 
         found = placed(torch.einsum("knc,kn->nc", columns, (columns * vector).sum(-1)))
         try:
             expected = loss_hessian_products(graph, loss)(placed(vector))
-        except (RuntimeError, NotImplementedError):  # the rule is all there is
+        except (RuntimeError, NotImplementedError):  # there is nothing to compare the rule with
             return
         eps = torch.finfo(columns.dtype).eps
         # second derivatives of a loss that saturates are differences of numbers as large as the scale
         rounding = 100 * eps * scale.amax() * torch.linalg.vector_norm(vector)
         size = torch.linalg.vector_norm(expected) + torch.linalg.vector_norm(found)
         difference = torch.linalg.vector_norm(found - expected)
-    if bool(difference > max(0.01, eps**0.5) * size + rounding):  # NaN is not larger
+    if bool(difference > max(0.01, eps**0.5) * size + rounding):  # false for NaN
         raise PackpropError(
             GGN_ASKED,
             f"the rule that is registered for the loss {call.name}",
             "its root times its transpose is not the Hessian: second derivatives of the loss differ",
-            "mend root, class_axis, weight or divisor; root=None has packprop take second derivatives, and "
+            "fix root, class_axis, weight or divisor; with root=None packprop takes second derivatives; "
             "packprop.testing.check_model(model, loss, inputs, targets) shows where a rule is wrong",
         )
     if bool(size.isfinite() & (size > 0)):
@@ -279,7 +286,7 @@ def are_coupled(
 ) -> bool:
     """Tell whether gradients at some edges depend on other samples there: no sample then has its own curvature.
 
-    Any two samples are told apart by one product. A traced pass notes the answer as a fault.
+    For any two samples, one of the products separates them. A traced pass notes the answer as a fault.
     """
     curved = {p: each for p, each in enumerate(gradients) if each is not None and each.requires_grad}
     tolerance = min([1e-6, *(64 * torch.finfo(gradient.dtype).eps for gradient in curved.values())])
@@ -296,7 +303,7 @@ def are_coupled(
 
 
 def sines(like: Tensor) -> Tensor:
-    """Return sines of numbers that differ, of a tensor's shape: they do not cancel, and nothing is drawn."""
+    """Return sines of different numbers, in a tensor's shape: they do not cancel, and need no random draws."""
     wide = accumulation_dtype(like.dtype.to_real())
     numbers = torch.arange(1, like.numel() + 1, dtype=wide, device=like.device)
     return numbers.sin().to(like.dtype).view(like.shape)
@@ -308,14 +315,14 @@ def sample_losses(graph: Graph) -> Tensor:
     The terms include the weights of classes and terms, and the factor on the loss, but no divisor of a mean.
 
     Raises:
-        PackpropError: If there is not exactly one recorded loss, its input was changed, or it does not return
-            its terms.
+        PackpropError: If there is not exactly one recorded loss, it enters nonlinearly, its input was changed,
+            or it does not return its terms.
     """
     if len(graph.losses) != 1:
         raise PackpropError(
             LOSSES_ASKED,
             f"a loss made of {len(graph.losses)} recorded loss functions",
-            "which terms belong to a sample is known of one alone",
+            "packprop knows which terms belong to a sample only for a single loss function",
             "use one loss function of torch",
         )
     loss = graph.losses[0]

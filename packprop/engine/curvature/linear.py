@@ -159,5 +159,6 @@ def require_vectors(call: str, like: Sequence[Tensor], vectors: Vectors, many: b
             f"{call} was called.",
             f"vectors of shapes {given}",
             f"they do not match {wanted}",
-            "give one for each, of its shape" + (", or all with one more leading axis" if many else ""),
+            "give one vector for each tensor, of its shape"
+            + (", or all with one more leading axis" if many else ""),
         )

@@ -48,7 +48,7 @@ class OutputDiagonals:
         self._totals: dict[Node, tuple[ReachedUse, Tensor]] = {}
 
     def needs_no_sweep(self, use: ReachedUse, node: Node, output: int) -> bool:
-        """Tell whether this is the output of a use, and a diagonal there needs no sweep."""
+        """Tell whether a node's output is the output of the use, and a diagonal there needs no sweep."""
         return use.nodes == {0: (node, output)} and node in self._with_squares
 
     def are_sufficient(self, use: ReachedUse) -> bool:
@@ -103,7 +103,7 @@ def _enters_once(use: ReachedUse, site: Site, samples: int) -> bool:
 
 
 WORTH_A_BATCH = 4
-"""From this number of passes through one function on, a vectorised pass is faster."""
+"""The number of passes through one function from which on a vectorised pass is faster."""
 
 
 @dataclass
@@ -156,9 +156,9 @@ def shared_rows(above: Place, below: Place, create_graph: bool) -> SharedRows | 
     """Return the rows of a function's Jacobian, from its output to its input; ``None`` if samples differ.
 
     Samples share them in matrix products of rows, and in convolutions of a batch. The function must keep the
-    axis of samples. If a product sums over it, each sample is multiplied with other rows of the matrix. If
-    samples are on the channels, a convolution may have a kernel for each. Samples with different numbers of
-    rows have different Jacobians.
+    axis of samples. If a product sums over it, each sample is multiplied with different rows of the matrix. If
+    samples are on the channels, a convolution may have a kernel for each sample. Samples with different numbers
+    of rows have different Jacobians.
     """
     node, layout = above.edge.node, above.layout
     places = [place for place, (source, _) in enumerate(node.next_functions) if source is below.edge.node]
@@ -202,7 +202,7 @@ def shared_rows_below(
 def nonlinearity_terms(
     graph: Graph, routes: Routes, uses: Sequence[ReachedUse], diagonals: OutputDiagonals, create_graph: bool
 ) -> Iterator[tuple[Columns, list[ReachedUse]]]:
-    """Yield the terms of elementwise nonlinearities, input by input; add to ``diagonals`` without a sweep.
+    """Yield the terms of elementwise nonlinearities, input by input; add to ``diagonals`` if that is enough.
 
     A term is a group of weighted unit columns, at the input or below the function that made it, and the uses to
     which they are swept.

@@ -54,7 +54,7 @@ class Operator:
             raise BadInput(
                 "An operator of a curvature matrix was asked for.",
                 f"damping={self.damping!r}",
-                "every product with a vector would be what this is",
+                "no product with a vector would be finite",
                 "give a finite number, in units of the curvature; 0 for none",
             )
 
@@ -185,7 +185,8 @@ def ggn(
         damping: The number to add to the diagonal.
 
     Raises:
-        BadInput: If a parameter occurs twice, is complex or does not require a gradient.
+        BadInput: If a parameter occurs twice, is complex or does not require a gradient, or ``graph`` gives no
+            pair of tensors.
         PackpropError: If a function in the graph is not twice differentiable. Products may also raise this.
     """
     chosen = chosen_parameters("operators.ggn(...) was called.", parameters)
@@ -216,7 +217,7 @@ def block_diagonal(parameters: Sequence[Tensor], blocks: Sequence[Block], dampin
             "its block does not belong to it, or it keeps its entries in another order than [o, i]"
             if wrong
             else f"there are {len(chosen)} parameters",
-            "give one block for each parameter, in the same order; what EKFAC saves knows every order",
+            "give one block for each parameter, in the same order; blocks of EKFAC fit any order of entries",
         )
 
     def product(vectors: Vectors) -> list[Tensor]:
@@ -250,13 +251,13 @@ def chosen_parameters(
 
     Args:
         asked: The request, for the message.
-        parameters: What the user chose.
+        parameters: The parameters that the user chose.
         leaves: Whether they must require gradients.
         own: All parameters of the model that they must belong to; ``None`` for parameters of any origin.
 
     Raises:
-        BadInput: If there is none, or one occurs twice, is complex, requires no gradient or is none of the
-            model's.
+        BadInput: If there is none, or one occurs twice, is complex, requires no gradient or comes from outside
+            the model.
     """
     chosen = tuple(parameters)
     known = None if own is None else {id(parameter) for parameter in own}
@@ -266,11 +267,11 @@ def chosen_parameters(
     elif len({id(parameter) for parameter in chosen}) != len(chosen):
         wrong = "a parameter that occurs twice", "its entries would be counted twice"
     elif known is not None and not all(id(parameter) in known for parameter in chosen):
-        wrong = "a parameter that is none of the model's", "the matrix is one of parameters of the model alone"
+        wrong = "a parameter from outside the model", "the matrix has rows only for parameters of the model"
     elif leaves and not all(parameter.requires_grad for parameter in chosen):
         wrong = "a parameter with requires_grad=False", "nothing is differentiated in it"
     elif any(parameter.is_complex() for parameter in chosen):
-        why = "a real number bends along real and imaginary parts apart: there is no complex matrix of it"
+        why = "the loss curves separately along real and imaginary parts: no complex matrix describes this"
         instead = "keep the real numbers as parameters, and make the complex ones by torch.view_as_complex"
         raise BadInput(asked, "a complex parameter", why, instead)
     if wrong is not None:

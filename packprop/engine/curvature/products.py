@@ -179,6 +179,10 @@ def vjp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> list[
 
     Returns:
         For each parameter ``[*p]`` or ``[v, *p]``; zeros if ``outputs`` do not depend on it.
+
+    Raises:
+        BadInput: If the vectors do not fit.
+        PackpropError: If a checkpoint in the graph is reentrant, or a backward function is not linear.
     """
     columns, back = _as_columns("vjp(outputs, parameters, vectors)", [outputs], [vectors])
     require_passable([outputs], ASKED)
@@ -197,6 +201,10 @@ def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tens
 
     Returns:
         ``[*y]`` or ``[v, *y]``.
+
+    Raises:
+        BadInput: If the vectors do not fit.
+        PackpropError: If a function in the graph is not twice differentiable.
     """
     columns, back = _as_columns("jvp(outputs, parameters, vectors)", parameters, vectors)
     require_second_derivatives([outputs], parameters, shown, ASKED, linear=True)
@@ -270,7 +278,7 @@ def ggnvp(
         For each parameter, of the shape of its vectors.
 
     Raises:
-        BadInput: If vectors do not fit.
+        BadInput: If vectors do not fit, or ``graph`` gives no pair of tensors.
         PackpropError: If a function in the graph is not twice differentiable.
     """
     columns, back = _as_columns("ggnvp(graph, parameters, vectors)", parameters, vectors)
@@ -286,7 +294,8 @@ def ggn_product(
     """Return ``ggnvp`` as a function for many calls, which keeps its graphs; and the loss.
 
     Raises:
-        PackpropError: If ``graph`` gives no pair of tensors, or a function in it is not twice differentiable.
+        BadInput: If ``graph`` gives no pair of tensors.
+        PackpropError: If a function in the graph is not twice differentiable. The product may also raise this.
     """
     found, kernels = _evaluated(graph)
     if not isinstance(found, (tuple, list)) or [isinstance(each, Tensor) for each in found] != [True, True]:
@@ -317,7 +326,7 @@ def graph_product(graph: Graph, matrix: Matrix, parameters: Sequence[Tensor]) ->
     Args:
         graph: The graph, with its samples located; the product keeps it alive.
         matrix: The GGN or the Hessian.
-        parameters: Leaves; the products of those that the graph does not reach are zero.
+        parameters: Leaves; products are zero for a leaf that the graph does not reach.
 
     Raises:
         PackpropError: If a function in the graph is not twice differentiable, or a loss has no GGN. The product
@@ -340,14 +349,14 @@ def _evaluated(value: Any) -> tuple[Any, Callable[[], AbstractContextManager[Any
 
 
 def shown(tensor: Tensor) -> str:
-    """Return the name of a tensor without a name, for messages."""
+    """Return the words for a tensor without a name, for messages."""
     return f"the tensor of shape {list(tensor.shape)}"
 
 
 def _as_columns(
     call: str, like: Sequence[Tensor], vectors: Vectors
 ) -> tuple[list[Tensor], Callable[[list[Tensor]], list[Tensor]]]:
-    """Return vectors with a leading axis, and the function that takes a new one away from products.
+    """Return vectors with a leading axis, and the function that removes this axis from products if it is new.
 
     Raises:
         BadInput: If vectors have neither the shapes of some tensors nor one more leading axis.

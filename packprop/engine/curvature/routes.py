@@ -60,7 +60,7 @@ from packprop.errors import PackpropError
 
 
 def bits_by_node(graph: Graph) -> dict[Node, int]:
-    """Return a bit for each use, by its node: as bits of a number, sets of uses are fast."""
+    """Return a bit for each use, by its node: sets of uses are fast if they are bits of a number."""
     return {use.anchors[0]: 1 << place for place, use in enumerate(graph.uses)}
 
 
@@ -68,7 +68,7 @@ def dependence(graph: Graph) -> dict[Node, int]:
     """Return the bits of the uses that lie upstream of each node, or at the node itself.
 
     Raises:
-        PackpropError: If a branch of the graph has been summed already.
+        PackpropError: If ``eager_backward()`` has freed a branch of the graph.
     """
     bits = bits_by_node(graph)
     masks: dict[Node, int] = {}
@@ -86,7 +86,7 @@ def dependence(graph: Graph) -> dict[Node, int]:
 
 
 def upstream_first(graph: Graph, starts: Iterable[Node]) -> list[Node]:
-    """Return some nodes and all upstream of them, each node after all that lie upstream of it."""
+    """Return some nodes and all nodes upstream of them, each after the nodes upstream of it."""
     above = set(nodes_above(starts))
     return [node for node in graph.order if node in above]
 
@@ -159,7 +159,7 @@ def kind_of_map(node: Node, place: int) -> Kind | Literal["complex", "reshape", 
 
 
 def _classify(node: Node, masks: dict[Node, int], nodes: NonlinearNodes) -> GradientEdge | None:
-    """Add a node to those of its kind, unless it is linear; return the input of an elementwise nonlinearity."""
+    """Return the input of an elementwise nonlinearity; add products and nodes of unknown kind to ``nodes``."""
     edges = node.next_functions
     factors = [
         (place, masks[above]) for place, (above, _) in enumerate(edges) if above is not None and masks[above]
@@ -232,7 +232,7 @@ def choose_routes(graph: Graph, known_losses: bool, per_sample: bool, create_gra
         create_graph: Whether the diagonals are differentiable.
 
     Raises:
-        PackpropError: If a branch of the graph has been summed already, or third derivatives are wrong.
+        PackpropError: If ``eager_backward()`` has freed a branch of the graph, or third derivatives are wrong.
     """
     routes = Routes(bits=bits_by_node(graph), masks=dependence(graph))
     all_known = known_losses and not graph.without_loss
@@ -312,7 +312,7 @@ def swept_uses(graph: Graph, routes: Routes) -> list[ReachedUse]:
 
 
 def with_own_ends(uses: Sequence[ReachedUse], routes: Routes) -> list[ReachedUse]:
-    """Copy uses for a sweep that ends at those without another one of them upstream."""
+    """Copy uses for a sweep to them, which ends at each use that has none of the others upstream."""
     bits = routes.bits_of(uses)
     return [
         replace(use, is_end=not bits & routes.masks[use.anchors[0]] & ~routes.bits_of([use])) for use in uses

@@ -1,7 +1,7 @@
-"""Second derivatives: errors that name a function of which PyTorch has none, or a wrong one.
+"""Second derivatives: errors that name a function for which PyTorch has none, or a wrong one.
 
 PyTorch's second derivatives are NaN where a formula divides by zero: a norm or a standard deviation at zero,
-``sinc`` at zero. Often the function has a second derivative there, or one would take it to be zero. PyTorch
+``sinc`` at zero. Often the function has a second derivative there, or zero would be a sensible value. PyTorch
 returns NaN, so the result is NaN, and packprop warns with the name of the function.
 """
 
@@ -70,14 +70,14 @@ NO_WEIGHT = (
 
 CHECKPOINT = (
     "torch.utils.checkpoint ran a part of the model again and got other tensors than in the forward pass: "
-    "attention chose another kernel, or a context (autocast) was another one",
-    "give a function that computes the loss, or make forward pass and call inside the same contexts, for "
-    "attention `with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):`",
+    "attention chose another kernel, or the call is inside another context (autocast)",
+    "give a function that computes the loss, or make forward pass and call inside the same contexts; for "
+    "attention, inside `with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):`",
 )
 
 
 HIDING_LAYERS = (
-    "PyTorch goes through reentrant checkpoints in backward() alone, and once: they would count as zero",
+    "PyTorch goes through reentrant checkpoints only in backward(), and only once: they would count as zero",
     NOT_REENTRANT,
 )
 
@@ -89,8 +89,8 @@ ADVICE = {
         "factors of the GGN, which take no second derivative"
     ),
     "out=": (
-        "write the backward pass of the torch.autograd.Function in operations without out=...; or let "
-        "functions of torch compute what it computes; or ask for GGN quantities"
+        "write the backward pass of the torch.autograd.Function in operations without out=...; or replace it "
+        "by functions of torch; or ask for GGN quantities"
     ),
     "_rnn": (
         "run the forward pass inside `with torch.backends.cudnn.flags(enabled=False):`: the layer consists "
@@ -102,7 +102,7 @@ ADVICE = {
         "scaled_dot_product_attention have no second derivative"
     ),
 }
-"""The advice where PyTorch's message for a missing second derivative names a fused kernel, or the like."""
+"""The advice by pattern, for PyTorch's messages about second derivatives of fused kernels and the like."""
 
 
 @contextlib.contextmanager
@@ -131,7 +131,7 @@ def differentiating_twice(
             raise PackpropError(asked, where, *HIDING_LAYERS) from error
         if not NOT_TWICE.search(said):
             raise
-        why = f"PyTorch cannot differentiate twice what lies above: {said}"
+        why = f"PyTorch cannot differentiate a function there twice: {said}"
         advice = next((text for named, text in ADVICE.items() if re.search(named, said)), instead)
         raise PackpropError(asked, where, why, advice) from error
 
@@ -199,9 +199,9 @@ def in_order(losses: Sequence[ReachedLoss]) -> list[ReachedLoss]:
 
 
 def factors_on_losses(graph: Graph) -> list[tuple[ReachedLoss, Tensor]]:
-    """Return the losses in the order of their calls, each with its factor, like the value of the loss function.
+    """Return the losses in the order of their calls, each with its factor.
 
-    The factor is the gradient of the roots with respect to this value.
+    The factor is the gradient of the roots with respect to the value of the loss function, and has its shape.
     """
     losses = in_order(graph.losses)
     if all(any(root.grad_fn is loss.node for root in graph.roots) for loss in losses):
@@ -216,7 +216,7 @@ def factors_on_losses(graph: Graph) -> list[tuple[ReachedLoss, Tensor]]:
 
 
 def gradients_at(graph: Graph, ends: Sequence[Any], create_graph: bool = False) -> list[Tensor | None]:
-    """Return gradients of the roots at tensors or edges, without sparse ones."""
+    """Return gradients of the roots at tensors or edges, dense even where PyTorch's are sparse."""
     return pull_columns(graph.roots, ends, graph.root_gradients(), batched=False, create_graph=create_graph)
 
 
@@ -234,7 +234,7 @@ def faulty_node(
     Returns:
         ``None`` if there is no such node, because an earlier tensor is not finite.
     """
-    with torch.autograd.set_detect_anomaly(True, check_nan=False), torch.enable_grad():  # notes parents
+    with torch.autograd.set_detect_anomaly(True, check_nan=False), torch.enable_grad():  # keeps parents
         first = derivatives(outputs, inputs, seeds, create_graph=True)
     curved = [gradient for gradient in first if gradient is not None and gradient.requires_grad]
     if not curved or not are_finite(first):
@@ -252,7 +252,7 @@ def faulty_node(
     handles = [node.register_hook(look_at(node)) for node in above]
     try:
         derivatives(curved, ends, [torch.ones_like(gradient) for gradient in curved])
-    except RuntimeError:  # the faulty product was computed in another way
+    except RuntimeError:  # the faulty product came about in another way
         return None
     finally:
         for handle in handles:
@@ -275,13 +275,13 @@ def cause_of(what: str, node: Node, graph: Graph | None = None) -> str:
         near = "" if use is None else f", behind {graph.label(use)},"
     return (
         f"{what} holds NaN or infinite values: PyTorch's second derivative of {node.name()}{near} is not "
-        "finite at the values of this pass. Norms, standard deviations and roots are such functions where they "
-        "are zero: keep them away from it (add a small number inside)."
+        "finite at the values of this pass. This happens to norms, standard deviations and roots that are "
+        "zero: keep them away from zero (add a small number inside)."
     )
 
 
 def cause_in(graph: Graph, what: str) -> str:
-    """Search between the losses and the uses of a graph, and return the text of ``cause_of``.
+    """Return the text of ``cause_of`` for a node between the losses and the uses of a graph.
 
     The text is empty if no second derivative is the cause.
     """

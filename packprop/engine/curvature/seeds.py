@@ -94,10 +94,11 @@ def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
     """Return the columns of a seed, in one group for each loss if they are exact columns of a GGN.
 
     Sampled columns of several losses enter a sweep together: the draws are independent and have mean zero, so
-    that products between losses vanish in expectation. So do empirical columns, which stand for one such draw.
+    that products between losses vanish in expectation. Empirical columns, each of which stands for such a draw,
+    enter together as well.
 
     Raises:
-        PackpropError: If a loss was not recorded, has no curvature of use, or does not enter linearly.
+        PackpropError: If a loss was not recorded, has no usable curvature, or does not enter linearly.
     """
     if seed.kind == "jacobian":
         return jacobian_columns(graph, seed)
@@ -149,9 +150,9 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     require_constant_arguments(
         loss,
         GGN_ASKED,
-        "the loss curves in both together: a generalized Gauss-Newton matrix is one of what the model's output "
-        "alone enters",
-        "where one shall (a predicted variance), ask for the Hessian: DiagHessian, BatchDiagHessian, HMP",
+        "the loss curves in both together: a generalized Gauss-Newton matrix needs a loss that the model's "
+        "output alone enters",
+        "if one shall (a predicted variance), ask for the Hessian: DiagHessian, BatchDiagHessian, HMP",
     )
     factor = loss_factor(graph, loss)
     tokens = token_count(loss) if seed.by_token else 0
@@ -192,8 +193,8 @@ def _empirical_column(loss: ReachedLoss, factor: Tensor | None) -> Columns:
             "The empirical Fisher information was asked for.",
             f"the loss {call.name}",
             "it is not known what its terms are divided by, so its gradients have no known scale",
-            "use a loss function of torch; or say it: @packprop.register_loss(MyLoss) on a rule that returns "
-            "packprop.functions.Loss(..., divisor=...), for the class MyLoss of your loss module; "
+            "use a loss function of torch; or declare the divisor: @packprop.register_loss(MyLoss) on a rule "
+            "that returns packprop.functions.Loss(..., divisor=...), for the class MyLoss of your loss module; "
             "fisher='sampled' needs neither",
         )
     front = canonical(loss_gradient(loss, call.edge, factor), layout, rule.class_axis)
@@ -205,7 +206,7 @@ def _empirical_column(loss: ReachedLoss, factor: Tensor | None) -> Columns:
 
 
 def _exact_columns(root: Root, positions: int, by_entry: bool, start: int, stop: int) -> Tensor:
-    """Return columns ``start`` to ``stop``, each zero at all positions but one; a single one has no axis.
+    """Return columns ``start`` to ``stop``, each zero at all positions but one; a single position has no axis.
 
     By default they are ordered by position, then by entry, which takes the fewest calls of the root. With
     ``by_entry`` they are ordered by entry, then by position, like the entries of the loss's input.

@@ -1,4 +1,4 @@
-"""Snapshots of tensors, which show whether they changed after a computation, and what a product reads."""
+"""Snapshots of tensors, which show whether they changed later, and the leaves that each product reads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Snapshot(NamedTuple):
 
     @property
     def is_outdated(self) -> bool:
-        """True if the tensor has changed since; waits for the device."""
+        """True if the tensor has changed since then; waits for the device."""
         now = Snapshot.of(self.tensor)
         if (now.storage, now.version) != (self.storage, self.version):
             return True
@@ -51,7 +51,7 @@ class Snapshot(NamedTuple):
 
 
 def _some_entries(tensor: Tensor, most: int = 64) -> Tensor:
-    """Return entries spread over a tensor ``[k]``; all of them if they are few."""
+    """Return some entries spread over a tensor, ``[k]``; all entries if there are few."""
     flat = tensor.detach().flatten()
     return flat[:: max(1, flat.numel() // most)]
 
@@ -67,7 +67,7 @@ def were_changed(snapshots: Sequence[Snapshot]) -> bool:
 
 
 def read_by_products(graph: Graph, leaves: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return for each leaf the leaves that the product with its block reads, whose change makes it wrong.
+    """Return for each leaf the leaves that the product with its block reads: changing them makes it wrong.
 
     A product differentiates the nodes between its parameter and the roots, and reads the tensors that these
     nodes saved, such as the weights downstream. You may change its own weight, and weights upstream.
@@ -101,7 +101,7 @@ def read_by_products(graph: Graph, leaves: Sequence[Tensor]) -> list[list[Tensor
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the places of a tensor's first entry, and behind its last one, in its storage."""
+    """Return the places in the storage of a tensor's first entry, and after its last entry."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset())
     return start, start + (1 + last) * bool(tensor.numel())
@@ -110,7 +110,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 def _readers(name: str, slots: Sequence[int], own: int) -> int:
     """Return the leaves, as bits, whose products read a leaf that a node has saved.
 
-    The derivative of a product in one operand reads the other operand. That in a summand reads neither.
+    A product's derivative in one operand reads the other operand. Its derivative in a summand reads neither.
 
     Args:
         name: Name of the node.

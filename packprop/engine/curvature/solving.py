@@ -37,9 +37,9 @@ def solve(
 ) -> Solution:
     """Solve ``A x = b`` with a positive operator, by block conjugate gradients (O'Leary 1980; Martens 2010).
 
-    Each step is one product with a block of at most as many vectors as there are right-hand sides; operators of
-    a data set read the data once for it. More right-hand sides need fewer steps. The damping of the operator is
-    part of A.
+    Each step is one product with a block of at most as many vectors as there are right-hand sides; an operator
+    of a data set reads the data once for each step. More right-hand sides need fewer steps. The damping of the
+    operator is part of A.
 
     Args:
         operator: A GGN, or another operator that is positive with its damping.
@@ -47,8 +47,8 @@ def solve(
         preconditioner: A positive approximation of the inverse of A, such as ``operators.block_diagonal`` of
             inverted Kronecker factors.
         tolerance: The residual ``|b - A x| / |b|`` at which to stop.
-        steps: The largest number of products. If it is not enough, a warning states the remaining residual. The
-            solutions are then the closest to the exact ones that were found, in the norm of A.
+        steps: The largest number of products. If it is not enough, a warning states the remaining residual, and
+            you get the solutions found so far that are closest to the exact ones in the norm of A.
 
     Raises:
         BadInput: If right-hand sides do not fit or are not finite, or options are not numbers in their range.
@@ -96,8 +96,8 @@ def indefinite(asked: str, where: str, error: NotPositive) -> PackpropError:
     return PackpropError(
         asked,
         where,
-        f"it is indefinite: along one direction its curvature, damping included, is {error.value:.3g}, beside "
-        f"{error.largest:.3g} along another, so that conjugate gradients do not solve it",
+        f"it is indefinite: along one direction its curvature, damping included, is {error.value:.3g}, and "
+        f"{error.largest:.3g} along another; conjugate gradients need a positive matrix",
         f"use the GGN, which is never negative, or add more than {-error.value:.2g} to the damping. Damping "
         'above minus the least eigenvalue is enough: packprop.operators.eigenvalues(A, which="smallest"), of A '
         "without damping, finds it",
@@ -112,7 +112,7 @@ def require_tolerance(asked: str, tolerance: float, name: str, number: int) -> N
     """
     if not (isinstance(tolerance, (int, float)) and 0 < tolerance < 1):
         instead = "give a share between 0 and 1, such as 1e-3"
-        raise BadInput(asked, f"tolerance={tolerance!r}", "it is no share", instead)
+        raise BadInput(asked, f"tolerance={tolerance!r}", "it is no number between 0 and 1", instead)
     require_number(asked, name, number)
 
 
@@ -123,8 +123,8 @@ def warn_of_residuals(called: str, residuals: Tensor, tolerance: float, steps: i
         warnings.warn(
             f"{called} has not converged for {open_ones} of {len(residuals)} systems after {steps} readings: "
             f"the largest residual is {float(residuals.max()):.2g} of the right-hand side, where "
-            f"{tolerance:.2g} was asked for. The best solutions found are kept; more steps, more damping or a "
-            "better preconditioner bring it down.",
+            f"{tolerance:.2g} was asked for. You get the best solutions found; more steps, more damping or a "
+            "better preconditioner make it smaller.",
             PackpropWarning,
             stacklevel=3,
         )

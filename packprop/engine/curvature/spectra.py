@@ -19,10 +19,10 @@ READINGS = 100
 """The largest number of products with a block of vectors, for eigenvalues."""
 
 BESIDE = 5
-"""Vectors of a block beside those that you asked for: they speed up the others."""
+"""Vectors in a block in addition to the requested number: they speed up the iterations."""
 
 BLOCKS = 6
-"""Blocks of vectors that are held before the best of them begin again, as a basis."""
+"""Blocks of vectors in the largest basis; beyond it, packprop restarts from the best vectors."""
 
 WHICH = ("largest", "smallest", "magnitude")
 """Ends of a spectrum."""
@@ -107,10 +107,10 @@ def eigenvalues(
 ) -> Eigenpairs:
     """Compute eigenvalues at one end of the spectrum, by block Lanczos iterations with restarts.
 
-    Each iteration is one product with a block of ``k + 5`` vectors; a few eigenvalues take some tens. A block
-    finds all copies of an eigenvalue, such as the zeros of a GGN. The function holds some twenty blocks, in
-    double precision, on the CPU. If 100 products are not enough, a warning gives the residual, and you get the
-    best values: the true ones lie as far out, or further.
+    Each iteration is one product with a block of ``k + 5`` vectors; a few eigenvalues take some tens of
+    iterations. A block finds all copies of an eigenvalue, such as the zeros of a GGN. The function holds some
+    twenty blocks, in double precision, on the CPU. If 100 products are not enough, a warning gives the
+    residual, and you get the best values: the true values lie as far out, or further.
 
     Args:
         operator: Any operator.
@@ -131,7 +131,7 @@ def eigenvalues(
         instead = f"give one of {', '.join(WHICH)}"
         raise BadInput(asked, f"which={which!r}", "it is no end of a spectrum", instead)
     if k > operator.shape[0]:
-        raise BadInput(asked, f"k={k}", f"there are {operator.shape[0]}", "give less")
+        raise BadInput(asked, f"k={k}", f"the operator has {operator.shape[0]} eigenvalues", "give a smaller k")
     size, block = operator.shape[0], k + BESIDE
     place = torch.device("cpu") if generator is None else generator.device
     kind = operator.device, operator.dtype
@@ -157,7 +157,7 @@ def eigenvalues(
         residual = float(torch.linalg.vector_norm(rests[:, :k], dim=0).max())
         if residual <= tolerance * largest or reading == READINGS:
             break
-        if basis.shape[1] + block > BLOCKS * block:  # the best begin again
+        if basis.shape[1] + block > BLOCKS * block:  # restart from the best vectors
             basis, products = (each @ mixtures[:, : 2 * block] for each in (basis, products))
         following = _beside(basis, rests, largest, drawn)
         basis = torch.cat([basis, following], 1)
@@ -166,7 +166,7 @@ def eigenvalues(
         warnings.warn(
             f'operators.eigenvalues(..., k={k}, which="{which}") has not converged after {READINGS} readings: '
             f"residuals are up to {residual / largest:.1e} of the largest magnitude. The true values lie as "
-            "far out as these, or further; a larger tolerance accepts less accurate ones.",
+            "far out as these, or further; a larger tolerance accepts less accurate values.",
             PackpropWarning,
             stacklevel=2,
         )
@@ -174,7 +174,7 @@ def eigenvalues(
 
 
 def _outermost(values: Tensor, which: str) -> Tensor:
-    """Return the order of eigenvalues, the outermost at an end first."""
+    """Return the indices that sort eigenvalues, the outermost at an end first."""
     return (values.abs() if which == "magnitude" else values).argsort(descending=which != "smallest")
 
 

@@ -61,7 +61,7 @@ def require_losses(graph: Graph, asked: str, unknown: str) -> None:
 
 
 def require_constant_arguments(loss: ReachedLoss, asked: str, why: str, instead: str) -> None:
-    """Raise if something beside the input of a loss requires gradients, such as a target.
+    """Raise if something besides the input of a loss requires gradients, such as a target.
 
     Raises:
         PackpropError: With its name, the request ``asked``, why it cannot be, and what to do ``instead``.
@@ -101,7 +101,7 @@ def token_count(loss: ReachedLoss) -> int:
             TOKENS_ASKED,
             name,
             "it is not known that its terms at different positions are independent of each other",
-            "use cross_entropy, binary_cross_entropy_with_logits or mse_loss; or say it: "
+            "use cross_entropy, binary_cross_entropy_with_logits or mse_loss; or declare it: "
             "@packprop.register_loss(MyLoss) on a rule that returns packprop.functions.Loss(class_axis=..., "
             "...), for the class MyLoss of your loss module",
         )
@@ -109,7 +109,7 @@ def token_count(loss: ReachedLoss) -> int:
         raise PackpropError(
             TOKENS_ASKED,
             where,
-            "it takes the rows of all samples in turn with other losses: which tokens they are is not known",
+            "several losses share the rows of the samples: it is not known which tokens the rows are",
             "let each loss take some positions of all samples (hidden.split(size, dim=1))",
         )
     inner, rest = without_classes(layout, shape, rule.class_axis)
@@ -122,8 +122,8 @@ def token_count(loss: ReachedLoss) -> int:
         raise PackpropError(
             TOKENS_ASKED,
             where,
-            "it has one term for each sample: there is no axis of positions beside that of the samples"
-            + ("" if rule.class_axis is not None else " and the last one, which is one token's"),
+            "it has one term for each sample: there is no axis of positions besides that of the samples"
+            + ("" if rule.class_axis is not None else " and the last one, of the entries of a token"),
             "give it an axis of positions: [n, c, t] or [n * t, c] for cross_entropy, [n, t, d] for losses of "
             'a term for each entry; or ask for per="sample"',
         )
@@ -135,7 +135,7 @@ def gradient_by_token(graph: Graph) -> list[Columns]:
     losses = in_order(graph.losses)
     for loss in losses:
         token_count(loss)  # raises before any work
-        why = "which tokens its entries belong to is not known"
+        why = "it is not known which tokens its entries belong to"
         require_constant_arguments(loss, TOKENS_ASKED, why, 'else ask for per="sample"')
     create_graph = torch.is_grad_enabled()
     values = [loss.value for loss in losses]
@@ -155,7 +155,7 @@ def gradient_by_token(graph: Graph) -> list[Columns]:
 
 
 def columns_by_token(graph: Graph, loss: ReachedLoss, entrance: Entrance, values: Tensor) -> Columns:
-    """Split columns ``[m, n, p, c]`` in canonical form by token: ``m`` consecutive ones for each."""
+    """Split columns ``[m, n, p, c]`` in canonical form by token: ``m`` consecutive columns for each token."""
     tokens, (each, samples, positions, classes) = token_count(loss), values.shape
     apart = values.reshape(each, samples, tokens, -1)
 

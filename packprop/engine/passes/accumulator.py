@@ -1,4 +1,4 @@
-"""Results of leaves: packprop takes statistics by chunks of samples, merges them, and hands them over."""
+"""Results of leaves: statistics of chunks of samples, merged, and passed on when a leaf is complete."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Accumulator:
     ) -> None:
         """Take the statistics of one leaf, and merge them into its partial results.
 
-        ``build`` makes the structure of which to take them, by default that of all uses together.
+        ``build`` makes the structure that the statistics are taken of; by default that of all uses together.
         """
         if self._at_once and self._added_at_once(leaf, contributions, tasks, build):
             return
@@ -101,9 +101,9 @@ class Accumulator:
     def _added_at_once(
         self, leaf: Tensor, contributions: list[Contribution], tasks: Sequence[Task], build: Build
     ) -> bool:
-        """Take the statistics of all samples at once, each at a single use; tell whether they fit.
+        """Take the statistics of all samples at once, each at a single use; tell whether they fit into memory.
 
-        An earlier pass has taken the same ones in one chunk: nothing is prepared, joined, split or noted.
+        An earlier pass took the same statistics in one chunk: there is nothing to prepare, join, split or log.
         """
         try:
             structure = build(contributions, slice(None), self._chunk_sizes.held)
@@ -153,7 +153,7 @@ class Accumulator:
                 chunk = torch.tensor(chosen[start:stop], device="cpu") % samples
             structure: Statistical | None = None
             try:
-                given = None if kept is None else kept.take(extent)  # a first pass has kept none of it
+                given = None if kept is None else kept.take(extent)  # a first pass has kept nothing yet
                 structure = build(contributions, chunk, self._chunk_sizes.held) if given is None else given
                 if isinstance(structure, Outer):
                     structure = self._written_in_place(leaf, structure, tasks, columns, extent)
@@ -196,7 +196,7 @@ class Accumulator:
     def _written_in_place(
         self, leaf: Tensor, structure: Outer, tasks: list[Task], columns: Extent, samples: Extent
     ) -> Outer:
-        """Return the structure, with the result to write per-sample gradients to if a task keeps them."""
+        """Return the structure; if a task keeps per-sample gradients, with the result to write them to."""
         kept = [task for task in tasks if task.row.statistic is per_sample_grad]
         if not kept:
             return structure
@@ -204,8 +204,8 @@ class Accumulator:
 
     def _warn_of_halving(self, leaf: Tensor, step: int) -> None:
         warnings.warn(
-            f"The device ran out of memory at parameter {self._graph.name(leaf)!r}; what is finished is kept, "
-            f"and the work goes on with {step} samples at a time.",
+            f"The device ran out of memory at parameter {self._graph.name(leaf)!r}; packprop keeps what is "
+            f"finished, and continues with {step} samples at a time.",
             PackpropWarning,
             stacklevel=2,
         )
@@ -217,7 +217,7 @@ class Accumulator:
     def add_zeros(self, leaf: Tensor, columns: Extent, tasks: Sequence[Task], build: Build) -> None:
         """Account for a leaf that a sweep has not reached: its gradients are zero.
 
-        Every sweep counts its tokens, and ``build`` says which tokens count.
+        Statistics of tokens still count the tokens of the sweep; ``build`` knows which tokens count.
         """
         of_tokens = [task for task in tasks if task.row.seed.by_token]
         tasks = [task for task in tasks if not task.row.seed.by_token]
@@ -277,7 +277,7 @@ class Accumulator:
 
 
 def _with_and_without_tables(contributions: list[Contribution], tasks: list[Task]) -> list[list[Task]]:
-    """Split tasks at a table, whose chunks are small only where a statistic forms a table for each sample."""
+    """Split the tasks of a table: only statistics that form a table for each sample need small chunks."""
     if not looks_up(contributions):
         return [tasks]
     without = [task for task in tasks if task.row.statistic in WITHOUT_TABLES]
@@ -289,7 +289,7 @@ def written_in_place(
 ) -> Outer:
     """Return the structure, with the place in a result to write per-sample gradients to, if they fit there.
 
-    The value of one call for all samples is the result itself, and is not copied.
+    If one call computes the gradients of all samples, its value is the result itself, and needs no such place.
     """
     cotangent = structure.cotangent
     if cotangent is None or structure.fold is not fold_to(leaf.shape):
@@ -313,7 +313,7 @@ def for_grad(leaf: Tensor, total: Tensor, results: Iterable[Any]) -> Tensor:
 def smallest_sums(results: Iterable[tuple[Row, Any]]) -> dict[Seed, Tensor]:
     """Return for each seed the smallest result that its cotangents enter: NaN in a cotangent shows there.
 
-    Where no row sums, the cotangents themselves have been noted.
+    If no row makes such a result, the check has seen the cotangents themselves.
     """
     by_seed: dict[Seed, list[Any]] = {}
     for row, value in results:

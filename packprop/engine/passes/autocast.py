@@ -31,11 +31,11 @@ class AutocastRegions(NamedTuple):
         return cls(tuple(regions))
 
     def switched(self, on: bool) -> contextlib.AbstractContextManager[None]:
-        """Enter the regions again, or leave them."""
+        """Return a context that enters the regions again (``on``), or leaves them."""
         return self._switched(on) if self.regions else NOTHING
 
     def outside(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Return what calls a function with the regions left."""
+        """Return a function that calls the given one outside of the regions."""
         if not self.regions:
             return function
 

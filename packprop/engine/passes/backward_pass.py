@@ -65,7 +65,7 @@ class BackwardPass:
         self.results.finite_check.warn(graph)
 
     def _sweep_in_order(self, gradient_pass: GradientPass) -> None:
-        """Check the request; then compute the Hessian, double backward, inputs, columns, and the gradient."""
+        """Check the request; take the Hessian, other double backward, inputs, columns, then the gradient."""
         graph, results, tasks = self._request.graph, self.results, tasks_by_seed(self._request.extensions)
         require_possible(self._request, tasks)
         sweeps = ColumnSweeps(self._request, results)
@@ -131,7 +131,11 @@ def share_exact_columns(tasks: dict[Seed, list[Task]]) -> Seed:
 
 
 def made_columns(request: Request, tasks: dict[Seed, list[Task]]) -> dict[Seed, list[Columns]]:
-    """Return the columns of all seeds that have any."""
+    """Return the columns of all seeds that consist of columns.
+
+    Raises:
+        PackpropError: If the samples of a loss have no entries.
+    """
     made = {}
     for seed in dict.fromkeys([*request.draws, *tasks]):
         if seed.kind in ("ggn", "empirical", "jacobian") or seed.by_token:

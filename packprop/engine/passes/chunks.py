@@ -31,7 +31,7 @@ ROOM = 2**30
 
 
 SHARE = 8
-"""Weighted columns are many, and gain nothing from more than one part in ``SHARE`` of ``COTANGENTS``."""
+"""Weighted columns get one part in ``SHARE`` of the memory: there are many, and more does not speed them up."""
 
 
 class ChunkSizes(NamedTuple):
@@ -41,10 +41,10 @@ class ChunkSizes(NamedTuple):
         scratch: Bytes of temporary memory for a chunk of samples; a chunk is never less than one sample.
         cotangents: Bytes of cotangents that a vectorised sweep may hold. If two columns take more, packprop
             sweeps columns one at a time.
-        held: Bytes of one sample that an algorithm may hold if another holds less. If the algorithm of a use
-            would hold more, packprop takes the other one. ``None`` for the fastest algorithm in any case.
-        parameters: Number of parameters whose results are formed at once, where results wait for several
-            columns; packprop sweeps all columns again for each such group. ``None`` for all parameters.
+        held: Bytes that an algorithm may hold for one sample. If the fastest algorithm of a use would hold
+            more, packprop takes one that holds less. ``None`` for the fastest algorithm in any case.
+        parameters: Number of parameters whose results are formed at once, if results have to wait for several
+            sweeps; packprop sweeps all columns again for each group of them. ``None`` for all parameters.
     """
 
     scratch: int
@@ -55,7 +55,7 @@ class ChunkSizes(NamedTuple):
     def columns_at_once(self, count: int, uses: Sequence[ReachedUse], weighted: bool) -> int:
         """Return how many columns fit, in chunks of about equal size.
 
-        Many columns at once pay because, for small cotangents, the number of calls decides on the time.
+        Many columns at once are faster because, for small cotangents, the number of calls determines the time.
         """
         entries = sum([shape.numel() for use in uses for shape in use.shapes])
         room = self.cotangents
@@ -75,7 +75,7 @@ class ChunkSizes(NamedTuple):
         if not entries or entries * samples <= memory.matrix_entries():
             return samples  # a second chunk would need another matrix as large, and one for the sum
         fitting = max(1, min(samples, room // (entries * size)))
-        if samples > 2 * fitting:  # so many rows at once would leave the caches before they are added up
+        if samples > 2 * fitting:  # rows of all samples would not stay in the caches until they are summed
             return fitting
         at_once = memory.entries(samples, self.held, whole=True) * samples * size
         return samples if at_once <= room else fitting

@@ -25,7 +25,7 @@ class _Norms(Extension):
 
 
 class _Kept(Extension):
-    """Gradients of samples, where these take no more memory than the inputs and cotangents they come from."""
+    """Gradients of samples, for leaves where they take no more memory than inputs and cotangents."""
 
     savefield = "clipping_rows"
     rows = (Row(GRADIENT, per_sample_grad, over_n=CAT[1], over_v=CAT[0]),)
@@ -57,11 +57,11 @@ class ClippedSums:
         """The tasks at each leaf, by its identity."""
 
     def keeps_contributions(self, leaf: Tensor) -> bool:
-        """Tell whether contributions to a leaf's gradient are kept, and not its gradients of samples."""
+        """Tell whether packprop keeps contributions to a leaf's gradient, rather than per-sample gradients."""
         return id(leaf) not in self._by_rows
 
     def keep(self, leaf: Tensor, contributions: list[Contribution]) -> None:
-        """Keep the contributions to a leaf's gradient, unless its gradients of samples are kept."""
+        """Keep the contributions to a leaf's gradient, unless packprop keeps its per-sample gradients."""
         if self.keeps_contributions(leaf):
             self._contributions[id(leaf)] = contributions
 
@@ -143,7 +143,7 @@ def _leaves_kept_by_rows(request: Request) -> set[int]:
 
 
 def _input_entries(use: ReachedUse, site: Site, request: Request) -> int:
-    """Count the entries of the inputs of an affine use whose norms form per-sample gradients; else return 0."""
+    """Count the input entries of an affine use if its norms form per-sample gradients; else return 0."""
     samples, held = request.graph.samples, request.chunk_sizes.held
     extents = extents_of(use, site, samples, held)
     if extents is None or norms_by_products(extents):

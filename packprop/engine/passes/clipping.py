@@ -29,7 +29,7 @@ from packprop.engine.tensors.precision import widest
 from packprop.errors import BadInput, PackpropError
 
 Per = Literal["all", "module", "parameter"]
-"""The parameters that share a bound: all of them, or those of a module; or each has a bound of its own."""
+"""The parameters that share a bound: all parameters, the parameters of a module, or each one by itself."""
 
 Reduction = Literal["mean", "sum"]
 """A loss as the mean or the sum of the losses of its samples."""
@@ -98,7 +98,7 @@ class Clipping:
                 raise BadInput(
                     ASKED,
                     f"max_norm={bound!r}" + (f" for {name!r}" if name else ""),
-                    "it is no positive number, nor a tensor of one",
+                    "it is no positive number, and no tensor with one entry",
                     "give the largest norm that a sample's gradient may have, as in max_norm=1.0",
                 )
 
@@ -121,7 +121,7 @@ class Clip:
     training: Groups | None = None
 
     def scaled(self, factors: Tensor) -> Tensor:
-        """Return the factors at the scale of training rows ``[n]``, which multiply the parts of samples."""
+        """Return the factors ``[n]`` on the samples' parts of the loss, at the scale of training rows."""
         scale = 1.0 if self.training is None else self.training.of_training
         return factors * (scale.to(factors.device) if isinstance(scale, Tensor) else scale)
 
@@ -159,14 +159,14 @@ def settled(clipping: Clipping, graph: Graph, is_plain: bool, training: Groups |
         raise PackpropError(
             ASKED,
             "backward(create_graph=True), backward(inputs=...) or a compiled step",
-            "packprop computes clipped gradients outside of autograd's own pass, so they have no effect",
+            "packprop computes clipped gradients outside of autograd's own pass, where options have no effect",
             "call backward() alone; leave parameters out by requires_grad=False",
         )
     if graph.units:
         raise PackpropError(
             ASKED,
             "parameters that fully_shard has sharded",
-            "their gradients are handed to the shards by its own backward pass alone",
+            "only its own backward pass hands gradients to the shards",
             "use DistributedDataParallel, where each process clips its own samples",
         )
     require_no_other_pass(graph, ASKED, INSTEAD)
@@ -175,7 +175,7 @@ def settled(clipping: Clipping, graph: Graph, is_plain: bool, training: Groups |
             raise PackpropError(
                 ASKED,
                 f"parameter {graph.name(leaf)!r}, of {leaf.dtype}",
-                "norms are taken of gradients of real parameters",
+                "packprop takes norms of gradients of real parameters only",
                 "make it real, as w = nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(w) in "
                 "the forward pass",
             )
@@ -274,8 +274,8 @@ def _reduction(clipping: Clipping, recorded: Reduction | None) -> Reduction:
         raise BadInput(
             ASKED,
             "the loss",
-            "whether it is the mean or the sum of its samples' losses is not known: no loss function of torch "
-            "with reduction='mean' or 'sum' was recorded, or different ones were",
+            "it is not known whether it is the mean or the sum of its samples' losses: packprop recorded no "
+            "loss function of torch with reduction='mean' or 'sum', or several with different reductions",
             "say which, as in clipped_gradients(..., reduction='mean'), or packprop.extend(loss_function)",
         )
     return found

@@ -1,4 +1,4 @@
-"""Cotangents of one sweep, which wait until those of all uses of a leaf have arrived."""
+"""Cotangents of one sweep, which packprop keeps until all uses of a leaf have theirs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from packprop.engine.passes.request import Task
 
 
 class Collector:
-    """Collects the contributions of one sweep, and adds those of a leaf to the results when all have arrived.
+    """Collects the contributions of one sweep; once a leaf has all of them, adds them to the results.
 
     Args:
         results: Merges the statistics.
@@ -25,8 +25,8 @@ class Collector:
         tasks: The tasks at every leaf.
         last: Whether all results are complete after this sweep.
         columns: The columns of the sweep.
-        first_tasks: Tasks at some leaves, by identity, before ``tasks``.
-        build: Makes the structure of which to take statistics; by default that of all uses of a leaf.
+        first_tasks: Tasks at some leaves, by identity, that come before ``tasks``.
+        build: Makes the structure that statistics are taken of; by default that of all uses of a leaf.
         keep: Called with each leaf and its contributions, before statistics are taken.
     """
 
@@ -52,7 +52,7 @@ class Collector:
         self._seen = {key for key, own in first_tasks.items() if any(t.shows_cotangents for t in own)}
 
     def visit(self, use: ReachedUse, cotangents: list[Tensor | None]) -> None:
-        """Note the cotangents at one use."""
+        """Collect the cotangents at one use; take the statistics of leaves that are complete with it."""
         sites = use.take()
         if not self._shows_in_results:
             leaves = [site.leaf for site in sites if id(site.leaf) not in self._seen]

@@ -70,7 +70,7 @@ class ColumnSweeps:
         last: bool,
         diagonals: OutputDiagonals | None,
     ) -> None:
-        """Sweep some columns of a group; their results are the ``extent`` of all."""
+        """Sweep some columns of a group; ``extent`` is their place among the columns of all groups."""
         start, stop = chunk.start, chunk.stop
         weights = None if group.weights is None else group.weights[start:stop]
         build = joint_structure if weights is None else weighted_squares(weights)
@@ -117,14 +117,14 @@ class ColumnSweeps:
 def sweep_chunk(
     group: Columns, chunk: range, uses: Sequence[ReachedUse], visit: Visit, create_graph: bool = False
 ) -> None:
-    """Sweep some columns of a group; a single one without an axis of columns."""
+    """Sweep some columns of a group; a single column goes without an axis of columns."""
     seeds, batched = group.chunk(chunk.start, chunk.stop), len(chunk) > 1
     given = seeds if batched else [seed[0] for seed in seeds]
     sweep(group.edges, given, uses, visit, SweepOptions(batched=batched, create_graph=create_graph))
 
 
 def columns_at_once(request: Request, group: Columns, uses: Sequence[ReachedUse]) -> int:
-    """Return how many columns one sweep takes: a single one if packprop has to recompute inputs for it."""
+    """Return the number of columns in one sweep: 1 if packprop has to recompute inputs for each sweep."""
     if not request.graph.holds_inputs:
         return 1
     return request.chunk_sizes.columns_at_once(group.count, uses, group.weights is not None)
@@ -155,5 +155,5 @@ def groups_of_uses(request: Request, waits: bool) -> list[list[ReachedUse]]:
         if groups and len(groups[-1][1] | leaves) <= most:
             uses, leaves = groups[-1][0] + uses, groups.pop()[1] | leaves
         groups.append((uses, leaves))
-    # a sweep to so few uses holds the cotangents at all of them: each use is an end
+    # a sweep to a few uses holds the cotangents at all of them, so each use is an end
     return [[replace(use, is_end=True) for use in uses] for uses, _ in groups]

@@ -32,16 +32,16 @@ Contribution = tuple[ReachedUse, Site, list[Tensor | None]]
 
 Build = Callable[[list[Contribution], Samples, int | None], Statistical]
 """Maps the contributions to a leaf, a choice of samples, and the bytes of one sample that an algorithm may
-hold, to the structure of which to take statistics."""
+hold, to the structure that statistics are taken of."""
 
 
 MANY = 8
-"""From this number of uses on, packprop joins them once, and not again for each chunk of samples."""
+"""The number of uses from which on packprop joins them once, and not again for each chunk of samples."""
 
 
 @dataclass(frozen=True)
 class JoinedSite(Site):
-    """One site in place of those of many uses of a leaf, such as the steps of a recurrence.
+    """One site that replaces the sites of many uses of a leaf, such as the steps of a recurrence.
 
     Args:
         whole: Their joint structure, for all samples.

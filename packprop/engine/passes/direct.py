@@ -1,10 +1,10 @@
 """Statistics that are each taken at their use, and saved as soon as a parameter has all of them.
 
 # NOTE [Direct passes]
-Where a kept walk serves a pass, each parameter has one use, and an earlier pass took its statistics of all
-samples and all columns in one chunk, there is nothing to collect, to split or to merge: the value of the one
-chunk is the result. So such a pass goes without the collector and the accumulator, which take a large part of
-the time of a pass through a small model. A clipped pass keeps the collector: its sums wait for all norms.
+A pass has nothing to collect, split or merge if a kept walk serves it, each parameter has one use, and an
+earlier pass took its statistics of all samples and all columns in one chunk: the value of the one chunk is the
+result. So such a pass skips the collector and the accumulator, which take a large part of the time of a pass
+through a small model. A clipped pass keeps the collector: its sums wait for all norms.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ SWEPT = ("gradient", "ggn", "empirical", "none")
 
 
 class Facts(NamedTuple):
-    """The facts that the rows of one sweep tell about its results.
+    """Facts about the results of one sweep, which follow from its rows.
 
     Args:
         shows: The numbers of the rows whose results are smaller than cotangents, and show NaN in these.
-        keeps_one: Whether the value of one partial result is what it was made of, in each row.
+        keeps_one: Whether each row has a value that equals its partial result, if there is only one.
     """
 
     shows: list[int]
@@ -57,7 +57,7 @@ class Facts(NamedTuple):
 
     @classmethod
     def of(cls, tasks: Sequence[Task]) -> Facts:
-        """The facts about the rows of some tasks."""
+        """Return the facts for the rows of some tasks."""
         rows = [task.row for task in tasks]
         return cls(
             [n for n, task in enumerate(tasks) if task.shows_cotangents and task.row.seed != INPUTS],
@@ -67,14 +67,14 @@ class Facts(NamedTuple):
 
 @dataclass
 class Notes:
-    """The notes of a pass for later ones with equal statistics, which are kept if it succeeds.
+    """Notes of a pass for later passes with equal statistics; packprop keeps them if the pass succeeds.
 
     Args:
-        asked: Its rows, and its sizes of chunks.
+        asked: The rows and chunk sizes of the pass.
         samples: The number of samples.
         is_direct: Whether later passes can be direct.
-        facts: What its rows tell, by the seed of their sweep.
-        devices: The types of devices that its leaves are on.
+        facts: The facts about its results, by the seed of their sweep.
+        devices: The types of the devices that its leaves are on.
         summed: Leaves whose gradient packprop sums itself; see NOTE [One product for two].
         others: All other leaves.
     """
@@ -97,9 +97,9 @@ class _Work:
 
     Args:
         tasks: The tasks at each leaf.
-        facts: What their rows tell.
+        facts: The facts about their results.
         uses: The uses that the sweep goes to.
-        ends: Whether the values of leaves are complete after it.
+        ends: Whether the values of leaves are complete after the sweep.
         columns: The columns of the sweep.
         summed: The leaves whose gradient packprop sums, by identity.
     """
@@ -124,10 +124,10 @@ class _Work:
             if self.kept is None and task.row.statistic is per_sample_grad:
                 self.kept = task
         self.left = {id(site.leaf): (use, site) for use in uses for site in use.sites}
-        """The leaves that the sweep has not reached, by identity, each with its use."""
+        """The use and the site of each leaf that the sweep has not reached, by the identity of the leaf."""
 
     def whole(self, values: list[Any]) -> list[Any]:
-        """Return the results that consist of these values of the statistics, of all samples and columns."""
+        """Return the results, made from values of the statistics of all samples and columns."""
         if self.facts.keeps_one:
             return values
         return [whole(value, row.over_v, row.over_n) for value, row in zip(values, self.rows, strict=True)]
@@ -139,7 +139,7 @@ class DirectPass:
     Args:
         request: The request of the pass, through a graph that a kept walk has found.
         saver: Saves the values.
-        reuses: Whether values may take the memory of those that they replace.
+        reuses: Whether values may overwrite the values of an earlier pass in memory.
     """
 
     def __init__(self, request: Request, saver: ResultSaver, reuses: bool) -> None:
@@ -147,7 +147,7 @@ class DirectPass:
         self.tasks = tasks_by_seed(request.extensions)
         """The rows of all extensions, by seed."""
         rows: list[Row] = []
-        self._numbers: dict[Extension, int] = {}  # of the rows of each extension
+        self._numbers: dict[Extension, int] = {}  # how many rows each extension has
         self._is_simple, self._has_rows = True, False
         for seed, tasks in self.tasks.items():
             self._is_simple &= seed.kind in SWEPT
@@ -160,7 +160,7 @@ class DirectPass:
                 self._has_rows |= row.statistic is per_sample_grad
         self.is_of_gradients = list(self.tasks) == [GRADIENT]
         """True if all values are statistics of the gradient, so that the user's pass is the only sweep."""
-        if not self.is_of_gradients and INPUTS in self.tasks:  # they are taken along with columns
+        if not self.is_of_gradients and INPUTS in self.tasks:  # a pass takes them along with columns
             self._is_simple &= not self.tasks.keys() <= {INPUTS, GRADIENT}
         self._asked, self._notes = (rows, request.chunk_sizes), None
         for notes in request.graph.notes:
@@ -175,7 +175,7 @@ class DirectPass:
         self._spare: dict[tuple[Extension, int], Tensor] | None = None
 
     def notes(self) -> Notes | None:
-        """Return the notes of an ordinary pass; ``None`` if it need not take any."""
+        """Return notes for an ordinary pass to complete; ``None`` if later passes need none."""
         if self._notes is not None or not self._is_simple:
             return None
         graph = self._request.graph
@@ -191,8 +191,8 @@ class DirectPass:
     def run(self, backward: Backward) -> bool:
         """Sweep the columns, run the user's own pass, and take the statistics along with both.
 
-        Return ``False``, before any work but that of making columns, which the request takes over, if the
-        columns of a seed do not fit into one sweep.
+        Return ``False`` if the columns of a seed do not fit into one sweep. packprop has then done nothing but
+        make columns, and leaves them in the request.
         """
         graph, notes = self._request.graph, self._notes
         assert notes is not None
@@ -219,7 +219,7 @@ class DirectPass:
         self, tasks: dict[Seed, list[Task]], inputs: list[Task], notes: Notes, waits: bool
     ) -> bool:
         """Sweep all columns; ``waits``: the values of leaves are not complete afterwards."""
-        request, uses = self._request, self._request.graph.uses  # a pass with equal rows has shown it possible
+        request, uses = self._request, self._request.graph.uses  # an earlier pass checked the request
         roots = made_columns(request, tasks)
         if not all(are_one_sweep(request, groups) for groups in roots.values()):
             request.drawn.update(roots)
@@ -260,7 +260,7 @@ class DirectPass:
             hand_over([(leaf, self._gradients.pop(id(leaf))) for leaf in reached])
 
     def _visit(self, work: _Work, use: ReachedUse, cotangents: list[Tensor | None]) -> None:
-        """Take the statistics of the leaves of a use; save them if the values of these leaves end with them."""
+        """Take the statistics of the leaves of a use; save the values of these leaves if they are complete."""
         if self._spare is None:
             self._spare = self._saver.take_off(self._request.extensions, self._reuses and self._has_rows)
         if not work.facts.shows:
@@ -309,7 +309,7 @@ class DirectPass:
         return work.whole(values)
 
     def _save_zeros(self, leaf: Tensor, work: _Work) -> None:
-        """Save the values of a leaf that the user's pass, which has freed its use, has not reached."""
+        """Save the values of a leaf that the user's pass did not reach: the gradient is zero, the use freed."""
         shape = 1, self._request.graph.samples, *leaf.shape
         zeros = Dense(leaf.new_zeros(shape, dtype=accumulation_dtype(leaf.dtype)))
         with torch.no_grad():
@@ -323,12 +323,12 @@ class DirectPass:
 
     @staticmethod
     def _drop_spares(spare: dict[tuple[Extension, int], Tensor], leaf: Tensor, work: _Work) -> None:
-        """Free results of an earlier pass that no value takes the place of, before the values are made."""
+        """Free the results of an earlier pass that no new value overwrites, before the new values are made."""
         for task in work.tasks:
             spare.pop((task.extension, id(leaf)), None)
 
     def _in_chunks(self, work: _Work, contribution: Contribution) -> list[Any]:
-        """Return the results of some tasks for one leaf in chunks: those of all samples exceeded the memory."""
+        """Return the results of some tasks for one leaf, in chunks: all samples at once exceeded the memory."""
         leaf, found = contribution[1].leaf, dict[Extension, list[Any]]()
         results = Accumulator(self._request, lambda _, values: found.update(values), None, dict)
         tasks = [self._request.summed, *work.tasks] if id(leaf) in work.summed else work.tasks

@@ -14,11 +14,11 @@ from packprop.engine.tensors.nesting import tensors_in
 from packprop.errors import PackpropWarning
 
 FEW = 256
-"""Entries of a result up to which the check keeps the result itself, and looks at all of them together."""
+"""The check keeps results of up to this number of entries as they are, and looks at them all at the end."""
 
 
 def smallest_tensor(results: Iterable[Any]) -> Tensor | None:
-    """Return the tensor with the fewest entries inside of some results; ``None`` if none has any."""
+    """Return the tensor with the fewest entries among some results; ``None`` if no tensor has entries."""
     smallest: Tensor | None = None
     for result in results:
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):

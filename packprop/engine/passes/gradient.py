@@ -25,11 +25,11 @@ from packprop.engine.tensors.hooks import NOTHING
 from packprop.errors import PackpropError
 
 WORTH_SUMMING = 2**22
-"""From this number of multiplications on, it pays to avoid computing a weight's gradient twice."""
+"""The number of multiplications from which on it pays not to compute a weight's gradient twice."""
 
 
 Backward = Callable[[Sequence[Tensor] | None], None]
-"""Runs the user's own pass, for some leaves only if they are given."""
+"""Runs the user's own pass: for the given leaves, or for all leaves if it gets ``None``."""
 
 
 def changed_gradient() -> PackpropError:
@@ -111,7 +111,7 @@ class GradientPass:
         graph = self._request.graph
         self._require_parameters_alone(ASKED, "its gradient would not be clipped")
         sums = ClippedSums(self._request, clip, self._results)
-        for use in graph.uses:  # until all norms are known
+        for use in graph.uses:  # uses wait until all norms are known
             use.waits |= any(sums.keeps_contributions(site.leaf) for site in use.sites)
         collector = Collector(
             self._results, graph.uses, tasks, last=True, first_tasks=sums.tasks, keep=sums.keep
@@ -125,7 +125,7 @@ class GradientPass:
         self._sweep_apart(collector, take)
 
     def _require_parameters_alone(self, asked: str, why: str) -> None:
-        """Raise if a tensor requires gradients, and is no parameter of a use or of a term without samples."""
+        """Raise if a tensor requires gradients, but is no parameter of a use or of a term without samples."""
         graph = self._request.graph
         leaves = graph.leaves()
         _, others = graph.split_leaves(leaves)
@@ -217,7 +217,7 @@ def hand_over(gradients: list[tuple[Tensor, Tensor]]) -> None:
 def summed_leaves(
     request: Request, statistics: Sequence[Callable[..., Any]]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the leaves whose gradient packprop sums from per-sample ones, and those left to autograd.
+    """Return the leaves whose gradient packprop sums from per-sample gradients, and all other leaves.
 
     # NOTE [One product for two]
     The per-sample gradients of a weight that is shared over positions cost as many multiplications as the

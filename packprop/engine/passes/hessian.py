@@ -32,9 +32,9 @@ from packprop.types import EXACT, Seed
 
 
 def add_hessian(sweeps: ColumnSweeps, tasks: list[Task], roots: list[Columns] | None) -> list[Columns] | None:
-    """Add all parts of the Hessian's diagonals except the diagonal of the GGN.
+    """Add the diagonals of the Hessian to the results; see NOTE [Hessian diagonal].
 
-    Returns the columns of the GGN if all leaves still need their sweep. See NOTE [Hessian diagonal].
+    Returns the columns of the GGN if all leaves still need their sweep, which is then left to the caller.
     """
     graph, create_graph = sweeps.request.graph, sweeps.request.create_graph
     per_sample = any(task.row.over_n.grows or task.extension.subsampling is not None for task in tasks)
@@ -70,10 +70,10 @@ def add_hessian(sweeps: ColumnSweeps, tasks: list[Task], roots: list[Columns] | 
 
 
 def _add_terms(sweeps: ColumnSweeps, tasks: list[Task], routes: Routes, per_sample: bool) -> None:
-    """Add the terms that no sample enters to diagonals of the whole loss, but not to those of samples."""
+    """Add the terms that no sample enters to diagonals of the whole loss, not to diagonals of samples."""
     graph = sweeps.request.graph
     whole = [task for task in tasks if not task.row.over_n.grows and task.extension.subsampling is None]
-    there = [] if per_sample else routes.parameter  # their diagonals are those of the whole loss already
+    there = [] if per_sample else routes.parameter  # their diagonals contain these terms already
     leaves = [leaf for leaf in graph.leaves() if not any(leaf is other for other in there)]
     for leaf, values in term_diagonals(graph, leaves if whole else [], sweeps.request.create_graph):
         sweeps.results.finite_check.note([leaf], [values])

@@ -14,10 +14,10 @@ from packprop.engine.passes.request import Task
 class Kept:
     """Chunks of samples between two passes over one parameter; see NOTE [Second pass].
 
-    A single chunk of all samples is kept unchanged. Of several chunks, the per-sample gradients are kept if the
-    first pass has formed them, the second pass needs nothing else, and they take no more memory than cotangents
-    may: reading them again is faster than reading the inputs and cotangents that they come from. In all other
-    cases nothing is kept.
+    packprop keeps a single chunk of all samples unchanged. If there are several, it keeps their per-sample
+    gradients if the first pass has formed them, the second pass needs nothing else, and they take no more
+    memory than cotangents may: it is faster to read them than the inputs and cotangents that they come from. In
+    all other cases it keeps nothing.
 
     Args:
         chunk_sizes: The limit on memory.

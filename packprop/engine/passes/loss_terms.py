@@ -44,7 +44,7 @@ def reduction_of(call: RecordedLoss) -> Literal["mean", "sum"] | None:
 def _arguments(call: RecordedLoss) -> dict[str, Any]:
     given = inspect.signature(call.function).bind(*call.args, **call.kwargs)
     given.apply_defaults()
-    of_module = getattr(call.function, "reduction", None)  # of a loss module of one's own
+    of_module = getattr(call.function, "reduction", None)  # of a user's own loss module
     return given.arguments if of_module is None else {"reduction": of_module, **given.arguments}
 
 

@@ -1,4 +1,4 @@
-"""Values for no samples: an empty batch, which Poisson sampling may draw, or an empty subset of one.
+"""Values for no samples: an empty batch, which Poisson sampling may draw, or an empty subset of a batch.
 
 Values of samples have no rows, ``[0, *p]``. Sums over samples are zero. The variance of no rows is NaN, like
 any mean over nothing. Samples without entries, such as sequences of length zero, have rows of zeros.
@@ -100,7 +100,7 @@ def saved_nothing(
     create_graph: bool = False,
     is_plain: bool = True,
 ) -> bool:
-    """Save the values, and tell the norms, if no sample of the pass has an entry; return whether this is so.
+    """Tell whether no sample of the pass has an entry; if so, save the values, and report the norms.
 
     Args:
         graph: The graph of the pass.
@@ -126,8 +126,8 @@ def saved_nothing(
                 f"{extension.name}() was asked for.",
                 f"the loss's input, of shape {list(model_outputs(graph)[0].shape)}",
                 ("its samples have no entries: " if samples else "the batch is empty: ") + why,
-                "leave it out of this pass, or leave the pass out (`if len(x):`); to a data set that "
-                "packprop.compute goes through, an empty batch adds nothing",
+                "leave it out of this pass, or skip the pass (`if len(x):`); in packprop.compute, an empty "
+                "batch adds nothing to the values of a data set",
             )
     require_indices(extensions, samples)
     clip = None if clipping is None else settled(clipping, graph, is_plain)

@@ -52,7 +52,7 @@ class PartialResults:
         return task.index in self._partial.get((id(task.extension), id(leaf)), {})
 
     def end_first_pass(self, leaf: Tensor, tasks: Sequence[Task]) -> None:
-        """Replace the results of a first pass, once, by those of ``after``; see NOTE [Second pass].
+        """Replace the results of a first pass, once, by the results of ``after``; see NOTE [Second pass].
 
         ``after`` needs the same memory for chunks of any size.
         """
@@ -67,7 +67,7 @@ class PartialResults:
                     self._first_pass[key] = after(results)
 
     def first_pass(self, leaf: Tensor, extension: Extension) -> list[Any]:
-        """Return the results that ``end_first_pass`` made, or those of earlier passes."""
+        """Return the results that ``end_first_pass`` made, or the results of earlier passes."""
         if self._known is not None:
             return self._known(leaf, extension)
         return self._first_pass[id(extension), id(leaf)]

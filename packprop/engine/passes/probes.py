@@ -107,7 +107,7 @@ def require_alone(probes: Any, has_budget: bool, joins_ranks: bool) -> None:
     """Raise if probes are combined with a memory budget or with ranks.
 
     Raises:
-        BadInput: With the one of the two.
+        BadInput: With the argument that probes exclude.
     """
     instead = "leave one of the two out"
     if probes is not None and has_budget:
@@ -139,7 +139,7 @@ def by_groups(
             "backward(create_graph=True), backward(inputs=...) or a compiled step",
             "with probes, packprop computes .grad outside of autograd's own pass, so these options have no "
             "effect on it",
-            "call backward() alone, or take a pass over the probes for themselves",
+            "call backward() alone, or take a separate pass over the probes",
         )
     groups = groups_of(graph, probes)
     return for_groups(extensions, groups), groups
@@ -239,7 +239,7 @@ def indices_of(probes: Any, samples: int) -> list[int]:
         raise BadInput(
             ASKED,
             f"probes={probes!r}"[:200],
-            f"they are no indices of one or more different samples of the {samples} in the batch, nor a mask",
+            f"they are no indices of different samples in the batch of {samples}, and no mask",
             f"give whole numbers from {-samples} to {samples - 1}, or one bool for each sample",
         )
     return indices

@@ -42,8 +42,8 @@ class Request:
             NOTE [Second reading] (``applications/dataset/parts.py``).
         groups: Training rows and probes, if there are probes; see NOTE [Probe rows].
         clip: The bounds on gradients of samples, if they are clipped; see NOTE [Clipping].
-        is_whole: Whether an earlier pass took all statistics of all samples at once, each at a single use: so
-            does this one, without looking for the sizes of chunks.
+        is_whole: Whether an earlier pass took every statistic of all samples at once, at a single use. This
+            pass then does the same, and computes no chunk sizes.
     """
 
     graph: Graph
@@ -75,7 +75,7 @@ class Task:
 
     @property
     def shows_cotangents(self) -> bool:
-        """Tell whether NaN in any cotangent shows in the result, and the result is looked at."""
+        """Tell whether NaN in any cotangent shows in the result, and packprop checks the result."""
         return (self.row.sums or self.row.condenses) and self.extension.subsampling is None
 
 
@@ -96,7 +96,7 @@ SUMMED, TOTAL = _SummedGradient(), _TotalGradient()
 
 
 def task_of(extension: Extension, groups: Groups | None = None, factor: Tensor | float = 1.0) -> Task:
-    """Return the task of an extension of one row; with probes for training rows alone, times a factor."""
+    """Return the task of an extension with one row; with probes, for training rows alone and times a factor."""
     if groups is not None:
         extension = OfGroup(extension, groups.training, factor)
     return Task(extension, 0, extension.rows[0])
@@ -123,7 +123,7 @@ def settle_loss_inputs(graph: Graph, extensions: Sequence[Extension], kept: bool
 
 
 def settle_for_seeds(graph: Graph, seeds: Iterable[Seed], kept: bool = False) -> None:
-    """``settle_loss_inputs`` for extensions whose rows have these seeds."""
+    """Do the work of ``settle_loss_inputs``, for extensions whose rows have these seeds."""
     if any(seed not in (GRADIENT, INPUTS) for seed in seeds):
         require_loss_inputs(graph)
     elif not kept:
@@ -196,8 +196,8 @@ def _require_real_numbers(request: Request) -> None:
             raise PackpropError(
                 f"{extension.name}() was asked for.",
                 f"parameter {request.graph.name(parameter)!r}, of {parameter.dtype}",
-                "squares and products of gradients are defined for real parameters: a complex one has two real "
-                "entries for each of its own",
+                "squares and products of gradients are defined for real parameters: an entry of a complex one "
+                "stands for two real entries",
                 "make it real, as w = nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(w) in "
                 "the forward pass; BatchGrad takes complex parameters as they are",
             )
@@ -214,8 +214,8 @@ def _require_second_passes(extensions: Sequence[Extension]) -> None:
                 raise BadInput(
                     f"{extension.name}() was asked for.",
                     f"row {index}, which comes after others",
-                    "a second pass is one over the columns of the first",
-                    "make it the last row, of a seed that is swept, behind rows of that seed or of inputs",
+                    "a second pass goes over the columns of the first pass",
+                    "make it the last row, with a seed that is swept, after rows of that seed or of inputs",
                 )
 
 

@@ -70,7 +70,7 @@ class SampleMemory:
     def entries(self, samples: int, held: int | None, whole: bool = False) -> int:
         """Count the entries of temporary tensors that all contributions take for each of ``samples``.
 
-        ``whole``: for all samples at once. Per-sample gradients that one call computes are the result then.
+        ``whole``: for all samples at once. Per-sample gradients from one call are then the result: not counted.
         """
         return sum([self._entries_of(each, samples, held, whole) for each in self.contributions])
 

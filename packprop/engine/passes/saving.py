@@ -48,8 +48,8 @@ class ResultSaver:
         A training loop leaves the results of a step on the parameters until the next step replaces them.
         packprop removes them first, so that both are never alive at once. On a CPU the process pays for fresh
         memory page by page, which takes a large part of the time of per-sample gradients. There, packprop
-        overwrites results that nobody else holds. Under a budget it does not: such results would be alive from
-        the start of the pass, when a step without them has room for activations.
+        overwrites results that nobody else holds. It does not do so under a budget: such results would be alive
+        from the start of the pass, when the step needs their memory for activations.
         """
         spare: dict[tuple[Extension, int], Tensor] = {}
         leaves, shards = self._graph.leaves(), self._graph.shards
@@ -69,7 +69,7 @@ class ResultSaver:
         results: dict[Extension, list[Any]],
         counts: Mapping[Extension, int] = MappingProxyType({}),
     ) -> None:
-        """Save all values of one leaf; ``counts``: the samples of each extension, if not those of the pass."""
+        """Save all values of one leaf; ``counts``: samples of each extension, if not those of the graph."""
         for extension, values in results.items():
             samples = counts.get(extension, self._graph.samples)
             if extension.subsampling is not None and extension not in counts:
@@ -82,7 +82,7 @@ class ResultSaver:
             dtype = extension.dtype_of(leaf.dtype)
             if isinstance(value, Tensor):
                 value = _saved(value, dtype)
-            elif not callable(value):  # products keep the tensors that they read as they are
+            elif not callable(value):  # products keep the tensors that they read unchanged
                 if without_correlations(extension, value, leaf.shape):
                     self._diagonal.setdefault(extension, []).append(self._graph.name(leaf))
                 value = map_tensors(functools.partial(_saved, dtype=dtype), value)
@@ -141,8 +141,8 @@ def warn_of_diagonals(extension: Extension, names: Sequence[str]) -> None:
     """Warn, once, of parameters with a diagonal in place of a factor that would be too large."""
     shown = ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     warnings.warn(
-        f"{extension.name}: factors of more than 2^14 rows are kept as their diagonals, of {shown}. "
-        "otherwise='diagonal' says that this is meant; 'skip' leaves them out, 'error' refuses them.",
+        f"{extension.name}: factors of more than 2^14 rows are kept as their diagonals, for {shown}. "
+        "otherwise='diagonal' does this without a warning; 'skip' leaves them out, 'error' refuses them.",
         PackpropWarning,
         stacklevel=2,
     )
@@ -173,7 +173,7 @@ def _saved(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def factor_of(call: str, loss_scale: Any) -> float | Tensor | None:
-    """Check a factor on the loss, as given to ``call``; ``None`` for 1. The value of a tensor is not checked.
+    """Check and return the factor on the loss given to ``call``, without reading a tensor; ``None`` for 1.
 
     Raises:
         BadInput: If the factor is not a positive number, or a tensor of one entry.
@@ -186,6 +186,6 @@ def factor_of(call: str, loss_scale: Any) -> float | Tensor | None:
     raise BadInput(
         f"{call}(loss_scale=...) was entered.",
         f"loss_scale={loss_scale!r}",
-        "it is no positive number, nor a tensor of one",
+        "it is no positive number, and no tensor with one entry",
         "give what the loss was multiplied by: 1 / steps under accumulation, scaler.get_scale() of a scaler",
     )

@@ -11,7 +11,7 @@ from packprop.engine.tensors.objects import Apart, apart, together
 from packprop.errors import BadInput
 
 LossFunction = Callable[[Any, Any], Tensor]
-"""From outputs and targets to the loss."""
+"""Maps outputs and targets to the loss."""
 
 LABELS = "labels"
 """The key of the targets in a batch that is one mapping, as training loops for Hugging Face models have it."""
@@ -56,7 +56,7 @@ def _instance_of(value: Any) -> str:
 def call(model: Callable[..., Any], inputs: Any) -> Any:
     """Call the model on a tensor, or on a tuple, list or mapping of arguments.
 
-    A data loader makes a list of what a data set gives as a tuple. An object goes into the model whole.
+    A data loader turns a tuple of a data set into a list. An object goes into the model whole.
     """
     return _called(model, together(inputs))
 
@@ -109,7 +109,7 @@ def outputs_and_loss(
 
 
 def _loss_among(outputs: Any) -> Any:
-    """Return the loss in a model's output, if it is there in one of the usual ways."""
+    """Return the loss in a model's output, if it is in one of the usual places."""
     if isinstance(outputs, Tensor):
         return outputs if outputs.dim() == 0 else None
     if isinstance(outputs, Mapping):

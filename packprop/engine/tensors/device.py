@@ -57,7 +57,7 @@ def _module_with(name: str, device: torch.device) -> Any:
 
 
 LARGEST_BLOCK = 2**25 - 2**16
-"""The largest block that glibc learns from, less room for what glibc puts around it."""
+"""The largest block that glibc learns from, less room for glibc's own data around it."""
 
 
 @functools.cache
@@ -65,14 +65,14 @@ def keep_freed_pages() -> None:
     """Make the C library keep freed memory, once in a process.
 
     # NOTE [Freed pages]
-    Sweeps make and drop tensors of some MiB by the hundred. glibc maps such blocks one by one, and returns them
-    and the end of its heap to the system, so the process pays for each page again; a sweep may take twice the
-    time for that. glibc stops doing so once a block of their size, up to 32 MiB, has been freed. From then on
-    it keeps 64 MiB at most, as in any program that frees a tensor of that size. The storage made here is such a
+    Sweeps make and drop hundreds of tensors of some MiB. glibc maps such blocks one by one, and returns them
+    and the end of its heap to the system, so the process pays for each page again; this may double the time of
+    a sweep. glibc stops doing so once a block of their size, up to 32 MiB, has been freed. From then on it
+    keeps 64 MiB at most, as in any program that frees a tensor of that size. The storage made here is such a
     block. Nobody touches it, so it takes no memory. packprop does not make it under a budget.
 
-    Freed blocks within the heap stay as well, whatever their size in sum. A check of a first pass would leave
-    100 MiB of them in a language model whose pass needs 320. ``return_freed_pages`` returns them.
+    Freed blocks within the heap stay as well, whatever their total size. The checks of a first pass would leave
+    100 MiB of them in a language model whose pass needs 320 MiB. ``return_freed_pages`` returns them.
     """
     torch.UntypedStorage(LARGEST_BLOCK)
 
@@ -86,5 +86,5 @@ def return_freed_pages() -> None:
 
 @functools.cache
 def _trim() -> Callable[[int], int] | None:
-    """Return the function of the C library; ``None`` where it has none."""
+    """Return ``malloc_trim`` of the C library; ``None`` where there is none."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None

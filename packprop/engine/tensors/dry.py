@@ -1,4 +1,4 @@
-"""Tensors without data, dry runs over them, and checks of data, which find no fault there."""
+"""Tensors without data, dry runs on them, and checks of data, which find no fault in a dry run."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """The description of a tensor."""
+        """Return the description of a tensor."""
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
     def make(self, device: torch.device) -> Tensor:
-        """A tensor that fits the description; its data mean nothing."""
+        """Return a tensor that fits the description; its data mean nothing."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         return made.requires_grad_(self.requires_grad)
 
 
 def dry_run(device: str, of_batch: Set[int] = frozenset()) -> AbstractContextManager[object]:
-    """Inside, tensors have no data, and are treated as if on ``device``. Checks of data find no fault.
+    """Make a dry run inside: tensors have no data, and count as if on ``device``. Checks of data find no fault.
 
     Args:
         device: The type of device that the run stands in for.
-        of_batch: Storages that the batch decides on, by ``storage_key``, while they are alive.
+        of_batch: Storages whose data the batch would determine, by ``storage_key``, while they are alive.
     """
     return setting(_DRY_RUN, _DryRun(device, of_batch))
 
 
 def dry_run_device() -> str | None:
-    """The type of device that the dry run stands in for; ``None`` outside of a dry run."""
+    """Return the type of device that the dry run stands in for; ``None`` outside of a dry run."""
     run = _DRY_RUN.get()
     return None if run is None else run.device
 
@@ -67,7 +67,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def is_of_batch(tensor: Tensor) -> bool:
-    """Tell whether the batch of a dry run decides on a tensor without data."""
+    """Tell whether the batch of a dry run would determine the data of a tensor."""
     run = _DRY_RUN.get()
     return run is not None and storage_key(tensor) in run.of_batch
 
@@ -80,13 +80,13 @@ def is_dry_run() -> bool:
 def has_fault(condition: Tensor) -> bool:
     """Tell whether a condition of one entry, which is true for faulty data, holds; never in a dry run.
 
-    It does not hold in a traced pass either: the pass notes it, and checks it after each replay.
+    It is false in a traced pass as well: the pass notes the condition, and checks it after each replay.
     """
     return not is_dry_run() and not note_fault(condition) and bool(condition)
 
 
 def chunk_starts(count: int, step: int) -> list[int]:
-    """Return where chunks begin. Without data a few stand for all; see ``stands_for_all``."""
+    """Return the starts of chunks; in a dry run only of the few that stand for all, see ``stands_for_all``."""
     starts = [*range(0, count, step)]
     return [start for start in starts if not is_dry_run() or stands_for_all(start, step, count)]
 
@@ -94,14 +94,14 @@ def chunk_starts(count: int, step: int) -> list[int]:
 def stands_for_all(start: int, step: int, count: int) -> bool:
     """Tell whether a dry run runs the chunk that begins here: the first, the last, and one between the two.
 
-    The first meets no results and the others do. The second is like the last, unless that is a smaller one.
+    The first chunk differs because there are no results yet. The last one may be smaller than the second.
     """
     last = (count - 1) // step * step
     return start in (0, last) or (start == step and count % step != 0)
 
 
 def extremes(tensor: Tensor) -> list[Tensor]:
-    """Return the smallest and the largest entry of a tensor: NaN and infinity show in them. Traced, its sum."""
+    """Return the smallest and largest entry of a tensor, which show NaN and infinity; if traced, its sum."""
     if not tensor.numel():
         return []
     values = tensor.detach() if tensor.requires_grad else tensor
@@ -118,9 +118,9 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether all of some real tensors are finite; waits for each device once. Without data, they are.
+    """Tell whether all of some real tensors are finite; waits for each device once.
 
-    They also are in a traced pass, which notes a condition that shows after a replay.
+    It is true in a dry run, and in a traced pass, which notes a condition to check after each replay.
     """
     if is_dry_run():
         return True

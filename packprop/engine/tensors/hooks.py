@@ -6,11 +6,11 @@ a Hessian. Hooks on tensors, nodes and modules belong to the user's pass alone. 
 each hook has a stand-in that does nothing, in the dictionary in which autograd looks up the hook. So a hook
 that is removed meanwhile is gone, and the order stays. Nothing shows the hooks of a node, but the handle of any
 hook on it knows this dictionary. ``retain_grad`` cannot be switched off: packprop drops the ``.grad`` that it
-leaves before the next one is added to it, and puts back the user's own one in the end. A node that does
-something else besides only hands its gradients on in the meantime.
+leaves before the next gradient is added to it, and restores the user's own at the end. A node that also does
+something else only hands its gradients on in the meantime.
 
 ``Tensor._backward_hooks`` is the dictionary of a tensor. It is private, and only this file uses it: the public
-API lets only the owner of a hook take it off.
+API lets only the owner of a hook remove it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def dictionary_of(tensor: Tensor) -> HookDictionary | None:
-    """The hooks on a tensor; nothing if it never had one."""
+    """Return the hooks on a tensor; ``None`` if it never had one."""
     hooks: HookDictionary | None = tensor._backward_hooks
     return hooks
 
@@ -46,7 +46,7 @@ def is_hooked(tensor: Tensor) -> bool:
 
 
 def hooked(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return those of some tensors at which user code runs when a gradient arrives."""
+    """Return the tensors among some at which user code runs when a gradient arrives."""
     return [tensor for tensor in tensors if tensor._backward_hooks or tensor.retains_grad]
 
 
@@ -93,7 +93,7 @@ class Hooks:
     Args:
         tensors: Tensors that have hooks, or retain their gradient.
         dictionaries: Further hooks, as autograd keeps them.
-        doers: Nodes that hand gradients on and do something else besides, each with what hands them on.
+        doers: Nodes that hand gradients on and also do something else, each with a function that only hands on.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Hooks:
 
     @contextlib.contextmanager
     def _replaced(self, replacement: Callable[[Any], Any]) -> Iterator[None]:
-        """Give each hook another function in its place inside."""
+        """Put another function in the place of each hook inside."""
         own = [dict(hooks) for hooks in self.dictionaries]
         for hooks in self.dictionaries:
             for number, hook in hooks.items():
@@ -187,11 +187,11 @@ class Hooks:
 
 
 NO_HOOKS = Hooks()
-"""Those of a part without any."""
+"""The hooks on a part of the graph that has none."""
 
 
 def _is_own(hook: Any) -> bool:
-    """Tell whether a hook is packprop's, which does not stand in for one of the user's."""
+    """Tell whether a hook is packprop's own, and not a stand-in for a hook of the user."""
     while isinstance(hook, partial) and hook.func is not _unchanging:
         hook = hook.func
     return hook is not _stand_in and str(getattr(hook, "__module__", "")).startswith("packprop.")
@@ -226,5 +226,5 @@ def _unchanging(hook: Callable[..., Any], error: Callable[[], PackpropError], *g
 
 
 def _listed(gradients: Any) -> list[Any]:
-    """The tensors among the gradients of a tensor or a node."""
+    """Return the gradients of a tensor or a node as a list, without ``None``."""
     return [each for each in (gradients if isinstance(gradients, tuple) else [gradients]) if each is not None]

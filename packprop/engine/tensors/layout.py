@@ -26,9 +26,9 @@ class Rows:
         self.most = max(1, int(counts.max()))
         """The largest number of rows of a sample, at least one."""
         self.places = sample_of * self.most + slots
-        """The place of each row among those of all samples, each filled up to the most ``[k]``."""
+        """The place ``[k]`` of each row, with every sample filled up to ``most`` rows."""
         self.sources = torch.full((samples * self.most,), len(sample_of), device="cpu")
-        """The row that stands in each place; the number of rows if there is none ``[n * most]``."""
+        """The row at each place ``[n * most]``; the number of rows where there is none."""
         self.sources[self.places] = torch.arange(len(sample_of), device="cpu")
 
 
@@ -39,9 +39,9 @@ class Layout(NamedTuple):
         axis: The axis of extent ``samples * parts``; ``None`` if the whole tensor is one sample.
         samples: Number of samples.
         parts: Number of shared positions folded into the same axis.
-        major: Says that the sample index varies slower than the part index.
-        rows: The sample of each row along the axis, if they are in no order. ``parts`` is then the largest
-            number of rows of a sample; zeros fill up the others.
+        major: Whether the sample index varies more slowly than the part index.
+        rows: The sample of each row along the axis, if rows are in no order. ``parts`` is then the largest
+            number of rows of a sample; zeros fill up samples with fewer rows.
         joined: The extents of the axes from ``axis`` on that the rows run along, one after the other, if there
             are several.
     """
@@ -60,7 +60,7 @@ class Layout(NamedTuple):
 
     @property
     def behind(self) -> int:
-        """The first axis behind those of the samples."""
+        """The first axis after the axes of the samples."""
         return 0 if self.axis is None else self.axis + (len(self.joined) or 1)
 
     @property
@@ -83,23 +83,23 @@ class Layout(NamedTuple):
         if self.parts == 1:
             return tensor if axis == skip else tensor.movedim(axis, skip)
         split = (self.samples, self.parts) if self.major else (self.parts, self.samples)
-        tensor = torch.unflatten(tensor, axis, split)  # the method of tensors is Python around it
+        tensor = torch.unflatten(tensor, axis, split)  # faster than the method, which is written in Python
         axis = axis if self.major else axis + 1
         return tensor if axis == skip else tensor.movedim(axis, skip)
 
     def front_shape(self, shape: torch.Size) -> torch.Size:
-        """The shape of what ``to_front`` returns for a tensor of ``shape``."""
+        """Return the shape that ``to_front`` gives a tensor of ``shape``."""
         if self.axis is None:
             return torch.Size([1, *shape])
         parts = [self.parts] if self.folded else []
         return torch.Size([self.samples, *shape[: self.axis], *parts, *shape[self.behind :]])
 
     def entries_of_sample(self, shape: torch.Size) -> int:
-        """The entries of each sample in front form of a tensor of ``shape``."""
+        """Count the entries of each sample in a tensor of ``shape``, in front form."""
         return shape.numel() // self.samples if self.rows is None else self.front_shape(shape)[1:].numel()
 
     def from_front(self, tensor: Tensor, skip: int = 0) -> Tensor:
-        """The inverse of ``to_front``."""
+        """Undo ``to_front``."""
         if self.axis is None:
             return tensor.squeeze(skip)
         axis = self.axis + skip
@@ -112,14 +112,14 @@ class Layout(NamedTuple):
         return tensor.movedim(skip, axis if self.major else axis + 1).flatten(axis, axis + 1)
 
     def broadcast(self, values: Tensor, dims: int) -> Tensor:
-        """Values for each sample ``[n]``, broadcast against a tensor of ``dims`` axes."""
+        """Return values for each sample ``[n]``, shaped to broadcast against a tensor of ``dims`` axes."""
         rows = values[self.sample_of(values.device)]
         if self.axis is None:
             return rows.reshape([1] * dims)
         return rows.reshape(*[1] * self.axis, *(self.joined or (-1,)), *[1] * (dims - self.behind))
 
     def sample_of(self, device: torch.device) -> Tensor:
-        """The sample index of each entry along ``axis``."""
+        """Return the sample index of each entry along ``axis``."""
         if self.rows is not None:
             return self.rows.sample_of.to(device)
         index = torch.arange(self.samples, device=device)
@@ -138,13 +138,13 @@ class Layout(NamedTuple):
 
 
 def layout_of_rows(axis: int, sample_of: Tensor, samples: int, joined: tuple[int, ...] = ()) -> Layout:
-    """The layout of rows along an axis, or ``joined`` ones from there on, each of a known sample ``[k]``."""
+    """Return the layout of rows of known samples ``[k]``, along an axis or along ``joined`` axes from it on."""
     rows = Rows(sample_of, samples)
     return Layout(axis, samples, rows.most, rows=rows, joined=joined)
 
 
 def possible_layouts(shape: torch.Size, samples: int) -> list[Layout]:
-    """Every way in which a tensor of ``shape`` can hold ``samples`` samples, the usual ones first."""
+    """Return every layout in which a tensor of ``shape`` can hold ``samples`` samples, the usual ones first."""
     if samples == 1:
         return [Layout(None, 1)]
     exact = [Layout(axis, samples) for axis, size in enumerate(shape) if size == samples]

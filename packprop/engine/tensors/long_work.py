@@ -3,8 +3,8 @@
 # NOTE [Long work]
 packprop does not know beforehand how long a pass takes: that depends on the machine. It does know the number of
 columns, and the size of the matrices to decompose. So it times the first of them while it works, and assumes
-that the rest goes on at that rate. Nothing waits for a device: on an accelerator, where calls return before
-their work is done, an estimate comes later, when its queue is full.
+that the rest takes as long. Nothing waits for a device: on an accelerator, where calls return before their work
+is done, an estimate comes later, when its queue is full.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHOWN = 5.0
 """Seconds after which a terminal shows the progress of the work."""
 
 SETTLED = 0.5
-"""Seconds of work behind an estimate, at least: the first calls take longer than others."""
+"""The least seconds of work that an estimate is made from: the first calls take longer than others."""
 
 
 @dataclass
@@ -126,7 +126,7 @@ _CURRENT: ContextVar[LongWork | None] = ContextVar("packprop_long_work", default
 
 @contextlib.contextmanager
 def long_work(asked: str, cheaper: Sequence[str] = (), bar: bool = True) -> Iterator[LongWork]:
-    """Time the work inside; inside another such context, it is part of that work."""
+    """Time the work inside; inside another such context, it counts as part of that work."""
     outer = _CURRENT.get()
     if outer is not None:
         yield outer
@@ -150,7 +150,7 @@ def doing(what: str, count: float) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def waiting(said: str, shown: bool = True) -> Iterator[None]:
-    """Let a terminal show how long the work inside has taken, if nothing knows how much of it is left."""
+    """Show on a terminal how long the work inside has taken so far, where no estimate is possible."""
     if not shown or not sys.stderr.isatty():
         yield
         return

@@ -18,7 +18,7 @@ WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> list[tuple[str, nn.Parameter]]:
-    """Return parameters by their names in the model itself; each once, or under each of its names."""
+    """Return parameters by their names in the model itself, with or without duplicates."""
     name_of = _names_in(model)
     found = model.named_parameters(remove_duplicate=remove_duplicate)
     return [(name_of(name), parameter) for name, parameter in found]
@@ -44,7 +44,7 @@ def _wrapped_by(module: nn.Module) -> str | None:
 
 
 def _names_in(model: nn.Module) -> Callable[[str], str]:
-    """Return the name in the model itself: drop the names that wrappers add."""
+    """Return the function from a name to the name in the model itself: it drops the parts that wrappers add."""
     inside = {
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()

@@ -44,7 +44,7 @@ def _fields_of(item: Any) -> dict[str, Any]:
 
 
 def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """``tensors_in((args, kwargs))`` as a list: most arguments are tensors, or plain."""
+    """Return the tensors in the arguments of a call, as a list; fast for tensors and plain values."""
     found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
@@ -56,18 +56,18 @@ def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tenso
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Return the same nesting with ``function`` applied to every tensor."""
-    if type(value) is list and all(isinstance(item, Tensor) for item in value):  # as most are
+    if type(value) is list and all(isinstance(item, Tensor) for item in value):  # the usual case
         return [*map(function, value)]
     return map_instances(Tensor, function, value)
 
 
 def moved(value: Any, device: torch.device | str | None) -> Any:
-    """Return the same nesting with every tensor on a device; a tensor that is there twice moves once."""
+    """Return the same nesting with every tensor on a device; a tensor that occurs twice moves once."""
     return map_tensors(once(lambda tensor: tensor.to(device), id), value)
 
 
 def once(function: Callable[[Any], Any], key: Callable[[Any], int]) -> Callable[[Any], Any]:
-    """Return a function that keeps what it returned, for values of equal keys."""
+    """Return a function that computes its result only once for values with equal keys."""
     known: dict[int, tuple[Any, Any]] = {}
 
     def result(value: Any) -> Any:
@@ -109,7 +109,7 @@ def map_chosen(chosen: Callable[[Any], bool], function: Callable[[Any], Any], va
 
 
 def _with_mapped_fields(chosen: Callable[[Any], bool], function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a dataclass with its fields mapped; itself, if that changes none of them."""
+    """Return a dataclass with its fields mapped; the same object if no field changes."""
     fields = _fields_of(value)
     mapped = {name: map_chosen(chosen, function, item) for name, item in fields.items()}
     if all(mapped[name] is item for name, item in fields.items()):
@@ -121,7 +121,7 @@ def _with_mapped_fields(chosen: Callable[[Any], bool], function: Callable[[Any],
 
 
 def cells(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values that a function takes from the one around it; ``None`` if not bound yet."""
+    """Yield the names and values in the closure of a function; ``None`` for a value that is not bound yet."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents

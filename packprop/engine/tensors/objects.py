@@ -5,10 +5,10 @@ A model may take an object: a batch of graphs, a dataclass, an instance of any c
 of a batch, compares them, and plans without their data. So it divides an object into a list of its tensors and
 the rest, and calls the model and the loss with a deep copy that has the tensors in their places.
 ``copy.deepcopy`` finds the tensors in any class. Parameters, and tensors of classes with a ``__deepcopy__``,
-come back as copies: another try also puts places instead of these, and keeps modules and generators of random
-numbers, whose copies would not be those of the model and the data. An object that stands in a batch twice, as
-when model and loss both take it, is one object in each call, and the loss meets what the model wrote there. The
-graph of the loss says how many samples there are, as for all batches.
+come back as copies: a second try replaces these by places as well, and keeps modules and generators of random
+numbers, because their copies would not belong to the model and the data. An object that occurs twice in a
+batch, because model and loss both take it, is one object in each call: the loss sees what the model wrote to
+it. The graph of the loss shows how many samples there are, as for all batches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Rest:
     Args:
         value: A copy of the object, with places instead of tensors.
         places: The places of its tensors.
-        kept: What it holds itself, no copies.
+        kept: The parts of the object that are not copied.
     """
 
     def __init__(self, value: Any, places: list[_Place], kept: list[Any]) -> None:
@@ -57,7 +57,7 @@ class Apart:
 
     @classmethod
     def of(cls, value: Any, known: Sequence[Any] = ()) -> Apart:
-        """Take an object apart; ``known`` are things in it that ``copy.deepcopy`` is not to copy.
+        """Take an object apart; ``known`` are things in it that ``copy.deepcopy`` must not copy.
 
         Raises:
             BadInput: If it cannot be copied.
@@ -76,9 +76,9 @@ class Apart:
             with _Copying(taken):
                 rest = copy.deepcopy(value, memo)
         except Exception as error:  # anything: it may be the user's code
-            why = f"copy.deepcopy does not copy it: {type(error).__name__}: {error}"
+            why = f"copy.deepcopy cannot copy it: {type(error).__name__}: {error}"
             raise _not_copied(value, why) from error
-        copied = memo.pop(id(memo), [])  # what was copied: copy.deepcopy keeps it alive there
+        copied = memo.pop(id(memo), [])  # copy.deepcopy keeps what it has copied alive there
         missed = [each for each in copied if isinstance(each, (nn.Module, *generator_classes()))]
         missed = missed or [each for each in copied if isinstance(memo.get(id(each)), Tensor)]
         if missed:
@@ -118,7 +118,7 @@ class _Copying(TorchFunctionMode):
 
 
 def is_object(value: Any) -> bool:
-    """Tell whether to take a value apart: no tensor, plain value, collection, module, generator or class."""
+    """Tell whether a value is none of tensor, plain value, collection, module, generator and class."""
     others = (Tensor, tuple, list, Mapping, Apart, _Rest, type, nn.Module, *generator_classes())
     return type(value) not in PLAIN and not isinstance(value, others)
 

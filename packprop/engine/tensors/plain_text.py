@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def import_rich() -> None:
-    """Import what draws, where it is first needed: the import takes time, and most passes draw nothing.
+    """Import rich where it is first needed: the import takes time, and most passes draw nothing.
 
-    The import draws a random number; Python's generator stays as it was.
+    The import uses a random number of Python's generator; this function restores the generator's state.
     """
     if "rich.progress" not in sys.modules:
         state = random.getstate()
@@ -25,7 +25,7 @@ def import_rich() -> None:
 
 
 def plain_text(*drawn: RenderableType, width: int, markup: bool = True) -> str:
-    """Return what a terminal of this width would show without colours, without trailing blanks.
+    """Return the text that a terminal of this width would show, without colours and trailing blanks.
 
     Args:
         drawn: Tables, texts, or anything else that rich draws, one below the other.

@@ -33,20 +33,20 @@ def wider_dtype(dtype: torch.dtype, device: str) -> torch.dtype | None:
 
 
 def widest(values: Tensor, device: torch.device) -> Tensor:
-    """Return values on a device in its widest precision: factors whose squares and inverses are wanted."""
+    """Return values on a device in its widest precision, for factors that are squared or inverted next."""
     dtype = accumulation_dtype(values.dtype)
     return values.to(device, wider_dtype(dtype, device.type) or dtype)
 
 
 def result_dtype(vectors: Tensor, products: Tensor) -> torch.dtype:
-    """Return the precision of products with ``vectors``: theirs, or that of ``products`` for whole numbers."""
+    """Return the precision for products: of ``vectors``, or of ``products`` if vectors are whole numbers."""
     return vectors.dtype if vectors.is_floating_point() or vectors.is_complex() else products.dtype
 
 
 def at_least(values: Tensor, bound: float) -> Tensor:
     """Raise values to a bound below which only rounding has taken them; the derivative at the bound is one.
 
-    That of ``clamp`` is zero there from PyTorch 2.14 on.
+    The derivative of ``clamp`` is zero there from PyTorch 2.14 on.
     """
     if not torch.is_grad_enabled():
         return values.clamp_min(bound)

@@ -17,7 +17,7 @@ RandomStates = dict[torch.device, Tensor]
 
 def generator_classes() -> tuple[type, ...]:
     """Return the classes of generators of random numbers."""
-    import numpy as np  # a backward pass does without
+    import numpy as np  # a backward pass does not need it
 
     return torch.Generator, random.Random, np.random.Generator, np.random.RandomState
 

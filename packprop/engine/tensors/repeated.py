@@ -2,9 +2,9 @@
 
 # NOTE [Repeated columns]
 Most functions have no batching rule in PyTorch's vectorised backward pass: PyTorch calls each once for each
-column, and stacks the results. A call without data takes as long as many a call with data. So two columns stand
+column, and stacks the results. A call without data can take as long as a call with data. So two columns stand
 for all. Everything made of them counts as many times as there are pairs of columns; everything else counts
-once. The products get their full size when they are there.
+once. The products get their full size at the end.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ STANDING = 2
 
 @dataclass
 class Repeated:
-    """A few tensors that stand for more than is there.
+    """A few tensors that stand for more tensors.
 
     Args:
-        times: The number of times that as much would be there.
+        times: The number of times that their memory counts.
         keys: Storages, by ``storage_key``, that were made from repeated columns.
     """
 
@@ -41,7 +41,7 @@ _REPEATED: ContextVar[Repeated | None] = ContextVar("packprop_repeated", default
 
 
 def counting_repeated() -> AbstractContextManager[Repeated]:
-    """Let columns stand for others inside; whoever counts memory reads the result."""
+    """Let columns stand for others inside; code that counts memory reads the result."""
     return setting(_REPEATED, Repeated())
 
 
@@ -65,7 +65,7 @@ def of_columns(pull: Callable[[Sequence[Tensor]], Products], columns: Sequence[T
 
 
 def one_by_one(count: int, make: Callable[[int], Products]) -> list[Products]:
-    """Make something for each number; without data, make few, and count the memory of all."""
+    """Call ``make`` for each number; in a dry run only for a few, but count the memory of all results."""
     made: list[Products] = []
     for place in chunk_starts(count, 1):
         while len(made) < place:
@@ -84,7 +84,7 @@ def _full_size(products: Products, given: set[int], count: int) -> Products:
 
 @dataclass
 class _Place:
-    """The place of a product of all columns: in memory of its own, or in that of something else."""
+    """The place of a product of all columns: in memory of its own, or in the memory of another tensor."""
 
     key: int
     shape: tuple[int, ...]
@@ -97,14 +97,14 @@ class _Place:
         """Make the place from the product of a few columns, which is dropped unless its memory stays."""
         key, step = storage_key(product), product.stride(0)
         shape, stride = (count, *product.shape[1:]), product.stride()
-        own = key not in given and step != 0  # neither columns that pass through, nor the same for all
+        own = key not in given and step != 0  # no columns that pass through, and not one product for all
         if own:
             stride = tuple(each * count // STANDING if each > step else each for each in stride)
         like = torch.empty(0, dtype=product.dtype, device=product.device)
         return cls(key, shape, stride, like, None if own else product)
 
     def make(self, made: dict[int, Tensor]) -> Tensor:
-        """Return the product; those that shared memory share it."""
+        """Return the product; products that shared memory still share it."""
         if self.base is not None:
             return self.base.as_strided(self.shape, self.stride, self.base.storage_offset())
         if self.key in made and made[self.key].shape == self.shape and made[self.key].dtype == self.like.dtype:

@@ -12,7 +12,7 @@ Value = TypeVar("Value")
 
 @contextlib.contextmanager
 def setting(variable: ContextVar[Value | None], value: Value) -> Iterator[Value]:
-    """Give a context variable a value inside; afterwards it has the one before."""
+    """Set a context variable inside, and restore its earlier value afterwards."""
     token = variable.set(value)
     try:
         yield value

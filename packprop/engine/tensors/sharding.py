@@ -73,8 +73,8 @@ def sharded_units(modules: Iterable[nn.Module]) -> list[ShardedUnit]:
             raise PackpropError(
                 "A quantity beyond the gradient was asked for.",
                 f"parameters of {type(child).__name__}, which one call of fully_shard puts on several meshes",
-                "a unit of parameters that are put together at once has one mesh",
-                "shard all parameters over one mesh, without a shard_placement_fn that names others",
+                "packprop puts parameters together only if they are all on one mesh",
+                "shard all parameters over one mesh, without a shard_placement_fn that names other meshes",
             )
         if pairs:
             units.append(ShardedUnit(child, pairs))
@@ -94,7 +94,7 @@ def _pairs_of(state: Any) -> list[tuple[Tensor, nn.Parameter]] | None:
 
 
 def _states(modules: Iterable[nn.Module]) -> dict[Any, nn.Module]:
-    """Return what ``fully_shard`` keeps of each call in some modules, with the call's first module."""
+    """Return the state of each ``fully_shard`` call in some modules, with the first module of the call."""
     sharding = _sharding()
     kind = getattr(sharding, "FSDPModule", ())
     if not kind:
@@ -118,14 +118,14 @@ def unit_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Release the whole parameters of all units; a forward pass leaves those of the outermost one whole."""
+    """Release the whole parameters of all units; a forward pass leaves the outermost unit whole."""
     for unit in _states([model]).values():
         unit.reshard()  # type: ignore[operator]  # a module that fully_shard was called on
 
 
 @contextlib.contextmanager
 def coming_to_units(model: nn.Module, announce: Callable[[int], None]) -> Iterator[None]:
-    """Call ``announce`` inside with a unit's number before a forward pass makes the unit whole."""
+    """Inside, call ``announce`` with the number of each unit that a forward pass is about to make whole."""
     states = _states([model])
     numbers = {state: number for number, state in enumerate(states)}
 
@@ -147,7 +147,7 @@ def coming_to_units(model: nn.Module, announce: Callable[[int], None]) -> Iterat
 def abandon_forward(model: nn.Module) -> None:
     """Release the parameters that a failed forward pass has left whole.
 
-    A unit that was left inside its forward pass ignores ``reshard()``, and nothing public would help.
+    A unit whose forward pass failed ignores ``reshard()``, and PyTorch has no public function for this case.
     """
     for state, module in _states([model]).items():
         if any(whole.untyped_storage().size() > 0 for whole, _ in _pairs_of(state) or ()):
@@ -178,7 +178,7 @@ def named_wholes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_sharded_outside(modules: Iterable[nn.Module], owners: Iterable[Any]) -> bool:
-    """Tell whether ``fully_shard`` hooks on a graph, given by their owners, belong to none of some modules."""
+    """Tell whether a ``fully_shard`` hook on a graph, given by its owner, belongs to none of some modules."""
     strangers = {id(each) for each in owners if is_of_sharding(each)}
     return bool(strangers) and bool(strangers - {id(state) for state in _states(modules)})
 
@@ -190,7 +190,7 @@ def is_of_sharding(owner: Any) -> bool:
 
 
 def is_fully_sharded_before(modules: Iterable[nn.Module]) -> bool:
-    """Tell whether ``FullyShardedDataParallel``, the older kind, wraps one of some modules or what is in it."""
+    """Tell whether ``FullyShardedDataParallel``, the older kind, wraps one of some modules or a part of one."""
     sharding = _sharding()
     if sharding is None:
         return False
@@ -209,13 +209,13 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """Return a tensor as it is; of a ``DTensor``, the part of this process."""
+    """Return a tensor unchanged, or the part of a ``DTensor`` that this process holds."""
     part: Tensor = tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]  # a DTensor
     return part
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor as it is, or the whole of a ``DTensor``, which all ranks must ask for at once."""
+    """Return a tensor unchanged, or the whole of a ``DTensor``, which all ranks must ask for at once."""
     whole: Tensor = tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]  # a DTensor
     return whole
 

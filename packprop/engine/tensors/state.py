@@ -20,11 +20,11 @@ def version(tensor: Tensor) -> int:
 
 
 def taken_over(holder: list[Tensor]) -> Tensor | None:
-    """Return the one tensor of ``holder``, which loses it, as a new object; ``None`` if it has other users.
+    """Take the one tensor out of ``holder``, and return it as a new object; ``None`` if it has other users.
 
-    A reference counts to the tensor or to its memory, from Python or from C++. Views, arrays and autograd's
-    saved tensors hold the memory, and show when the tensor itself is gone, and with it what refers to the
-    tensor alone. Memory that belongs to an array, or that other processes share, cannot be resized.
+    Anything in Python or C++ that refers to the tensor or to its memory is a user, such as a view, an array, or
+    a tensor that autograd has saved. This function drops its own reference to the tensor first: what refers to
+    the memory afterwards is another user. Memory of an array, or shared by processes, cannot be resized.
     """
     tensor = holder.pop()
     storages = [tensor.untyped_storage()]
@@ -53,7 +53,7 @@ def _storages_count() -> bool:
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors may share their memory: those that do not say may."""
+    """Tell whether two tensors may share their memory; true if PyTorch does not know."""
     try:
         return one.untyped_storage() is other.untyped_storage()  # a storage has one such object while it lives
     except (RuntimeError, NotImplementedError):
@@ -61,7 +61,7 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return where the memory begins that a tensor shares with its views; 0 for tensors that do not say."""
+    """Return the address of the memory that a tensor shares with its views; 0 if PyTorch does not know it."""
     if type(tensor) not in (Tensor, nn.Parameter):  # others stand for tensors, or hold several
         return 0
     try:

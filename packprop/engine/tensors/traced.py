@@ -59,7 +59,7 @@ _NOTED: ContextVar[Decisions | None] = ContextVar("packprop_decisions", default=
 
 
 def traced(decisions: Decisions) -> AbstractContextManager[Trace]:
-    """Trace a pass inside; take over its decisions."""
+    """Trace a pass inside, which takes over the decisions of the pass before."""
     return setting(_TRACE, Trace(decisions))
 
 
@@ -82,13 +82,13 @@ def require_untraced(asked: str) -> None:
     if is_traced():
         raise not_traceable(
             asked,
-            "every pass checks it, because values decide it: rows that data reorder, values that "
-            "keep samples apart which others would mix, or losses and shapes that are new in each pass",
+            "every pass checks it, because values decide it: rows that data reorder, values that keep "
+            "samples apart where other values would mix them, or losses and shapes that are new in each pass",
         )
 
 
 def note_fault(condition: Tensor) -> bool:
-    """Tell whether a pass is traced: then keep a condition of one entry, true for faulty data, for replays."""
+    """Tell whether a pass is traced; if so, keep a condition of one entry, which is true for faulty data."""
     trace = _TRACE.get()
     if trace is not None:
         trace.faults.append(condition)
@@ -96,7 +96,7 @@ def note_fault(condition: Tensor) -> bool:
 
 
 def note_undecided() -> None:
-    """Note that values leave a question open in this pass: no other one may take its answer over."""
+    """Note that values leave a question open in this pass, so that no other pass takes over the answer."""
     noted = _NOTED.get()
     if noted is not None:
         noted.append(("nothing", None))
@@ -118,6 +118,6 @@ def decided(asked: Hashable, decide: Callable[[], Value]) -> Value:
     known = trace.decisions[trace.taken] if trace.taken < len(trace.decisions) else None
     trace.taken += 1
     if known is None or known[0] != asked:
-        raise not_traceable(str(asked), "values decide on it, and the pass before did not come to it")
+        raise not_traceable(str(asked), "values decide it, and the pass before did not have to decide it")
     taken_over: Value = known[1]
     return taken_over

@@ -116,7 +116,7 @@ class KeptWork:
             except LockedElsewhere:
                 why, instead = "another run writes there", "wait for its end, or give another folder"
             except OSError as error:
-                why = f"nothing can be written there: {error.strerror or error}"
+                why = f"packprop cannot write there: {error.strerror or error}"
             if why:
                 raise BadInput(self._asked, self._where, why, instead)
             yield

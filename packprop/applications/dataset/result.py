@@ -173,7 +173,7 @@ class Result(Mapping[Any, dict[str, Any]]):
                 tensors = [file.get_tensor(name).clone() for name in fitted(list[str], parsed(notes.names))]
             known = {name: text for name, text in found.items() if name != "checksum"}
             if notes.checksum != str(_checksum(known, tensors)):
-                raise Unfit("it does not have its checksum: it is not what was written")
+                raise Unfit("its checksum does not match: it has changed since it was written")
             tables = fitted(dict[str, dict[str, Any]], decode(parsed(notes.values), tensors))
             return cls(tables, int(notes.samples), float(notes.loss), notes.reduction)
         except (OSError, ValueError, safetensors.SafetensorError) as error:

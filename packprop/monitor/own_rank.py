@@ -102,7 +102,7 @@ class _WithoutExchange(TorchDispatchMode):
             raise PackpropError(
                 self._asked,
                 f"{func}, in which all ranks exchange values",
-                "only this rank may run the step again: other ranks would take this for their next exchange",
+                "other ranks do not run the step again: they would take this for their next exchange",
                 "exchange values, such as the number of tokens on all ranks, before again() and not inside it",
             )
         return func(*args, **(kwargs or {}))

@@ -144,4 +144,4 @@ def test_an_error_of_packprop_itself(run: Run, monkeypatch: pytest.MonkeyPatch) 
     status, _, err = run("factories:good")
     assert status == 1
     assert "where:   packprop itself" in err
-    assert "instead: run again with --debug, and report what it prints" in err
+    assert "instead: run it again with --debug, and report what it prints" in err

@@ -126,8 +126,8 @@ def test_what_is_no_run_is_refused(text: str | None, tmp_path: Path, capfd: pyte
     ("intervals", "says"),
     [
         (((80, 130), (150, None)), "The noise scale grew from 100 to 200 samples."),
-        (((60, None), (90, 400)), "The noise scale went from 100 to 200 samples, which may be chance."),
-        (((60, 140), (0, None)), "The noise scale went from 100 to 200 samples, which may be chance."),
+        (((60, None), (90, 400)), "The noise scale changed from 100 to 200 samples, which may be chance."),
+        (((60, 140), (0, None)), "The noise scale changed from 100 to 200 samples, which may be chance."),
         ((None, None), "The noise scale grew from 100 to 200 samples."),
     ],
 )

@@ -142,6 +142,6 @@ def test_parameters_that_are_not_used(tmp_path: Path) -> None:
     assert products[:3, 3:].count_nonzero() == products[3:, :3].count_nonzero() == 0
     assert (products.diagonal() > 0).all()
     packprop.compute(model, LOSS, batches[:1], [BatchGrad()], store=tmp_path / "left", progress=False)
-    with pytest.warns(packprop.PackpropWarning, match="of queries 3, 4, 5"):
+    with pytest.warns(packprop.PackpropWarning, match="for queries 3, 4, 5"):
         products = by_row(packprop.influence(tmp_path / "left", model, LOSS, batches, k=6))
     assert (products.shape, products[3:].count_nonzero()) == ((6, 3), 0)

@@ -273,7 +273,7 @@ def test_queries_without_gradient(tmp_path: Path, refine: bool) -> None:
     written(tmp_path / "store", model, loss, data)
     options: dict[str, Any] = {"damping": DAMPING, "refine": Refinement(data, progress=False)} if refine else {}
     x = data[0][:3]
-    with pytest.warns(PackpropWarning, match="of queries 1 the gradient of their loss is zero"):
+    with pytest.warns(PackpropWarning, match="for queries 1, the gradient of their loss is zero"):
         found = packprop.influence(tmp_path / "store", model, loss, (x, torch.tensor([0, 2, 1])), **options)
     assert not found.largest.products[1].any()
     assert found.largest.products[0].any()

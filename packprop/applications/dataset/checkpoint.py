@@ -141,8 +141,8 @@ class KeptWork:
             said = content.facts["said"]
             if damages:
                 warnings.warn(
-                    f"A checkpoint in {str(self.folder.path)!r} cannot be read ({damages[0]}); the work "
-                    f"goes on from the one before: {said}.",
+                    f"A checkpoint in {str(self.folder.path)!r} cannot be read ({damages[0]}); the run "
+                    f"continues from the one before: {said}.",
                     PackpropWarning,
                     stacklevel=3,
                 )
@@ -198,8 +198,8 @@ class KeptWork:
         except WriteError as error:
             if not self._failed:  # once, until one is written again
                 warnings.warn(
-                    f"The checkpoint in {str(self.folder.path)!r} could not be written: {error}. The work "
-                    f"goes on, and tries again; {self.kept or 'nothing is kept yet.'}",
+                    f"The checkpoint in {str(self.folder.path)!r} could not be written: {error}. The run "
+                    f"continues, and tries again; {self.kept or 'nothing is kept yet.'}",
                     PackpropWarning,
                     stacklevel=3,
                 )

@@ -142,7 +142,7 @@ def warn_of_untold(identity: Identity, data: bool) -> None:
         more = f" and {len(untold) - 3} more" if len(untold) > 3 else ""
         warnings.warn(
             "packprop cannot tell whether these have changed since the run began: "
-            f"{', '.join(untold[:3])}{more}. The run goes on.",
+            f"{', '.join(untold[:3])}{more}. The run continues.",
             PackpropWarning,
             stacklevel=3,
         )

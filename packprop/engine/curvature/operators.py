@@ -266,7 +266,7 @@ def chosen_parameters(
     elif len({id(parameter) for parameter in chosen}) != len(chosen):
         wrong = "a parameter that occurs twice", "its entries would be counted twice"
     elif known is not None and not all(id(parameter) in known for parameter in chosen):
-        wrong = "a parameter that is none of the model's", "the matrix has rows for the model's parameters only"
+        wrong = "a parameter that is not in the model", "the matrix has rows for the model's parameters only"
     elif leaves and not all(parameter.requires_grad for parameter in chosen):
         wrong = "a parameter with requires_grad=False", "packprop does not differentiate with respect to it"
     elif any(parameter.is_complex() for parameter in chosen):

@@ -160,13 +160,13 @@ class Plan:
             raise BadInput(
                 "A backward pass with a plan was started.",
                 difference,
-                "the plan was made for another model, batch or device: its peak says nothing of this one",
+                "the plan was made for another model, batch or device: its peak does not apply here",
                 "make a plan for this one, or give the budget itself: backpack(..., memory='600MiB')",
             )
 
         if not self.accumulated and gradients_are_there(graph.leaves()):
             warnings.warn(
-                "Gradients of an earlier pass are there, and the plan counts on none: the peak may be higher "
+                "Parameters have gradients of an earlier pass; the plan assumes none: the peak may be larger "
                 "by their size. Call zero_grad() before the step, or make the plan with accumulated=True.",
                 PackpropWarning,
                 stacklevel=2,

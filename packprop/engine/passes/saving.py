@@ -142,7 +142,7 @@ def warn_of_diagonals(extension: Extension, names: Sequence[str]) -> None:
     shown = ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     warnings.warn(
         f"{extension.name}: factors of more than 2^14 rows are kept as their diagonals, of {shown}. "
-        "otherwise='diagonal' says that this is meant; 'skip' leaves them out, 'error' refuses them.",
+        "otherwise='diagonal' turns this warning off, 'skip' saves no such factors, 'error' raises an error.",
         PackpropWarning,
         stacklevel=2,
     )

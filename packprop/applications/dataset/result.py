@@ -116,7 +116,7 @@ class Result(Mapping[Any, dict[str, Any]]):
 
     @property
     def _facts(self) -> str:
-        parts = ", of sharded values this rank's part" if self.is_sharded else ""
+        parts = ", sharded values: this rank's part" if self.is_sharded else ""
         return f"{self.samples:,} samples, {self.reduction} loss {self.loss:.6g}{parts}"
 
     @property

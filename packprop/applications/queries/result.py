@@ -86,7 +86,7 @@ class Influence:
         if self.residuals is not None:
             yield Text(
                 f"gradients of queries times (A + {self.damping:g} I)^-1, A: the {self.refined_by} of the "
-                f"data, by {self.data_readings} readings; largest residual {float(self.residuals.max()):.2g}"
+                f"data, read {self.data_readings} times; largest residual {float(self.residuals.max()):.2g}"
             )
         elif self.curvature is not None:
             yield Text(f"gradients of queries times (F + {self.damping:g} I)^-1, F: {self.curvature}")

@@ -1,5 +1,5 @@
-# `make` lists the targets. All of them share one virtual environment, which grows by the extras
-# that a target needs; pip is called only when pyproject.toml or constraints.txt has changed.
+# `make` lists the targets. All of them share one virtual environment, and each target adds the extras
+# that it needs. make calls pip only if pyproject.toml or constraints.txt has changed.
 
 PYTHON ?= python3
 # Test processes, each with one thread.
@@ -10,13 +10,13 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-# The same as `-c constraints.txt` on every pip call, and it reaches isolated builds too.
+# This acts as `-c constraints.txt` on every pip call, and also reaches isolated builds.
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-# Two pips at work in one environment break it.
+# Two pips that run in one environment break it.
 .NOTPARALLEL:
 
 .PHONY: help
@@ -34,7 +34,7 @@ test: $(VENV)/.installed-test ## Run the tests that guard every part: three minu
 	$(TESTS) -m "not thorough" $(ARGS)
 
 .PHONY: test-all
-test-all: test ## Run all tests: those of `make test`, then kills, ranks, compilers and every case in every size
+test-all: test ## Run all tests: first `make test`, then kills, ranks, compilers, and every case in every size
 	$(TESTS) -m thorough $(ARGS)
 
 .PHONY: hunt
@@ -42,19 +42,19 @@ hunt: $(VENV)/.installed-test ## Compare random programs with plain autograd: ma
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m tests.hunt --jobs $(JOBS) $(ARGS)
 
 .PHONY: mutations
-mutations: $(VENV)/.installed-test ## Change 30 places of the engine, and see which make test finds: make mutations ARGS="--seed 1"
+mutations: $(VENV)/.installed-test ## Change the engine in 30 places, and count the changes that `make test` finds: make mutations ARGS="--seed 1"
 	$(BIN)/python -m tests.mutations --jobs $(JOBS) $(ARGS)
 
 .PHONY: kills
-kills: $(VENV)/.installed-test ## Kill runs over data at random moments, and compare every bit: make kills ARGS="--kills 1000 --ranks 2"
+kills: $(VENV)/.installed-test ## Kill runs over data at random moments, and compare results bit by bit: make kills ARGS="--kills 1000 --ranks 2"
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m tests.dataset.kills --jobs $(JOBS) $(ARGS)
 
 .PHONY: corruption
-corruption: $(VENV)/.installed-test ## Damage files of checkpoints, results and stores, and use them: make corruption ARGS="--files 500"
+corruption: $(VENV)/.installed-test ## Damage files of checkpoints, results and stores, and check that no result is wrong: make corruption ARGS="--files 500"
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m tests.dataset.corruption $(ARGS)
 
 .PHONY: ranks
-ranks: $(VENV)/.installed-test ## Compare several processes with one on all cases: make ranks ARGS="--ranks 2 --kind DDP"
+ranks: $(VENV)/.installed-test ## Compare several processes with a single one, on all cases: make ranks ARGS="--ranks 2 --kind DDP"
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.distributed $(ARGS)
 
 .PHONY: lint lint-style lint-format lint-types
@@ -77,16 +77,16 @@ coverage-table: $(VENV)/.installed-test ## Write docs/coverage.md: each extensio
 	mv docs/coverage.md.new docs/coverage.md
 
 .PHONY: bench
-bench: $(VENV)/.installed-bench ## Measure time and memory beside other libraries
+bench: $(VENV)/.installed-bench ## Compare time and memory with other libraries
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
-# Nothing is installed: PYTHON is an interpreter whose torch sees the GPU, with rich, safetensors and pytest.
+# This installs nothing: PYTHON is an interpreter whose torch sees the GPU, with rich, safetensors and pytest.
 .PHONY: gpu
-gpu: ## Run the steps that need a GPU, and go on where the last call ended: make gpu ARGS="--device cpu --small"
+gpu: ## Run the steps that need a GPU, and continue where the last call stopped: make gpu ARGS="--device cpu --small"
 	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 .PHONY: gallery
-gallery: $(VENV)/.installed-test $(VENV)/.installed-gallery ## Run the pages of the gallery, and write down what comes out
+gallery: $(VENV)/.installed-test $(VENV)/.installed-gallery ## Run the pages of the gallery, and save what they print
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python docs/render_gallery.py $(ARGS)
 
 .PHONY: docs
@@ -96,7 +96,7 @@ docs: $(VENV)/.installed-docs ## Build the site into build/site; warnings are er
 	@echo "build/site/index.html"
 
 .PHONY: dist
-dist: $(VENV)/.installed-dist ## Build wheel and source distribution into dist/, install the wheel, try it
+dist: $(VENV)/.installed-dist ## Build wheel and source distribution into dist/, install the wheel, and test it
 	rm -rf build/lib build/bdist.* dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
 	$(BIN)/python -m tests.distribution.check dist
@@ -106,15 +106,15 @@ matrix: $(VENV)/.created ## Run tests under other versions: make matrix ARGS="--
 	env -u PIP_CONSTRAINT $(BIN)/python -m benchmarks.matrix $(ARGS)
 
 .PHONY: hooks
-hooks: $(VENV)/.installed-dev ## Check every commit before it is made
+hooks: $(VENV)/.installed-dev ## Install git hooks that check every commit
 	$(BIN)/pre-commit install
 
 .PHONY: clean
-clean: ## Remove everything that make made, the virtual environment too
+clean: ## Remove everything that make has made, including the virtual environment
 	rm -rf $(VENV) build dist profile *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A file of its own marks success, so that a creation that was interrupted starts again.
+# A separate file marks success, so that an interrupted creation starts again.
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "packprop needs Python 3.11 or newer; PYTHON=$(PYTHON) gives:" \

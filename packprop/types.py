@@ -212,7 +212,7 @@ def warn_of_shared_attributes(extensions: Iterable[Any]) -> None:
         if type(before) is not type(extension) or repr(vars(before)) != repr(vars(extension)):
             warnings.warn(
                 f"{before!r} and {extension!r} are both saved as {field!r}, which holds the value of the "
-                "last one: ask for each in a backward pass of its own.",
+                "last one: ask for each in a separate backward pass.",
                 PackpropWarning,
                 stacklevel=2,
             )

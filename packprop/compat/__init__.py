@@ -125,7 +125,7 @@ def install(replace: bool = False, keep_module_io: bool = False) -> bool:
     there = ROOT in sys.modules or importlib.util.find_spec(ROOT) is not None
     if there and not replace:
         warnings.warn(
-            "BackPACK is installed, and `import backpack` still finds it; to put packprop in its place, call "
+            "BackPACK is installed, so `import backpack` still imports it; to put packprop in its place, call "
             "packprop.compat.install(replace=True).",
             PackpropWarning,
             stacklevel=2,

@@ -53,9 +53,9 @@ _NO_USE = "A backward pass inside `with backpack(...)` met no use of a parameter
 NOT_RECORDED = f"{_NO_USE}, because {UNKNOWN_LOSS}. Instead: {MARK_THE_LOSS}."
 
 WITHOUT_SAMPLES = (
-    f"{_NO_USE}, because the output of the extended model was made of parameters and constants alone, as far "
-    "as the graph tells. Instead: multiply all samples in one call; numbers that data made one by one count as "
-    "constants."
+    f"{_NO_USE}, because the output of the extended model depends on parameters and constants alone, as far "
+    "as the graph shows. Instead: give the model a tensor of all samples; single numbers taken from data count "
+    "as constants."
 )
 
 

@@ -179,8 +179,8 @@ def _downloaded_mnist() -> tuple[Tensor, Tensor]:
     images, classes = load_digits()
     large = F.interpolate(images, size=(20, 20), mode="bilinear", align_corners=False)
     warnings.warn(
-        f"MNIST is missing ({reason}): the digits of scikit-learn take its place, enlarged to 28 x 28. "
-        f"For MNIST itself, name a folder with its IDX files in the environment variable {MNIST_FOLDER}.",
+        f"MNIST was not found ({reason}): packprop uses the digits of scikit-learn, enlarged to 28 x 28. For "
+        f"MNIST itself, set the environment variable {MNIST_FOLDER} to a folder with its IDX files.",
         PackpropWarning,
         stacklevel=5,
     )

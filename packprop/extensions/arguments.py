@@ -22,7 +22,7 @@ def require_one_of(asked: str, where: str, value: object, choices: tuple[str | N
         raise BadInput(
             asked,
             where,
-            "it is not one of those that are known",
+            "it is not one of the possible values",
             f"choose from {', '.join(map(repr, choices))}",
         )
 

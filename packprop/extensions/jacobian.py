@@ -43,7 +43,7 @@ class BatchJacobian(Extension):
             raise BadInput(
                 f"{self.name}(outputs={self.outputs!r}) was asked for.",
                 "outputs",
-                "it is not a list of the indices of at least one entry",
+                "it is not a list of at least one output index",
                 "give whole numbers, as in outputs=[0, 3]",
             )
 

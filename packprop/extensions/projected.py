@@ -66,7 +66,7 @@ class Projected(Extension):
             raise BadInput(
                 asked,
                 "the quantity to project",
-                "only gradients of samples can be projected yet",
+                "packprop projects only per-sample gradients",
                 "write Projected(BatchGrad(), ...)",
             )
         require_number(asked, "dimension", self.dimension, "number of entries")

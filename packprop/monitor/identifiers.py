@@ -18,7 +18,7 @@ def require_identifiers(asked: str, given: Any) -> None:
         raise BadInput(
             asked,
             f"identifiers of type {type(given).__name__}",
-            "there is one for each sample",
+            "there must be one for each sample",
             "give a list, a tensor or an array",
         )
 

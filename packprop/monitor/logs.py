@@ -44,7 +44,7 @@ class JsonLines:
                 ASKED,
                 f"log={str(path)!r}",
                 f"there is no folder {str(self._path.parent)!r}",
-                "make it first",
+                "make that folder first",
             )
 
     def __call__(self, values: Values, step: int) -> None:
@@ -162,10 +162,10 @@ def logs_of(log: Any) -> list[Log]:
         return [Printed()]
     if isinstance(log, (str, Path)):
         if Path(log).suffix != ".jsonl":
-            raise BadInput(ASKED, f"log={str(log)!r}", "it is not known what to write there", CHOICES)
+            raise BadInput(ASKED, f"log={str(log)!r}", "the name of a log file must end in .jsonl", CHOICES)
         return [JsonLines(log)]
     if hasattr(log, "add_scalar"):
         return [TensorBoard(log)]
     if isinstance(log, type) or not callable(log):
-        raise BadInput(ASKED, f"log of type {type(log).__name__}", "nothing can be logged to it", CHOICES)
+        raise BadInput(ASKED, f"log of type {type(log).__name__}", "packprop cannot log to it", CHOICES)
     return [log]

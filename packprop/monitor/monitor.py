@@ -30,8 +30,8 @@ from packprop.types import EXACT, Seed
 
 ASKED = "packprop.Monitor(...) was made."
 ONE_SAMPLE = (
-    "Monitor: a step had one sample; noise needs two. Instead: larger batches, or gradient accumulation inside "
-    "one `with monitor.step():`."
+    "Monitor: a step had one sample, and the noise scale needs at least two. Instead: use larger batches, or "
+    "accumulate gradients inside one `with monitor.step():`."
 )
 
 QUANTITIES = (
@@ -137,12 +137,12 @@ class Monitor:
         self._model, self._quantities = model, frozenset(quantities)
         self._every, self._begun = Every(every, ASKED), -math.inf
         if not self._every.batches and not self._every.seconds:
-            raise BadInput(ASKED, f"every={every!r}", "a time of zero names no step", "give 1 for each step")
+            raise BadInput(ASKED, f"every={every!r}", "a time of zero is no interval", "give 1 for each step")
         if self._every.seconds and ranks != "own":
-            why = "each rank has a clock of its own"
+            why = "each rank has its own clock, so ranks would monitor different steps"
             raise BadInput(ASKED, f"every={every!r} with ranks", why, "give a number of steps")
         if "sharpness" in self._quantities and ranks != "own":
-            why = "each rank knows the curvature of its own loss alone"
+            why = "each rank only knows the curvature of its own loss"
             raise BadInput(ASKED, "quantity 'sharpness' with ranks", why, "leave one of them out")
         self._confidence, self._window = confidence, window
         chosen = ranks_of(ranks)
@@ -204,7 +204,7 @@ class Monitor:
             raise BadInput(
                 "monitor.step() was called.",
                 f"step {self._current.number}, which is under way",
-                "a step is over when its `with` block is left",
+                "a step ends when its `with` block ends",
                 "call monitor.step() once for each step of the optimizer; it may hold several backward passes",
             )
         require_whole("monitor.step() was called.", self._model)
@@ -372,7 +372,7 @@ def _check(model: Any, quantities: Any, confidence: Any, per: Any) -> None:
             ASKED,
             f"parameter {lazy[0]!r} of a lazy module",
             "it has no shape before the model's first call",
-            "run the model once on a batch, and make the monitor then",
+            "run the model once on a batch before you make the monitor",
         )
     listed = isinstance(quantities, Iterable) and [*quantities]
     unknown = [each for each in listed or [quantities] if each not in QUANTITIES]
@@ -380,17 +380,17 @@ def _check(model: Any, quantities: Any, confidence: Any, per: Any) -> None:
         raise BadInput(
             ASKED,
             f"quantities, {unknown!r}",
-            "it is not a list of names that are known",
+            "it is not a list of names of quantities",
             f"choose from {', '.join(QUANTITIES)}",
         )
     if isinstance(confidence, bool) or not isinstance(confidence, float) or not 0 < confidence < 1:
         raise BadInput(
-            ASKED, f"confidence={confidence!r}", "it is no number between 0 and 1", "give 0.95, for example"
+            ASKED, f"confidence={confidence!r}", "it is not a number between 0 and 1", "give 0.95, for example"
         )
     if per != "sample":
         raise BadInput(
             ASKED,
             f"per={per!r}",
-            "the noise scale takes what it counts for independent draws, and tokens of one sequence are none",
-            "leave it out: values are of sequences, and times their length in tokens they are of tokens",
+            "the noise scale needs independent samples, and tokens of one sequence are not independent",
+            "leave per out: a noise scale in sequences, times their length, is one in tokens",
         )

@@ -41,8 +41,8 @@ def require_whole(asked: str, model: nn.Module) -> None:
         raise PackpropError(
             asked,
             "parameters that are sharded over processes",
-            "their values are on several ranks, and are not put together here",
-            "train with DistributedDataParallel, or look at values with backpack(..., ranks='all')",
+            "their values are on several ranks, and packprop.Monitor does not gather them",
+            "train with DistributedDataParallel, or compute values with backpack(..., ranks='all')",
         )
 
 
@@ -60,7 +60,7 @@ def silent(asked: str, module: nn.Module) -> Iterator[None]:
         raise PackpropError(
             asked,
             "mixed_precision=... of DistributedDataParallel",
-            "it puts parameters in another precision for a forward pass, until the backward pass of all ranks",
+            "it keeps parameters in another precision until all ranks run a backward pass, which they do not",
             "use torch.autocast",
         )
     changed = {"require_backward_grad_sync": False, "require_forward_param_sync": False, "reducer": _Idle()}
@@ -102,7 +102,7 @@ class _WithoutExchange(TorchDispatchMode):
             raise PackpropError(
                 self._asked,
                 f"{func}, in which all ranks exchange values",
-                "a spike may be one of this rank alone: other ranks would take this for their next exchange",
-                "exchange values, such as the number of tokens of all ranks, before and outside of again()",
+                "other ranks do not run the step again: they would take this for their next exchange",
+                "exchange values, such as the number of tokens on all ranks, before again() and not inside it",
             )
         return func(*args, **(kwargs or {}))

@@ -137,8 +137,8 @@ class MonitoredPass(Backpack):
         if any(mark.get(MONITORED) == id(self) for mark in marks):
             raise PackpropError(
                 "Monitor: a step was to be monitored.",
-                "two backward passes of it through one forward pass",
-                "passes of a step are passes over different samples, and these would be counted twice",
+                "two backward passes through one forward pass",
+                "passes of a step must have different samples, and these samples would count twice",
                 "add the losses up, and call backward() once",
             )
         for mark in marks:
@@ -204,14 +204,14 @@ class MonitoredPass(Backpack):
             raise PackpropError(
                 asked,
                 "backward() of several tensors, or with a gradient",
-                "it is the curvature of one loss",
+                "the sharpness is the curvature of a single loss",
                 "call loss.backward() on one number, or leave 'sharpness' out",
             )
         if any(each.samples for each in self.brought):
             raise PackpropError(
                 asked,
                 "a second backward pass in one step",
-                "no pass knows the gradient of the whole step, which the curvature of each goes along",
+                "the sharpness is along the gradient of the whole step, which no single pass has",
                 "call backward() once in a step, or leave 'sharpness' out",
             )
         with disable():

@@ -58,9 +58,12 @@ def norms_again(model: nn.Module, again: Callable[[], Tensor], extension: BatchL
         with _gradients_aside(model), record(), _NoBackward():
             loss = again()
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise BadInput(
-                ASKED, f"what it returned, {what}", "it is no loss with a graph", "lambda: loss(model(x), y)"
+                ASKED,
+                f"again(), which returned {what}",
+                "it is not a loss with a graph",
+                "give lambda: loss_function(model(x), y)",
             )
         graph = walk([loss], [None], None)
         try:
@@ -89,7 +92,7 @@ def _norms(model: nn.Module, graph: Graph, extension: BatchL2Grad) -> Tensor:
         raise PackpropError(
             ASKED,
             f"{type(model).__name__}, which is monitored",
-            "the loss that it returned depends on none of its parameters",
+            "the loss that again() returned depends on none of its parameters",
             "compute the loss of the batch with the monitored model",
         )
     return torch.stack(squares).sum(0).sqrt()
@@ -105,8 +108,8 @@ class _NoBackward(Backpack):
         raise BadInput(
             ASKED,
             "backward() inside again()",
-            "the step has its gradients, to which these would be added",
-            "let it return the loss: lambda: loss_function(model(x), y)",
+            "the step already has its gradients, and this would add to them",
+            "let again() return the loss: lambda: loss_function(model(x), y)",
         )
 
 

@@ -159,7 +159,7 @@ class SpikeWatch:
                     ASKED, f"{name}={value!r}", "it cannot be called", "give a function: on_spike=print"
                 )
         if isinstance(reach, bool) or not isinstance(reach, (int, float)) or not reach > 0:
-            raise BadInput(ASKED, f"reach={reach!r}", "it is no positive number", "give 6.0, for example")
+            raise BadInput(ASKED, f"reach={reach!r}", "it is not a positive number", "give 6.0, for example")
         self._on_spike, self._decode = on_spike, decode
         self._ranges = {"loss": Range(reach), "norm": Range(reach)}
 

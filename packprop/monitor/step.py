@@ -20,14 +20,14 @@ from packprop.monitor.measurements import StepValues, measured
 from packprop.monitor.passes import MonitoredPass
 
 NOTHING_SEEN = (
-    "A step was to be monitored, but no backward pass through the model was seen inside `with monitor.step():` "
-    "and nothing is logged for it. The backward pass ran outside, inside a `backpack(...)` of its own, or not "
-    "at all. Instead: put the forward pass and loss.backward() inside."
+    "Monitor: no backward pass through the model was seen inside `with monitor.step():`, so nothing is logged "
+    "for this step. The backward pass ran outside, inside its own `backpack(...)`, or not at all. Instead: put "
+    "the forward pass and loss.backward() inside."
 )
 NO_UPDATE = (
     "Monitor: 'update_ratio' was asked for, but no parameter changed inside `with monitor.step():`, so it is "
-    "left out. The optimizer's step comes later, or was skipped (a gradient scaler skips those that are not "
-    "finite). Instead: put optimizer.step() inside."
+    "left out. The optimizer's step comes later, or was skipped (a gradient scaler skips steps with gradients "
+    "that are not finite). Instead: put optimizer.step() inside."
 )
 
 ASKED = "`with monitor.step():` was entered."
@@ -104,8 +104,8 @@ class MonitoredStep(Step):
             raise BadInput(
                 ASKED,
                 "a `with backpack(...)` that is around it",
-                "the inner one of two takes over the backward pass, so that the outer one would save nothing",
-                "put `with backpack(...)` around the steps that are not monitored: `if not step.monitored`",
+                "of two contexts, the inner one takes over the backward pass, so backpack would save nothing",
+                "use `with backpack(...)` in steps that are not monitored: `if not step.monitored`",
             )
         self._pass.gives_up, self._pass.owner = gives_up, owner
         if self._updates and self._before is None:

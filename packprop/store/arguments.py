@@ -29,7 +29,7 @@ def whole_number(asked: str, name: str, value: Any, least: int = 0) -> int:
         number = least - 1
     if number < least:
         instead = f"give a whole number of at least {least}"
-        raise BadInput(asked, f"{name}={value!r}", "it is no such number", instead)
+        raise BadInput(asked, f"{name}={value!r}", "it is not a whole number, or too small", instead)
     return number
 
 
@@ -45,7 +45,7 @@ def finite_number(asked: str, name: str, value: Any) -> float:
         number = math.nan
     if not math.isfinite(number) or number < 0:
         kind = "finite number of at least 0"
-        raise BadInput(asked, f"{name}={value!r}", f"it is no {kind}", f"give a {kind}, such as 32.0")
+        raise BadInput(asked, f"{name}={value!r}", f"it is not a {kind}", f"give a {kind}, such as 32.0")
     return number
 
 
@@ -69,9 +69,9 @@ def divisor(asked: str, terms: Any) -> float:
         raise BadInput(
             asked,
             f"terms={terms!r}",
-            "values are multiplied by it: all values would be zero",
-            "give the divisor of the batch's loss, such as the number of its samples; leave out batches "
-            "without terms",
+            "packprop multiplies values by it, so all values would be zero",
+            "give the divisor of the batch's loss, such as the number of its samples; skip batches without "
+            "terms",
         )
     return number
 
@@ -95,7 +95,7 @@ def notes_of(asked: str, notes: Mapping[str, Any] | None) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(json.dumps(dict(notes or {}), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         instead = "give a dictionary of texts, finite numbers, lists and dictionaries"
-        raise BadInput(asked, "notes", f"JSON cannot hold them: {error}", instead) from error
+        raise BadInput(asked, "notes", f"JSON cannot store them: {error}", instead) from error
     return found
 
 
@@ -112,8 +112,8 @@ def shard_numbers(asked: str, shard: Any, shards: Any) -> tuple[int, int]:
         raise BadInput(
             asked,
             f"shard={shard}, shards={shards}",
-            "shards are numbered from 0 to shards - 1" if shard >= shards else "they are too many",
-            f"give shards, at most {MOST_SHARDS}, and a shard below it",
+            "shards are numbered from 0 to shards - 1" if shard >= shards else "there are too many shards",
+            f"give shards of at most {MOST_SHARDS}, and a shard below shards",
         )
     return shard, shards
 
@@ -153,7 +153,7 @@ def require_names(asked: str, given: Set[str], known: Set[str], taken: Set[str],
     same = "give the same values with each batch; StoreWriter.add(...) stores zeros for missing ones"
     for names, why, instead in (
         (given & taken, "an extension has this name", "give these values another name"),
-        (known - taken - given, "earlier batches have it, and this one does not", same),
+        (known - taken - given, "earlier batches have it, but this one does not", same),
         (new, f"the {samples} samples before this batch do not have it", same),
     ):
         if names:

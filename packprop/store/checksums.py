@@ -81,7 +81,7 @@ class CheckedRows:
             blocks = range(chunk.start, chunk.samples, step)
             values = chunk.checksums.get(file, [ZEROS] * len(blocks))
             if len(values) != len(blocks):
-                said = f"{len(values)} checksums for {len(blocks)} blocks"
+                said = f"there are {len(values)} checksums for {len(blocks)} blocks"
                 raise ValueError(f"{said} of rows {chunk.start} to {chunk.samples - 1}")
             starts += blocks
             stops += [min(start + step, chunk.samples) for start in blocks]
@@ -110,9 +110,9 @@ class CheckedRows:
                 raise PackpropError(
                     self._asked,
                     self._said(block),
-                    "they are not what was written: they have another checksum",
-                    "take the file from a copy of the store, or write the store again; Store.verify() names "
-                    "all that is damaged, and other rows can be read",
+                    "they have changed since they were written: their checksum does not match",
+                    "take the file from a copy of the store, or write the store again; Store.verify() lists "
+                    "all damaged rows, and you can still read the others",
                 )
             self._unread[block] = False
         chosen: np.ndarray = self.all[rows]

@@ -59,14 +59,14 @@ def require_same_parameters(
         there, here = known.get(name), now.get(name)
         if there == here:
             continue
-        why = "the model has others than the one that the store was opened for"
+        why = "the store was opened for a model with other parameters"
         if there is not None and here is not None and there[:2] == here[:2]:
             why = (
-                "it is trained only now"
+                "it requires gradients now, and did not when the store was opened"
                 if here[2]
-                else "it was trained when the store was opened, and is not now"
+                else "it required gradients when the store was opened, and does not now"
             )
-        instead = "write a store of its own for each choice of trained parameters"
+        instead = "write a separate store for each choice of trained parameters"
         raise BadInput(asked, f"parameter {name!r}, with the store {folder!r}", why, instead)
 
 
@@ -86,17 +86,17 @@ def require_storable(asked: str, extensions: Sequence[Extension]) -> None:
             raise BadInput(
                 asked,
                 f"extension {extension.name}",
-                "its value has no row for each sample: it does not grow with the data",
-                "keep it in memory: packprop.compute(...) returns it beside what it stores",
+                "its value does not have a row for each sample, so there is nothing to append",
+                "leave it out: packprop.compute(..., store=...) stores the others, and returns this value",
             )
         if extension.subsampling is not None:
             raise BadInput(
                 asked,
                 f"extension {extension.name}(subsampling=...)",
-                "its rows are those of some samples of a batch, and the store has a row for each of them",
-                "leave subsampling out, or give batches of these samples alone",
+                "it has rows for some samples of a batch, and a store needs a row for each sample",
+                "leave subsampling out, or use batches that hold only these samples",
             )
-    require_own_savefields(asked, extensions, "store one of them, or both in folders of their own")
+    require_own_savefields(asked, extensions, "store one of them, or each in its own folder")
 
 
 def _plain(value: Any) -> Any:

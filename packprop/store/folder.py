@@ -68,14 +68,14 @@ class ArrayHeader:
             ValueError: For a file outside the folder, an unknown precision, and rows that no file can hold.
         """
         if self.file != SAMPLES and not FILE.fullmatch(self.file):
-            raise Unfit(f"file {self.file!r} is not that of an array in this folder")
+            raise Unfit(f"file {self.file!r} is not the path of an array in this folder")
         sizes = math.prod(max(1, size) for size in self.shape)
         if len(self.shape) >= MOST_AXES or sizes * self.precision.itemsize >= LARGEST:
-            raise Unfit(f"rows of the shape {list(self.shape)} are none that a file can hold")
+            raise Unfit(f"rows of shape {list(self.shape)} have too many axes or entries for a file")
         if self.projection is not None:
             dimension = fitted(Projection, self.projection, "projection").dimension
             if self.shape != (dimension,):
-                raise Unfit(f"rows of the shape {list(self.shape)} are no projections to {dimension}")
+                raise Unfit(f"rows of shape {list(self.shape)} are not projections with {dimension} entries")
 
     @property
     def precision(self) -> torch.dtype:
@@ -127,7 +127,7 @@ class ShardHeader:
         for each in self.arrays:
             for name in (each.file.lower(), (each.quantity, each.parameter)):
                 if name in seen:
-                    raise Unfit(f"array {name!r} is there twice")
+                    raise Unfit(f"array {name!r} occurs twice")
                 seen.add(name)
 
     def difference(self, other: ShardHeader) -> str:
@@ -155,21 +155,21 @@ class ShardHeader:
         try:
             found = parsed(path.read_bytes())
             if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
-                raise Unfit("it is no header of a packprop store")
+                raise Unfit("it is not the header of a packprop store")
             version, checksum = found.pop("version", None), found.pop("checksum", None)
             if version != VERSION:
                 raise BadInput(
                     asked,
                     f"store {str(folder.parent)!r}",
-                    f"it was written in version {version} of the format, and this is version {VERSION}",
-                    f"read it with packprop {found.get('written_by', 'of that version')}; its .npy files can "
-                    "be read by numpy",
+                    f"it has version {version} of the format, and this packprop reads version {VERSION}",
+                    f"read it with packprop {found.get('written_by', 'of that version')}; numpy can read its "
+                    ".npy files",
                 )
             header: ShardHeader = fitted(cls, found)
             if checksum != checksum_of({"version": version, **found}):
-                raise Unfit("it does not have its checksum")
+                raise Unfit("its checksum does not match its content")
             if folder != folder_of_shard(folder.parent, header.shard):
-                raise Unfit(f"it is that of shard {header.shard}")
+                raise Unfit(f"it is the header of shard {header.shard}")
             return header
         except BadInput:
             raise
@@ -177,7 +177,7 @@ class ShardHeader:
             raise BadInput(
                 asked,
                 f"file {str(path)!r}",
-                f"it is no header that can be read ({error})",
+                f"packprop cannot read this header ({error})",
                 "take the file from a copy of the store, or write the store again; numpy reads the .npy files "
                 "beside it",
             ) from error
@@ -203,7 +203,7 @@ def described(dtype: torch.dtype) -> str:
         raise BadInput(
             "Values of single samples were to be stored.",
             f"precision {name_of(dtype)}",
-            "there is no array of it that others could read",
+            "other programs could not read a .npy file of this precision",
             "give the writer dtype=torch.float16, torch.bfloat16 or torch.float32",
         )
     return name_of(dtype)

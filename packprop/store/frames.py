@@ -37,7 +37,7 @@ def to_frame(identifiers: np.ndarray, arrays: Mapping[tuple[str, str], Any], qua
             asked,
             f"{', '.join(dict.fromkeys(key[0] for key in chosen))}",
             f"they have {number} entries for each sample",
-            f"choose quantities of at most {MOST_COLUMNS} entries, or read arrays by themselves",
+            f"choose quantities with at most {MOST_COLUMNS} entries in all, or read single arrays",
         )
     columns: dict[str, np.ndarray] = {}
     for (quantity, parameter), array in chosen.items():

@@ -62,7 +62,7 @@ class Marks:
                 raise BadInput(
                     asked,
                     f"line {number} of file {str(self._path)!r}",
-                    f"it does not say what was finished ({error})",
+                    f"it is not a valid mark of finished rows ({error})",
                     "take the file from a copy of the store, or write the store again; numpy reads the .npy "
                     "files beside it",
                 ) from error
@@ -97,15 +97,15 @@ class Marks:
         mark: Mark = fitted(Mark, content)
         expected = checksum_of(content, self.checksum)
         if checksum != expected:
-            raise Unfit("the line, or one before it, is not what was written")
+            raise Unfit("this line, or one before it, has changed since it was written")
         if mark.start > min(mark.samples, self.last.samples):
-            raise Unfit(f"a chunk cannot begin at {mark.start}")
+            raise Unfit(f"a chunk cannot begin at row {mark.start}")
         self._count(mark, expected)
 
     def _count(self, mark: Mark, checksum: int) -> None:
         while self.chunks and self.chunks[-1].samples > mark.start:  # rows were cut off
             if self.chunks.pop().start < mark.start:
-                raise Unfit(f"a chunk cannot begin at {mark.start}, inside of another one")
+                raise Unfit(f"a chunk cannot begin at row {mark.start}, inside another chunk")
         if mark.start < mark.samples:
             self.chunks.append(mark)
         self.last, self.most = mark, max(self.most, mark.samples)

@@ -36,7 +36,7 @@ def require_place(asked: str, folder: Path) -> None:
         raise BadInput(
             asked,
             f"folder {str(folder)!r}",
-            f"it is not empty: {others[0]!r} is there, which belongs to no store",
+            f"it is not empty: it contains {others[0]!r}, which does not belong to a store",
             "give an empty folder, or one that does not exist yet",
         )
 
@@ -55,16 +55,16 @@ def writable(asked: str, folder: Path, shard: Path) -> Iterator[None]:
         raise PackpropError(
             asked,
             f"folder {str(shard)!r}",
-            f"it is open for writing already, by {error}",
-            "close that writer, or write to another folder; reading is possible all the while",
+            f"{error} has already opened it for writing",
+            "close that writer, or write to another folder; you can read the store at any time",
         ) from error
     except OSError as error:
         file = "" if error.filename is None else f" ({str(error.filename)!r})"
         raise BadInput(
             asked,
             f"folder {str(folder)!r}",
-            f"nothing can be written there: {error.strerror or error}{file}",
-            "give a folder that you may write to, on a disk that has room",
+            f"packprop cannot write there: {error.strerror or error}{file}",
+            "give a folder that you may write to, on a disk with enough space",
         ) from error
 
 
@@ -91,9 +91,9 @@ def taken_by_disk(folder: Path, shard: Path, marks: Marks) -> Iterator[None]:
         raise PackpropError(
             f"Values were to be written to the store {str(folder)!r}.",
             f"file {error.filename or str(shard)!r}",
-            f"the disk did not take them: {error.strerror or error}",
-            f"make room and go on: the first {marks.last.samples} samples are safe, and resume=True goes on "
-            "from there",
+            f"writing failed: {error.strerror or error}",
+            f"free some space and continue: the first {marks.last.samples} samples are safe, and resume=True "
+            "continues after them",
         ) from error
 
 
@@ -116,14 +116,14 @@ def require_held(asked: str, place: Path, marks: Marks, held: int, samples: int,
             asked,
             f"folder {str(place)!r}",
             f"it holds {held} samples, and the checkpoint was made after {samples}",
-            "resume from a checkpoint that is as old as the store, or begin both anew",
+            "resume from a checkpoint that is as old as the store, or start both again",
         )
     if checksum is not None and held and not marks.keep(samples, checksum):
         raise BadInput(
             asked,
             f"folder {str(place)!r}",
-            "the checkpoint was made with another store, or its rows were replaced since; nothing changed here",
-            "give the store that the checkpoint was made with, or begin both in folders of their own",
+            "the checkpoint was made with another store, or its rows were replaced since; nothing has changed",
+            "give the store that the checkpoint was made with, or start both again in new folders",
         )
 
 

@@ -157,8 +157,8 @@ def shown_rows(asked: str, array: GrowingArray) -> int:
         raise BadInput(
             asked,
             f"file {str(array.path)!r}",
-            f"it is no .npy file of rows {list(array.shape)} in {name_of(array.dtype)}, as the header of the "
-            "store has it",
+            f"it is not a .npy file of rows {list(array.shape)} in {name_of(array.dtype)}, as the header of "
+            "the store says",
             "take the file from a copy of the store, or write the store again",
         )
     return int(rows[1])

@@ -63,7 +63,7 @@ class StoredArray:
 
     def __getitem__(self, rows: int | slice | Sequence[int] | Tensor | np.ndarray) -> Tensor:
         if isinstance(rows, tuple):
-            raise IndexError(f"rows[{rows}]: the index is that of rows alone; read these, and index the tensor")
+            raise IndexError(f"rows[{rows}]: you can index rows alone; read them, and index the tensor")
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
             if step == 1:
@@ -138,7 +138,7 @@ class StoredArray:
 
     def _chosen(self, rows: np.ndarray) -> Tensor:
         if rows.ndim != 1 or (len(rows) and not (-len(self) <= rows.min() and rows.max() < len(self))):
-            raise IndexError(f"rows {rows.tolist()} of {len(self)}")
+            raise IndexError(f"cannot read rows {rows.tolist()}: the array has {len(self)} rows, on one axis")
         rows = rows % max(len(self), 1)
         found = np.empty((len(rows), *self.header.shape), self._parts[0].all.dtype)
         for part, (first, last) in zip(self._parts, itertools.pairwise(self._starts), strict=True):
@@ -173,7 +173,7 @@ class Store(Mapping[Any, Any]):
                 self._asked,
                 f"path {str(folder)!r}",
                 "it is not the folder of a store",
-                "give the folder that StoreWriter or compute(..., store=...) wrote to",
+                "give the folder that StoreWriter or compute(..., store=...) has written",
             )
         shards = [Shard(place, self._asked) for place in places]
         self.headers = [shard.header for shard in shards]
@@ -182,8 +182,8 @@ class Store(Mapping[Any, Any]):
                 raise BadInput(
                     self._asked,
                     f"shards {self.headers[0].shard} and {header.shard}",
-                    f"they are of different stores, with other {difference}",
-                    "keep each store in a folder of its own",
+                    f"they belong to different stores: these differ in their {difference}",
+                    "keep each store in its own folder",
                 )
         self._marks = [shard.marks.last for shard in shards]
         self._identifiers = self._array(shards, [IDENTIFIERS] * len(shards))
@@ -206,7 +206,7 @@ class Store(Mapping[Any, Any]):
                     f"{like.quantity!r} of {like.parameter!r} in {shard.place.name}",
                     f"rows are {list(header.shape)} in {header.dtype}, and {list(like.shape)} in {like.dtype} "
                     "in another shard",
-                    "write all shards with one dtype, and batches of one length",
+                    "write all shards with one dtype, and rows of one shape",
                 )
             parts.append(shard.rows[header.file])
         return StoredArray(like, parts)
@@ -226,7 +226,7 @@ class Store(Mapping[Any, Any]):
             raise PackpropError(
                 f"The store {str(self.folder)!r} was verified.",
                 "; ".join(damages[:20]) + (f"; and {len(damages) - 20} more" if len(damages) > 20 else ""),
-                "these rows are not what was written: they have other checksums",
+                "these rows have changed since they were written: their checksums do not match",
                 "take the files from a copy of the store, or write the store again; other rows can be read",
             )
         return self.samples
@@ -240,9 +240,9 @@ class Store(Mapping[Any, Any]):
             raise Absent(
                 f"store[{key!r}] was read.",
                 f"the store {str(self.folder)!r}",
-                f"it has {', '.join(map(repr, self)) or 'no values'}, by parameter: "
+                f"it has {', '.join(map(repr, self)) or 'no values'}, of the parameters "
                 f"{', '.join(sorted({repr(name) for _, name in self._arrays if name})) or 'none'}",
-                "ask for one of these, or write a store with the extension that you look for",
+                "ask for one of these, or write a store with the extension that you need",
             )
         return found
 
@@ -289,7 +289,7 @@ class Store(Mapping[Any, Any]):
                 f"Rows of samples of the store {str(self.folder)!r} were asked for.",
                 f"identifier {wanted[wrong[0]].item()}",
                 f"{number} samples have it",
-                "look at `store.identifiers`",
+                "give identifiers that `store.identifiers` holds once",
             )
         return order[left]
 
@@ -338,8 +338,8 @@ class Store(Mapping[Any, Any]):
             raise BadInput(
                 asked,
                 f"queries for {sorted(by_parameter)}",
-                f"rows of {quantity!r} are those of {sorted(arrays) or 'nothing'}",
-                "give one tensor [q, ...] for each of these, by name; a tensor alone where there are none",
+                f"the store has rows of {quantity!r} for {sorted(arrays) or 'no parameter'}",
+                "give a tensor [q, ...] for each of these names in a dictionary; '' stands for a single tensor",
             )
         require_number(asked, "k", k, "number of samples")
         require_number(asked, "memory", memory, "number of bytes")

@@ -43,7 +43,7 @@ def parsed(text: str | bytes) -> Any:
         level = [item for each in level for item in _items(each) if isinstance(item, (dict, list))]
         if not level:
             return value
-    raise Unfit(f"it is nested more than {DEPTH} times")
+    raise Unfit(f"it has more than {DEPTH} levels of lists and objects")
 
 
 def fitted(kind: Any, value: Any, name: str = "it") -> Any:
@@ -86,7 +86,7 @@ def _made(kind: Any, value: Any, name: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(kind)}
     unknown = [key for key in value if key not in fields]
     if unknown and not getattr(kind, "may_have_more", False):
-        raise Unfit(f"{name} has an entry {unknown[0]!r}, which is unknown")
+        raise Unfit(f"{name} has an unknown entry {unknown[0]!r}")
     missing = [
         key
         for key, field in fields.items()
@@ -95,7 +95,7 @@ def _made(kind: Any, value: Any, name: str) -> Any:
         and field.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise Unfit(f"{name} lacks its entry {missing[0]!r}")
+        raise Unfit(f"{name} lacks the entry {missing[0]!r}")
     return kind(**{key: fitted(hints[key], value[key], key) for key in fields if key in value})
 
 
@@ -131,7 +131,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
-        raise Unfit(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+        raise Unfit(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice in one object")
     return found
 
 

@@ -93,16 +93,16 @@ def _flat(asked: str, arrays: Mapping[str, Any], queries: Mapping[str, Tensor]) 
             raise BadInput(
                 asked,
                 f"queries of shape {list(queries[name].shape)}" + (f" for {name!r}" if name else ""),
-                f"rows are {list(array.shape[1:])}",
-                "give queries [q, ...], as many for each parameter",
+                f"the rows in the store are {list(array.shape[1:])}",
+                "give queries [q, ...] with rows of this shape, and the same number q for each parameter",
             )
         if array.dtype.is_complex or queries[name].is_complex():
             raise BadInput(
                 asked,
                 f"rows of {array.dtype}, queries of {queries[name].dtype}" + (f" for {name!r}" if name else ""),
                 "inner products of complex numbers have no order",
-                "store torch.view_as_real(values) and ask with torch.view_as_real(queries): inner products are "
-                "the real parts",
+                "store torch.view_as_real(values), and search with torch.view_as_real(queries): their inner "
+                "products are the real parts",
             )
     flat = {}
     for name, array in arrays.items():
@@ -143,6 +143,6 @@ def _require_finite(asked: str, products: Tensor, start: int) -> None:
             asked,
             f"query {query} and row {start + row} of the store",
             f"their inner product is {products[query, row].item()}",
-            "look for entries of both that are not finite, or too large for their products; rows can be left "
-            "out by writing the store again without them",
+            "look for entries that are not finite, or so large that products overflow; to leave rows out, "
+            "write the store again without them",
         )

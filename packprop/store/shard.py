@@ -46,7 +46,7 @@ class Shard:
                 asked,
                 f"file {str(error.filename or place)!r}",
                 f"it cannot be read: {error.strerror or error}",
-                "see that it is a file that you may read; or take it from a copy of the store",
+                "make it a file that you may read, or take it from a copy of the store",
             ) from error
         self.rows = {each.file: self._rows(each) for each in (IDENTIFIERS, *self.header.arrays)}
         for name, rows in shown.items():
@@ -55,7 +55,7 @@ class Shard:
                     asked,
                     f"folder {str(place)!r}",
                     f"{name} says that {rows} rows are safe, and the marks in chunks.jsonl end at "
-                    f"{self.marks.most}: some are missing",
+                    f"{self.marks.most}: some marks are missing",
                     "take both files from one copy of the store, or write the store again",
                 )
 
@@ -113,7 +113,7 @@ def require_same_store(asked: str, folder: Path, header: ShardHeader) -> None:
                 asked,
                 f"folder {str(folder)!r}",
                 f"it holds a store with other {difference}: {theirs} instead of {ours}",
-                "write to a folder of its own, or resume with what the store was begun with",
+                f"write to another folder, or resume with the {difference} that the store was started with",
             )
 
 
@@ -128,9 +128,9 @@ def require_unmarked(asked: str, folder: Path, shard: Shard) -> None:
         raise BadInput(
             asked,
             f"folder {str(folder)!r}",
-            f"it is not empty: shard {shard.header.shard} of a store is there, with {last.samples} samples",
-            "write to another folder, or delete this; compute(..., checkpoint=...) goes on with the "
-            "store of an interrupted run, StoreWriter(resume=True) with any",
+            f"it is not empty: it holds shard {shard.header.shard} of a store, with {last.samples} samples",
+            "write to another folder, or delete this one; to continue an interrupted run, use compute(..., "
+            "checkpoint=...); to continue any store, StoreWriter(resume=True)",
         )
 
 
@@ -169,13 +169,13 @@ def _require_plain(asked: str, path: Path, found: os.stat_result, writes: bool) 
         raise BadInput(
             asked,
             f"path {str(path)!r}",
-            "it is neither a file nor a folder: to read it may take for ever",
-            "remove it; take the file from a copy, or begin anew in another folder",
+            "it is neither a file nor a folder: reading it might never end",
+            "remove it, and take the file from a copy; or start again in another folder",
         )
     if writes and stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
         raise BadInput(
             asked,
             f"file {str(path)!r}",
-            "it also has a name elsewhere (a hard link), and writing here would change the file there",
-            "copy the folder (cp -r), and go on with the copy",
+            "it has a second name elsewhere (a hard link), and writing here would change the file there",
+            "copy the folder (cp -r), and continue with the copy",
         )

@@ -39,8 +39,8 @@ def taken_from(
             raise BadInput(
                 f"Values of {extension.name} were to be stored for terms={terms}.",
                 f"extension {extension.name}",
-                "it is made of parts that grow with different powers of the loss",
-                "leave terms out, and give all batches one size",
+                "its parts grow with different powers of the loss, so no single factor rescales all of them",
+                "leave terms out, and give all batches the same size",
             )
         missing = []
         for name, parameter in named_parameters(model):
@@ -128,8 +128,8 @@ def converted(asked: str, key: Key, value: Tensor, dtype: torch.dtype | None) ->
                 raise BadInput(
                     asked,
                     f"values {_name(key)}",
-                    f"the largest is {largest:.3g}, and {dtype} ends at {bound:.3g}",
-                    "store them as torch.bfloat16 or torch.float32, or write by hand with smaller terms",
+                    f"the largest is {largest:.3g}, and the largest {dtype} is {bound:.3g}",
+                    "store them as torch.bfloat16 or torch.float32, or call writer.write with smaller terms",
                 )
         value = value.to(dtype)
     described(value.dtype)
@@ -149,7 +149,7 @@ def require_rows(
         raise BadInput(
             asked,
             f"values {quantity!r}",
-            "they are those of parameters and of all of them together, and a store keeps one kind by a name",
+            "some belong to single parameters and some to none, and a name cannot stand for both",
             "give one of them another name",
         )
     for key, value in rows.items():
@@ -157,8 +157,8 @@ def require_rows(
             raise BadInput(
                 asked,
                 f"values {_name(key)} of shape {list(value.shape)}",
-                f"they have no row for each of {samples} samples",
-                "give tensors [n, ...] whose first axis is that of the samples",
+                f"they do not have a row for each of {samples} samples",
+                "give tensors [n, ...] with the samples on the first axis",
             )
         if key not in arrays:
             continue
@@ -167,15 +167,15 @@ def require_rows(
             raise BadInput(
                 asked,
                 f"values {_name(key)}",
-                f"their rows have the shape {list(value.shape[1:])}, and those before {list(shape)}, as for "
+                f"their rows have shape {list(value.shape[1:])}, and earlier rows {list(shape)}, as for "
                 "sequences of other lengths",
-                "fill all batches up to one length, with targets that are ignored",
+                "pad all batches to one length, with targets that the loss ignores",
             )
         if dtype != value.dtype:
             raise BadInput(
                 asked,
                 f"values {_name(key)}",
-                f"they are {value.dtype}, and those before {dtype}",
+                f"they are {value.dtype}, and earlier values {dtype}",
                 "give the writer a dtype, or values of one precision",
             )
 
@@ -193,7 +193,7 @@ def identifiers_of(asked: str, given: Any, start: int, samples: int, header: Sha
         raise BadInput(
             asked,
             f"identifiers of shape {list(numbers.shape)}, {numbers.dtype}",
-            f"they are not one whole number for each of {samples} samples",
+            f"a store needs one whole number for each of {samples} samples",
             "give a list or tensor of whole numbers [n]; keep names in a table of your own",
         )
     if samples and numbers.max() > np.iinfo(np.int64).max:

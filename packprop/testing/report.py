@@ -107,7 +107,7 @@ HINTS = {
     "batches of a data set": "let over_n and degree make one value of several batches; finish() "
     "gets the number of all samples",
     "subsampling": "let the value depend on the chosen samples alone, in their order",
-    "reference": "find out which of the two computes what you meant",
+    "reference": "find out which of the two values is right",
     "differentiable": "use torch functions alone: no detach(), .data, item() or in-place changes",
 }
 """Advice for each broken law."""
@@ -158,7 +158,7 @@ class Ledger:
 
     def failed(self, law: str, where: str, why: str, error: float = math.inf) -> CheckFailed:
         """Make the error that says which law is broken where, and what to do."""
-        hint = HINTS.get(law, "repeat the check on a smaller model, and report the difference as a bug")
+        hint = HINTS.get(law, "compare on a smaller model; if an error remains, report it as a bug")
         return CheckFailed(f"{self.subject}: {law} was compared.", where, why, hint, error)
 
 

@@ -112,13 +112,13 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[dict[str, An
     "negative bytes": (lambda c: c["files"][0].update(bytes=-1), same, "bytes is -1"),
     "no files": (lambda c: c.pop("files"), same, "there is no file of a rank"),
     "nothing": (lambda c: c.update(files=[]), same, "there is no file of a rank"),
-    "no facts": (lambda c: c["facts"].pop("reading"), same, "lacks its entry 'reading'"),
-    "no description": (lambda c: c["facts"].pop("identity"), same, "lacks its entry 'identity'"),
-    "nesting": (nested, same, "nested more than 100 times"),
+    "no facts": (lambda c: c["facts"].pop("reading"), same, "lacks the entry 'reading'"),
+    "no description": (lambda c: c["facts"].pop("identity"), same, "lacks the entry 'identity'"),
+    "nesting": (nested, same, "more than 100 levels"),
     "a huge number": (lambda c: c["facts"].update(number=10**40), same, "number is 1000"),
     "a text": (lambda c: c["facts"].update(number="7"), same, "number is '7'"),
     "not a reading": (lambda c: c["facts"].update(reading=2), same, "reading is 2"),
-    "no place": (same, lambda found: found["items"].pop(0), "lacks its entry 'place'"),
+    "no place": (same, lambda found: found["items"].pop(0), "lacks the entry 'place'"),
     "no values": (same, lambda found: found.pop("items"), "which values it holds"),
     "a tensor that is not there": (same, state("results", {"tensor": 10**6}), "which values it holds"),
     "a tensor from the end": (same, state("results", {"tensor": -1}), "tensor is -1"),
@@ -236,6 +236,6 @@ def test_a_changed_entry_of_a_result(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
-    with pytest.raises(BadInput, match="does not have its checksum"):
+    with pytest.raises(BadInput, match="its checksum does not match"):
         Result.load(file)
     assert torch.is_tensor(next(iter(safetensors.torch.load_file(file).values())))

@@ -157,7 +157,7 @@ def test_a_place_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     model, data = small_one()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(BadInput, match="nothing can be written there"):
+        with pytest.raises(BadInput, match="packprop cannot write there"):
             compute(model, nn.CrossEntropyLoss(), data, extensions.Variance(), checkpoint=path)
 
 

@@ -136,8 +136,8 @@ def test_batch_size_for_data_that_come_in_batches() -> None:
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ([extensions.BatchDotGrad()], "relates samples of one batch"),
-        ([extensions.BatchGrad(subsampling=[0])], "relates samples of one batch"),
+        ([extensions.BatchDotGrad()], "depends on which samples are in one batch"),
+        ([extensions.BatchGrad(subsampling=[0])], "depends on which samples are in one batch"),
         ([extensions.BatchGrad], "it is a class, not an instance"),
         (
             [extensions.DiagGGNMC(), extensions.DiagGGNMC(mc_samples=3)],

@@ -98,7 +98,7 @@ def damaged(rank: int, folder: Path) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found = compute(sharded(), copy)
-        told = ["the work continues from the one before" in str(each.message) for each in caught]
+        told = ["the run continues from the one before" in str(each.message) for each in caught]
         assert sum(told) == (rank == 0)
         assert_same(found.whole(), expected())
 

@@ -211,9 +211,9 @@ def test_a_plan_knows_what_it_takes() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Projected(Variance(), 8), "gradients of samples can"),  # type: ignore[arg-type]  # wrong on purpose
-        (lambda: Projected(BatchGrad(per="token"), 8), "gradients of samples can"),
-        (lambda: Projected(8), "gradients of samples can"),  # type: ignore[arg-type]  # wrong on purpose
+        (lambda: Projected(Variance(), 8), "per-sample gradients"),  # type: ignore[arg-type]  # wrong on purpose
+        (lambda: Projected(BatchGrad(per="token"), 8), "per-sample gradients"),
+        (lambda: Projected(8), "per-sample gradients"),  # type: ignore[arg-type]  # wrong on purpose
         (lambda: Projected(BatchGrad(), 0), "at least 1"),
         (lambda: Projected(BatchGrad(), 2.0), "at least 1"),  # type: ignore[arg-type]  # wrong on purpose
         (lambda: Projected(BatchGrad(), 8, kind="sparse"), "kind"),  # type: ignore[arg-type]  # wrong on purpose

@@ -129,7 +129,7 @@ def test_digits_take_its_place_with_one_warning() -> None:
     (warning,) = noted
     assert warning.category is PackpropWarning
     assert warning.filename == __file__
-    assert "the digits of scikit-learn take its place" in str(warning.message)
+    assert "packprop uses the digits of scikit-learn" in str(warning.message)
     assert MNIST_FOLDER in str(warning.message)
     assert x.shape == (16, 1, 28, 28)
     assert ((x[:, :, :4] * 0.3081 + 0.1307).abs() < 1e-6).all()  # the border is black

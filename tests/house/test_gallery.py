@@ -42,7 +42,7 @@ def comparable(page: str) -> list[str]:
 
 
 @thorough
-@pytest.mark.filterwarnings("ignore:MNIST is missing", "ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.filterwarnings("ignore:MNIST was not found", "ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page(renderer: ModuleType, name: str, tmp_path: Path) -> None:
     if lacks := renderer.lacking(name):

@@ -360,7 +360,7 @@ def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.M
         ({"mc_samples": -1}, "mc_samples=-1"),
         ({"mc_samples": 0}, "mc_samples=0"),
         ({"seed": 1.0}, "seed=1.0"),
-        ({"confidence": 95}, "no number between 0 and 1"),
+        ({"confidence": 95}, "not a number between 0 and 1"),
         ({"per": "token"}, "independent"),
         ({"log": "tensorboard"}, "SummaryWriter"),
         ({"log": 3}, "type int"),

@@ -204,8 +204,8 @@ def test_parallel_modules_exchange_nothing() -> None:
     ("again", "why"),
     [
         (lambda loss: loss.backward(), r"backward\(\) inside again"),
-        (lambda loss: loss.item(), "no loss with a graph"),
-        (lambda loss: loss.detach(), "no loss with a graph"),
+        (lambda loss: loss.item(), "not a loss with a graph"),
+        (lambda loss: loss.detach(), "not a loss with a graph"),
         (lambda loss: nn.Linear(2, 1)(torch.ones(3, 2)).mean(), "known|depends on none"),
     ],
 )
@@ -253,7 +253,7 @@ def test_norms_have_a_range_of_their_own() -> None:
     [
         ({"on_spike": "print"}, "cannot be called"),
         ({"decode": 3}, "cannot be called"),
-        ({"reach": 0}, "no positive number"),
+        ({"reach": 0}, "not a positive number"),
     ],
 )
 def test_bad_input(options: dict[str, Any], why: str) -> None:

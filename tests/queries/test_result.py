@@ -29,7 +29,7 @@ def test_tables() -> None:
     assert lines[7].split() == ["largest", "sample", "row", "smallest", "sample", "row"]
     assert lines[10].split() == ["2", "-1e-07", "4", "3", "-1e-07", "4", "1"]
     assert lines[-2:] == [
-        "inner products with grad_batch of 1,234 samples, of losses that are summed",
+        "inner products with grad_batch of 1,234 samples, for a summed loss",
         "gradients of queries times (F + 0.01 I)^-1, F: ekfac",
     ]
 

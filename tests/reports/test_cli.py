@@ -63,7 +63,7 @@ def test_it_says_what_python_says(run: Run, tmp_path: Path) -> None:
 def test_a_budget_of_memory(run: Run, tmp_path: Path) -> None:
     status, _, err = run("factories:good", "--memory", "1MiB")
     assert status == 0
-    assert "resident in memory at most" in err
+    assert "peak resident memory" in err
     within = Profile.load(tmp_path / "profile")
     assert "resident" not in run("factories:good")[2]
     assert within.samples == Profile.load(tmp_path / "profile").samples

@@ -27,7 +27,7 @@ BAD = [
     ("needs:f", "importing needs failed: ModuleNotFoundError", "needs.py, line 1, in <module>"),
     ("wrong:f", "SyntaxError: '(' was never closed (wrong.py, line 1)", "python -c 'import wrong'"),
     ("leaving:f", "importing leaving failed: SystemExit: no", "leaving.py, line 2"),
-    ("factories:absent", "factories has no 'absent'", "name a function of it: network, good"),
+    ("factories:absent", "factories has no 'absent'", "name one of its functions: network, good"),
     ("factories:number", "'number' is int, which cannot be called", "returns (model, loss, data)"),
     ("factories:raises", "it raised ZeroDivisionError: division by zero (", "in raises)"),
     ("factories:leaves", "it raised SystemExit: 3", "in leaves)"),
@@ -72,7 +72,7 @@ def test_an_output_folder_is_checked_before_the_work(run: Run, tmp_path: Path) -
         status, out, err = run("factories:marks", "--output", folder)
         assert (status, out) == (2, "")
         assert f"error: A profile was to be saved in {folder!r}." in err
-        assert "give a folder that can be written to" in err
+        assert "give a folder that you can write to" in err
     assert not (tmp_path / "ran").exists()
     assert run("factories:marks", "--output", "fine")[0] == 0
     assert (tmp_path / "ran").exists()
@@ -144,4 +144,4 @@ def test_an_error_of_packprop_itself(run: Run, monkeypatch: pytest.MonkeyPatch) 
     status, _, err = run("factories:good")
     assert status == 1
     assert "where:   packprop itself" in err
-    assert "instead: run again with --debug, and report what it prints" in err
+    assert "instead: run it again with --debug, and report what it prints" in err

@@ -145,7 +145,7 @@ def test_the_command(pair: tuple[Profile, Profile], tmp_path: Path, capfd: pytes
     expected = compare(*pair).total["mean sample norm"]
     assert saved["total"]["mean sample norm"]["error"] == expected.error
     assert cli.main(["compare", folders[0], str(tmp_path / "nowhere")]) == 2
-    assert "profile.json and profile.safetensors cannot be found in it" in capfd.readouterr().err
+    assert "it lacks profile.json and profile.safetensors" in capfd.readouterr().err
 
 
 # Bad input
@@ -162,11 +162,11 @@ def test_profiles_of_other_versions_are_refused(pair: tuple[Profile, Profile], t
     edited(tmp_path, format="profile of a network, format 99")
     with pytest.raises(BadInput, match="format 99") as error:
         Profile.load(tmp_path)
-    assert "make the profile anew" in error.value.instead
+    assert "make the profile again" in error.value.instead
     saved = json.loads((tmp_path / "profile.json").read_text())
     del saved["format"]
     (tmp_path / "profile.json").write_text(json.dumps(saved))
-    with pytest.raises(BadInput, match="a format without a name"):
+    with pytest.raises(BadInput, match="an unnamed format"):
         Profile.load(tmp_path)
 
 
@@ -177,7 +177,7 @@ def test_profiles_of_other_versions_are_refused(pair: tuple[Profile, Profile], t
         ("profile.json", "[]", "it is not the file of a profile"),
         ("profile.json", '{"format": 3}', "it is not the file of a profile"),
         ("profile.safetensors", "no", "it cannot be read"),
-        ("profile.safetensors", None, "profile.safetensors cannot be found in it"),
+        ("profile.safetensors", None, "it lacks profile.safetensors"),
     ],
 )
 def test_files_that_are_none(
@@ -209,7 +209,7 @@ def test_other_models_are_refused(pair: tuple[Profile, Profile]) -> None:
     squared = quiet(nn.Sequential(nn.Linear(4, 3)), nn.MSELoss(), (data[0], torch.randn(9, 3)))
     with pytest.raises(BadInput, match="CrossEntropyLoss in the first, MSELoss in the second"):
         compare(small, squared)
-    with pytest.raises(BadInput, match="it is no profile"):
+    with pytest.raises(BadInput, match="it is not a profile"):
         compare(first, 3)  # type: ignore[arg-type]  # that is the point
 
 

@@ -88,7 +88,7 @@ def test_the_page_shows_them(profile: Profile) -> None:
     assert " takes longest: " in page.text
     assert "#title-costs" in [link.attributes.get("href") for link in page.all("a")]
     assert "The peak is in the " in page.text
-    assert "The highest of each part: forward pass" in page.text
+    assert "Peak of each part: forward pass" in page.text
 
 
 def test_without_a_timeline_nothing_is_measured() -> None:

@@ -28,7 +28,7 @@ def test_every_form_of_a_batch() -> None:
 
 @pytest.mark.parametrize("batch", ["text", (1, 2, 3), None])
 def test_a_batch_that_is_none(batch: Any) -> None:
-    with pytest.raises(packprop.BadInput, match="which part of it goes into the model") as caught:
+    with pytest.raises(packprop.BadInput, match="which part of it is the input of the model") as caught:
         coverage(linear_model(), batch)
     assert "((a, b), targets)" in caught.value.instead
 

@@ -65,7 +65,7 @@ def test_folders_that_cannot_be_written_to(tmp_path: Path) -> None:
         tmp_path / "file" / "below": "is a file, not a folder",
         tmp_path / "dangling": "is a file, not a folder",
         tmp_path / "taken": "profile.json in it is a folder",
-        Path("/proc/packprop"): "nothing can be written to /proc",
+        Path("/proc/packprop"): "packprop cannot write to /proc",
     }
     for folder, why in bad.items():
         with pytest.raises(BadInput, match="the output folder") as error:

@@ -45,7 +45,7 @@ def test_inputs_that_are_always_zero_are_told() -> None:
     found = profiled(nn.Linear(20, 4), x)
     (narrow,) = narrow_factors(found)
     assert (narrow.side, narrow.idle, narrow.rank) == ("A", 3, 17)
-    assert "In (model) 3 of 20 inputs are always zero." in said(found)
+    assert "In (model), 3 of 20 inputs are always zero." in said(found)
 
 
 @pytest.mark.parametrize("rank", [3, 30])
@@ -54,7 +54,7 @@ def test_inputs_in_few_directions_are_told(rank: int) -> None:
     found = profiled(nn.Linear(40, 4), torch.randn(200, rank) @ torch.randn(rank, 40))
     assert found.layers[0].factors["weight.A"].rank == rank
     assert bool(narrow_factors(found)) == (rank == 3)
-    assert ("The inputs of (model) have 3 of 40 directions." in said(found)) == (rank == 3)
+    assert ("The inputs of (model) span 3 of 40 directions." in said(found)) == (rank == 3)
 
 
 def test_entries_of_a_table_that_are_never_looked_up_are_no_news() -> None:

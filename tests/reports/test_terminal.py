@@ -157,7 +157,7 @@ def test_an_interrupt_leaves_a_run_to_go_on_from_and_a_whole_terminal(run: Run, 
     assert terminal.close() == 130
     assert re.search(r"memory \+\d.* of 64 MiB", seen)
     assert re.search(r"\d:\d\d", seen)  # the time left
-    assert "interrupted; kept holds what was done" in seen
+    assert "interrupted; kept has the last checkpoint" in seen
     assert terminal.seen.count("\x1b[?25h") >= terminal.seen.count("\x1b[?25l") > 0  # the cursor is shown again
     assert not re.search(r"\x1b\[[0-9;]*3[1-8][0-9;]*m", terminal.seen)  # no colours
     assert "Traceback" not in seen

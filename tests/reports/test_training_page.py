@@ -66,7 +66,7 @@ def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path, capfd: pytest.
     path = tmp_path / "run.jsonl"
     path.write_text('{"step": 1, "gradient_norm": 1}\n')
     assert cli.main(["page", str(path), "--output", str(tmp_path / "no" / "page.html")]) == 2
-    assert "name a file in a folder that exists and can be written to" in capfd.readouterr().err
+    assert "name a file in an existing folder that you can write to" in capfd.readouterr().err
 
 
 def test_a_run_without_figures_has_no_contents() -> None:
@@ -126,8 +126,8 @@ def test_what_is_no_run_is_refused(text: str | None, tmp_path: Path, capfd: pyte
     ("intervals", "says"),
     [
         (((80, 130), (150, None)), "The noise scale grew from 100 to 200 samples."),
-        (((60, None), (90, 400)), "The noise scale went from 100 to 200 samples, which may be chance."),
-        (((60, 140), (0, None)), "The noise scale went from 100 to 200 samples, which may be chance."),
+        (((60, None), (90, 400)), "The noise scale changed from 100 to 200 samples, which may be chance."),
+        (((60, 140), (0, None)), "The noise scale changed from 100 to 200 samples, which may be chance."),
         ((None, None), "The noise scale grew from 100 to 200 samples."),
     ],
 )

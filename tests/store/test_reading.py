@@ -145,9 +145,9 @@ def test_a_data_frame_of_no_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("queries", "k", "words"),
     [
-        (torch.ones(2, 4), 1, "rows are \\[3\\]"),
-        (torch.ones(3), 1, "rows are \\[3\\]"),
-        (torch.tensor(1.0), 1, "rows are \\[3\\]"),
+        (torch.ones(2, 4), 1, "rows in the store are \\[3\\]"),
+        (torch.ones(3), 1, "rows in the store are \\[3\\]"),
+        (torch.tensor(1.0), 1, "rows in the store are \\[3\\]"),
         ({"w": torch.ones(2, 3)}, 1, "queries for \\['w'\\]"),
         (torch.ones(2, 3), 0, "k=0"),
         (torch.ones(2, 3), True, "k=True"),

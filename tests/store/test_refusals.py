@@ -38,7 +38,7 @@ from tests.store.small import problem, write_batch, written
 )
 def test_values_that_do_not_grow(tmp_path: Path, extension: Any) -> None:
     model, *_ = problem()
-    with pytest.raises(BadInput, match=rf"extension {extension.name}\n.*no row for each sample"):
+    with pytest.raises(BadInput, match=rf"extension {extension.name}\n.*not have a row for each sample"):
         StoreWriter(tmp_path / "store", model, [BatchGrad(), extension])
     assert not (tmp_path / "store").exists()
 
@@ -60,13 +60,13 @@ def test_places_that_are_taken(tmp_path: Path) -> None:
     model, *_ = problem()
     file = tmp_path / "notes.txt"
     file.write_text("mine")
-    with pytest.raises(BadInput, match=r"not empty: 'notes.txt' is there"):
+    with pytest.raises(BadInput, match=r"not empty: it contains 'notes.txt'"):
         StoreWriter(tmp_path, model, [BatchGrad()])
     with pytest.raises(BadInput, match="it is a file"):
         StoreWriter(file, model, [BatchGrad()])
     assert (file.read_text(), list(tmp_path.iterdir())) == ("mine", [file])
     written(tmp_path / "store", [3])
-    with pytest.raises(BadInput, match="shard 0 of a store is there"):
+    with pytest.raises(BadInput, match="it holds shard 0 of a store"):
         StoreWriter(tmp_path / "store", model, [BatchGrad()])
     assert Store(tmp_path / "store").samples == 3
 
@@ -86,12 +86,12 @@ def test_what_the_system_refuses(tmp_path: Path, what: str) -> None:
             "lock": (Path, "open"),
         }[what]
         patch.setattr(*where, refuses)
-        with pytest.raises(BadInput, match=r"nothing can be written there: Permission denied \('a file'\)"):
+        with pytest.raises(BadInput, match=r"packprop cannot write there: Permission denied \('a file'\)"):
             StoreWriter(tmp_path / "store", model, [BatchGrad()])
     with StoreWriter(tmp_path / "store", model, [BatchGrad()]):  # and then it can
         pass
     (tmp_path / "file").touch()
-    with pytest.raises(BadInput, match="nothing can be written there: Not a directory"):
+    with pytest.raises(BadInput, match="packprop cannot write there: Not a directory"):
         StoreWriter(tmp_path / "file" / "store", model, [BatchGrad()])
 
 
@@ -157,7 +157,7 @@ def marked(**entries: Any) -> Callable[[Path], None]:
 
 HOSTILE: list[tuple[str, Callable[[Path], Any], str]] = [
     *(
-        ("header.json", described(file=file), "is not that of an array in this folder")
+        ("header.json", described(file=file), "is not the path of an array in this folder")
         for file in (
             "/etc/passwd",
             "../samples.npy",
@@ -174,9 +174,9 @@ HOSTILE: list[tuple[str, Callable[[Path], Any], str]] = [
         )
     ),
     ("header.json", described(file=7), "file is 7, not of type str"),
-    ("header.json", described(file="grad_batch/0.bias.npy"), "is there twice"),
-    ("header.json", described(file="Grad_batch/0.BIAS.npy"), "is there twice"),
-    ("header.json", described(parameter="0.bias"), "is there twice"),
+    ("header.json", described(file="grad_batch/0.bias.npy"), "occurs twice"),
+    ("header.json", described(file="Grad_batch/0.BIAS.npy"), "occurs twice"),
+    ("header.json", described(parameter="0.bias"), "occurs twice"),
     ("header.json", described(shape=[-4, -3]), r"shape\[0\] is -4"),
     ("header.json", described(shape=["4", "3"]), r"shape\[0\] is '4'"),
     ("header.json", described(shape="43"), "shape is '43', not a list"),
@@ -184,12 +184,12 @@ HOSTILE: list[tuple[str, Callable[[Path], Any], str]] = [
     ("header.json", described(shape=[4.0, 3.0]), r"shape\[0\] is 4.0"),
     ("header.json", described(shape=[True, 3]), r"shape\[0\] is True"),
     ("header.json", described(shape=[10**30]), r"shape\[0\] is 10000"),
-    ("header.json", described(shape=[2**61]), "none that a file can hold"),
-    ("header.json", described(shape=[0, 2**40, 2**40]), "none that a file can hold"),
-    ("header.json", described(shape=[1] * 64), "none that a file can hold"),
-    ("header.json", described(shape=[2**40]), r"no .npy file of rows \[1099511627776\]"),
-    ("header.json", described(shape=[3, 4]), r"no .npy file of rows \[3, 4\] in float64"),
-    ("header.json", described(dtype="int64"), r"no .npy file of rows \[4, 3\] in int64"),
+    ("header.json", described(shape=[2**61]), "too many axes or entries for a file"),
+    ("header.json", described(shape=[0, 2**40, 2**40]), "too many axes or entries for a file"),
+    ("header.json", described(shape=[1] * 64), "too many axes or entries for a file"),
+    ("header.json", described(shape=[2**40]), r"not a .npy file of rows \[1099511627776\]"),
+    ("header.json", described(shape=[3, 4]), r"not a .npy file of rows \[3, 4\] in float64"),
+    ("header.json", described(dtype="int64"), r"not a .npy file of rows \[4, 3\] in int64"),
     ("header.json", described(dtype=None), "dtype is None"),
     ("header.json", described(dtype=["float64"]), "dtype is "),
     ("header.json", described(degree="1"), "degree is '1', not a finite number"),
@@ -197,41 +197,41 @@ HOSTILE: list[tuple[str, Callable[[Path], Any], str]] = [
     ("header.json", described(degree=10**400), "degree is 1000"),
     ("header.json", described(projection={"kind": "x", "dimension": 4, "seed": 0}), "projection|kind"),
     ("header.json", described(projection=[]), "projection is "),
-    ("header.json", described(more=1), "an entry 'more', which is unknown"),
-    ("header.json", header(lambda found: found["arrays"][0].pop("shape")), "lacks its entry 'shape'"),
-    ("header.json", header(lambda found: found.pop("arrays")), "lacks its entry 'arrays'"),
-    ("header.json", header(lambda found: found.pop("model")), "lacks its entry 'model'"),
+    ("header.json", described(more=1), "an unknown entry 'more'"),
+    ("header.json", header(lambda found: found["arrays"][0].pop("shape")), "lacks the entry 'shape'"),
+    ("header.json", header(lambda found: found.pop("arrays")), "lacks the entry 'arrays'"),
+    ("header.json", header(lambda found: found.pop("model")), "lacks the entry 'model'"),
     ("header.json", header(lambda found: found.update(arrays={})), "arrays is "),
     ("header.json", header(lambda found: found.update(arrays=[[]])), r"arrays\[0\] is \[\]"),
-    ("header.json", header(lambda found: found.update(shard=1)), "it is that of shard 1"),
+    ("header.json", header(lambda found: found.update(shard=1)), "it is the header of shard 1"),
     ("header.json", header(lambda found: found.update(shards=-1)), "shards is -1"),
     ("header.json", header(lambda found: found.update(model=7)), "model is 7"),
     ("header.json", header(lambda found: found["model"].update({"0.bias": 7})), "model.0.bias is 7"),
     ("header.json", header(lambda found: found["model"].update({"0.bias": [[4], "float64"]})), "a list of 3"),
     ("header.json", header(lambda found: found.update(version="2")), "version 2 of the format"),
     ("header.json", header(lambda found: found.update(version=[2])), r"version \[2\] of the format"),
-    ("header.json", lambda path: path.write_text("[" * 100_000), "no header that can be read"),
-    ("header.json", lambda path: path.write_text("[" * 300 + "]" * 300), "nested"),
-    ("header.json", lambda path: path.write_text('{"a": ' + "9" * 10_000 + "}"), "no header that can be read"),
-    ("header.json", text('"shard"', '"shard": 3, "shard"'), "'shard' is there twice"),
-    ("header.json", text("0.weight", "0.Weight"), "does not have its checksum"),
-    ("header.json", text('"degree": 1.0', '"degree": 2.0'), "does not have its checksum"),
-    ("header.json", text('"version": 2', '"version": 1'), "version 1 of the format, and this is version 2"),
-    ("header.json", lambda path: (path.unlink(), path.mkdir()), "no header that can be read"),
+    ("header.json", lambda path: path.write_text("[" * 100_000), "cannot read this header"),
+    ("header.json", lambda path: path.write_text("[" * 300 + "]" * 300), "more than 100 levels"),
+    ("header.json", lambda path: path.write_text('{"a": ' + "9" * 10_000 + "}"), "cannot read this header"),
+    ("header.json", text('"shard"', '"shard": 3, "shard"'), "'shard' occurs twice"),
+    ("header.json", text("0.weight", "0.Weight"), "its checksum does not match"),
+    ("header.json", text('"degree": 1.0', '"degree": 2.0'), "its checksum does not match"),
+    ("header.json", text('"version": 2', '"version": 1'), "version 1 of the format"),
+    ("header.json", lambda path: (path.unlink(), path.mkdir()), "cannot read this header"),
     ("chunks.jsonl", lambda path: path.write_text("[" * 100_000 + "\n"), "line 1 of file"),
     ("chunks.jsonl", lambda path: path.write_text("7\n"), "line 1 of file"),
     ("chunks.jsonl", marked(samples=10**30), "line 1 of file .*\n.*samples is 1000"),
-    ("chunks.jsonl", marked(samples=2**61), "line 2 of file .*\n.*cannot begin at 3, inside"),
+    ("chunks.jsonl", marked(samples=2**61), "line 2 of file .*\n.*cannot begin at row 3, inside"),
     ("chunks.jsonl", marked(samples="3"), "samples is '3'"),
     ("chunks.jsonl", marked(terms=float("inf")), "terms is inf"),
     ("chunks.jsonl", marked(terms="x"), "terms is 'x'"),
     ("chunks.jsonl", marked(finished=1), "finished is 1"),
-    ("chunks.jsonl", marked(start=4), "a chunk cannot begin at 4"),
+    ("chunks.jsonl", marked(start=4), "a chunk cannot begin at row 4"),
     ("chunks.jsonl", marked(start=None), "start is None"),
     ("chunks.jsonl", marked(checksums=[]), "checksums is "),
     ("chunks.jsonl", marked(checksums={"samples.npy": [1, 2]}), "2 checksums for 1 blocks"),
     ("chunks.jsonl", marked(checksums={"samples.npy": [-1]}), r"samples.npy\[0\] is -1"),
-    ("chunks.jsonl", text('"samples": 3', '"samples": 2'), "line 1 of file .*\n.*is not what was written"),
+    ("chunks.jsonl", text('"samples": 3', '"samples": 2'), "line 1 of file .*\n.*has changed since"),
     ("chunks.jsonl", lambda path: path.write_text(path.read_text().split("\n", 1)[1]), "line 1 of file"),
     (
         "chunks.jsonl",
@@ -244,7 +244,7 @@ HOSTILE: list[tuple[str, Callable[[Path], Any], str]] = [
     (
         "samples.npy",
         lambda path: path.write_bytes(path.read_bytes().replace(b"NUMPY", b"NUMPI")),
-        "no .npy file",
+        "not a .npy file",
     ),
     (
         "samples.npy",
@@ -254,20 +254,20 @@ HOSTILE: list[tuple[str, Callable[[Path], Any], str]] = [
     (
         "grad_batch/0.weight.npy",
         lambda path: path.write_bytes((path.parent / "0.bias.npy").read_bytes() * 4),
-        "no .npy file of rows",
+        "not a .npy file of rows",
     ),
 ]
 """What an attacker, or a disk, may write: none of it is believed."""
 
 
 DAMAGE: list[tuple[str, Callable[[Path], Any], str]] = [
-    ("header.json", lambda path: path.write_text(path.read_text()[:-50]), "no header that can be read"),
-    ("header.json", lambda path: path.write_text("{}"), "no header that can be read"),
-    ("header.json", lambda path: path.write_text("[1]"), "no header that can be read"),
-    ("header.json", lambda path: path.write_bytes(b"\xff\xfe"), "no header that can be read"),
+    ("header.json", lambda path: path.write_text(path.read_text()[:-50]), "cannot read this header"),
+    ("header.json", lambda path: path.write_text("{}"), "cannot read this header"),
+    ("header.json", lambda path: path.write_text("[1]"), "cannot read this header"),
+    ("header.json", lambda path: path.write_bytes(b"\xff\xfe"), "cannot read this header"),
     ("header.json", lambda path: path.write_text(path.read_text().replace("float64", "float65")), "float65"),
-    ("header.json", Path.unlink, "no header that can be read"),
-    ("header.json", _version, "version 3 of the format, and this is version 2"),
+    ("header.json", Path.unlink, "cannot read this header"),
+    ("header.json", _version, "version 3 of the format, and this packprop reads version 2"),
     ("chunks.jsonl", lambda path: path.write_text("xyz\n"), "line 1 of file"),
     ("chunks.jsonl", lambda path: path.write_text('{"samples": -1}\n'), "line 1 of file"),
     ("chunks.jsonl", lambda path: path.write_text('{"rows": 1}\n'), "line 1 of file"),
@@ -359,7 +359,7 @@ def test_files_with_a_second_name_are_not_written_to(tmp_path: Path, name: str) 
     os.link(place, other)
     before = other.read_bytes()
     assert Store(tmp_path / "store").samples == 3
-    with pytest.raises(BadInput, match="a name elsewhere") as error:
+    with pytest.raises(BadInput, match="a second name elsewhere") as error:
         StoreWriter(tmp_path / "store", model, [BatchGrad()], resume=True)
     assert other.read_bytes() == before
     assert "cp -r" in error.value.instead
@@ -377,10 +377,10 @@ def test_no_store(tmp_path: Path, make: Callable[[Path], Any]) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        (dict(a=torch.tensor(1.0)), "no row for each"),
-        (dict(a=torch.ones(2, 3), b=torch.ones(3)), "no row for each of 2"),
-        (dict(a=torch.ones(2, 4)), r"shape \[4\], and those before \[3\]"),
-        (dict(a=torch.ones(2, 3).double()), "they are torch.float64, and those before torch.float32"),
+        (dict(a=torch.tensor(1.0)), "not have a row for each"),
+        (dict(a=torch.ones(2, 3), b=torch.ones(3)), "not have a row for each of 2"),
+        (dict(a=torch.ones(2, 4)), r"shape \[4\], and earlier rows \[3\]"),
+        (dict(a=torch.ones(2, 3).double()), "they are torch.float64, and earlier values torch.float32"),
         (dict(a=torch.ones(2, 3), b=[1.0, 2.0]), "not a dense tensor"),
         (dict(a=torch.ones(2, 3).to_sparse()), "not a dense tensor"),
         (dict(a=torch.ones(2, 3), c=torch.ones(2).to(torch.float8_e4m3fn)), "precision float8_e4m3fn"),
@@ -422,7 +422,7 @@ def test_values_of_parameters_and_of_all_of_them_have_other_names(
     with StoreWriter(tmp_path / "store", nn.Linear(1, 1), []) as writer:
         if not together:
             writer.add(rows[0], 2)
-        with pytest.raises(BadInput, match=r"values 'a'.*\n.*of parameters and of all of them"):
+        with pytest.raises(BadInput, match=r"values 'a'.*\n.*some belong to single parameters"):
             writer.add(rows[0] | rows[1] if together else rows[1], 2)
     assert Store(tmp_path / "store").samples == (0 if together else 2)
 

@@ -196,7 +196,7 @@ def test_shards_of_different_stores(tmp_path: Path) -> None:
     header = ShardHeader.load(folder / "shard-00000", "")
     (folder / "shard-00001").mkdir(exist_ok=True)
     replace(header, shard=1, extensions=[]).save(folder / "shard-00001")
-    with pytest.raises(BadInput, match="different stores, with other extensions"):
+    with pytest.raises(BadInput, match="different stores: these differ in their extensions"):
         Store(folder)
 
 
@@ -204,7 +204,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     model, *_ = problem()
     with StoreWriter(tmp_path / "store", model, [BatchGrad()]):
         for resume in (False, True):
-            with pytest.raises(PackpropError, match=f"open for writing already, by process {os.getpid()}"):
+            with pytest.raises(PackpropError, match=f"process {os.getpid()} has already opened it for writing"):
                 StoreWriter(tmp_path / "store", model, [BatchGrad()], resume=resume)
     with StoreWriter(tmp_path / "store", model, [BatchGrad()], resume=True):
         pass
@@ -226,7 +226,7 @@ def test_processes_that_were_forked_keep_nobody_out(tmp_path: Path) -> None:
         time.sleep(60)
         os._exit(0)
     try:
-        with pytest.raises(PackpropError, match="open for writing already"):
+        with pytest.raises(PackpropError, match="already opened it for writing"):
             StoreWriter(tmp_path / "store", model, [BatchGrad()])
         writer.close()
         StoreWriter(tmp_path / "store", model, [BatchGrad()], resume=True).close()

@@ -202,7 +202,7 @@ class Replayer:
         with noting_decisions() as decisions, waiting(said, self._policy.warns):
             outcome, fault = checked(self._pass, traced, runner, state, inputs, targets)
         if (differing := _differing(traced.decisions, decisions)) is not None:
-            fault = f"values decide this anew in each pass: {differing}"
+            fault = f"each pass decides it from values: {differing}"
         if runner.warning is not None:
             self._say(runner.warning, runner.warning, stacklevel=5)
         if fault is None:
@@ -267,11 +267,11 @@ class Replayer:
         if any(tensor.requires_grad for tensor in state.batch):
             reason = "a tensor of the batch requires gradients"
         elif any(isinstance(each, PARALLEL) for root in self._pass.modules for each in root.modules()):
-            reason = "the model is spread over processes or devices, whose exchange no graph can hold"
+            reason = "the model is spread over processes or devices, and a graph cannot contain their exchange"
         elif any(map(has_late_hooks, state.parameters)):
             reason = "a hook runs after the accumulation of a gradient, and a replay would not call it"
         elif any(type(each) not in PLAIN_TENSORS or each.layout is not torch.strided for each in state.tensors):
-            reason = "a tensor is of a subclass of torch.Tensor, or not dense"
+            reason = "a tensor has a class other than Tensor, Parameter and Buffer, or is not dense"
         elif sum(kind.traced is not None for kind in self._kinds.values()) >= MOST:
             change = first_change(self._pass.modules, self._traced_last or (), state)
             reason = f"{MOST} kinds of calls have been traced, and this is another: {change}"
@@ -323,7 +323,7 @@ def _became(kind: Kind) -> str:
         return "eager; the next call is traced"
     said = f"{kind.traced.operations} operations, traced in {kind.traced.seconds:.2g} s"
     if kind.runner is None:
-        return f"{said}; the next call is eager, beside a replay"
+        return f"{said}; the next call compares an eager pass with a replay"
     if kind.runner.seconds is not None:
         said += f", compiled in {kind.runner.seconds:.2g} s"
         said += f" by {kind.runner.backend!r}" if kind.runner.verdict is None else ""

@@ -116,7 +116,7 @@ class KeptWork:
             except LockedElsewhere:
                 why, instead = "another run writes there", "wait for its end, or give another folder"
             except OSError as error:
-                why = f"nothing can be written there: {error.strerror or error}"
+                why = f"packprop cannot write there: {error.strerror or error}"
             if why:
                 raise BadInput(self._asked, self._where, why, instead)
             yield
@@ -141,7 +141,7 @@ class KeptWork:
             said = content.facts["said"]
             if damages:
                 warnings.warn(
-                    f"A checkpoint in {str(self.folder.path)!r} cannot be read ({damages[0]}); the work "
+                    f"A checkpoint in {str(self.folder.path)!r} cannot be read ({damages[0]}); the run "
                     f"continues from the one before: {said}.",
                     PackpropWarning,
                     stacklevel=3,
@@ -198,7 +198,7 @@ class KeptWork:
         except WriteError as error:
             if not self._failed:  # warn once, until writing succeeds again
                 warnings.warn(
-                    f"The checkpoint in {str(self.folder.path)!r} could not be written: {error}. The work "
+                    f"The checkpoint in {str(self.folder.path)!r} could not be written: {error}. The run "
                     f"continues, and tries again; {self.kept or 'nothing is kept yet.'}",
                     PackpropWarning,
                     stacklevel=3,

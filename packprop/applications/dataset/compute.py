@@ -251,13 +251,13 @@ def _require_mergeable(extensions: Sequence[Extension]) -> None:
                 ASKED,
                 f"extension {extension.name}",
                 "its value is a function that belongs to the graph of one backward pass",
-                "ask for it in a backward pass of its own, inside `with packprop.backpack(...)`",
+                "ask for it in a separate backward pass, inside `with packprop.backpack(...)`",
             )
         if any(row.whole for row in extension.rows) or extension.subsampling is not None:
             raise BadInput(
                 ASKED,
                 f"extension {extension.name}",
-                "it relates samples of one batch to each other, or selects them by their index in it",
+                "its value depends on which samples are in one batch: on their products, or their indices",
                 "use it in `with backpack(...)` on one batch",
             )
     require_own_savefields(ASKED, extensions, "compute one after the other")

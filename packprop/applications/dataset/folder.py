@@ -123,7 +123,7 @@ class Folder:
         try:
             outer: Signed = fitted(Signed, parsed((self.path / name).read_bytes()))
             if outer.checksum != checksum_of(outer.content):
-                raise Damaged(f"{name} does not have its checksum")
+                raise Damaged(f"the checksum of {name} does not match its content")
             content: Content = fitted(Content, outer.content)
         except (OSError, ValueError) as error:
             raise Damaged(f"{name}: {error}") from error
@@ -144,7 +144,7 @@ class Folder:
             except OSError as error:
                 raise Damaged(f"{file.name}: {error}") from error
             if found != asdict(file):
-                raise Damaged(f"{file.name} does not have its size and checksum")
+                raise Damaged(f"{file.name} has another size or checksum than the checkpoint says")
 
     @contextlib.contextmanager
     def opened(self, file: File) -> Iterator[Tensors]:

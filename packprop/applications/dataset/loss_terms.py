@@ -122,7 +122,7 @@ class TermWeights:
         """
         if self.why_unknown:
             warnings.warn(
-                "The loss of the first batch cannot be computed with its last sample twice "
+                "The loss of the first batch cannot be computed with its last sample repeated "
                 f"({self.why_unknown}). So packprop does not see a factor on the loss that depends on the size "
                 "of the batch, as in loss.sum() / len(targets): quantities would then depend on the split of "
                 "the data into batches. Leave such a division to the loss function, reduction='mean'.",
@@ -187,7 +187,7 @@ class TermWeights:
             self.told = True
             warnings.warn(
                 f"Each batch adds a penalty to its {reduced} of losses. The loss of the result {effect}; "
-                "gradients of samples, and what is made of them, do not contain it.",
+                "gradients of samples, and values computed from them, do not contain it.",
                 PackpropWarning,
                 stacklevel=2,
             )

@@ -116,7 +116,7 @@ class Result(Mapping[Any, dict[str, Any]]):
 
     @property
     def _facts(self) -> str:
-        parts = ", of sharded values this rank's part" if self.is_sharded else ""
+        parts = ", sharded values: this rank's part" if self.is_sharded else ""
         return f"{self.samples:,} samples, {self.reduction} loss {self.loss:.6g}{parts}"
 
     @property
@@ -173,7 +173,7 @@ class Result(Mapping[Any, dict[str, Any]]):
                 tensors = [file.get_tensor(name).clone() for name in fitted(list[str], parsed(notes.names))]
             known = {name: text for name, text in found.items() if name != "checksum"}
             if notes.checksum != str(_checksum(known, tensors)):
-                raise Unfit("it does not have its checksum: it has changed since it was written")
+                raise Unfit("its checksum does not match: it has changed since it was written")
             tables = fitted(dict[str, dict[str, Any]], decode(parsed(notes.values), tensors))
             return cls(tables, int(notes.samples), float(notes.loss), notes.reduction)
         except (OSError, ValueError, safetensors.SafetensorError) as error:

@@ -103,7 +103,7 @@ def warn_of_empty(asked: str, empty: Sequence[int], queries: int) -> None:
         raise BadInput(asked, "all queries", why, instead)
     shown = ", ".join(map(str, empty[:5])) + (f" and {len(empty) - 5} more" if len(empty) > 5 else "")
     warnings.warn(
-        f"{asked.removesuffix(' was called.')}: for queries {shown}, {why}. Their products are zero, so the "
+        f"{asked.removesuffix(' was called.')}: for queries {shown}, {why}: their products are zero, and the "
         "order of samples means nothing.",
         PackpropWarning,
         stacklevel=3,

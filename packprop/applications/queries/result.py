@@ -80,14 +80,14 @@ class Influence:
             yield _table(_rows(self.largest, query), _rows(self.smallest, query))
             yield Text()
         yield Text(
-            f"inner products with {self.quantity} of {self.samples:,} samples, of losses that are summed"
+            f"inner products with {self.quantity} of {self.samples:,} samples, for a summed loss"
         )
         if self.checkpoints > 1:
             yield Text(f"added up over {self.checkpoints} checkpoints")
         if self.residuals is not None:
             yield Text(
                 f"gradients of queries times (A + {self.damping:g} I)^-1, A: the {self.refined_by} of the "
-                f"data, by {self.data_readings} readings; largest residual {float(self.residuals.max()):.2g}"
+                f"data, read {self.data_readings} times; largest residual {float(self.residuals.max()):.2g}"
             )
         elif self.curvature is not None:
             yield Text(f"gradients of queries times (F + {self.damping:g} I)^-1, F: {self.curvature}")

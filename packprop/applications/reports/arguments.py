@@ -47,10 +47,10 @@ out
     GGN tr exact, MC   trace of the generalized Gauss-Newton matrix of the mean loss, exact and from
                        Monte Carlo draws of targets
     KFAC cond A, B     condition of the Kronecker factors: largest / smallest eigenvalue above
-                       rounding error; "9/10" behind it: rank 9 of size 10, thus singular;
-                       "4608 wide": too large to be built
-  A "-" stands for a value that was not computed or does not exist. Loss and parameters have no units here,
-  so no column has one. Losses that sum are divided by the number of samples first.
+                       rounding error; "9/10" after it: rank 9 of size 10, thus singular;
+                       "4608 wide": too large to compute
+  A "-" stands for a value that was not computed, or does not exist. Loss and parameters have no units here,
+  so no column has one. A loss with reduction "sum" is divided by the number of samples first.
   DIR/profile.html         a page with figures, in one file: signal to noise, norms of single samples,
                            the samples with the largest gradients, curvature, spectra, memory and its
                            plan; needs {INSTALL},
@@ -104,9 +104,9 @@ out
 """
 
 PAGE = """\
-Draw the page of a saved profile, without computing anything. The page lacks everything that the profile did not
-note, such as the use of memory. From a file that ends in .jsonl, which packprop.Monitor(log="run.jsonl") has
-written, draw the page of a training run: noise scale, signal to noise, outliers and curvature over steps.
+Draw the page of a saved profile, without computing anything. The page lacks what the profile did not record,
+such as the use of memory. For a file that ends in .jsonl, which packprop.Monitor(log="run.jsonl") has written,
+draw the page of a training run: noise scale, signal to noise, outliers and curvature over steps.
 """
 
 
@@ -134,7 +134,7 @@ def _add_profile(commands: Commands) -> None:
         "--output",
         metavar="DIR",
         default=OUTPUT,
-        help="folder for the files, made if missing; older files are replaced (default: %(default)s)",
+        help="folder for the files; it is made if missing, and older files are replaced (default: %(default)s)",
     )
     add(
         "--mc-samples",
@@ -147,7 +147,7 @@ def _add_profile(commands: Commands) -> None:
         "--exact",
         action=argparse.BooleanOptionalAction,
         help="compute the exact GGN trace, a backward pass for each output of a sample (default: "
-        f"if a sample has at most {EXACT_OUTPUTS} outputs)",
+        f"if there are at most {EXACT_OUTPUTS})",
     )
     curvature = "compute GGN trace and Kronecker factors; losses without curvature need --no-curvature"
     add_switch(command, "--curvature", curvature)
@@ -158,31 +158,31 @@ def _add_profile(commands: Commands) -> None:
         default=LARGEST_FACTOR,
         help="leave out Kronecker factors with more rows than this (default: %(default)s)",
     )
-    add_switch(command, "--compiled", "replace passes by graphs if that saves time")
+    add_switch(command, "--compiled", "replace passes by traced graphs if that saves time")
     add(
         "--threads",
         type=positive,
         metavar="N",
         help="CPU threads of torch (default: torch's own choice; 1 for the built-in example, whose "
-        "tensors are too small to share)",
+        "tensors are too small for more)",
     )
     add(
         "--memory",
         metavar="BYTES",
-        help="the most memory that tensors may take at once, such as 600MiB (default: no limit; chunks of "
-        "samples are small anyway)",
+        help="the most memory that tensors may take at once, such as 600MiB (default: no limit; packprop "
+        "takes small chunks of samples in any case)",
     )
     kept = command.add_mutually_exclusive_group()
     kept.add_argument(
         "--checkpoint",
         metavar="FOLDER",
-        help="keep the run in this folder; if the run ends early, the same command continues it, as long as "
-        "FACTORY returns the same model and data (default: keep nothing)",
+        help="write checkpoints to this folder; if the run ends early, the same command continues it, provided "
+        "that FACTORY returns the same model and data (default: no checkpoints)",
     )
     kept.add_argument(
         "--resume",
         metavar="FOLDER",
-        help="as --checkpoint, but only continue a run: refuse to begin without a checkpoint in FOLDER",
+        help="like --checkpoint, but only continue a run: fail if FOLDER has no checkpoint",
     )
     add(
         "--every",
@@ -197,8 +197,8 @@ def _add_profile(commands: Commands) -> None:
         type=_count,
         metavar="N",
         default=SHOWN,
-        help="how many of the samples with the largest gradients to keep; the command reads data in batches "
-        "again up to the last of them (default: %(default)s)",
+        help="number of samples with the largest gradients to show; if data come in batches, the command reads "
+        "them again up to the last of these samples (default: %(default)s)",
     )
     add(
         "--decode",
@@ -206,7 +206,7 @@ def _add_profile(commands: Commands) -> None:
         help="package.module:function of (inputs, targets) of one sample, which returns its text, the text of "
         "each token of the targets, or an image",
     )
-    add("--no-page", action="store_true", help="write no page, and do not measure the use of memory")
+    add("--no-page", action="store_true", help="write no page, and do not measure memory")
     add_switch(command, "--progress", "show a progress bar, if standard error is a terminal")
     add_run_options(command)
     add_output_options(command, "the profile")
@@ -222,9 +222,9 @@ def _add_compare(commands: Commands) -> None:
 
 def _add_page(commands: Commands) -> None:
     command = new_command(commands, "page", "the page of a saved profile", PAGE, EXIT_STATUS)
-    command.add_argument("folder", metavar="DIR", help="folder of a profile, or the file of a monitor")
+    command.add_argument("folder", metavar="DIR", help="folder of a profile, or file of a monitor")
     command.add_argument(
-        "--output", metavar="FILE", help="the file of the page (default: DIR/profile.html; for x.jsonl: x.html)"
+        "--output", metavar="FILE", help="file of the page (default: DIR/profile.html; run.html for run.jsonl)"
     )
     add_debug(command)
 

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = run(options)
     except KeyboardInterrupt:
         kept = getattr(options, "checkpoint", None) or getattr(options, "resume", None)
-        end = f"{kept} holds what was done, if a checkpoint was written" if kept else "nothing was written"
+        end = f"{kept} has the last checkpoint, if there is one" if kept else "nothing was written"
         print(f"interrupted; {end}", file=sys.stderr)
         return 130
     except Exception as error:
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"packprop {options.command} was called.",
                 "packprop itself",
                 explanation(error),
-                "run again with --debug, and report what it prints",
+                "run it again with --debug, and report what it prints",
             )
             print(f"error: {unexpected}", file=sys.stderr)
         return 2 if isinstance(error, PackpropError) else 1
@@ -126,10 +126,10 @@ def _profile(options: argparse.Namespace) -> int:
     *before, last = map(str, paths)
     told = [f"\nwrote {', '.join(before)} and {last} after {time.perf_counter() - started:.0f} s"]
     if "graphs" in result.settings:
-        told.append(f"in place of passes: {result.settings['graphs']}")
+        told.append(f"graphs in place of passes: {result.settings['graphs']}")
     resident = resident_peak()
     if options.memory is not None and resident is not None:  # the budget is for tensors alone
-        told.append(f"resident in memory at most: {byte_text(resident)}, with Python and libraries")
+        told.append(f"peak resident memory: {byte_text(resident)}, including Python and libraries")
     if result.headline is not None:
         told.append(f"not finite: {result.headline}")
     if lacking:

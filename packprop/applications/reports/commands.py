@@ -42,14 +42,14 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
         "--batch-size",
         type=positive,
         metavar="N",
-        help="samples in a batch, for data that do not come in batches; more memory, less time "
-        f"(default: {BATCH_SIZE})",
+        help="samples in a batch, for data that do not come in batches; larger batches take more memory, less "
+        f"time (default: {BATCH_SIZE})",
     )
     add_switch(
         command,
         "--evaluation",
         "put the model into evaluation mode, so that dropout is off and batch normalisation does not mix "
-        "samples; --no-evaluation keeps its own mode",
+        "samples; --no-evaluation keeps the mode of the model",
     )
     add(
         "--device",
@@ -61,7 +61,7 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         default=0,
-        help="seed of the random state that FACTORY finds, and of any draws (default: %(default)s)",
+        help="seed of the random state before FACTORY runs, and of Monte Carlo draws (default: %(default)s)",
     )
 
 

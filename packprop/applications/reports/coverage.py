@@ -94,7 +94,7 @@ def _inputs_of(batch: Any) -> Any:
     raise BadInput(
         ASKED,
         f"batch of type {type(batch).__name__}{size}",
-        "packprop cannot tell which part of it goes into the model",
+        "packprop cannot tell which part of it is the input of the model",
         "give (inputs, targets), or inputs alone: a tensor, a dictionary of arguments or an object; several "
         "positional inputs as ((a, b), targets)",
     )
@@ -257,6 +257,6 @@ def _verdict(
     if not own_loss:
         return True, "; ".join(filter(None, ["for a recorded loss that is convex in the outputs", note]))
     if not graph.losses or graph.without_loss:
-        return False, "the model returns a number that no recorded loss function alone has made"
+        return False, "the model returns a number that is not the result of a recorded loss function alone"
     refused = [loss.entrance.rule.refusal[0] for loss in graph.losses if loss.entrance.rule.refusal is not None]
     return (False, refused[0]) if refused else (True, note)

@@ -45,7 +45,7 @@ def load_factory(name: str, asked: str = ASKED, argument: str = "FACTORY") -> Ca
             instead = "run the command from the folder that holds it, or set PYTHONPATH"
         else:
             why = f"importing {module_name} failed: {explanation(error)}"
-            instead = f"see that python -c 'import {module_name}' works"
+            instead = f"check that python -c 'import {module_name}' works"
         raise BadInput(asked, where, why, instead) from error
     for part in path.split("."):
         if not hasattr(named, part):
@@ -56,7 +56,7 @@ def load_factory(name: str, asked: str = ASKED, argument: str = "FACTORY") -> Ca
                 asked,
                 where,
                 f"{module_name} has no {path!r}",
-                f"name a function of it: {', '.join(own) if own else 'it has none'}",
+                f"name one of its functions: {', '.join(own) if own else 'it has none'}",
             )
         named = getattr(named, part)
     if not callable(named):
@@ -82,7 +82,7 @@ def call_factory(factory: Callable[[], Any], name: str, asked: str = ASKED) -> t
         returned = factory()
     except (Exception, SystemExit) as error:
         raise BadInput(
-            asked, where, f"it raised {explanation(error)}", "see that it runs without arguments"
+            asked, where, f"it raised {explanation(error)}", "make sure that it runs without arguments"
         ) from error
     if not isinstance(returned, (tuple, list)) or len(returned) != 3:
         what = f"{len(returned)} things" if isinstance(returned, (tuple, list)) else described(returned)

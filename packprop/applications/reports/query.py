@@ -36,13 +36,13 @@ in
            Projected(BatchGrad(), d)
   FACTORY  names a function of yours that takes no arguments and returns three things: the model that the
            store was written with, its loss, and the queries, as data of any form that compute takes
-  FILE     a file that Result.save wrote, from compute with EKFAC, KFAC, KFLR or a diagonal
+  FILE     a file that Result.save wrote, of a result of compute with EKFAC, KFAC, KFLR or a diagonal
 
 out
   tables on standard output, {WIDTH} columns wide, one for each query: products, identifiers and rows of the
-  samples that help it most, and of those that harm it most. Products are those of gradients of summed
-  losses: under cross entropy, of each sample's own loss. With the curvature of a mean loss over N samples,
-  product / N is, to first order, the growth of the query's loss if the sample is left out.
+  samples that help it most, and of those that harm it most. The gradients are those of a summed loss:
+  under cross entropy, those of each sample's own loss. If the curvature is that of a mean loss over N
+  samples, product / N is, to first order, the growth of the query's loss without the sample.
 """
 
 EXAMPLES = """\
@@ -70,23 +70,23 @@ def add_query(commands: Commands) -> None:
     add(
         "--curvature",
         metavar="FILE",
-        help="the curvature that preconditions gradients of queries (default: none)",
+        help="the curvature that preconditions the gradients of queries (default: none)",
     )
     add("--entry", metavar="NAME", help="the entry of FILE, such as ekfac, if it holds several curvatures")
-    add("--damping", type=float, metavar="X", help="added to each block of the curvature, in its units")
+    add("--damping", type=float, metavar="X", help="added to each block of the curvature, in units of it")
     add(
         "--factored",
         action="store_true",
-        help="let two Kronecker factors share the damping, as in Martens and Grosse (2015), 6.3 (default: the "
-        "inverse of the damped block is exact)",
+        help="share the damping between two Kronecker factors, as in Martens and Grosse (2015), 6.3 (default: "
+        "invert the damped block exactly)",
     )
-    add("--k", type=positive, metavar="N", default=10, help="samples at each end (default: %(default)s)")
+    add("--k", type=positive, metavar="N", default=10, help="samples in each list (default: %(default)s)")
     add("--quantity", metavar="NAME", help="grad_batch or grad_batch_projected, if the store has both")
     add(
         "--memory",
         metavar="BYTES",
         default="500MiB",
-        help="memory for current rows and gradients of queries (default: %(default)s)",
+        help="memory for the current rows and the gradients of queries (default: %(default)s)",
     )
     add_run_options(command)
     add_output_options(command, "the answers")
@@ -138,6 +138,6 @@ def _curvature(path: str, entry: str | None) -> Any:
             ASKED,
             f"--entry {entry}",
             f"{path} holds {', '.join(result)}",
-            "name one of these",
+            "name one of these entries",
         )
     return Result({entry: result[entry]}, result.samples, result.loss, result.reduction)

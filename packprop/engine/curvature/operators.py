@@ -54,7 +54,7 @@ class Operator:
             raise BadInput(
                 "An operator of a curvature matrix was asked for.",
                 f"damping={self.damping!r}",
-                "no product with a vector would be finite",
+                "every product with a vector would also be infinite or NaN",
                 "give a finite number, in units of the curvature; 0 for none",
             )
 
@@ -267,11 +267,11 @@ def chosen_parameters(
     elif len({id(parameter) for parameter in chosen}) != len(chosen):
         wrong = "a parameter that occurs twice", "its entries would be counted twice"
     elif known is not None and not all(id(parameter) in known for parameter in chosen):
-        wrong = "a parameter from outside the model", "the matrix has rows only for parameters of the model"
+        wrong = "a parameter that is not in the model", "the matrix has rows for the model's parameters only"
     elif leaves and not all(parameter.requires_grad for parameter in chosen):
-        wrong = "a parameter with requires_grad=False", "nothing is differentiated in it"
+        wrong = "a parameter with requires_grad=False", "packprop does not differentiate with respect to it"
     elif any(parameter.is_complex() for parameter in chosen):
-        why = "the loss curves separately along real and imaginary parts: no complex matrix describes this"
+        why = "real and imaginary parts have separate curvature, which no complex matrix describes"
         instead = "keep the real numbers as parameters, and make the complex ones by torch.view_as_complex"
         raise BadInput(asked, "a complex parameter", why, instead)
     if wrong is not None:

@@ -259,8 +259,8 @@ class DryRun:
         ):
             warnings.warn(
                 "An LSTM keeps a workspace for its backward pass whose size is not known without data: "
-                "the peak will be higher than planned, mostly by some 16 times its outputs. Leave that much "
-                "room, or plan and run without oneDNN: with torch.backends.mkldnn.flags(enabled=False).",
+                "the peak will be higher than planned, mostly by about 16 times its outputs. Leave that much "
+                "memory, or plan and run without a workspace: with torch.backends.mkldnn.flags(enabled=False).",
                 PackpropWarning,
                 stacklevel=2,
             )

@@ -160,14 +160,14 @@ class Plan:
             raise BadInput(
                 "A backward pass with a plan was started.",
                 difference,
-                "the plan was made for another model, batch or device: its peak does not hold for this pass",
-                "make a plan for this pass, or give the budget itself: backpack(..., memory='600MiB')",
+                "the plan was made for another model, batch or device: its peak does not apply here",
+                "make a plan for this one, or give the budget itself: backpack(..., memory='600MiB')",
             )
 
         if not self.accumulated and gradients_are_there(graph.leaves()):
             warnings.warn(
-                "Parameters hold gradients of an earlier pass, which the plan does not count: the peak may be "
-                "higher by their size. Call zero_grad() before the step, or plan with accumulated=True.",
+                "Parameters have gradients of an earlier pass; the plan assumes none: the peak may be larger "
+                "by their size. Call zero_grad() before the step, or make the plan with accumulated=True.",
                 PackpropWarning,
                 stacklevel=2,
             )

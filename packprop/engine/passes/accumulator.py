@@ -204,8 +204,8 @@ class Accumulator:
 
     def _warn_of_halving(self, leaf: Tensor, step: int) -> None:
         warnings.warn(
-            f"The device ran out of memory at parameter {self._graph.name(leaf)!r}; packprop keeps what is "
-            f"finished, and continues with {step} samples at a time.",
+            f"The device ran out of memory at parameter {self._graph.name(leaf)!r}; packprop keeps "
+            f"what is finished, and continues with {step} samples at a time.",
             PackpropWarning,
             stacklevel=2,
         )

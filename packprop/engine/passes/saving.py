@@ -141,8 +141,8 @@ def warn_of_diagonals(extension: Extension, names: Sequence[str]) -> None:
     """Warn, once, of parameters with a diagonal in place of a factor that would be too large."""
     shown = ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     warnings.warn(
-        f"{extension.name}: factors of more than 2^14 rows are kept as their diagonals, for {shown}. "
-        "otherwise='diagonal' does this without a warning; 'skip' leaves them out, 'error' refuses them.",
+        f"{extension.name}: factors of more than 2^14 rows are kept as their diagonals, of {shown}. "
+        "otherwise='diagonal' turns this warning off, 'skip' saves no such factors, 'error' raises an error.",
         PackpropWarning,
         stacklevel=2,
     )

@@ -48,7 +48,7 @@ def compare(first: Profile, second: Profile, first_name: str = "A", second_name:
     for name, profile in (("first", first), ("second", second)):
         if not isinstance(profile, Profile):
             instead = "give what packprop.profile(...) or Profile.load(...) returned"
-            raise BadInput(ASKED, f"{name}, {type(profile).__name__}", "it is no profile", instead)
+            raise BadInput(ASKED, f"{name}, {type(profile).__name__}", "it is not a profile", instead)
     _require_same_model(first, second)
     known = first.settings.get("data")
     paired = known is not None and known == second.settings.get("data") and first.samples == second.samples

@@ -67,7 +67,7 @@ def dumbbells(compared: ComparisonValues, quantity: str) -> Figure | None:
     return Figure(
         quantity.replace(" ", "-"),
         quantity.capitalize().replace("Ggn", "GGN"),
-        "Each dot is a profile, its line two standard errors to both sides."
+        "Each dot is a profile; its line shows two standard errors on both sides."
         f"{of_how_many(len(shown), len(sizes))}",
         f"{quantity} of {len(shown)} layers in {compared.names[0]} and {compared.names[1]}; "
         f"{clear} of them differ clearly.",

@@ -28,10 +28,10 @@ def notes(compared: ComparisonValues) -> list[Text]:
     both = zip(names, compared.samples, compared.losses, strict=True)
     lines = [
         "; ".join(f"{name}: {count:,} samples, loss {number_text(loss)}" for name, count, loss in both),
-        f"{names[0]} -> {names[1]}, below it the difference +- its standard error; *: more than two of these",
+        f"{names[0]} -> {names[1]}, below it the difference +- its standard error; *: above twice the error",
         "the same samples, compared one by one"
         if compared.paired
-        else "other samples: errors of both are combined",
+        else "different samples: the errors of both profiles are combined",
     ]
     lines += [f"{name}: {first} -> {second}" for name, (first, second) in compared.settings.items()]
     return [Text(line) for line in lines]

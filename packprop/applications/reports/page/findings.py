@@ -89,7 +89,7 @@ def trace_of(layer: Layer) -> float | None:
 def _not_finite(values: ProfileValues) -> Finding | None:
     if values.headline is None:
         return None
-    why = "Look for samples, parameters or settings that are not finite themselves, or overflow."
+    why = "Look for samples, parameters or settings that are not finite, or that make values overflow."
     return Finding(values.headline, why)
 
 
@@ -100,13 +100,13 @@ def _noise(values: ProfileValues) -> Finding | None:
     if scale >= values.samples:
         return Finding(
             "The gradient may be nothing but noise.",
-            f"Noise equals signal at a batch of {scale_text(values)}, and there were only "
+            f"Noise equals signal at a batch size of {scale_text(values)}, and there were only "
             f"{counted(values.samples, 'sample')}.",
             "signal",
         )
     between = scale_interval(values)
     return Finding(
-        f"At a batch of {scale_text(values)}, noise is as large as signal.",
+        f"At a batch size of {scale_text(values)}, noise is as large as signal.",
         "Much smaller batches take steps that are mostly noise; much larger ones bring little more for each "
         "sample (the simple noise scale of McCandlish et al., 2018)."
         + (f" These samples place it {interval_text(*between)}." if between else ""),
@@ -177,17 +177,17 @@ def _ranks(values: ProfileValues) -> Finding | None:
         most = max(idle, key=lambda each: each.idle / each.size)
         what = "inputs are always zero" if most.side == "A" else "outputs never have a gradient"
         return Finding(
-            f"In {most.layer} {most.idle} of {most.size} {what}.",
-            _others(len({each.layer for each in idle}), "units that do nothing here."),
+            f"In {most.layer}, {most.idle} of {most.size} {what}.",
+            _others(len({each.layer for each in idle}), "these units do nothing on these samples."),
             "spectra",
         )
     most = min(narrow, key=lambda each: each.rank / each.size)
     what = "inputs" if most.side == "A" else "gradients"
     return Finding(
-        f"The {what} of {most.layer} have {most.rank} of {counted(most.size, 'direction')}.",
+        f"The {what} of {most.layer} span {most.rank} of {counted(most.size, 'direction')}.",
         _others(
             len({each.layer for each in narrow}),
-            f"the rank of the Kronecker factor, of which {counted(values.samples, 'sample')} could fill more.",
+            f"this is the rank of the Kronecker factor; {counted(values.samples, 'sample')} could span more.",
         ),
         "spectra",
     )
@@ -197,8 +197,8 @@ def _few(few: int, built: int) -> str:
     if not few:
         return "All have full rank. "
     return (
-        f"{few} of {built} lack a few directions: normalisation, a softmax or small numbers remove them. "
-        "Damping covers this. "
+        f"{few} of {built} lack a few directions, as is usual after normalisation, a softmax or small numbers; "
+        "damping makes up for this. "
     )
 
 
@@ -215,8 +215,8 @@ def _time(values: ProfileValues) -> Finding | None:
         return None
     return Finding(
         f"{longest.layer} takes longest: {longest.quantity}, {seconds_text(longest.seconds)}.",
-        f"That is {longest.seconds / whole:.0%} of what all quantities take in all layers for the first batch, "
-        "each asked for alone.",
+        f"That is {longest.seconds / whole:.0%} of the time of all quantities in all layers, each computed "
+        "alone on the first batch.",
         "costs",
     )
 

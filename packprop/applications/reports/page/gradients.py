@@ -83,9 +83,9 @@ def signal_to_noise(values: ProfileValues) -> Figure | None:
     return Figure(
         "signal",
         "Signal and noise, layer by layer",
-        "Squared norm of the mean gradient over the summed variance of the samples' gradients. Further right, "
-        "the samples agree more. A bar shows the uncertainty, at most two standard errors to either side. Left "
-        f"of the dashed line, 1/{values.samples:,}, a value may be zero."
+        "Squared norm of the mean gradient over the summed variance of the samples' gradients. The further "
+        "right a dot is, the more the samples agree. A bar shows the uncertainty, at most two standard errors "
+        f"to either side. Left of the dashed line, 1/{values.samples:,}, a value may be zero."
         f"{of_how_many(len(layers), len(sizes))}",
         f"Signal to noise of {len(layers)} layers: {weakest['said']} in {weakest['layer']} to "
         f"{strongest['said']} in {strongest['layer']}; one over the number of samples is "

@@ -53,7 +53,7 @@ def timeline(use: MemoryUse | None) -> Figure | None:
         "memory",
         "Memory of the pass over one batch",
         "Bytes of tensors that are alive after each operation: parameters, the batch, activations, cotangents, "
-        "results. The figure does not see memory inside a kernel. "
+        "results. The figure leaves out memory inside kernels. "
         f"{phase_words(use)} "
         + (
             ""
@@ -108,13 +108,13 @@ def phase_words(use: MemoryUse) -> str:
         for name, first, after in use.phases
     ]
     told = ", ".join(f"{name} {byte_text(size)}" for name, size in highest if size)
-    return f"The highest of each part: {told}." if told else ""
+    return f"Peak of each part: {told}." if told else ""
 
 
 REASONS = {
-    "per-sample gradients": "formed: each comes with the cotangent, or is one outer product.",
+    "per-sample gradients": "formed: each is the cotangent itself, or one outer product.",
     "gradients by products": "formed, as products of cotangents and inputs over a sample's positions: fewer "
-    "multiplications than to compare all pairs of positions.",
+    "multiplications than inner products of all pairs of positions.",
     "gradients by groups": "formed by one grouped convolution, which does not unfold the inputs.",
     "gradients in turn": "formed one after the other: all at once would take more memory than there is.",
     "cotangents and inputs alone": "not formed: inner products give the quantity directly.",

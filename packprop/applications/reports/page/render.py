@@ -39,11 +39,11 @@ COLUMNS = (
     ("sample median", "median of the norms of single samples' gradients"),
     ("sample 95%", "their 95th percentile"),
     ("signal to noise", "squared gradient norm over the trace of the samples' covariance"),
-    ("GGN trace", "exact where it was computed, else the Monte Carlo estimate"),
+    ("GGN trace", "the exact trace if it was computed, else the Monte Carlo estimate"),
     (
         "condition A",
         "of the Kronecker factor of the inputs: largest over smallest eigenvalue above rounding error; with "
-        "rank/size where some are below it",
+        "rank/size if some are below it",
     ),
     ("condition B", "of the Kronecker factor of output gradients"),
 )

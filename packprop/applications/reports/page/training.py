@@ -27,8 +27,8 @@ QUANTITIES = {
         "Noise scale",
         "samples",
         "The batch size at which noise is as large as signal, over the last monitored steps. The band is its "
-        "confidence interval; it reaches the top where it has no upper end, or a higher one. Where the line "
-        "has a gap, the samples do not tell the signal from zero.",
+        "confidence interval; it reaches the top of the figure if its upper end is higher, or infinite. The "
+        "line has a gap where the samples cannot tell the signal from zero.",
     ),
     "signal_to_noise": (
         "Signal to noise",
@@ -69,7 +69,7 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
         why = f"it cannot be read as lines of a monitor ({type(error).__name__}: {error})"
         raise BadInput(ASKED, where, why, INSTEAD) from error
     if not by_step:
-        raise BadInput(ASKED, where, "it has no line", INSTEAD)
+        raise BadInput(ASKED, where, "it has no lines", INSTEAD)
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -119,7 +119,7 @@ def findings_of(lines: Sequence[Line], outlying: Sequence[Outlying]) -> list[Fin
             found.append(
                 Finding(
                     f"The gradient was {number_text(most / median)} times its median in step {step:,}.",
-                    "Its outliers say which samples did it.",
+                    "The outliers of this step show which samples caused it.",
                     "gradient_norm",
                 )
             )
@@ -128,7 +128,7 @@ def findings_of(lines: Sequence[Line], outlying: Sequence[Outlying]) -> list[Fin
         found.append(
             Finding(
                 f"{counted(len(often), 'sample')} stood out more than once.",
-                f"Most often {often[0][0]}, in {often[0][1]} steps: look for wrong labels and damaged samples.",
+                f"Most often {often[0][0]}, in {often[0][1]} steps. It may be mislabelled, rare or damaged.",
                 "outliers",
             )
         )
@@ -146,8 +146,8 @@ def _of_scale(first: Line, last: Line) -> Finding:
         else ""
     )
     if max(below, above) < min(least, most):
-        return Finding(f"The noise scale went {between}, which may be chance.", placed, SCALE)
-    meaning = "The signal fades, and larger batches pay." if grew else "Samples agree more than they did."
+        return Finding(f"The noise scale changed {between}, which may be chance.", placed, SCALE)
+    meaning = "The signal fades, and larger batches pay off." if grew else "Samples agree more than before."
     moved = "grew" if grew else "fell"
     return Finding(f"The noise scale {moved} {between}.", f"{meaning} {placed}".strip(), SCALE)
 

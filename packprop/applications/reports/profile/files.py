@@ -45,12 +45,12 @@ def check_folder(folder: str | Path) -> None:
             with tempfile.TemporaryFile(dir=existing):
                 return
         except OSError as error:
-            why = f"nothing can be written to {existing}: {error.strerror or error}"
+            why = f"packprop cannot write to {existing}: {error.strerror or error}"
     raise BadInput(
         f"A profile was to be saved in {str(folder)!r}.",
         "the output folder",
         why,
-        "give a folder that can be written to, or that can be made",
+        "give a folder that you can write to, or a new one",
     )
 
 
@@ -83,20 +83,20 @@ def read_files(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise BadInput(asked, "the folder", "it is a file", f"{again}, not a file in it")
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
-        raise BadInput(asked, "the folder", f"{' and '.join(missing)} cannot be found in it", again)
+        raise BadInput(asked, "the folder", f"it lacks {' and '.join(missing)}", again)
     try:
         saved = json.loads(paths[0].read_text(encoding="utf-8"))
         tensors = safetensors.torch.load_file(paths[1])
     except (OSError, ValueError, SafetensorError) as error:
         why = f"it cannot be read: {str(error).splitlines()[0]}"
-        raise BadInput(asked, "a file in the folder", why, "make the profile anew") from error
+        raise BadInput(asked, "a file in the folder", why, "make the profile again") from error
     if not isinstance(saved, dict) or "layers" not in saved:
         raise BadInput(asked, paths[0].name, "it is not the file of a profile", again)
     if saved.get("format") != FORMAT:
         version = saved.get("settings", {}).get("packprop")
         by = "another version of packprop" if version is None else f"packprop {version}"
-        why = f"{by} wrote it as {saved.get('format', 'a format without a name')!r}; this one reads {FORMAT!r}"
-        raise BadInput(asked, paths[0].name, why, "make the profile anew, or read it with that version")
+        why = f"{by} wrote it as {saved.get('format', 'an unnamed format')!r}; this version reads {FORMAT!r}"
+        raise BadInput(asked, paths[0].name, why, "make the profile again, or read it with that version")
     del saved["format"]
     return saved, tensors
 
@@ -114,6 +114,6 @@ def write_page(path: str | Path, text: str) -> Path:
             f"A page was to be written to {str(path)!r}.",
             "the file",
             f"it cannot be written: {error.strerror or error}",
-            "name a file in a folder that exists and can be written to",
+            "name a file in an existing folder that you can write to",
         ) from error
     return Path(path)

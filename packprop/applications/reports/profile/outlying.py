@@ -112,13 +112,13 @@ class ReadableBatches(Batches):
         sizes = [size_of(extents) for extents in self._extents]
         if sum(sizes) != samples:
             why = (
-                "packprop does not know how many samples each batch had: they were read elsewhere or before, "
-                "or their first tensor has no row for each sample, as in batches of graphs"
+                "the number of samples in each batch is unknown: batches were read elsewhere or before, or "
+                "their first tensor does not have a row for each sample, as in batches of graphs"
             )
             raise _not_found(
                 why,
-                "give a Dataset, or a pair of tensors; for graphs, call compute(..., BatchL2Grad()).norms(): "
-                "entry n is the norm of graph n in your data",
+                "give a Dataset, or a pair of tensors; for graphs, the places of the largest entries of "
+                "compute(..., BatchL2Grad()).norms() are their places in your data",
             )
         self._again, found, begin, shared = True, {}, 0, shared_among(self._extents)
         self.begin_again()
@@ -218,7 +218,7 @@ def _shown(
     try:
         decoded = decode(*together(map_tensors(lambda tensor: tensor[0], (inputs, targets))))
     except Exception as error:
-        instead = "see that decode(inputs, targets) works on one sample, without a leading axis"
+        instead = "make decode(inputs, targets) work on one sample, without a leading axis"
         raise BadInput(ASKED, f"decode, for sample {place}", explanation(error), instead) from error
     picture = picture_of(decoded) if isinstance(decoded, Tensor) else None
     if picture is not None:

@@ -163,7 +163,7 @@ def profile(
         found = assemble(model, result, tables, batches.count, settings, started)
         if timeline and has_sharded_units(model):
             found.missing["memory"] = (
-                "fully_shard has sharded the model: packprop.plan(..., mesh_shape=...) says what a pass takes"
+                "fully_shard has sharded the model; packprop.plan(..., mesh_shape=...) shows what it takes"
             )
         elif timeline and first is not None:
             sizes = result.chunk_sizes or default_chunk_sizes(device)
@@ -189,7 +189,7 @@ def _with_outliers(
     if not count:
         found.missing["outlying"] = "packprop.profile(..., outliers=0) kept none"
     elif norms is None:
-        found.missing["outlying"] = "the loss depends on no parameter"
+        found.missing["outlying"] = "the loss does not depend on a parameter"
     else:
         with _kept_without(found, "outlying"):
             rows, pictures = outlying_samples(model, loss, batches, norms, count, decode, device)

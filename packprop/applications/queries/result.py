@@ -79,9 +79,7 @@ class Influence:
             yield Text(f"query {query}")
             yield _table(_rows(self.largest, query), _rows(self.smallest, query))
             yield Text()
-        yield Text(
-            f"inner products with {self.quantity} of {self.samples:,} samples, for a summed loss"
-        )
+        yield Text(f"inner products with {self.quantity} of {self.samples:,} samples, for a summed loss")
         if self.checkpoints > 1:
             yield Text(f"added up over {self.checkpoints} checkpoints")
         if self.residuals is not None:

@@ -136,7 +136,7 @@ def test_samples_that_are_numbers_are_refused_or_warned_of() -> None:
     loss, x, y = packprop.extend(nn.MSELoss()), torch.randn(3, 4), torch.randn(3, 2)
     for pools, expected in (
         (False, pytest.raises(PackpropError, match="no axis of samples")),
-        (True, pytest.warns(PackpropWarning, match="numbers that data made")),
+        (True, pytest.warns(PackpropWarning, match="numbers that you take from data")),
     ):
         model = packprop.extend(OneNumber(0, pools))
         with expected, packprop.backpack(extensions.BatchGrad()):

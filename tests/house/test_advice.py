@@ -397,13 +397,13 @@ ADVICE |= {
     ),
     "a rule for a function whose calls nobody sees": (
         lambda: told(fourth, fisher),
-        "PyTorch does not hand its calls on",
+        "PyTorch does not dispatch its calls to modes",
         "@packprop.register_loss(MyLoss), loss = packprop.extend(MyLoss())",
         lambda: told(Fourth, fisher),
     ),
     "a rule for a function, handed on": (
         lambda: told(fourth, fisher),
-        "PyTorch does not hand its calls on",
+        "PyTorch does not dispatch its calls to modes",
         "@torch.overrides.wrap_torch_function(lambda input, target: (input, target))",
         lambda: told(HANDED_ON, lambda: run(extensions.KFAC(fisher="empirical"), lambda f: HANDED_ON(f, P))),
     ),

@@ -68,8 +68,8 @@ def _written_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
 class SameForEachPass:
     """Restores all tensors that forward passes write to, so that each pass begins as the first one did.
 
-    These are running statistics, vectors of power iterations and other buffers, and tables with ``max_norm``,
-    which packprop refuses only after the forward pass. Nothing else may write to them between the passes.
+    These are running statistics, vectors of power iterations and other buffers, and tables with ``max_norm``.
+    Nothing else may write to them between the passes.
 
     Args:
         modules: The model, and the loss if that is a module.

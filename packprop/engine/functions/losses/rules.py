@@ -1,4 +1,4 @@
-"""The rules of torch's loss functions, and torch's functions that call one; only this file names them."""
+"""The rules of torch's loss functions, and torch's functions that call a loss; only this file names them."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def _binary_cross_entropy_with_logits(
 def _divisor(
     input: Tensor, target: Tensor, reduction: str, total: Tensor | float | None = None
 ) -> Tensor | float | None:
-    """Return the divisor of a loss: of a mean the ``total``, by default the number of broadcast entries.
+    """Return the divisor of a loss; for a mean, the ``total``, by default the number of broadcast entries.
 
-    ``None`` if the input's samples may meet the targets of all others: losses of batches do not add up then.
+    Return ``None`` if a sample may meet the targets of all others: losses of batches then do not add up.
     """
     shape = input.shape if input.shape == target.shape else torch.broadcast_shapes(input.shape, target.shape)
     if shape != input.shape and target.dim() != input.dim():

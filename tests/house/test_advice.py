@@ -374,7 +374,7 @@ ADVICE |= {
     "a loss module of one argument": (
         matched,
         "neither a recorded loss",
-        "two arguments, if only zeros for targets",
+        "two arguments, even if the targets are only zeros",
         lambda: matched(torch.zeros(5, 3)),
     ),
     "weights of losses in an extended module": (

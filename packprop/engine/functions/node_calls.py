@@ -46,7 +46,7 @@ Form = Literal["entries", "shape", "shape or transpose"]
 
 
 class NodeSlot:
-    """Holds a node, or ``None`` between passes: a kept walk (``graph/kept_walk.py``) inserts each pass's node.
+    """A place for a node: a kept walk (``graph/kept_walk.py``) inserts the node of each pass, then ``None``.
 
     ``slots`` gets the slots of all nodes that the entries of a use read.
     """
@@ -309,7 +309,7 @@ class NodeCall:
 
 
 class _Inside(torch.autograd.Function):
-    """Calls a function in its backward pass."""
+    """An identity that calls a given function in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, trigger: Tensor, run: Callable[[], Any], made: list[Any]) -> Tensor:

@@ -126,7 +126,7 @@ def adds_up_entries(node: Node, dependent: Sequence[int]) -> bool:
 
 
 def is_norm_without_nan(node: Node) -> bool:
-    """Tell whether a norm drops even NaN where it is zero: norms with exponents 1, 2 and infinity do not."""
+    """Tell whether a norm that is zero drops even NaN: norms with exponents 1, 2 and infinity do not."""
     return name_of_node(node) in NORMS and _exponent(node) not in (1.0, 2.0, math.inf)
 
 

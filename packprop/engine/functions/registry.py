@@ -128,5 +128,5 @@ def without_rules() -> AbstractContextManager[None]:
 
 
 def trusting_rules() -> AbstractContextManager[None]:
-    """Take the rows of users' rules as they are inside the context, in this thread."""
+    """Trust the rows of users' rules without a check inside the context, in this thread."""
     return _switched_on("trusted")

@@ -37,7 +37,7 @@ def derivatives(
 
     Args:
         outputs: Tensors or edges to begin at.
-        ends: Tensors or edges to return products at; ``None`` for those that are not reached.
+        ends: Tensors or edges to return products at; the product is ``None`` if an end is not reached.
         seeds: One for each output; optional if all outputs are scalars.
         create_graph: Whether products are differentiable.
         retain_graph: Whether the graph stays.

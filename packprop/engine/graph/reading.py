@@ -99,7 +99,7 @@ parameters alone, each by the wiring of its graph and its place."""
 
 
 class Constants:
-    """Tells whether the constants that nodes have saved are data, or the model's own.
+    """A test whether the constants that nodes have saved are data, or the model's own.
 
     Args:
         forwards: The calls of extended models that the pass goes through.
@@ -161,7 +161,7 @@ def _places_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class Reading:
-    """Sorts the nodes of a graph, and makes uses of those where parameters meet samples.
+    """The nodes of a graph, sorted, with uses made of the nodes where parameters meet samples.
 
     Args:
         graph: The graph of the pass.
@@ -338,7 +338,7 @@ class Reading:
 
     @functools.cached_property
     def _of_all(self) -> Constants:
-        """Tells constants apart by the tensors of all extended models, also of those that were not called."""
+        """A test of constants by the tensors of all extended models, also of those that were not called."""
         modules = [*self._modules, *EXTENDED]
         own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         return Constants(self._forwards, [weakref.ref(tensor) for tensor in own])

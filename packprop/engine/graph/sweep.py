@@ -24,7 +24,7 @@ from packprop.engine.tensors.hooks import NO_HOOKS, Hooks
 from packprop.errors import PackpropError
 
 Visit = Callable[[ReachedUse, list[Tensor | None]], None]
-"""A function of a use and the cotangents at its outputs ``[v, *y]``; ``None`` where nothing arrived."""
+"""A function of a use and the cotangents at its outputs ``[v, *y]``; ``None`` if none has arrived."""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def _written_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
 
 
 class SameForEachPass:
-    """Restores all tensors that forward passes write to, so that each pass begins as the first one did.
+    """The tensors that forward passes write to, restored so that each pass begins as the first one did.
 
     These are running statistics, vectors of power iterations and other buffers, and tables with ``max_norm``.
     Nothing else may write to them between the passes.

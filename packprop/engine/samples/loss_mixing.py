@@ -114,7 +114,7 @@ class _Part:
     feed: Feed
 
     def is_separate(self) -> bool:
-        """Tell whether the part is always a sum over samples; refuse it if it is none for the present values."""
+        """Tell whether the part is always a sum over samples; refuse it if it is none for present values."""
         nodes = self._nodes()
         for node, places in nodes:
             if has_kinks(node, places):

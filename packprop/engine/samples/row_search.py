@@ -5,14 +5,14 @@ A mixture of experts takes rows of many samples out of their order, and gives so
 rows of packed sequences belong to samples by their lengths, and by the order that they were sorted in. No axis
 holds the samples in order any more, and there may be any number of rows of a sample, or none. That does not mix
 samples. The sweeps of NOTE [Separation] also tell whose row each is: fed ``2^k`` and then ``2^-k``, a row of
-one sample comes back with a quotient of ``2^2k``, and a row in which two samples meet, with another. There are
-fewer powers than there may be samples: several digits then identify a sample, with two sweeps for each. If only
+one sample comes back with a quotient of ``2^2k``, and a row in which two samples meet with another quotient.
+If there are more samples than powers, several digits identify a sample, with two sweeps for each digit. If only
 zeros come back, as behind a weight of zeros, packprop feeds NaN in as in NOTE [Hidden mixing]: for each binary
-digit to the samples that have it, and to the others. Rows that no sample reaches may be anybody's.
+digit, to the samples that have it, and then to the others. Rows that no sample reaches may belong to any.
 
-Layouts of rows are for functions behind one that reorders rows, where no other layout fits. All other functions
-must have the samples in order: else a batch that was reversed would pass for one in some order. packprop finds
-these layouts anew in each pass: the next batch has other lengths, and goes to other experts.
+packprop tries layouts of rows at a use if no other layout fits, as behind a batch that was rolled, or if the
+use lies behind a function that reorders rows and holds the samples folded with positions. It finds these
+layouts anew in each pass: the next batch has other lengths, and goes to other experts.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ def separate(graph: Graph, feed: Feed, samples: int) -> tuple[Fitting, list[Reac
 def _add_layouts_of_rows(fitting: Fitting, unfit: Sequence[ReachedUse], search: RowSearch) -> None:
     """Add layouts of rows in any order, after the layouts that fit, for uses that are reordered or ``unfit``.
 
-    A use is ``unfit`` if it takes some rows of some samples, in order, as in a loop over samples: no axis holds
-    all samples. Documents are in any order at every use.
+    A use is ``unfit`` if no axis holds all samples in order: it takes some rows, as in a loop over samples, or
+    another order of them. Documents may be in any order at every use.
     """
     places: Fitting = {}
     for use, outputs in fitting.items():

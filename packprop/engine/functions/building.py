@@ -236,7 +236,7 @@ def as_parameter(call: NodeCall, products: Tensor) -> Tensor:
 
 
 def anywhere(call: NodeCall, entry: Entry) -> Entry:
-    """Return an entry that uses the rule if it admits the samples' axis, and else calls the node for each."""
+    """Return an entry that uses the rule if that admits the samples' axis, and calls of the node otherwise."""
 
     def is_admitted(layouts: Sequence[Layout]) -> bool:
         first = layouts[0]

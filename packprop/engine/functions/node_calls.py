@@ -36,7 +36,7 @@ PROBES = 8
 """The most random cotangents that packprop tries a vectorised call on."""
 
 _VECTORISED = Verdicts()
-"""Tells, by the form of a call of a node, whether a vectorised call is right.
+"""Verdicts on vectorised calls of nodes, by the form of the call.
 
 PyTorch's batching rules of some functions are wrong, so packprop first compares them with single calls.
 """

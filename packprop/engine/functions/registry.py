@@ -23,7 +23,7 @@ NodeRule = Callable[[NodeCall], Entry | None]
 
 
 class Rule(NamedTuple):
-    """A rule of the library or of a user.
+    """A rule of packprop or of a user.
 
     Args:
         entry_of: The rule.

@@ -40,7 +40,7 @@ def hooks_below(roots: Sequence[Tensor], tensors: Iterable[Tensor] = ()) -> Hook
 
 
 def refusing_changed_sums(graph: Graph) -> AbstractContextManager[None]:
-    """Refuse hooks that change a gradient of parameters inside the context, which is a sum over samples.
+    """Refuse hooks inside the context that change a gradient of parameters, which is summed over samples.
 
     Hooks on leaves may change it: packprop documents that they act on ``.grad`` alone.
     """

@@ -106,7 +106,7 @@ def outline(roots: Sequence[Tensor]) -> Outline | None:
     losses: dict[Node, RecordedLoss] = {}
     outputs: Outputs = {}
     kinds: dict[type, tuple[str, ...]] = {}
-    for node in nodes:  # grows on the way; this loop makes no call of Python's for a usual node
+    for node in nodes:  # the list grows; this loop calls no Python function for a usual node
         own: list[Any] = []
         numbers.append(own)
         kind = type(node)

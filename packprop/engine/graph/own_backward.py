@@ -109,7 +109,7 @@ def _products(asked: str, node: Any, given: Sequence[Tensor]) -> list[Tensor]:
             "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); or return gradients by "
             "torch.autograd.grad, with the parameters among the arguments of the function",
         ) from nested
-    except Exception:  # anything: it is the user's code, on numbers of no pass; or its tensors are freed
+    except Exception:  # the user's code may raise anything, and its saved tensors may be freed
         return []
     products = products if isinstance(products, tuple) else (products,)
     return [each for each in products if isinstance(each, Tensor)]

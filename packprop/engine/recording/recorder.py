@@ -1,4 +1,4 @@
-"""Marks at losses: they keep the call of a loss function on the node that it made, as autograd does not.
+"""Marks at losses: the function, arguments and declarations of a call, kept on the node that it made.
 
 # NOTE [Stepping aside]
 Attention modules take a fast path if nothing is differentiated and no torch-function mode is in force: an
@@ -85,13 +85,13 @@ class LossRecorder(TorchFunctionMode):
         return self.owner is not None and not is_running(self.owner)
 
     def start(self) -> LossRecorder:
-        """Begin to see losses, in place of the recorder before."""
+        """Begin to see losses, in place of the previous recorder."""
         current.recorder = self
         self.__enter__()  # type: ignore[no-untyped-call]  # torch's own
         return self
 
     def stop(self) -> None:
-        """Stop seeing losses; the recorder before sees them again."""
+        """Stop seeing losses; the previous recorder sees them again."""
         if current.absence is not None and self in current.absence[1]:  # its call was interrupted
             _put_back()
         current.recorder = self.outer

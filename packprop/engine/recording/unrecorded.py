@@ -39,7 +39,7 @@ def is_compiled_region(node: Node) -> bool:
 
 
 def note_compiled() -> None:
-    """Note that there is a compiled region: its hooks call this when the compiler traces them, and later."""
+    """Note that there is a compiled region; the compiler traces this in a hook, so each call repeats it."""
     _traced.noted = True
 
 

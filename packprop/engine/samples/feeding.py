@@ -112,7 +112,7 @@ class Feed:
         ]
 
     def ones(self, factors: Tensor) -> list[Tensor]:
-        """Return ones for each output, multiplied by the factor of their sample ``[n]``."""
+        """Return ones for each output, each multiplied by the factor of its sample ``[n]``."""
         return self.by_sample([each.ones() for each in self.outputs], factors)
 
     def by_sample(self, given: Sequence[Tensor], factors: Tensor) -> list[Tensor]:
@@ -122,7 +122,7 @@ class Feed:
         return made
 
     def scale(self, given: Sequence[Tensor], factors: Tensor) -> None:
-        """Multiply numbers for each output in place by the factor of their sample ``[n]``."""
+        """Multiply the numbers for each output in place, each by the factor of its sample ``[n]``."""
         for numbers, layout in zip(given, self.layouts, strict=True):
             own = factors.to(numbers.device, numbers.dtype.to_real())
             numbers.mul_(layout.broadcast(own, numbers.dim()))

@@ -294,7 +294,7 @@ class _Part:
         return separate
 
     def _vectors(self, noise: Sequence[Tensor], factors: Tensor) -> list[Tensor]:
-        """Return numbers for each end, multiplied by the factor of their sample."""
+        """Return numbers for each end, each multiplied by the factor of its sample."""
         own = self.feed.by_sample(noise, factors)
         return [
             (random * factors.abs().amax()).to(vector) if layout.axis is None else vector

@@ -40,7 +40,7 @@ from packprop.engine.tensors.traced import decided, note_undecided
 
 
 def levels(samples: int, largest: float) -> Tensor:
-    """Return exponents of two, as different as the precision's range allows, and no more than samples."""
+    """Return exponents of two, as different as the precision allows, and no more of them than samples."""
     reach = 24 if largest > 1e30 else 4
     return torch.linspace(-reach, reach, min(samples, 2 * reach + 1), dtype=torch.float64, device="cpu").round()
 
@@ -208,7 +208,7 @@ def _found_layouts(unknown: Graph, graph: Graph) -> list[list[Layout]] | int:
     fitting, unfit = separate(
         unknown, Feed(model_outputs(graph), graph.source_layouts, unknown.uses), graph.samples
     )
-    if any(len(layouts) > 1 for (layouts,) in fitting.values()):  # such as if only zeros come back
+    if any(len(layouts) > 1 for (layouts,) in fitting.values()):  # for example if only zeros come back
         note_undecided()
     return first_of(fitting) if not unfit else unknown.uses.index(unfit[0])
 

@@ -97,7 +97,7 @@ class PassOptions:
     def asked(self) -> str:
         """The request, for errors about samples."""
         names = ", ".join(map(NAME, self.extensions)) or self.context
-        return f"{names}: quantities that are made of those of single samples were asked for."
+        return f"{names}: quantities that are computed from single samples were asked for."
 
     def saver(self, graph: Graph) -> ResultSaver:
         """Return the object that saves the values of one pass."""
@@ -110,7 +110,7 @@ class PassOptions:
 
     @property
     def are_of_samples(self) -> bool:
-        """Tell whether values are made of those of single samples."""
+        """Tell whether values are computed from single samples."""
         return not all(map(OF_BATCH, self.extensions)) or self.clips_or_probes
 
     @property

@@ -1,26 +1,28 @@
 """A check whether only the values of a pass keep the samples apart.
 
 # NOTE [Hidden mixing]
-A gate that is zero keeps samples apart that are mixed in the next step, when it is not. Numbers do not show
-that: ``0 * x`` is zero. But ``0 * nan`` is NaN. So packprop feeds NaN in at the loss in the rows of some
-samples, and zeros in the others: what comes back as NaN depends on those samples for some values of all that
-multiplies it. Functions that drop entries by their values (a rectifier, ``where``, a maximum along an axis, a
-pool) would also hide NaN; in these sweeps they pass on to every entry that they might have taken. If no row of
-another sample comes back as NaN, the samples are separate by what the functions are. packprop keeps this for
-passes of the same functions, options and shapes, unless a node does not show what its function computes
-(``is_opaque``). Each sample is fed NaN in half of the sweeps, no two in the same ones, so that any sample is
-fed once without any other: k sweeps are enough for as many samples as there are ways to choose k / 2 of k
-(Sperner 1928), 4 sweeps for 6 samples, 7 for 32, 10 for 128. Two random halves are enough for functions,
-options and edges that packprop has examined at other shapes: other groups of samples may meet there, but hardly
-each of them in one half, unless samples are few. Indices that the model computes from values stay unchecked.
+A gate that is zero keeps samples apart, and mixes them in a later step, when it is not zero. Finite numbers do
+not show that: ``0 * x`` is zero. But ``0 * nan`` is NaN. So packprop feeds NaN in at the loss in the rows of
+some samples, and zeros in the rows of the others. A row that comes back as NaN depends on the samples that were
+fed NaN, for some values of the factors on the way. Functions that drop entries by their values (a rectifier,
+``where``, a maximum along an axis, a pool) would also hide NaN; in these sweeps they pass it on to every entry
+that they might have taken. If no row of another sample comes back as NaN, the functions themselves keep the
+samples apart. packprop keeps this finding for passes of the same functions, options and shapes, unless a node
+does not show what its function computes (``is_opaque``). Each sample is fed NaN in half of the sweeps, and no
+two samples in the same half, so that some sweep feeds any given sample without any given other. For that, k
+sweeps are enough for as many samples as there are ways to choose k / 2 of k (Sperner 1928): 4 sweeps for 6
+samples, 7 for 32, 10 for 128. Two random halves are enough for functions, options and edges that packprop has
+examined at other shapes: other groups of samples may meet there, but with many samples hardly every group lies
+within one half. Indices that the model computes from values stay unchecked.
 
 If NaN comes back in another sample's row, values keep the samples apart, and packprop feeds random numbers in
 every pass. It refuses the pass if a trainable parameter hides the mixing: the parameter's own gradient for one
-sample is made of others. This is so if the numbers in other samples' rows, which are zero, have a derivative in
-it; or, where a function on the way has no second derivative, if other numbers come back while zeros of the
-parameter are changed. This check costs several times the pass: packprop makes it in the first pass, again when
-a buffer or a frozen parameter has changed, and in the 2nd, 4th, 8th pass and so on, for what data alone hide.
-In these passes it also feeds NaN in if a node does not show what its function computes.
+sample then depends on others. This is so if the numbers in other samples' rows, which are zero, have a nonzero
+derivative in the parameter; or, if a function on the way has no second derivative, if these rows are no longer
+zero while random numbers replace the parameter's zeros. This check costs several times the pass. packprop makes
+it in the first pass, again when a buffer or a frozen parameter has changed, and in the 2nd, 4th, 8th pass and
+so on, in case that data alone hide the mixing. In these passes it also feeds NaN in if a node does not show
+what its function computes.
 """
 
 from __future__ import annotations

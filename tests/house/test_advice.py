@@ -79,13 +79,13 @@ ADVICE: dict[str, tuple[Callable[[], None], str, str, Callable[[], None]]] = {
     "log-probabilities": (
         lambda: run(extensions.DiagGGNExact(), lambda f: F.nll_loss(f, Y)),
         "no log_softmax",
-        "cross_entropy, or what log_softmax",
+        "cross_entropy, or their log_softmax",
         lambda: run(extensions.DiagGGNExact(), lambda f: F.nll_loss(f.log_softmax(1), Y)),
     ),
     "a divergence of anything": (
         lambda: run(extensions.DiagGGNExact(), lambda f: F.kl_div(f, P)),
         "no log_softmax",
-        "give it what log_softmax makes of logits",
+        "give it the log_softmax of logits",
         lambda: run(extensions.DiagGGNExact(), lambda f: F.kl_div(f.log_softmax(1), P)),
     ),
     "probabilities": (

@@ -96,8 +96,8 @@ def _sums_up(call: NodeCall, rule: Rule, entry: Entry, given: tuple[Any, ...]) -
         ASKED,
         _place(call, rule) + ", at {parameter}",
         "the rows of the samples do not sum to the gradient that the function's own backward gives",
-        "packprop.testing.check_use(MyFunction.apply, make) shows for which samples the rule is wrong; a rule "
-        "that returns None has packprop call that backward for each sample",
+        "packprop.testing.check_use(MyFunction.apply, make) shows for which samples the rule is wrong; if a "
+        "rule returns None, packprop calls that backward for each sample",
     )
 
 

@@ -75,7 +75,7 @@ def register_use(
                 "register_use(...) was called.",
                 "no function" if each is None else f"argument {each!r}",
                 "a rule belongs to a class derived from torch.autograd.Function, or to a node of the graph by "
-                "its name; functions made of functions of torch need none",
+                "its name; functions made of functions of torch need no rule",
                 "decorate the rule with @packprop.register_use(MyFunction), or with "
                 "@packprop.register_use(output.grad_fn.name())",
             )

@@ -93,7 +93,7 @@ def explaining_checkpoints() -> Iterator[None]:
             "A quantity beyond the gradient was asked for.",
             "a part of the model inside torch.utils.checkpoint",
             f"PyTorch {torch.__version__} does not show what a checkpoint keeps, and returns it only once",
-            "PyTorch 2.10 or newer; or call the model without checkpoints",
+            "use PyTorch 2.10 or newer; or call the model without checkpoints",
         ) from error
 
 

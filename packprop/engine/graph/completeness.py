@@ -183,7 +183,7 @@ def require_known_shards(graph: Graph, unshards: bool) -> None:
         raise PackpropError(
             asked,
             "parameters that fully_shard (FSDP2) has sharded between processes",
-            "they are put together for packprop's sweeps inside `with packprop.backpack(...)` alone",
+            "packprop puts them together for its sweeps only inside `with packprop.backpack(...)`",
             "use `with packprop.backpack(..., ranks='all')` around backward(); or DistributedDataParallel, or "
             "one process",
         )

@@ -87,7 +87,7 @@ def extend(
             raise BadInput(
                 f"extend(module, ...) was called with {name}={type(value).__name__}(...).",
                 f"{name}, which comes after the module",
-                "it is True or False; one call extends one module",
+                "it must be True or False; one call extends one module",
                 "extend(model); extend(loss)",
             )
     if sample_axis is not None:

@@ -49,7 +49,8 @@ def warn_of_compiled() -> None:
         _traced.told = True
         warnings.warn(
             "packprop does not record what torch.compile compiles: outputs and .grad are right, but a backward "
-            f"pass inside backpack(...) refuses the parameters in it. For more than the gradient {UNCOMPILED}.",
+            "pass inside backpack(...) refuses the parameters in it. "
+            f"For more than the gradient, {UNCOMPILED}.",
             PackpropWarning,
             stacklevel=2,
         )

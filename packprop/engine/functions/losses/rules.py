@@ -128,7 +128,7 @@ def _nll_loss(**given: Any) -> Loss:
     refusal = (
         "nll_loss is linear in its log-probabilities, so its own Hessian is zero; and no log_softmax over the "
         "classes has made them",
-        "give the logits to cross_entropy, or what log_softmax makes of them to nll_loss",
+        "give the logits to cross_entropy, or their log_softmax to nll_loss",
     )
     return replace(terms, refusal=refusal, link=LOG_SOFTMAX)
 
@@ -142,7 +142,7 @@ def _kl_div(input: Tensor, target: Tensor, reduction: str = "mean", log_target: 
     refusal = (
         "kl_div is linear in its log-probabilities, so its own Hessian is zero; and no log_softmax has made "
         "them",
-        "give it what log_softmax makes of logits, or the logits to cross_entropy, whose targets may be "
+        "give it the log_softmax of logits, or give the logits to cross_entropy, whose targets may be "
         "probabilities",
     )
     return replace(terms, refusal=terms.refusal or refusal, link=None if terms.refusal else LOG_SOFTMAX)
@@ -154,7 +154,7 @@ def _binary_cross_entropy(**given: Any) -> Loss:
     refusal = (
         "its curvature in probabilities is not that in logits, so the matrix would depend on what you call the "
         "model's output; and no sigmoid has made them",
-        "give logits to binary_cross_entropy_with_logits, or what sigmoid makes of them to this loss",
+        "give logits to binary_cross_entropy_with_logits, or their sigmoid to this loss",
     )
     return replace(terms, refusal=refusal, link=SIGMOID)
 

@@ -113,7 +113,7 @@ def _bilinear(call: NodeCall) -> Entry | None:
 
 SUMMED = (
     "linear_cross_entropy with options sums over all samples inside one kernel, which takes its gradient in "
-    "the forward pass: nothing is left of single samples, and second derivatives would count as zero",
+    "the forward pass: no gradients of single samples are left, and second derivatives would count as zero",
     "call it with options=None; or, to hold the logits of some tokens only, F.linear and F.cross_entropy(..., "
     'reduction="sum") on chunks of tokens, each chunk in torch.utils.checkpoint(..., use_reentrant=False)',
 )

@@ -98,7 +98,7 @@ def explaining_checkpoints() -> Iterator[None]:
 
 
 def keeps_elsewhere(*nodes: Any) -> bool:
-    """Tell whether a checkpoint keeps saved tensors of some of the nodes, and recomputes them for a reader."""
+    """Tell whether a checkpoint keeps saved tensors of any of the nodes, and recomputes them when read."""
     for node in nodes:
         kind: Any = type(node)
         for name in raw_names(kind):

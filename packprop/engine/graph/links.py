@@ -28,7 +28,7 @@ class Entrance:
     Args:
         rule: The rule, with the axis of classes that the graph shows. It refuses curvature if a function
             that it needs before the loss is missing.
-        made: The output of the function before the loss, in the shape of the columns; ``None`` for a loss alone.
+        made: The output of the function before the loss, in the shape of the columns, if there is one.
     """
 
     rule: Loss

@@ -82,8 +82,8 @@ class Trail:
         """A number that is equal for graphs of the same nodes, options and edges; known after the walk.
 
         Options enter as a text. Python's hash of a number is the number modulo 2^61 - 1, and that of -1 is -2:
-        it would not tell axis -1 from -2, nor axis -2, which autograd shows as 2^64 - 2, from 6. Places are
-        small, so their hashes are safe.
+        it would not tell axis -1 from -2, nor axis -2, which autograd shows as 2^64 - 2, from 6. Places and
+        extents are small, so their hashes are safe.
         """
         edges = tuple(
             (-1 if above is None else self.places.get(above, -1), output)

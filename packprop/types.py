@@ -31,7 +31,7 @@ class Seed:
         entrywise: Whether there must be one column for each entry of the output, even where fewer suffice.
         entries: The entries of a sample's output to differentiate for a Jacobian; ``None`` for all.
         by_token: Whether the seed vectors are split by the positions of the losses; see NOTE [Tokens].
-        fresh: Whether the seed draws anew, rather than share the draws of the seed that is otherwise equal.
+        fresh: Whether the seed makes its own draws, and does not share those of an otherwise equal seed.
     """
 
     kind: str
@@ -70,11 +70,11 @@ class Row:
         over_n: Merges partial results of disjoint samples.
         over_v: Merges results of disjoint columns.
         whole: Whether the statistic needs all samples at once.
-        degree: A factor on the loss multiplies the statistic by this power of the factor.
-        after: For the last row of an extension, if it needs a second pass. The second pass begins when the
-            rows before it, of the same seed (perhaps with fresh draws) or of inputs, are complete. ``after``
-            replaces their results, and the statistic gets the replacements as its second argument. See
-            NOTE [Second pass].
+        degree: A factor c on the loss multiplies the statistic by ``c ** degree``.
+        after: Only for the last row of an extension that needs a second pass: replaces the results of the
+            rows before it. The statistic gets the replacements as its second argument. The second pass
+            begins when those rows, of the same seed (perhaps with fresh draws) or of inputs, are complete.
+            See NOTE [Second pass].
         condenses: Whether every cotangent enters a result that is smaller than the cotangents, so that NaN and
             infinity show in the result.
         of_parameter: Whether the statistic also takes the ``name`` and ``shape`` of the parameter.
@@ -117,7 +117,7 @@ class Extension:
     subsampling: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a choice of samples that is not a list of whole numbers."""
+        """Refuse a ``subsampling`` that is not a list of the indices of at least one sample."""
         chosen = self.subsampling
         if chosen is None:
             return
@@ -137,10 +137,10 @@ class Extension:
 
     @property
     def degrees(self) -> tuple[float, ...]:
-        """The power of the loss that each result grows with, for the results that ``finish`` takes.
+        """The degree of each result that ``finish`` takes: the power of the loss that it grows with.
 
-        Before a second pass, ``after`` has turned the first results into eigenvectors. A factor on the loss
-        does not change these.
+        ``after`` turns the results before a second pass into eigenvectors. A factor on the loss does not change
+        these, so their degree is 0.
         """
         rows = self.rows
         first = 0.0 if rows[-1].after is not None else None
@@ -148,7 +148,7 @@ class Extension:
 
     @property
     def takes_hessian(self) -> bool:
-        """Tell whether it takes second derivatives of the whole loss, which contains penalties."""
+        """Tell whether the extension takes second derivatives of the whole loss, which contains penalties."""
         return any(row.seed.kind.startswith("hessian") for row in self.rows)
 
     def dtype_of(self, parameter: torch.dtype) -> torch.dtype:
@@ -201,7 +201,7 @@ def check_extensions(asked: str, *given: Any) -> tuple[Extension, ...]:
 
 
 def warn_of_shared_attributes(extensions: Iterable[Any]) -> None:
-    """Warn of extensions that save different values in one attribute: it holds that of the last one."""
+    """Warn of extensions that save different values in one attribute, which holds the last value."""
     earlier: dict[str, Any] = {}
     for extension in extensions:
         field = getattr(extension, "savefield", "")

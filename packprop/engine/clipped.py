@@ -23,34 +23,34 @@ def clipped_gradients(
     extension_hook: Hook | None = None,
     probes: Sequence[int] | Tensor | None = None,
 ) -> ClippedGradients:
-    """Clip the gradient of each sample in every backward pass inside the context, before they are summed.
+    """Clip each sample's gradient before the sum, in every backward pass inside the context.
 
     The pass adds to ``.grad`` what a plain pass would add, with each sample's part multiplied by
     ``min(1, max_norm / norm)``. The norm is that of the gradient of the sample's own loss: N times its part of
     a mean loss, or its part of a sum. So this is the step of Abadi et al. (2016), except for the noise, which
     you add. A penalty that no sample enters is added unclipped.
 
-    One backward pass does it. It keeps per-sample gradients only if they take no more memory than the tensors
-    that they are made of. Otherwise it keeps these, the inputs of a function and the gradients at its outputs,
-    until it knows all norms; autograd would free them along the way. See NOTE [Clipping]
+    This takes one backward pass. It keeps per-sample gradients only if they take no more memory than the
+    tensors that they are made of: the inputs of a function and the gradients at its outputs. Otherwise it keeps
+    these tensors until it knows all norms; autograd would free them along the way. See NOTE [Clipping]
     (``engine/passes/clipping.py``).
 
     A table that is looked up with ``sparse=True`` gets a sparse gradient of its nonzero rows, as without
     clipping; a dense one exists for a moment.
 
-    A factor on the loss after its loss function is part of it, and of the norms. If you divide a sum by N by
-    hand, you mean a mean: pass ``loss_scale=1 / N``.
+    If you multiply the output of the loss function by a factor, the factor is part of the loss and of the
+    norms. If you divide a sum by N yourself to get a mean, pass ``loss_scale=1 / N``.
 
     If the divisor of a mean depends on data (``ignore_index``, weights of classes), so do the losses of
-    samples; a sum does not. An empty batch, as Poisson sampling draws it, adds what a plain pass adds: zeros,
-    and penalties. Each process clips its own samples. There is no memory budget here: ``backpack`` has one. If
-    you nest contexts, the inner one is active: a ``backpack`` inside this one clips nothing, and a warning says
-    so.
+    samples; those of a sum do not. An empty batch, which Poisson sampling may draw, adds what a plain pass
+    adds: zeros, and penalties. Each process clips its own samples. There is no memory budget here: ``backpack``
+    has one. If you nest contexts, the inner one is active: a ``backpack`` inside this one clips nothing, and
+    packprop warns you.
 
     Args:
         extensions: Quantities to compute along, as in ``backpack``, from the gradients before clipping.
         max_norm: The largest norm; with ``per="module"`` or ``"parameter"`` also one for each of them by name.
-            packprop does not wait for a tensor of one entry: gradients are NaN if it is not positive.
+            packprop does not wait for the value of a tensor: gradients are NaN if it is not positive.
         per: The parameters that share a norm: ``"all"``, those of each ``"module"``, or each ``"parameter"`` by
             itself.
         reduction: Says that the loss is the ``"mean"`` or the ``"sum"`` of its samples' losses. You need it
@@ -65,8 +65,8 @@ def clipped_gradients(
         The context, which also holds ``norms``, ``layer_norms``, ``fraction`` and ``bound`` after a pass.
 
     Raises:
-        BadInput: For any other arguments. In the backward pass, if packprop cannot tell whether
-            the loss is a mean, if it is not what ``reduction`` says, or for a name without bound.
+        BadInput: For invalid arguments. In the backward pass, if packprop cannot tell whether the loss is a
+            mean, if it is not what ``reduction`` says, or for a name without a bound or a bound without a name.
         PackpropError: In the backward pass, before any work, for mixed samples, hooks inside the model,
             sharded or complex parameters, ``create_graph`` and ``inputs``.
 
@@ -111,23 +111,23 @@ class ClippedGradients(Backpack):
 
     @property
     def layer_norms(self) -> dict[str, Tensor]:
-        """The same for each module or parameter by name, ``[n]`` each; empty with ``per="all"``."""
+        """The ``norms`` of each module or parameter by name, ``[n]`` each; empty with ``per="all"``."""
         last = self._last
         pairs = zip(last.groups, last.norms, strict=True)
         return {} if self._per == "all" else {group.name: norms for group, norms in pairs}
 
     @property
     def fraction(self) -> Tensor:
-        """The share of samples whose gradient was clipped ``[]``; the mean over modules or parameters."""
+        """The share of samples whose gradient was clipped, ``[]``: the mean over modules or parameters."""
         return (self._last.factors < 1).to(self._last.norms.dtype).mean()
 
     @property
     def bound(self) -> Tensor:
-        """The largest norm that one sample's clipped gradient may have in all parameters ``[]``.
+        """The largest norm that one sample's clipped gradient may have in all parameters, ``[]``.
 
-        Noise is scaled by it: it is ``max_norm`` itself, or the root of the sum of squares over modules or
-        parameters. It belongs to a loss that sums: a mean over N samples, or a factor on the loss, divides or
-        multiplies ``.grad``, and with it what one sample can change there.
+        This is ``max_norm`` itself, or the root of the sum of squares over modules or parameters; scale your
+        noise by it. It holds for a loss that is a sum: a mean over N samples divides ``.grad`` by N, and a
+        factor on the loss multiplies it, so one sample changes ``.grad`` by less or more.
         """
         bound: Tensor = torch.linalg.vector_norm(self._last.bounds)
         return bound
@@ -137,9 +137,9 @@ class ClippedGradients(Backpack):
         if self._clipped is None:
             raise BadInput(
                 ASKED,
-                "what was found out about samples",
-                "no backward pass was seen inside of the context",
-                "call loss.backward() inside `with packprop.clipped_gradients(...) as clipped:` before",
+                "the results of the last backward pass",
+                "no backward pass was seen inside the context",
+                "first call loss.backward() inside `with packprop.clipped_gradients(...) as clipped:`",
             )
         return self._clipped
 

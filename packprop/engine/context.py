@@ -47,12 +47,12 @@ _local = _Local()
 
 
 def innermost() -> Backpack | None:
-    """Return the innermost active context of this thread; ``None`` outside of all."""
+    """Return the innermost active context of this thread; ``None`` outside of any context."""
     return _local.active[-1] if _local.active else None
 
 
 def _taken_over(plain: Callable[..., None]) -> Callable[..., None]:
-    """Return what hands over to the innermost context; ``Tensor.backward`` calls it by its name, too."""
+    """Return a ``backward`` that hands over to the innermost context; ``Tensor.backward`` also calls it."""
 
     def backward(*args: Any, **kwargs: Any) -> None:
         is_compiling = torch.compiler.is_compiling()  # the compiler cannot read the rest
@@ -81,7 +81,7 @@ def backpack(
     Args:
         extensions: Instances from ``packprop.extensions``, one by one or in a list. Each saves its value on
             every trainable parameter under its ``savefield``, and overwrites the value of an earlier pass. If
-            two share it, it holds the value of the last one, and a warning says so.
+            two share a ``savefield``, it holds the value of the last one, and packprop warns you.
         extension_hook: Called with each module that owns parameters as soon as all their values are saved.
         memory: The most bytes of tensor storage that may be alive at once in a step, including parameters,
             activations and results (``"600MiB"``, a number), or a ``Plan``. A budget makes packprop run the
@@ -98,14 +98,14 @@ def backpack(
             packprop saves values of all ranks, and calls the hook, when the backward pass is over.
         probes: Indices of samples (or a mask) that do not count in ``.grad`` and in the values, as if the loss
             were taken over the other samples alone. Values of the probes, as if the loss were taken over them
-            alone, are saved under the same names with the suffix ``_probes``. ``batch_dot_probes``: ``[n, m]``
+            alone, are saved under the same names with the suffix ``_probes``. ``batch_dot_probes`` ``[n, m]``
             has the inner products between training samples and probes.
 
     Raises:
         BadInput: For a class instead of an instance, or anything that is not an extension; for a hook that
             cannot be called; for a budget that is not a number of bytes, or is given with ``ranks``; for
             ``ranks`` without a process group. In the backward pass, before any work: for a budget that no
-            choice of chunks keeps to, or a plan for something else.
+            choice of chunks keeps to, or a plan for another model, batch or device.
     """
     return Backpack(extensions, extension_hook, memory, debug, loss_scale, ranks, probes)
 
@@ -180,10 +180,10 @@ class Backpack:
             self._backward(call, call.run)
         finally:
             self.is_running = False
-            self._drawn.clear()  # a pass that failed has not taken all
+            self._drawn.clear()  # a failed pass has not taken all columns
 
     def _backward(self, call: BackwardCall, backward: Callable[[], None]) -> None:
-        """Run the user's ``backward``, which is also a part of the pass that computes the extensions."""
+        """Run the user's ``backward``, alone or as a part of a pass that computes the extensions."""
         warn_of_compiled()
         if not self._options.are_any or call.is_plain:
             return backward()

@@ -3,9 +3,9 @@
 # NOTE [Three ways of a pass]
 ``backward()`` runs along with packprop's last sweep, which takes the cotangents from it: this is the usual way.
 ``backward(inputs=...)`` does not go through every node that a sweep needs: packprop sweeps first, on its own,
-and the pass follows. A pass that has nothing to compute runs by itself; with several processes it still tells
-the others so. Probes, clipping, budgets and merging between processes are settled before, and do not change
-the way.
+and the pass follows. A pass that has nothing to compute runs by itself; if there are several processes, it
+still takes part in their exchange. Probes, clipping, budgets and merging between processes are settled before,
+and do not change the way.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ class PassOptions:
     def asked(self) -> str:
         """The request, for errors about samples."""
         names = ", ".join(map(NAME, self.extensions)) or self.context
-        return f"{names}: quantities that are made of those of single samples were asked for."
+        return f"{names}: quantities that are computed from single samples were asked for."
 
     def saver(self, graph: Graph) -> ResultSaver:
-        """Return what saves the values of one pass."""
+        """Return the object that saves the values of one pass."""
         return ResultSaver(graph, self.hook, self.loss_scale)
 
     @property
@@ -110,7 +110,7 @@ class PassOptions:
 
     @property
     def are_of_samples(self) -> bool:
-        """Tell whether values are made of those of single samples."""
+        """Tell whether values are computed from single samples."""
         return not all(map(OF_BATCH, self.extensions)) or self.clips_or_probes
 
     @property
@@ -176,7 +176,7 @@ def _ran_again(
     drawn: dict[Seed, list[Columns]],
     chunk_sizes: Callable[[Graph], ChunkSizes],
 ) -> bool:
-    """Run a pass that a kept walk serves; tell whether one does. See NOTE [Kept walks]."""
+    """Run the pass with a kept walk; return whether there is one that serves it. See NOTE [Kept walks]."""
     kept = kept_walk(outlined)
     if kept is None:
         return False
@@ -215,7 +215,7 @@ REPEATED = ("gradient", "ggn", "empirical", "none", "hessian", "graph")
 
 
 def _may_repeat(options: PassOptions, call: BackwardCall, joint: JointPass | None) -> bool:
-    """Tell whether a walk that earlier passes kept may serve a pass, and the walk of this one later passes."""
+    """Tell whether a pass may use the kept walk of an earlier pass, and keep its own walk for later passes."""
     if joint is not None or options.probes is not None or call.create_graph or call.leaves is not None:
         return False
     if is_traced() or is_dry_run() or not options.are_of_samples:
@@ -229,7 +229,7 @@ def _may_repeat(options: PassOptions, call: BackwardCall, joint: JointPass | Non
 
 @dataclass(frozen=True)
 class _Pass:
-    """One backward pass: the options, what the user called, and the graph that it goes through."""
+    """One backward pass: its options, the user's call, and the graph that it goes through."""
 
     options: PassOptions
     call: BackwardCall
@@ -244,7 +244,7 @@ class _Pass:
         return not (self.call.create_graph or self.call.leaves is not None or is_traced())
 
     def saves_nothing(self) -> bool:
-        """Save the values of a pass in which no sample has an entry; tell whether it is one."""
+        """Save the values if no sample of the pass has an entry; return whether this is so."""
         options, graph = self.options, self.graph
         # products of whole batches keep the curvature of penalties
         alone = options.probes is None and self.joint is None and (options.are_of_samples or not graph.terms)
@@ -252,7 +252,7 @@ class _Pass:
         return alone and saved_nothing(graph, options.extensions, self.saver, *how)
 
     def settled(self, drawn: dict[Seed, list[Columns]], chunk_sizes: Callable[[Graph], ChunkSizes]) -> Request:
-        """Locate the samples, refuse what cannot be computed, and return the request of the pass."""
+        """Locate the samples, refuse a pass that cannot be right, and return the request of the pass."""
         joint = self.joint
         with self._swept():
             check_graph(self.graph, self.options.are_of_samples or (joint is not None and joint.finds_samples))
@@ -305,7 +305,7 @@ class _Pass:
             graph.release(keep)
 
     def run_alone(self) -> None:
-        """Run the user's pass, in which there is nothing to compute; other processes may have some."""
+        """Run the user's pass, with nothing to compute here; other processes may have something to compute."""
         if self.joint is None:
             return self.backward()
         with self._swept():
@@ -331,7 +331,7 @@ class _Pass:
             backward_pass.run(users_pass)
 
     def _run_after(self, backward_pass: BackwardPass) -> None:
-        """Run the user's pass, which goes to some inputs alone, after all sweeps."""
+        """Run the user's pass, which goes to some leaves alone, after all sweeps."""
         with self._swept():
             backward_pass.run(None)
         kinds = {row.seed.kind for each in self.options.extensions for row in each.rows}
@@ -342,7 +342,7 @@ class _Pass:
             self.backward()
 
     def _swept(self) -> contextlib.AbstractContextManager[object]:
-        """Let sweeps go through sharded parameters inside."""
+        """Let sweeps go through sharded parameters inside the context."""
         return swept(self.graph, self.options.extensions, self.options.ranks)
 
 
@@ -370,7 +370,7 @@ class BackwardCall:
 
     @property
     def is_plain(self) -> bool:
-        """Tell whether the pass is torch's alone: it refuses the call, or a root is an edge, without values."""
+        """Tell whether to leave the call to torch: torch refuses it, or a root is an edge, not a tensor."""
         if not self.roots:
             return True
         for root, given in zip(self.roots, self.gradients, strict=True):

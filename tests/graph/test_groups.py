@@ -127,7 +127,7 @@ def test_arithmetic_knows_no_groups(nested: bool) -> None:
     """What the error advises is done above, by ``Preference``."""
     batch, owner = graphs()
     model = packprop.extend(Messages(False).double())
-    told = pytest.raises(packprop.BadInput, match=r"no loss was called inside[^$]*packprop\.extend\(MyLoss")
+    told = pytest.raises(packprop.BadInput, match=r"packprop knows was called[^$]*packprop\.extend\(MyLoss")
     with packprop.record() if nested else nullcontext(), told, packprop.record(documents=owner):
         model(batch).square().sum()
     with torch.no_grad(), packprop.record(documents=owner):

@@ -421,7 +421,7 @@ def test_models_that_declare_different_axes() -> None:
 
 @pytest.mark.parametrize("declared", ["1", 1.5, (1, None), {"src": 1}, True])
 def test_what_is_no_axis(declared: Any) -> None:
-    with pytest.raises(packprop.errors.BadInput, match="what the loss takes"):
+    with pytest.raises(packprop.errors.BadInput, match="for the loss's input"):
         packprop.extend(nn.Linear(3, 2), sample_axis=declared)
     with pytest.raises(packprop.errors.BadInput, match="sample_axis"), packprop.record(sample_axis=declared):
         pass

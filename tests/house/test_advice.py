@@ -79,13 +79,13 @@ ADVICE: dict[str, tuple[Callable[[], None], str, str, Callable[[], None]]] = {
     "log-probabilities": (
         lambda: run(extensions.DiagGGNExact(), lambda f: F.nll_loss(f, Y)),
         "no log_softmax",
-        "cross_entropy, or what log_softmax",
+        "cross_entropy, or their log_softmax",
         lambda: run(extensions.DiagGGNExact(), lambda f: F.nll_loss(f.log_softmax(1), Y)),
     ),
     "a divergence of anything": (
         lambda: run(extensions.DiagGGNExact(), lambda f: F.kl_div(f, P)),
         "no log_softmax",
-        "give it what log_softmax makes of logits",
+        "give it the log_softmax of logits",
         lambda: run(extensions.DiagGGNExact(), lambda f: F.kl_div(f.log_softmax(1), P)),
     ),
     "probabilities": (
@@ -374,7 +374,7 @@ ADVICE |= {
     "a loss module of one argument": (
         matched,
         "neither a recorded loss",
-        "two arguments, if only zeros for targets",
+        "two arguments, even if the targets are only zeros",
         lambda: matched(torch.zeros(5, 3)),
     ),
     "weights of losses in an extended module": (
@@ -397,13 +397,13 @@ ADVICE |= {
     ),
     "a rule for a function whose calls nobody sees": (
         lambda: told(fourth, fisher),
-        "PyTorch does not hand its calls on",
+        "PyTorch does not dispatch its calls to modes",
         "@packprop.register_loss(MyLoss), loss = packprop.extend(MyLoss())",
         lambda: told(Fourth, fisher),
     ),
     "a rule for a function, handed on": (
         lambda: told(fourth, fisher),
-        "PyTorch does not hand its calls on",
+        "PyTorch does not dispatch its calls to modes",
         "@torch.overrides.wrap_torch_function(lambda input, target: (input, target))",
         lambda: told(HANDED_ON, lambda: run(extensions.KFAC(fisher="empirical"), lambda f: HANDED_ON(f, P))),
     ),

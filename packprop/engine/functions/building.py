@@ -28,7 +28,7 @@ AT_ONCE = 2**22
 
 
 def select_samples(tensor: Tensor, samples: Samples, skip: int = 0, as_they_are: bool = False) -> Tensor:
-    """Return some samples of a tensor, along axis ``skip``; in at least single precision, or as they are."""
+    """Return samples of a tensor along axis ``skip``, in at least single precision unless ``as_they_are``."""
     if isinstance(samples, Tensor):
         tensor = tensor.index_select(skip, samples.to(tensor.device))
     elif samples != ALL:
@@ -42,7 +42,7 @@ def rowwise(
     """Return ``structure_of`` for inputs with the samples on the same axis as the output.
 
     ``build`` takes the cotangent ``[v, n, ...]`` and the inputs ``[n, ...]`` of the chosen samples. They are in
-    at least single precision, unless they are ``only_multiplied`` and the device does that without.
+    at least single precision, unless they are ``only_multiplied`` and the device multiplies narrow numbers.
     """
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
@@ -58,7 +58,7 @@ def rowwise(
 
 
 def _stays_narrow(values: Tensor) -> bool:
-    """Tell whether products of values in sixteen bits take them as they are; those with derivatives do not."""
+    """Tell whether to multiply values in sixteen bits as they are; not if the products are differentiated."""
     return multiplies_wide(values) and not torch.is_grad_enabled()
 
 
@@ -80,7 +80,7 @@ def affine(call: NodeCall, x: Callable[[], Tensor], *, transposed: bool = False,
     def build(cotangent: Tensor | None, x: Tensor) -> Structure:
         if cotangent is not None:
             cotangent = cotangent.reshape(*cotangent.shape[:2], -1, 1, fan_out)
-        x = x if factor == 1.0 else x * factor  # not the cotangent, which a pass may leave out
+        x = x if factor == 1.0 else x * factor  # and not the cotangent, which may be None
         return Outer(x.reshape(x.shape[0], -1, 1, fan_in), cotangent, fold)
 
     last = len(call.shape) - 1
@@ -109,7 +109,7 @@ def scaled(
         call: The node, and the place of the parameter.
         factor: Returns the factor, broadcast against the output; or a number.
         aligned: The parameter's shape among the output's axes, if it is not aligned on the right.
-        linear: Whether ``factor`` is known not to depend on the parameter; numbers never do.
+        linear: Whether ``factor`` is known not to depend on the parameter, which is sure for a number.
     """
     parameter = call.operand.tensor
     broadcast_shape = tuple(aligned or call.aligned)
@@ -147,7 +147,7 @@ def sum_over_broadcast(
     """Sum ``[v, n, (k), *rest]`` over the axes that a parameter is broadcast over, except the samples.
 
     ``k`` are the positions that share the samples' axis; ``broadcast_shape`` is the parameter's shape among the
-    output's axes. The sums, and what takes their place, are in at least single precision.
+    output's axes. The result is in at least single precision.
     """
     rest, along_samples = broadcast_shape, 1  # the parameter's extent along the samples' axes
     if layout.axis is not None:
@@ -191,7 +191,7 @@ def broadcast(call: NodeCall) -> Entry:
 
 
 def samplewise(call: NodeCall, **known: Any) -> Entry:
-    """Return the entry of a node without a rule, called on each sample's part of the cotangent."""
+    """Return the entry of a parameter without a rule; packprop calls its node on each sample's cotangent."""
     parameter = call.operand.tensor
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
@@ -225,7 +225,7 @@ def samplewise(call: NodeCall, **known: Any) -> Entry:
 
 
 def as_parameter(call: NodeCall, products: Tensor) -> Tensor:
-    """Map what a node makes of columns to gradients of the parameter ``[v, *p]``."""
+    """Map the products that a node returns for columns to gradients of the parameter ``[v, *p]``."""
     shape = call.operand.shape
     if shape != products.shape[1:]:
         ones = [1] * (products.dim() - 1 - len(shape))
@@ -236,7 +236,7 @@ def as_parameter(call: NodeCall, products: Tensor) -> Tensor:
 
 
 def anywhere(call: NodeCall, entry: Entry) -> Entry:
-    """Return an entry that uses the rule if it admits the samples, and else calls the node for each sample."""
+    """Return an entry that uses the rule if that admits the samples' axis, and calls of the node otherwise."""
 
     def is_admitted(layouts: Sequence[Layout]) -> bool:
         first = layouts[0]

@@ -22,7 +22,7 @@ Cotangents = Sequence[Tensor | None]
 class ArrivedCotangents(list[Tensor | None]):
     """Cotangents of one sweep at one use.
 
-    ``derived``: a result of a rule, from these cotangents, for all parameters of the use.
+    ``derived`` holds what a rule computes from these cotangents for all parameters of the use.
     """
 
     derived: Any = None
@@ -35,8 +35,8 @@ StructureOf = Callable[[Cotangents, Sequence[Layout], Samples], Structure]
 class Fans(NamedTuple):
     """Groups of an affine map, with the numbers of inputs and outputs of each group.
 
-    ``channels``: channels in a group of the images that the map unfolds to positions, whose gradients can be
-    computed without unfolding. 0 if it unfolds nothing.
+    ``channels``: the channels in a group of the images that the map unfolds to positions; packprop can compute
+    their gradients without unfolding. 0 if the map unfolds nothing.
     ``rows``: the number of rows that one node maps; ``None`` to count them in the (first) output.
     ``in_order``: whether gradients ``[g, o, i]`` have the order of the parameter in memory.
     """
@@ -53,7 +53,7 @@ class Fans(NamedTuple):
 class Scratch:
     """Entries of temporary memory that a structure takes for one sample.
 
-    0 if it takes no more than the larger one of the parameter and a sample's output.
+    0 means no more than the larger one of the parameter and a sample's output.
 
     Args:
         per_column: Entries for each column of the cotangent.
@@ -80,9 +80,9 @@ class Entry:
             has one.
         admits: Tells whether an axis of the outputs can hold the samples. If they are on another axis, packprop
             calls the node for each sample.
-        features: Axis of the output that the parameter makes anew, such as the features of a linear layer, and
-            that is no axis of a batch; ``None`` if there is none.
-        sample_axes: For each output the only axis that can hold the samples; ``None`` to use ``admits`` alone.
+        features: Axis of the output that the parameter makes, such as the features of a linear layer, so that
+            it is no axis of a batch; ``None`` if there is none.
+        sample_axes: The only axis of each output that can hold the samples; ``None`` to use ``admits`` alone.
         scratch: Temporary memory that ``structure_of`` takes.
         fans: Groups and extents, for an affine map.
         linear: Whether the outputs are known to be affine in the parameter, with everything else fixed.
@@ -112,14 +112,14 @@ class Entry:
     by_rule: bool = True
 
     def but(self, **changed: Any) -> Entry:
-        """Copy with changes, like ``dataclasses.replace`` but five times as fast: every use makes entries."""
+        """Return a copy with changes, like ``dataclasses.replace``, but five times as fast."""
         entry = object.__new__(Entry)
         vars(entry).update(vars(self), **changed)
         return entry
 
 
 def plain_options(value: Any, numbers: bool = False) -> Any:
-    """Return the integers and texts in a value, and floats if ``numbers``; ``None`` in place of the rest."""
+    """Return a value with ``None`` in place of all but integers and texts, and also floats if ``numbers``."""
     if isinstance(value, (list, tuple)):
         return tuple([each if type(each) is int else plain_options(each, numbers) for each in value])
     return value if isinstance(value, (int, str)) or (numbers and isinstance(value, float)) else None

@@ -36,7 +36,7 @@ PROBES = 8
 """The most random cotangents that packprop tries a vectorised call on."""
 
 _VECTORISED = Verdicts()
-"""Says, by the form of a call of a node, whether a vectorised call is right.
+"""Verdicts on vectorised calls of nodes, by the form of the call.
 
 PyTorch's batching rules of some functions are wrong, so packprop first compares them with single calls.
 """
@@ -46,7 +46,7 @@ Form = Literal["entries", "shape", "shape or transpose"]
 
 
 class NodeSlot:
-    """Holds a node, or ``None`` between passes: a kept walk (``graph/kept_walk.py``) puts in that of each pass.
+    """A place for a node: a kept walk (``graph/kept_walk.py``) inserts the node of each pass, then ``None``.
 
     ``slots`` gets the slots of all nodes that the entries of a use read.
     """
@@ -75,12 +75,12 @@ class Computed:
 
     @property
     def edge(self) -> GradientEdge:
-        """Its edge."""
+        """The edge of the tensor."""
         return GradientEdge(*self.slot.node.next_functions[self.place])
 
     @property
     def grad_fn(self) -> Node:
-        """The node that made it."""
+        """The node that made the tensor."""
         return self.edge.node
 
     def numel(self) -> int:
@@ -105,7 +105,7 @@ class Operand:
 
 
 def operand_at(slot: NodeSlot, place: int, form: Form = "entries") -> Operand:
-    """Return a node's input at one of its places, traced back to the leaf if only its form changed."""
+    """Return the operand at a place of a node, traced back to the leaf if only the leaf's form changed."""
     above, number = slot.node.next_functions[place]
     made = made_by(above)[number]
     shape, transposed = torch.Size(made.shape), False
@@ -143,10 +143,10 @@ class NodeCall:
 
     Args:
         slot: Holds the node.
-        place: The place of the parameter among its ``next_functions``, the tensor arguments of the function in
-            their order.
+        place: The place of the parameter among the node's ``next_functions``, which are the tensor arguments
+            of the function in their order.
         operand: The parameter, as an input of the node.
-        shapes: Shapes of its outputs.
+        shapes: Shapes of the node's outputs.
         holds: Whether to read the node's saved tensors now, because the node may be freed before they are
             needed.
     """
@@ -164,7 +164,7 @@ class NodeCall:
 
     @property
     def name(self) -> str:
-        """The name of the node, without the suffix of all nodes."""
+        """The name of the node, without the suffix that all nodes have."""
         return name_of_node(self.node)
 
     @property
@@ -186,8 +186,8 @@ class NodeCall:
     def saved(self, name: str | int) -> Callable[[], Tensor]:
         """Return a function that returns a tensor saved by the node.
 
-        ``name``: the name in PyTorch's list of derivatives; for a ``torch.autograd.Function`` of your own the
-        index in its ``ctx.saved_tensors``.
+        ``name`` is the name in PyTorch's list of derivatives; for a ``torch.autograd.Function`` of your own, it
+        is the index in ``ctx.saved_tensors``.
         """
         if not self.holds:
             return functools.partial(self._read, name)
@@ -216,11 +216,11 @@ class NodeCall:
 
     @property
     def is_sparse(self) -> bool:
-        """Tell whether torch's own gradient of a table is a sparse tensor, which no ``vmap`` makes dense."""
+        """Tell whether torch's own gradient of a table is sparse; ``vmap`` cannot make it dense."""
         return self.has_option("sparse") and bool(self.option("sparse"))
 
     def attribute(self, name: str) -> Any:
-        """Return a value that a ``torch.autograd.Function`` of your own has kept on its ``ctx``."""
+        """Return a value that a ``torch.autograd.Function`` of your own has put on its ``ctx``."""
         return getattr(self.node, name)
 
     def shape_at(self, place: int) -> torch.Size | None:
@@ -259,10 +259,10 @@ class NodeCall:
         vectorised: Callable[..., Tensor],
         one_by_one: Callable[..., Tensor],
     ) -> bool:
-        """Tell whether a vectorised call on columns at some outputs is right, which random cotangents show."""
+        """Tell whether a vectorised call on columns at some outputs is right, by a trial on random numbers."""
         shapes = [(min(PROBES, len(each)), *each.shape[1:]) for each in columns]
         case = self.form, *outputs, *shapes, *((each.dtype, each.device.type) for each in columns)
-        verdict = _VECTORISED.get(case, is_dry_run() or None)  # a plan takes most rules for right
+        verdict = _VECTORISED.get(case, is_dry_run() or None)  # a dry run trusts batching rules
         if verdict is not None or is_traced():
             return bool(verdict)
         drawn = torch.Generator().manual_seed(0)
@@ -278,7 +278,7 @@ class NodeCall:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """The facts that decide on the node's work, but for factors and the numbers in tensors."""
+        """The facts that decide on the node's work, except factors and the values of tensors."""
         node = self.node
         inputs = [above and tuple(made_by(above)[number].shape) for above, number in node.next_functions]
         given = self.place, self.operand.shape, *self.shapes, *inputs
@@ -309,7 +309,7 @@ class NodeCall:
 
 
 class _Inside(torch.autograd.Function):
-    """Calls a function in its backward pass."""
+    """An identity that calls a given function in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, trigger: Tensor, run: Callable[[], Any], made: list[Any]) -> Tensor:
@@ -333,7 +333,7 @@ def in_a_pass_of_its_own(run: Callable[[], Any]) -> Any:
 
 
 def _place_of_gradient(node: Any, place: int) -> int:
-    """Return the position of a gradient among those of all arguments; only tensors have places on the graph."""
+    """Return the position of a gradient among those of all arguments; the graph counts tensors alone."""
     needs: tuple[bool, ...] = node.needs_input_grad
     before = sum(above is not None for above, _ in node.next_functions[:place])
     wanted = [number for number, need in enumerate(needs) if need]
@@ -341,7 +341,7 @@ def _place_of_gradient(node: Any, place: int) -> int:
 
 
 def _is_close(tried: Tensor, known: Tensor) -> bool:
-    """Tell whether two results are equal up to rounding; NaN is not."""
+    """Tell whether two results are equal up to rounding; NaN equals nothing."""
     if tried.shape != known.shape or not known.numel():
         return tried.shape == known.shape
     tolerance = torch.finfo(known.dtype).eps ** 0.5

@@ -27,11 +27,11 @@ def entries_of_node(
 ) -> list[Entry]:
     """Return one entry for each place among the ``next_functions`` of a node where a parameter enters it.
 
-    ``shapes`` are those of its outputs. An entry that ``holds`` reads the node's saved tensors now. ``slots``
-    gets the slots of all nodes that the entries read.
+    ``shapes`` are the shapes of its outputs. With ``holds``, entries read the node's saved tensors now.
+    ``slots`` gets the slots of all nodes that the entries read.
     """
     rule = rule_for(node)
-    if rule is not None and (has_complex_numbers(node) or takes_sparse(node)):  # rules hold for real numbers
+    if rule is not None and (has_complex_numbers(node) or takes_sparse(node)):  # rules are for neither
         rule = None
     entries, slot = [], NodeSlot(node, slots)
     for place in places:

@@ -39,7 +39,7 @@ LINEAR = names_of_nodes("""
 """Linear in all inputs together."""
 
 REDUCING = names_of_nodes("ScatterReduce IndexReduce SegmentReduce")
-"""Functions that reduce entries in the way that they have saved."""
+"""Functions that reduce entries by a sum, a mean or another operation, which they saved as ``reduce``."""
 
 PIECEWISE = names_of_nodes("""
     Relu LeakyRelu Threshold Hardtanh Hardshrink Softshrink Hardsigmoid Abs Clamp ClampMin ClampMax Maximum
@@ -74,25 +74,25 @@ MASKS = ENTRYWISE | names_of_nodes("Where MaskedFill Maximum Minimum Fmax Fmin R
 """Entrywise functions whose values may make an entry independent of its inputs."""
 
 SELECTING = names_of_nodes("Max Min Median Nanmedian Mode Kthvalue Cummax Cummin Sort Topk Logcumsumexp")
-"""Functions that may take some entries alone along an axis, which they saved as ``dim``, by their values."""
+"""Functions that may select entries by their values along an axis, which they saved as ``dim``."""
 
 POOLS = {
     f"{kind}MaxPool{n}D{end}": n for n in (2, 3) for kind, end in (("", "WithIndices"), ("Adaptive", ""))
 } | {f"FractionalMaxPool{n}D": n for n in (2, 3)}
-"""Pools that take some entries by their values -> the number of their axes, which are the last ones."""
+"""Pools that select entries by their values -> the number of axes that they pool, which are the last."""
 
 WRONG_IN_COLUMNS = names_of_nodes("NativeGroupNorm")
 """Functions whose second derivatives are wrong for many columns at once if three extents are equal."""
 
 WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"
-"""The node of a function without a derivative, such as a dynamically quantised layer: PyTorch takes zero."""
+"""The node of a function without a derivative, such as a dynamically quantised layer: PyTorch uses zero."""
 
 WITHOUT_DATA = names_of_nodes("Sgn")
 """Nodes whose derivative is a tensor of zeros without data, which few other nodes expect.
 
-Seen on torch 2.13: the backward pass of group norm reads uninitialised memory in its place, and the second
-derivatives of other normalisations and of some losses raise. Of all functions that PyTorch tests, only this
-node makes such zeros, as the second derivative of an absolute value, an L1 loss, or a norm.
+Seen on torch 2.13: the backward pass of group norm reads uninitialised memory in place of the zeros, and the
+second derivatives of other normalisations and of some losses raise an error. Of all functions that PyTorch
+tests, only this node makes such zeros, as the second derivative of an absolute value, an L1 loss, or a norm.
 """
 
 DIFFERENTIABLE_ONCE = names_of_nodes("Hardsigmoid")
@@ -119,7 +119,7 @@ IDENTITIES = {
 The first is at the inputs and outputs of modules with full backward hooks, which run after it. The second is at
 the outputs of ``DistributedDataParallel(static_graph=True)``: the first gradient through it starts the exchange
 between processes. The third is at the inputs of modules with ``fully_shard``: it exchanges their gradients. No
-public interface tells these private nodes from a user's own; only this table names them.
+public interface tells these private nodes from a user's function; only this table names them.
 """
 
 DOERS: dict[str, Callable[..., Any]] = dict.fromkeys(
@@ -153,7 +153,7 @@ def is_change_of_view(node: Node) -> bool:
 
 
 def name_of_node(node: Node) -> str:
-    """Return the name of a node in the tables; ``own`` marks a user's function, which may have any name."""
+    """Return the name of a node in the tables; a user's function, which may have any name, gets ``own``."""
     name = node.name()
     short = short_name(name)
     if short == name and isinstance(node, BackwardCFunction):  # PyTorch's own names have a suffix
@@ -168,7 +168,7 @@ def short_name(name: str) -> str:
 
 
 def kind_of(node: Node, dependent: Sequence[int], complex_numbers: bool = False) -> Kind:
-    """Return the kind of curvature of a node in some of its inputs, given by place.
+    """Return the kind of curvature of a node in some of its inputs, given by their places.
 
     Functions that are elementwise or piecewise linear for real numbers may couple the real and imaginary parts
     of ``complex_numbers``, as an absolute value does.
@@ -199,17 +199,17 @@ def _uses_running_statistics(node: Node) -> bool:
 def number_of_node(node: Any) -> int:
     """Return the place of a node in the order in which its thread has made nodes.
 
-    The number is private (``Node._sequence_nr``), and nothing public tells which of two nodes is older.
+    The number is private (``Node._sequence_nr``); nothing public tells which of two nodes is older.
     """
     return int(node._sequence_nr())
 
 
 outputs_of: Callable[[Node], Sequence[Any]] = operator.attrgetter("_input_metadata")
-"""Returns shape, dtype and device of each output of a node, which nothing public tells."""
+"""Returns shape, dtype and device of each output of a node; nothing public tells them."""
 
 
 def made_by(node: Any) -> list[Any]:
-    """Return shape, dtype and device of each output of a node; or a leaf."""
+    """Return objects with shape, dtype and device of each output of a node; for a leaf's node, the leaf."""
     leaf = getattr(node, "variable", None)
     return list(outputs_of(node)) if leaf is None else [leaf]
 
@@ -235,9 +235,9 @@ def _signed(value: Any) -> Any:
 
 
 def is_wrong_in_third_order(node: Node) -> bool:
-    """Tell whether torch's third derivative of a node is silently wrong, as seen on torch 2.13.
+    """Tell whether torch's third derivative of a node is silently wrong.
 
-    It is for layer norm, and for batch norm with statistics of the batch, including instance norm.
+    Seen on torch 2.13 for layer norm, and for batch norm with statistics of the batch, including instance norm.
     """
     name = name_of_node(node)
     return name == "NativeLayerNorm" or (name in NORMALISATIONS and not _uses_running_statistics(node))

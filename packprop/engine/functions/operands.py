@@ -1,6 +1,6 @@
-"""Tables of nodes with operands in which they are not differentiated.
+"""Tables of nodes, by operands that the graph does not show because they are not differentiated.
 
-Such operands leave no edge on the graph, but may hold samples. A node in no table may have any operands.
+Such an operand has no edge on the graph, but may hold samples. A node in no table may have any operands.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SUMS = names_of_nodes("Add Sub Rsub Stack Cat")
 ALIKE = names_of_nodes(
     "Stack MseLoss SmoothL1Loss HuberLoss KlDiv BinaryCrossEntropy BinaryCrossEntropyWithLogits"
 )
-"""Functions whose operands have the same shape, to which an earlier node expands them."""
+"""Functions whose operands have the same shape; an earlier node has expanded them to it."""
 
 HIDING = names_of_nodes("Where MaskedFill Lerp NativeDropout")
 """Functions with an operand that the graph does not show: a condition, a mask, a weight."""
@@ -61,10 +61,10 @@ BY_DATA = names_of_nodes(
 """Functions that select rows by indices or masks."""
 
 INDEXED = BY_DATA | names_of_nodes("SelectScatter SliceScatter")
-"""Functions with indices as operands, or numbers in place of them."""
+"""Functions with indices as operands, or with numbers in place of indices."""
 
 VECTORS = names_of_nodes("Mv Dot")
-"""Products that sum over the axis of a vector, so that it is not in the shape of the result."""
+"""Products that sum over the axis of a vector, so the shape of the result does not show this axis."""
 
 WHOLE = (
     names_of_nodes("""
@@ -92,7 +92,7 @@ CURVED = names_of_nodes("""
     Vdot SparseAddmm Div Addcdiv MseLoss SoftMarginLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits
     NllLoss NllLoss2D KlDiv
 """).union(ELEMENTWISE - names_of_nodes("Softplus Elu Celu Hardswish Logit"), PRODUCTS - {"PreluKernel"})
-"""Functions whose second derivatives tell which entries meet in them; unknown ones may be linear by parts."""
+"""Functions whose second derivatives tell which entries meet in them; other functions may have kinks."""
 
 NORMS = names_of_nodes("LinalgVectorNorm Norm Dist")
 """Functions that save their exponent."""
@@ -105,9 +105,9 @@ def is_linear(node: Node, dependent: Sequence[int]) -> bool:
 
 
 def has_kinks(node: Node, dependent: Sequence[int]) -> bool:
-    """Tell whether a node may be linear by parts but not everywhere, as all norms of one number are.
+    """Tell whether a node may be linear in pieces but not everywhere, as all norms of one number are.
 
-    A power with a tensor as its exponent is linear as long as that is one, or zero.
+    A power with a tensor as its exponent may be linear: it is where the exponent is one or zero.
     """
     name = name_of_node(node)
     if name == "Pow" and "_raw_saved_exponent" in raw_names(type(node)):
@@ -126,7 +126,7 @@ def adds_up_entries(node: Node, dependent: Sequence[int]) -> bool:
 
 
 def is_norm_without_nan(node: Node) -> bool:
-    """Tell whether a norm drops even NaN where it is zero: those with exponents 1, 2 and infinity do not."""
+    """Tell whether a norm that is zero drops even NaN: norms with exponents 1, 2 and infinity do not."""
     return name_of_node(node) in NORMS and _exponent(node) not in (1.0, 2.0, math.inf)
 
 
@@ -138,7 +138,7 @@ def _exponent(node: Node) -> float:
 
 
 def options_of(node: Node) -> Sequence[Any]:
-    """Return a node's saved axes, places and exponents; no factors, which many loops change slowly."""
+    """Return a node's saved axes, places and exponents, without factors, which many loops change slowly."""
     names = numbers_of_type(type(node))
     return [plain_options(getattr(node, name), name in EXPONENTS) for name in names if "_sym_" not in name]
 
@@ -149,9 +149,9 @@ def extents_of(node: Node) -> Sequence[Any]:
 
 
 def facts_of(node: Any) -> list[Any]:
-    """Return what a node has saved: options, those of users' functions too, and shapes of tensors.
+    """Return what a node has saved: its options, also those of a user's function, and the shapes of tensors.
 
-    No shapes in a checkpoint, which would run again, and once the graph is freed.
+    The shapes are left out in a checkpoint, which would have to run again, and once the graph is freed.
     """
     found = [*options_of(node), *extents_of(node), own_options(node)]
     if not keeps_elsewhere(node):
@@ -162,7 +162,7 @@ def facts_of(node: Any) -> list[Any]:
 
 
 def own_options(node: Node) -> Any:
-    """Return the class of a user's own function, and what it has kept."""
+    """Return the class of a user's own function and the options on its ``ctx``; ``None`` for other nodes."""
     if not isinstance(node, BackwardCFunction):
         return None
     function = function_of(node)
@@ -171,10 +171,10 @@ def own_options(node: Node) -> Any:
 
 
 def option_of(value: Any) -> Any:
-    """Return a number, a text or a type of numbers as it is, and the class of any other value.
+    """Return a number, text, precision or device as it is, and the class of any other value.
 
-    Floats are factors, which many loops change slowly: 0 and 1 alone count, which functions ask for, and which
-    hide that a rule forgets a factor.
+    Floats are factors, which many loops change slowly. Only 0, 1 and -1 count: functions compare with these,
+    and a rule that forgets a factor shows no fault at 1. Lists become tuples, entry by entry.
     """
     if isinstance(value, (list, tuple)):
         return tuple(map(option_of, value))
@@ -185,9 +185,9 @@ def option_of(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def numbers_of_type(kind: type) -> tuple[str, ...]:
-    """Return the names under which a type of node shows its saved options, and extents, which are "sym".
+    """Return the names under which a type of node shows its saved options, and extents ("sym" in the name).
 
-    Tensors are neither, and have a raw form.
+    Saved tensors are left out: they also have a raw form.
     """
     shown = dir(kind)
     return tuple(name for name in shown if name.startswith("_saved_") and f"_raw{name}" not in shown)
@@ -215,13 +215,13 @@ MATRIX_PRODUCTS = {
     "Addmm": ("_saved_mat1", "_saved_mat2"),
     "Mv": ("_saved_self",),
 }
-"""Products of matrices -> the operands that their nodes have saved; a constant one may be sparse."""
+"""Products of matrices -> the operands that their nodes have saved; a constant operand may be sparse."""
 
 
 def takes_sparse(node: Node) -> bool:
-    """Tell whether a product of matrices took a sparse one, which is a constant.
+    """Tell whether a product of matrices took a sparse constant.
 
-    In a checkpoint, which would have to run again, the product counts as one of dense matrices.
+    In a checkpoint, which would have to run again, its matrices count as dense.
     """
     names = MATRIX_PRODUCTS.get(name_of_node(node), ())
     if not names or None not in [above for above, _ in node.next_functions] or keeps_elsewhere(node):

@@ -1,4 +1,4 @@
-"""Rules that users register: what they return, and whether their rows sum to the gradient."""
+"""Rules that users register: checks of what they return, and that their rows sum to the gradient."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def checked(call: NodeCall, rule: Rule) -> Entry | None:
         raise BadInput(
             ASKED,
             _place(call, rule),
-            f"it returned {made}, where the entry of one parameter or None was expected",
+            f"it returned {made}; packprop expects the entry of this parameter, or None",
             "return affine(call, ...), scaled(call, ...) or Entry(call.operand.tensor, ...); None leaves the "
             "parameter to PyTorch's own derivative of each sample",
         )
@@ -64,12 +64,12 @@ def _place(call: NodeCall, rule: Rule) -> str:
 
 
 def _sums_up(call: NodeCall, rule: Rule, entry: Entry, given: tuple[Any, ...]) -> bool:
-    """Tell whether the rows of the first column sum to what the node itself makes of it.
+    """Tell whether the rows of the first column sum to the gradient that the node itself returns for it.
 
-    Return ``False`` if that cannot be known: the graph is gone, or numbers are not finite, or all zero.
+    Return ``False`` if packprop cannot tell: the graph is gone, or numbers are not finite, or all zero.
 
     Raises:
-        OfParameter: If they do not.
+        OfParameter: If the rows do not sum to this gradient.
     """
     cotangents, layouts, samples = given
     chosen = torch.zeros(layouts[0].samples, device="cpu")
@@ -96,11 +96,11 @@ def _sums_up(call: NodeCall, rule: Rule, entry: Entry, given: tuple[Any, ...]) -
         ASKED,
         _place(call, rule) + ", at {parameter}",
         "the rows of the samples do not sum to the gradient that the function's own backward gives",
-        "packprop.testing.check_use(MyFunction.apply, make) shows for which samples the rule is wrong; a rule "
-        "that returns None has packprop call that backward for each sample",
+        "packprop.testing.check_use(MyFunction.apply, make) shows for which samples the rule is wrong; if a "
+        "rule returns None, packprop calls that backward for each sample",
     )
 
 
 def _of_samples(column: Tensor, layout: Layout, chosen: Tensor) -> Tensor:
-    """Return a column that is zero in the rows of all samples that were not chosen."""
+    """Return a column with zeros in the rows of all samples that were not chosen."""
     return column * layout.broadcast(chosen.to(column.device, column.dtype), column.dim() - 1)

@@ -1,4 +1,4 @@
-"""Leaves whose entries were rearranged before a node takes them: from gradients of its input to the leaf's."""
+"""Leaves whose entries were rearranged before a node takes them; the way back from gradients at the node."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from packprop.engine.functions.nodes import (
 from packprop.engine.tensors.layout import Layout
 
 REARRANGING = RESHAPES | names_of_nodes("Permute Transpose T ToCopy Repeat")
-"""Functions that rearrange all entries of a tensor: only shapes are needed to undo them."""
+"""Functions that rearrange all entries of a tensor; packprop needs only shapes to undo them."""
 
 
 def of_leaf(call: NodeCall, entry: Entry) -> Entry:
-    """Return the entry of the leaf, if the parameter of an entry is a leaf with rearranged entries."""
+    """Return the entry of the leaf, if the entry's parameter is a rearranged leaf; else ``entry``."""
     above, way = before_rearranging(call.node.next_functions[call.place][0])
     leaf = getattr(above, "variable", None)
     if leaf is None or leaf.dtype.is_complex != entry.parameter.dtype.is_complex:

@@ -23,13 +23,13 @@ NodeRule = Callable[[NodeCall], Entry | None]
 
 
 class Rule(NamedTuple):
-    """A rule of the library or of a user.
+    """A rule of packprop or of a user.
 
     Args:
         entry_of: The rule.
-        form: Its requirement on a leaf that only changed its form.
+        form: The requirement of the rule on a leaf that only changed its form.
         proven: Calls, by form and layouts, where the rows of a user's rule summed to the gradient; ``None``
-            for a rule of the library.
+            for a rule of packprop.
     """
 
     entry_of: NodeRule
@@ -42,7 +42,7 @@ RULES: dict[Any, Rule] = {}
 
 
 def rule_of(*names: str, form: Form = "entries") -> Callable[[NodeRule], NodeRule]:
-    """Register a rule of the library for nodes with these names."""
+    """Register a rule of packprop for nodes with these names."""
 
     def register(rule: NodeRule) -> NodeRule:
         RULES.update(dict.fromkeys(names, Rule(rule, form)))
@@ -58,15 +58,15 @@ def register_use(
 
     packprop calls the decorated rule as ``rule(call)`` with a ``NodeCall``: the function's node on the graph,
     and one parameter among its arguments. The rule returns the parameter's entry, made with ``affine``,
-    ``scaled`` or ``Entry`` itself, or ``None`` to have packprop call the function's backward for each sample.
-    Functions that consist of functions of torch need no rule.
+    ``scaled`` or ``Entry`` itself. If it returns ``None``, packprop calls the function's backward for each
+    sample. Functions that consist of functions of torch need no rule.
 
     Args:
         functions: Classes of functions; or names of nodes, from ``tensor.grad_fn.name()``, for functions of
             libraries in another language.
 
     Raises:
-        BadInput: If an argument is neither.
+        BadInput: If an argument is neither, or there is no argument.
     """
     for each in functions or (None,):
         is_function = isinstance(each, type) and issubclass(each, torch.autograd.Function)
@@ -75,7 +75,7 @@ def register_use(
                 "register_use(...) was called.",
                 "no function" if each is None else f"argument {each!r}",
                 "a rule belongs to a class derived from torch.autograd.Function, or to a node of the graph by "
-                "its name; functions made of functions of torch need none",
+                "its name; functions made of functions of torch need no rule",
                 "decorate the rule with @packprop.register_use(MyFunction), or with "
                 "@packprop.register_use(output.grad_fn.name())",
             )
@@ -98,7 +98,7 @@ def rule_for(node: Node) -> Rule | None:
 
 
 def rules_named(names: Iterable[str]) -> list[Rule | None]:
-    """Return what ``rule_for`` returns for PyTorch's own nodes with these short names."""
+    """Return the rule, or ``None``, for each of PyTorch's own nodes with these short names."""
     return [None if current.ignored else RULES.get(name) for name in names]
 
 
@@ -108,7 +108,7 @@ class _Current(threading.local):
 
 
 current = _Current()
-"""The state of this thread, which may ignore rules, or trust those of users."""
+"""The state of this thread: whether it ignores all rules, and whether it trusts rules of users."""
 
 
 @contextlib.contextmanager
@@ -128,5 +128,5 @@ def without_rules() -> AbstractContextManager[None]:
 
 
 def trusting_rules() -> AbstractContextManager[None]:
-    """Take the rows of users' rules as they are inside the context, in this thread."""
+    """Trust the rows of users' rules without a check inside the context, in this thread."""
     return _switched_on("trusted")

@@ -1,4 +1,4 @@
-"""Saved tensors of nodes, read in a way that lets others read them again.
+"""Saved tensors of nodes, read such that autograd can read them again.
 
 # NOTE [Saved twice]
 A non-reentrant checkpoint recomputes the saved tensors of its nodes in each pass, and returns each tensor only
@@ -24,7 +24,7 @@ from torch.utils import checkpoint
 from packprop.errors import PackpropError
 
 OUTSIDE = 2**64
-"""Numbers of passes are smaller than this."""
+"""A number that is larger than the numbers of all passes."""
 
 SHOWS_HOOKS = hasattr(torch._C._autograd.SavedTensor, "data")
 """True where PyTorch shows the hooks on a saved tensor; 2.6 does not."""
@@ -61,7 +61,7 @@ def saved_tensor(node: Any, name: str | int) -> Any:
 
 @contextlib.contextmanager
 def saved_again(node: Any) -> Iterator[None]:
-    """Keep the saved tensors of a node for the pass, although the context calls the node by itself."""
+    """Keep the saved tensors of a node for the pass, although you call the node inside the context."""
     saved = [(raws, read) for raws, read in _saved_by(node) if any(map(_is_kept_elsewhere, raws))]
     kept = [each for raws, read in saved for each in _read(raws, read)[1]]
     if not kept:
@@ -79,7 +79,11 @@ def saved_again(node: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explaining_checkpoints() -> Iterator[None]:
-    """Say why a pass through a checkpoint fails in a version of PyTorch that does not show hooks."""
+    """Explain why a pass through a checkpoint fails in a version of PyTorch that does not show hooks.
+
+    Raises:
+        PackpropError: In place of PyTorch's ``CheckpointError``.
+    """
     try:
         yield
     except checkpoint.CheckpointError as error:
@@ -89,12 +93,12 @@ def explaining_checkpoints() -> Iterator[None]:
             "A quantity beyond the gradient was asked for.",
             "a part of the model inside torch.utils.checkpoint",
             f"PyTorch {torch.__version__} does not show what a checkpoint keeps, and returns it only once",
-            "PyTorch 2.10 or newer; or call the model without checkpoints",
+            "use PyTorch 2.10 or newer; or call the model without checkpoints",
         ) from error
 
 
 def keeps_elsewhere(*nodes: Any) -> bool:
-    """Tell whether a checkpoint keeps saved tensors of any node, and recomputes them when they are read."""
+    """Tell whether a checkpoint keeps saved tensors of any of the nodes, and recomputes them when read."""
     for node in nodes:
         kind: Any = type(node)
         for name in raw_names(kind):
@@ -136,7 +140,10 @@ def _is_kept_elsewhere(raw: Any) -> bool:
 
 
 def _read(raws: Sequence[Any], read: Callable[[], Sequence[Any]]) -> tuple[Sequence[Any], list[_Kept]]:
-    """Return saved tensors, and those that a checkpoint keeps, which runs again if this pass has read one."""
+    """Return saved tensors, and records of those that a checkpoint keeps.
+
+    The checkpoint runs again if this pass has read one of them before.
+    """
     pairs = [(raw.data, _frame_of(raw.unpack_hook)) if _is_kept_elsewhere(raw) else None for raw in raws]
     there = [pair for pair in pairs if pair is not None]
     if not there:
@@ -194,7 +201,7 @@ def _drop(frame: Any, number: Any) -> None:
 
 
 def _frame_of(hook: Any) -> Any:
-    """Return the state of a checkpoint, to which its hooks refer."""
+    """Return the frame of a checkpoint, which its hooks refer to."""
     names, cells = hook.__code__.co_freevars, hook.__closure__ or ()
     found = dict(zip(names, (cell.cell_contents for cell in cells), strict=True))
     return found["frame"]

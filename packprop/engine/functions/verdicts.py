@@ -1,15 +1,15 @@
-"""Memory of trials: packprop need not try again as long as everything is equal that decides on the outcome."""
+"""Memory of trials: packprop tries again only if something that decides on the outcome has changed."""
 
 from __future__ import annotations
 
 from typing import Any
 
 MANY = 1024
-"""The largest number of cases to remember."""
+"""The largest number of cases that packprop remembers."""
 
 
 class Verdicts(dict[Any, bool]):
-    """Says of cases whether something was right in them; forgets all when there are too many."""
+    """A table that tells whether something was right in a case; it forgets all cases when it is full."""
 
     def note(self, case: Any, is_right: bool = True) -> None:
         """Remember a verdict."""

@@ -61,7 +61,7 @@ def freed(why: str) -> FreedGraph:
 
 
 def require_derivatives(graph: Graph, cut: Sequence[Node]) -> None:
-    """Raise if PyTorch has no gradients of single samples for a leaf, or only zeros, as above ``cut`` nodes."""
+    """Refuse leaves without gradients of samples: rounded to eight bits, or zero, upstream of ``cut`` nodes."""
     asked = "A quantity beyond the gradient was asked for."
     leaves = graph.leaves()
     for leaf in leaves:
@@ -79,22 +79,22 @@ def require_derivatives(graph: Graph, cut: Sequence[Node]) -> None:
         raise PackpropError(
             asked,
             f"parameter {graph.name(lost)!r}, below a function that is quantised or has no kernel for autograd",
-            "PyTorch has no derivative for the function, and goes on as if it were zero, with a warning",
+            "PyTorch has no derivative for the function, and uses zero in its place, with a warning",
             "run that layer in floating point, or set requires_grad=False on the parameters below it",
         )
 
 
 def require_data(graph: Graph) -> None:
-    """Raise for parameters without data (on the meta device), and for nested tensors."""
+    """Refuse parameters without data (on the meta device), and nested tensors."""
     asked = "A quantity beyond the gradient was asked for."
     leaf = next((leaf for leaf in graph.leaves() if leaf.is_meta), None)
     if leaf is not None:
         raise PackpropError(
             asked,
             f"parameter {graph.name(leaf)!r}, on the meta device",
-            "tensors there have no data, and it is data that show where the samples are",
-            "move the model and the batch to a device with to_empty(device=...), and load the weights; what a "
-            "step takes is found without data by packprop.plan",
+            "tensors there have no data, and packprop needs data to find the samples",
+            "move the model and the batch to a device with to_empty(device=...), and load the weights; "
+            "packprop.plan finds the memory of a step without data",
         )
     made_nested = [
         use for use in graph.uses for shape in use.shapes if any(isinstance(n, torch.SymInt) for n in shape)
@@ -109,8 +109,8 @@ def nested(where: str) -> PackpropError:
         "A quantity beyond the gradient was asked for.",
         where,
         "it made a nested tensor, whose rows differ in length: no axis of it holds the samples",
-        "pad the rows to one length (to_padded_tensor), and take what was padded out of the loss: a mask, "
-        "or ignore_index",
+        "pad the rows to one length (to_padded_tensor), and leave padded positions out of the loss with a "
+        "mask or ignore_index",
     )
 
 
@@ -159,7 +159,7 @@ def require_unsharded(modules: Iterable[nn.Module], hooks: Hooks) -> None:
         raise PackpropError(
             "An extension for modules was asked for.",
             "parameters that FSDP2 or FSDP1 has sharded between processes",
-            "a function is given them put together for the moment; the module holds shards",
+            "functions get whole parameters for a moment only; the module holds shards",
             "use an extension of packprop, DistributedDataParallel, or one process",
         )
 
@@ -183,7 +183,7 @@ def require_known_shards(graph: Graph, unshards: bool) -> None:
         raise PackpropError(
             asked,
             "parameters that fully_shard (FSDP2) has sharded between processes",
-            "they are put together for packprop's sweeps inside `with packprop.backpack(...)` alone",
+            "packprop puts them together for its sweeps only inside `with packprop.backpack(...)`",
             "use `with packprop.backpack(..., ranks='all')` around backward(); or DistributedDataParallel, or "
             "one process",
         )
@@ -193,8 +193,8 @@ def require_known_shards(graph: Graph, unshards: bool) -> None:
             asked,
             "parameters that FullyShardedDataParallel (FSDP1) has sharded between processes, or fully_shard "
             "(FSDP2) around the module that was extended",
-            "a function is given them put together for the moment, as parts of one flat tensor, or by a module "
-            "that packprop does not know: no value could be attached to what the model holds",
+            "functions get whole parameters for a moment only, as parts of one flat tensor, or from a module "
+            "that packprop does not know: it could attach no value to a parameter that the model holds",
             "use fully_shard (FSDP2) or DistributedDataParallel, and extend the outermost module",
         )
 

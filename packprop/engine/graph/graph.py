@@ -38,19 +38,20 @@ class ReachedUse:
 
     Args:
         name: Name of the function.
-        entries: How each parameter enters it.
+        entries: The entry of each parameter.
         shapes: Shapes of its outputs.
         nodes: The outputs that the pass reaches: index -> node, and number among the outputs of that node.
+        sites: The sites of its parameters.
         is_end: Whether a sweep may end here, because no other use lies upstream.
         layouts: The layouts of its outputs; set when packprop locates the samples.
         prepare: Puts its parameters together, if they are sharded between processes.
-        reordered: Whether its inputs come from a function that takes rows as data say.
-        undecided: Whether it may be made of parameters alone: no data enter for certain.
+        reordered: Whether its inputs come from a function that takes rows in an order that data decide on.
+        undecided: Whether it may be made of parameters alone, because it is not certain that data enter.
         suspect: Whether it takes tensors in which samples meet. If they are separate here, it has mixed them.
         recomputed: Whether a checkpoint recomputes the tensors that its node saved.
-        waits: Whether a visit reads the tensors that its node saved at once: a checkpoint recomputes them, or a
-            leaf waits for other uses, and the node may be freed by then.
-        places: The places of its parameters among what the node takes, if the use was read off the graph.
+        waits: Whether a visit must read the tensors that its node saved immediately: a checkpoint recomputes
+            them, or a leaf waits for other uses, and the node may be freed by then.
+        places: The places of its parameters among the inputs of the node, if the use was read off the graph.
     """
 
     name: str
@@ -70,12 +71,12 @@ class ReachedUse:
 
     @property
     def anchors(self) -> list[Node]:
-        """Its nodes in the graph."""
+        """The nodes of the use in the graph."""
         return [node for node, _ in self.nodes.values()]
 
     @property
     def edges(self) -> list[GradientEdge]:
-        """The edges of its other inputs, if it was read off the graph."""
+        """The edges of the other inputs of the use, if it was read off the graph."""
         if not self.places:
             return []
         taken = enumerate(self.anchors[0].next_functions)
@@ -119,7 +120,7 @@ class ReachedLoss:
 
     @functools.cached_property
     def given(self) -> list[GradientEdge]:
-        """The edges of what it takes, first that of its input."""
+        """The edges of its arguments, first that of its input."""
         return [self.call.edge, *self.call.others]
 
     @property
@@ -140,12 +141,12 @@ class Graph:
     Args:
         gradients: The gradient of each root; ``None`` for ones.
         uses: The uses, nearest to the roots first.
-        outputs: Outputs of outermost calls that the pass reaches, with their shapes.
+        outputs: Outputs of the outermost calls of extended models that the pass reaches: edge, call and shape.
         open: Edges where paths from the roots that pass no recorded loss meet the model, if there is a loss
             elsewhere; see NOTE [Open paths].
         without_loss: Labels of uses that some path from the roots reaches without passing a recorded loss.
-        reorderings: Edges of tensors whose rows may be in another order, with these axes.
-        hides_order: Whether data that packprop does not read decide somewhere which rows meet.
+        reorderings: Edges of tensors whose rows may be in another order, with the axes of these rows.
+        hides_order: Whether somewhere data that packprop does not read decide which rows meet.
         mixers: Names of layers that mix samples.
         orders_by_values: Whether some function takes rows by indices or masks.
         consumed: Whether the pass reaches leaves outside of all uses.
@@ -153,20 +154,20 @@ class Graph:
         terms: Edges of terms that no sample enters, where they are added to the rest of the loss.
         in_terms: The leaves that enter such a term, by identity.
         hooks: The user's hooks on nodes and tensors of the pass, known after the walk.
-        is_opaque: Whether later passes of equal signature may compute something else.
+        is_opaque: Whether a later pass of equal signature may compute something else.
         kept: Whether another pass through the same graph may follow.
         structure: A number that is equal for passes of equal structure.
         signature: A number that is equal for passes of equal structure and shapes.
-        order: Its nodes, each after all that lie upstream of it.
-        samples: Their number; set when packprop locates them.
+        order: Its nodes, each after all nodes upstream of it.
+        samples: The number of samples; set when packprop locates them.
         source_layouts: The layouts of the inputs of the losses, or of the model's outputs without losses; set
             when packprop locates the samples.
         asked: The request, for errors about samples.
         reading: Its sorted nodes, if parameters enter it.
         again: Walks once more, when packprop knows more about undecided uses.
-        notes: What passes of this structure note for later ones, if the walk is kept.
+        notes: The notes that passes of this structure leave for later ones, if the walk is kept.
         is_settled: Whether losses are known to be sums over samples, from this pass or an earlier one like it.
-        known_leaves: What ``leaves`` returns, if a kept walk knows it.
+        known_leaves: The result of ``leaves``, if a kept walk knows it.
     """
 
     roots: Sequence[Tensor]
@@ -218,7 +219,7 @@ class Graph:
 
     @property
     def known_modules(self) -> list[nn.Module]:
-        """All extended modules, those that were called first."""
+        """All extended modules; those that were called come first."""
         return list({id(module): module for module in [*self.modules, *EXTENDED]}.values())
 
     def leaves(self) -> list[Tensor]:
@@ -252,7 +253,7 @@ class Graph:
 
     @functools.cached_property
     def shards(self) -> dict[int, nn.Parameter]:
-        """The shard that the module holds of each leaf put together from shards, by identity of the leaf."""
+        """The shard that the module holds of each leaf that was put together, by the identity of the leaf."""
         return {id(whole): shard for unit in self.units for whole, shard in unit.pairs}
 
     def home(self, leaf: Tensor) -> Tensor:
@@ -315,7 +316,7 @@ class Graph:
         return list(left_out.values()), [leaf for key, leaf in leaves.items() if key not in left_out]
 
     def name(self, leaf: Tensor) -> str:
-        """Return the parameter's name in the module that was called."""
+        """Return the parameter's name in an extended module, or words with its shape if it is in none."""
         for module in self.known_modules:
             for name, parameter in (*named_parameters(module), *named_wholes(module)):
                 if parameter is leaf:
@@ -339,7 +340,7 @@ class Graph:
                 raise PackpropError(
                     f"{asked}() was asked for.",
                     f"parameters {name!r}, of which there are several",
-                    "what belongs to a parameter is chosen by its name",
+                    "packprop tells parameters apart by their names here",
                     "extend the model that holds them all, and call it instead of its parts",
                 )
         return names
@@ -350,7 +351,7 @@ class Graph:
         return f"{use.name} of {names}"
 
     def hold(self, keep: bool) -> None:
-        """Keep the inputs of losses while this pass runs; ``keep`` the graph after it."""
+        """Hold the inputs of losses while this pass runs; ``keep`` tells whether the graph stays after it."""
         self.kept = keep
         for loss in self.losses:
             loss.call.held = True

@@ -17,9 +17,9 @@ from packprop.errors import PackpropError
 
 
 def hooks_on(nodes: Iterable[Node], tensors: Iterable[Tensor]) -> Hooks:
-    """Return the user's hooks on some nodes, on what these made, and on further tensors.
+    """Return the user's hooks on nodes, on the tensors that these made, and on further tensors.
 
-    Those on nodes of leaves run in the user's pass alone.
+    Hooks on nodes of leaves are left out: they run in the user's pass alone.
     """
     chosen = hooked(tensors)
     dictionaries, doers = [], []
@@ -35,12 +35,12 @@ def hooks_on(nodes: Iterable[Node], tensors: Iterable[Tensor]) -> Hooks:
 
 
 def hooks_below(roots: Sequence[Tensor], tensors: Iterable[Tensor] = ()) -> Hooks:
-    """Return the user's hooks on everything that some tensors were computed from, and on further tensors."""
+    """Return the user's hooks on everything that the roots were computed from, and on further tensors."""
     return hooks_on(nodes_above(root.grad_fn for root in roots), [*roots, *tensors])
 
 
 def refusing_changed_sums(graph: Graph) -> AbstractContextManager[None]:
-    """Make a hook that changes a gradient of parameters, which is summed over samples, raise an error inside.
+    """Refuse hooks inside the context that change a gradient of parameters, which is summed over samples.
 
     Hooks on leaves may change it: packprop documents that they act on ``.grad`` alone.
     """
@@ -56,7 +56,7 @@ def _changed_sum() -> PackpropError:
         "Quantities of single samples were asked for.",
         "a hook that changed a gradient: it is on the node of a layer, or on a value that you compute from "
         "parameters alone",
-        "the hook gets a gradient that is summed over samples already. packprop cannot apply it to single "
+        "the hook gets a gradient that is already summed over samples. packprop cannot apply it to single "
         "samples, so per-sample gradients would not add up to .grad",
         "put the hook on the parameter or on the output of the layer, or change .grad after the pass",
     )

@@ -49,10 +49,10 @@ from packprop.engine.recording.marks import (
 from packprop.engine.tensors.hooks import NO_HOOKS, Hooks, hooked, meet_users_hooks
 
 MANY = 8
-"""The number of requests of which passes of one structure keep notes."""
+"""The number of requests for which a kept walk holds notes."""
 
 PLAIN = frozenset({int, bool, str, type(None)})
-"""Types of numbers that the key holds as they are, and also tuples of them; ``plain_options`` returns them."""
+"""Types of values that the key holds unchanged, also in tuples, as ``plain_options`` would return them."""
 
 
 Outputs = dict[tuple[Node, int], tuple[ForwardCall, torch.Size]]
@@ -60,7 +60,7 @@ Outputs = dict[tuple[Node, int], tuple[ForwardCall, torch.Size]]
 
 
 class Outline(NamedTuple):
-    """The nodes of a graph, and what tells its structure.
+    """The nodes of a graph, and a key that tells its structure.
 
     Args:
         nodes: Its nodes, in an order that is the same for graphs of equal structure.
@@ -91,9 +91,9 @@ class Outline(NamedTuple):
 def outline(roots: Sequence[Tensor]) -> Outline | None:
     """Return the outline of a graph; ``None`` if the key would not tell what a pass through it computes.
 
-    These are graphs with hooks of the user on tensors that are no leaves, with functions that PyTorch does not
-    define, with losses of the user's own, with declared documents, with nested tensors, and with leaves that
-    are no parameters.
+    There is no outline of graphs with the user's hooks on tensors other than leaves, with functions that
+    PyTorch does not define, with losses without a rule, with declared documents, with nested tensors, or with
+    leaves that are no parameters.
     """
     starts = [root.grad_fn for root in roots if root.grad_fn is not None]
     if len(starts) < len(roots):
@@ -106,7 +106,7 @@ def outline(roots: Sequence[Tensor]) -> Outline | None:
     losses: dict[Node, RecordedLoss] = {}
     outputs: Outputs = {}
     kinds: dict[type, tuple[str, ...]] = {}
-    for node in nodes:  # grows on the way; this loop makes no call of Python's for a usual node
+    for node in nodes:  # the list grows; this loop calls no Python function for a usual node
         own: list[Any] = []
         numbers.append(own)
         kind = type(node)
@@ -153,7 +153,7 @@ def outline(roots: Sequence[Tensor]) -> Outline | None:
 def _add_marks(
     node: Node, marks: dict[str, Any], losses: dict[Node, RecordedLoss], outputs: Outputs, key: list[Any]
 ) -> bool:
-    """Note the marks of a node; tell whether the key can tell them."""
+    """Note the marks of a node; return whether the key can hold them."""
     if HOOKS in marks or RETAINS in marks:
         return False
     if LOSS in marks:
@@ -170,10 +170,10 @@ def _add_marks(
 
 
 def may_be_kept(graph: Graph, outlined: Outline) -> bool:
-    """Tell whether a walk found nothing that another pass of the same structure might find otherwise.
+    """Tell whether all findings of a walk hold for every pass of the same structure.
 
-    All parameters enter uses as they are, and nothing else; no term lies beside the losses; no data decide on
-    the order of rows; and no parameter is sharded between processes.
+    They do if all parameters enter uses directly, and nothing else; no term lies beside the losses; data do not
+    decide on the order of rows; and no parameter is sharded between processes.
     """
     if graph.reading is None or not graph.losses:
         return False
@@ -192,12 +192,13 @@ def may_be_kept(graph: Graph, outlined: Outline) -> bool:
 
 @dataclass(frozen=True)
 class _KeptUse:
-    """A use without its node, of which ``place`` is the number in the outline.
+    """A use without its node.
 
     Args:
+        place: The number of the node in the outline.
         outputs: The outputs that the pass reaches.
         numbers: The numbers that the node has saved.
-        waits: Whether a visit reads what the node has saved at once, unless a pass changes that.
+        waits: As in ``ReachedUse``, which a pass may change.
         slots: The slots of nodes that its entries read, each with the number of the node in the outline.
     """
 
@@ -210,14 +211,14 @@ class _KeptUse:
 
 
 class KeptWalk:
-    """A walk without the nodes that it went through, made of a graph with its samples located.
+    """A walk without the nodes that it went through, made of a graph whose samples have been located.
 
-    See NOTE [Kept walks]. ``faults`` counts the passes that walks with this key did not hold for.
+    See NOTE [Kept walks]. ``faults`` counts the passes that walks with this key could not serve.
     """
 
     def __init__(self, graph: Graph, outlined: Outline, faults: int = 0) -> None:
         places = outlined.places
-        self._served: dict[None, Outline] = {}  # the one pass that has it: only dictionaries set at once
+        self._served: dict[None, Outline] = {}  # the one pass that has it; dict.setdefault is atomic
         self._uses = [_kept(use, outlined) for use in graph.uses]
         self._reached, self._entering = [kept.use for kept in self._uses], graph.leaves()
         self._names = {short_name(outlined.nodes[kept.place].name()): None for kept in self._uses}
@@ -243,14 +244,14 @@ class KeptWalk:
         self.leaves = outlined.leaves
         """The parameters that enter the uses."""
         self.faults, self.is_stale = faults, False
-        """``is_stale``: whether this walk did not hold for a pass."""
+        """``is_stale``: whether this walk could not serve a pass."""
 
     def bind(
         self, outlined: Outline, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> Graph | None:
-        """Return the graph of a pass, located and checked; ``None`` if the walk does not hold for it.
+        """Return the graph of a pass, located and checked; ``None`` if the walk cannot serve the pass.
 
-        Until ``release``, which every call of ``bind`` needs, no other pass can have it.
+        No other pass can have the walk until ``release``, which must follow every call of ``bind``.
         """
         if self._served.setdefault(None, outlined) is not outlined:
             return None
@@ -276,11 +277,11 @@ class KeptWalk:
     def meets_hooks(self, everywhere: bool) -> bool:
         """Tell whether the user has put hooks on nodes of the graph that this walk is bound to.
 
-        A look at a node costs time twice: it leaves a dictionary of hooks that autograd reads in the pass.
+        Reading a node's hooks costs time twice: it creates a dictionary, which autograd then reads in the pass.
 
         Args:
-            everywhere: Whether packprop sweeps through the graph by itself, without any hook. Otherwise only
-                hooks on gradients of parameters matter, which are sums over samples.
+            everywhere: Whether all hooks matter, because packprop also sweeps through the graph by itself.
+                Otherwise only hooks on gradients of parameters matter, which are sums over samples.
         """
         if everywhere:
             return meet_users_hooks([node for node in self._nodes if not hasattr(node, "variable")])
@@ -329,7 +330,7 @@ class KeptWalk:
         return graph
 
     def _read_losses(self, outlined: Outline) -> list[ReachedLoss]:
-        """Return the losses, fewer if one of them takes something else than before."""
+        """Return the losses that take the same input as before; none if an earlier pass has freed the graph."""
         found: list[ReachedLoss] = []
         for place, output, given, layout in self._losses:
             node = outlined.nodes[place]

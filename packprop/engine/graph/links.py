@@ -28,7 +28,7 @@ class Entrance:
     Args:
         rule: The rule, with the axis of classes that the graph shows. It refuses curvature if a function
             that it needs before the loss is missing.
-        made: The output of the function before the loss, in the shape of the columns; ``None`` without one.
+        made: The output of the function before the loss, in the shape of the columns, if there is one.
     """
 
     rule: Loss
@@ -109,7 +109,7 @@ def _axis_of_rows(call: RecordedLoss, made: GradientEdge, node: Node, wanted: in
 
 
 def _is_same_along(call: RecordedLoss, axis: int, made: GradientEdge, own: int) -> bool:
-    """Tell whether numbers that are constant along an axis of a loss's input are so along one of ``made``."""
+    """Tell whether numbers that are constant along an axis of a loss's input stay so along ``own``."""
     like = made_by(call.edge.node)[call.edge.output_nr]
     positions = [1 if place == axis else extent for place, extent in enumerate(call.shape)]
     noise = torch.rand(positions, dtype=torch.float64, generator=torch.Generator().manual_seed(0), device="cpu")

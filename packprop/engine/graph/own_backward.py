@@ -1,4 +1,4 @@
-"""A check that vectors can be pulled back through the user's own backward functions, which may be anything."""
+"""A check that vectors can be pulled back through the user's backward functions, which may compute anything."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def require_linear_backward(asked: str, starts: Iterable[Node | None]) -> None:
 
     A backward pass is linear. So packprop can pull rows of samples, columns of curvature and other vectors back
     through it in place of the gradient. A backward function that clips, normalises or rounds is no derivative.
-    packprop also refuses one that runs a backward pass of its own.
+    packprop also refuses functions that run a backward pass of their own.
     """
     starts = list(starts)
     types = {each.dtype for node in nodes_above(starts) for each in made_by(node)}
@@ -41,8 +41,8 @@ def require_linear_backward(asked: str, starts: Iterable[Node | None]) -> None:
                 _backward_function(node),
                 "it is not linear in the gradient that it is given (it clips, normalises, rounds or draws), "
                 "so no vector but the gradient itself can be pulled back through it",
-                "clip or normalise gradients after backward(), in a hook or in .grad; or make the backward "
-                "function multiply by what does not depend on the gradient",
+                "clip or normalise gradients after backward(), in a hook or in .grad; or let the backward "
+                "function multiply only by factors that do not depend on the gradient",
             )
 
 
@@ -59,11 +59,11 @@ def require_no_nested_backward(asked: str, starts: Iterable[Node | None]) -> Non
 
 
 class _Nested(Exception):
-    """A backward pass was started inside of a backward function."""
+    """Raised if a backward pass is started inside a backward function."""
 
 
 class _NoNestedBackward(TorchFunctionMode):
-    """Raises an error where a backward pass is started."""
+    """A mode that raises ``_Nested`` if a backward pass is started."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.autograd.backward, Tensor.backward):
@@ -77,7 +77,7 @@ def starts_of(outputs: Sequence[Tensor | GradientEdge]) -> list[Node | None]:
 
 
 def _own_nodes(starts: Iterable[Node | None]) -> Iterator[Any]:
-    """Yield the nodes of the user's own functions; none where nothing has values."""
+    """Yield the nodes of the user's own functions; none in dry runs and traces, which have no values."""
     for node in () if is_dry_run() or is_traced() else nodes_above(starts):
         is_own = isinstance(node, BackwardCFunction) and node.name() != EAGER
         if is_own and not is_identity(node) and not is_compiled_region(node):
@@ -93,9 +93,10 @@ def _can_be_tried(made: Sequence[Any]) -> bool:
 
 
 def _products(asked: str, node: Any, given: Sequence[Tensor]) -> list[Tensor]:
-    """Return what a node's backward function makes of vectors; nothing if it raises an exception.
+    """Return the tensors that a node's backward function returns for vectors; none if it raises an exception.
 
-    Raise an error if it runs a backward pass of its own.
+    Raises:
+        PackpropError: If it runs a backward pass of its own.
     """
     try:
         with torch.no_grad(), _NoNestedBackward():
@@ -108,14 +109,14 @@ def _products(asked: str, node: Any, given: Sequence[Tensor]) -> list[Tensor]:
             "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); or return gradients by "
             "torch.autograd.grad, with the parameters among the arguments of the function",
         ) from nested
-    except Exception:  # anything: it is the user's code, on numbers of no pass; or its tensors are freed
+    except Exception:  # the user's code may raise anything, and its saved tensors may be freed
         return []
     products = products if isinstance(products, tuple) else (products,)
     return [each for each in products if isinstance(each, Tensor)]
 
 
 def _is_linear(asked: str, node: Any, coarsest: float) -> bool:
-    """Tell whether a node's backward function is linear; true where it cannot be tried.
+    """Tell whether a node's backward function is linear; true if packprop cannot try it.
 
     ``coarsest`` is the lowest relative precision that it may compute in.
     """
@@ -138,7 +139,7 @@ def _is_linear(asked: str, node: Any, coarsest: float) -> bool:
     for factor in FACTORS:
         both = run([factor * (a + b) for a, b in zip(first, second, strict=True)])
         if not [each.shape for each in one] == [each.shape for each in other] == [each.shape for each in both]:
-            return True  # it raised an exception, or leaves out what it finds to be zero
+            return True  # it raised an exception, or left out a result that is zero
         for a, b, ab in zip(one, other, both, strict=True):
             wanted = factor * (a + b)
             bound = tolerance * factor * (a.abs().amax() + b.abs().amax()) if a.numel() else 0.0

@@ -17,11 +17,11 @@ from packprop.engine.recording.marks import marks_of
 from packprop.engine.tensors.repeated import of_columns, one_by_one
 
 WRONG = "packprop: wrong in columns"
-"""Key in the metadata of a node: whether PyTorch pulls many columns at once back from it wrongly."""
+"""Key in the metadata of a node; the value tells whether PyTorch pulls many columns back from it wrongly."""
 
 
 DATA_GIVEN = "packprop: zeros with data"
-"""Key in the metadata of a node that hands on zeros that hold data."""
+"""Key in the metadata of a node with a hook that gives its zeros data."""
 
 
 def derivatives(
@@ -37,7 +37,7 @@ def derivatives(
 
     Args:
         outputs: Tensors or edges to begin at.
-        ends: Tensors or edges to return products at; ``None`` for those that are not reached.
+        ends: Tensors or edges to return products at; the product is ``None`` if an end is not reached.
         seeds: One for each output; optional if all outputs are scalars.
         create_graph: Whether products are differentiable.
         retain_graph: Whether the graph stays.
@@ -62,7 +62,7 @@ def derivatives(
 def _with_slopes(outputs: Iterable[Any]) -> Iterator[None]:
     """Make nodes of ``DIFFERENTIABLE_ONCE`` multiply by their slopes, which are piecewise constant.
 
-    Each node runs on ones, which gives its slopes. It runs only once, because a checkpoint hands out saved
+    Each node runs on ones, which gives its slopes. It runs only once, because a checkpoint returns saved
     tensors only once.
     """
     given: dict[Node, Tensor] = {}
@@ -101,7 +101,7 @@ def _is_wrong_in_columns(outputs: Sequence[Any]) -> bool:
 
 
 def _give_data(gradients: Iterable[Tensor | None]) -> None:
-    """Make nodes that these gradients were computed from hand on zeros that hold data: see ``WITHOUT_DATA``."""
+    """Make nodes that these gradients were computed from return zeros with data; see ``WITHOUT_DATA``."""
 
     def with_data(products: Sequence[Tensor | None], _: Any) -> Any:
         return tuple(None if product is None else product.clone() for product in products)
@@ -118,7 +118,7 @@ def _aligned(column: Tensor) -> Tensor:
 
 
 def as_dense(products: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return products with all of their entries, even where PyTorch gives only the nonzero rows of a table."""
+    """Return products with all of their entries, even if PyTorch returns only the nonzero rows of a table."""
     return [each.to_dense() if each is not None and each.is_sparse else each for each in products]
 
 

@@ -16,8 +16,8 @@ alternative would hide layers that mix samples:
 * A function of parameters alone that turns a tensor in which samples meet into one in which they are separate,
   and does not only repeat it. It has mixed them.
 
-packprop remembers its decisions on undecided nodes, for graphs of the same nodes, options and edges that the
-same model makes, of whatever shapes.
+packprop remembers its decisions on undecided nodes for all graphs of the same model with the same nodes,
+options and edges, whatever their shapes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ MADE_OF_PARAMETERS = WHOLE - EXPANDING - HIDING
 
 
 PASSING = RESHAPES | ENTRYWISE | names_of_nodes("T Transpose Permute ToCopy Neg Expand Repeat")
-"""Functions whose rows are separate if and only if those of their input are."""
+"""Functions in whose output samples are separate if and only if they are separate in the input."""
 
 
 WEIGHTS = {
@@ -99,7 +99,7 @@ parameters alone, each by the wiring of its graph and its place."""
 
 
 class Constants:
-    """Tells whether the constants that nodes have saved are data, or the model's own.
+    """A test whether the constants that nodes have saved are data, or the model's own.
 
     Args:
         forwards: The calls of extended models that the pass goes through.
@@ -112,10 +112,10 @@ class Constants:
         self._forwards, self._given = forwards, own
 
     def tensors(self) -> list[Tensor]:
-        """Return the parameters and buffers of the models that were called; of all, if none is known."""
+        """Return the parameters and buffers of the called models; of all extended ones, if no call is known."""
         if self._given is not None:
             return [tensor for reference in self._given if (tensor := reference()) is not None]
-        modules = called_modules(self._forwards) or list(EXTENDED)  # others would cost each pass some time
+        modules = called_modules(self._forwards) or list(EXTENDED)  # all would cost each pass some time
         return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
     @functools.cached_property
@@ -127,7 +127,7 @@ class Constants:
     def of(self, node: Node) -> list[tuple[Tensor, bool | None]] | None:
         """Return the constants of a node, each with ``True`` if it is the model's own, ``False`` if it is data.
 
-        Each with ``None`` if nothing shows that; ``None`` in place of all if they are freed.
+        A constant gets ``None`` if nothing shows which. Return ``None`` if an earlier pass has freed them.
         """
         try:
             constants = saved_constants(node)
@@ -156,12 +156,12 @@ class Constants:
 
 
 def _places_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return numbers that tell the memory of some tensors apart: a dry run has no addresses."""
+    """Return numbers that tell the memory of some tensors apart: addresses, except in a dry run."""
     return [*map(storage_key if is_dry_run() else storage_of, tensors)]
 
 
 class Reading:
-    """Sorts the nodes of a graph, and makes uses of those where parameters meet samples.
+    """The nodes of a graph, sorted, with uses made of the nodes where parameters meet samples.
 
     Args:
         graph: The graph of the pass.
@@ -191,7 +191,7 @@ class Reading:
 
     @property
     def settled(self) -> set[Node]:
-        """Nodes that take parameters, and leave no use of these missing."""
+        """Uses, and nodes made of parameters on the way to one or to a loss: none of their uses is missing."""
         operands = [above for node in self.uses for above, _ in node.next_functions]
         led = {node for node in nodes_above(operands) if node in self.made_of_parameters}
         return {*self.uses, *led, *(node for node in self.made_of_parameters if node in self._below)}
@@ -236,11 +236,11 @@ class Reading:
         return "parameters"
 
     def _has_no_room(self, node: Node) -> bool:
-        """Tell whether what a node made is too small to hold the samples."""
+        """Tell whether the outputs of a node are too small to hold the samples."""
         return not self._is_one_sample and all(_is_one(extent) for shape in shapes_of(node) for extent in shape)
 
     def _kind_by_operands(self, node: Node, given: Sequence[int]) -> str:
-        """Return the kind of a node, given that what it takes was made of parameters alone."""
+        """Return the kind of a node whose operands on the graph are made of parameters alone."""
         name, is_own = name_of_node(node), is_from_outside(node)
         whole = len(given) == len(node.next_functions) and name in MADE_OF_PARAMETERS and not is_own
         if node not in self._below:
@@ -253,7 +253,7 @@ class Reading:
         is_number = has_no_room and not shapes_of(node)[0]
         if is_own:
             return "parameters" if is_number else "undecided"
-        guesses = is_dry_run() and not self._is_one_sample  # of one sample, nothing meets
+        guesses = is_dry_run() and not self._is_one_sample  # a single sample meets no other
         if name == "Expand":
             is_clear = has_no_room or (guesses and self._becomes_a_weight(node))
             return "parameters" if is_clear else "undecided"
@@ -300,7 +300,7 @@ class Reading:
         return name_of_node(node) in BY_DATA and are_numbers and are_shared
 
     def _note_width(self, node: Node, given: Sequence[int]) -> None:
-        """Note whether an expansion has made the shape of a node, and no parameter."""
+        """Note whether the shape of a node comes from an expansion, and not from a parameter."""
         wide = [place for place in given if node.next_functions[place][0] in self._wide]
         if not wide and name_of_node(node) not in EXPANDING:
             return
@@ -338,7 +338,7 @@ class Reading:
 
     @functools.cached_property
     def _of_all(self) -> Constants:
-        """Tells constants apart by all extended models, also by those that were not called."""
+        """A test of constants by the tensors of all extended models, also of those that were not called."""
         modules = [*self._modules, *EXTENDED]
         own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         return Constants(self._forwards, [weakref.ref(tensor) for tensor in own])
@@ -367,7 +367,7 @@ class Reading:
         )
 
     def reclassify(self, use: ReachedUse, samples: int) -> bool:
-        """Tell whether an undecided use, behind which samples meet, is made of parameters alone; note it."""
+        """Tell whether an undecided use, behind which samples meet, is made of parameters alone; note this."""
         node = use.anchors[0]
         name = name_of_node(node)
         is_product = name in PRODUCTS - ENTRY_BY_ENTRY and not _is_contracted(node, use.places)
@@ -381,7 +381,7 @@ class Reading:
 
 
 def _is_one(extent: Any) -> bool:
-    """Tell whether an extent is one; that of rows of different lengths is no number."""
+    """Tell whether an extent is one; that of a nested tensor's rows is no number."""
     return isinstance(extent, int) and extent == 1
 
 

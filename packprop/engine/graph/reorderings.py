@@ -42,15 +42,15 @@ BY_ROWS = BY_DATA | names_of_nodes(
     SparseMmReduceImpl PackPaddedSequence
     """
 )
-"""Functions that take rows as data say: by indices, masks, or the places of sparse entries."""
+"""Functions that take rows in an order that data decide on: indices, masks, or places of sparse entries."""
 
 
 UNSEEN = names_of_nodes("Cdist EuclideanDist Pdist Std StdMean Renorm Cumprod GridSampler2D GridSampler3D")
-"""Functions whose values decide which entries meet in their derivatives, without a trace that NaN leaves."""
+"""Functions whose values decide which entries meet in their derivatives; NaN does not show these entries."""
 
 
 def may_change_unseen(node: Node) -> bool:
-    """Tell whether other samples may meet at such a node in a later pass, and no option of it would show that.
+    """Tell whether other samples may meet at an equal node of a later pass, and none of its options shows it.
 
     A change in place through a view shows neither the view nor the entries that it left as they were.
     """
@@ -80,11 +80,11 @@ def axes_reordered(node: Any) -> frozenset[int] | None:
 
 
 def is_opaque(node: Node) -> bool:
-    """Tell whether nothing shows what a node's function computed, so that the next one may compute otherwise.
+    """Tell whether a node hides what its function computed, so that an equal node may compute something else.
 
-    These are functions in C++ without a class in Python, such as scripted regions; those of a class that was
-    made inside a function, such as compiled regions; and those that keep objects other than tensors, numbers
-    and texts. Identities do nothing.
+    These are functions in C++ without a class in Python, such as scripted regions; functions whose class was
+    made inside a function, such as compiled regions; and functions that keep objects other than tensors,
+    numbers and texts. Identities hide nothing.
     """
     if not is_from_outside(node) or is_identity(node):
         return False

@@ -57,7 +57,7 @@ class Trail:
 
     Args:
         neighbours: The upstream neighbours of each node; for a use, those that lead to data.
-        order: Nodes, each after all that lie upstream of it.
+        order: Nodes, each after all nodes upstream of it.
         names: The name of each node, in the order of the walk; ``places`` has its number in this order.
         inputs: The ``next_functions`` of each node, read once.
         options: Axes, places and exponents that nodes have saved, and what users' functions have kept.
@@ -82,8 +82,8 @@ class Trail:
         """A number that is equal for graphs of the same nodes, options and edges; known after the walk.
 
         Options enter as a text. Python's hash of a number is the number modulo 2^61 - 1, and that of -1 is -2:
-        it would take axis -1 for -2, and, as autograd shows -1 as 2^64 - 1, -2 for 6. Places and extents are
-        small.
+        it would not tell axis -1 from -2, nor axis -2, which autograd shows as 2^64 - 2, from 6. Places and
+        extents are small, so their hashes are safe.
         """
         edges = tuple(
             (-1 if above is None else self.places.get(above, -1), output)
@@ -93,7 +93,7 @@ class Trail:
         return hash((tuple(self.names.values()), repr(self.options), edges))
 
     def below(self, nodes: Iterable[Node]) -> set[Node]:
-        """Return the nodes that were computed from some nodes."""
+        """Return the nodes that were computed from any of these nodes."""
         found, sources = set(), set(nodes)
         for node in self.order:
             if not sources.isdisjoint(self.neighbours[node]):

@@ -24,7 +24,7 @@ from packprop.engine.tensors.hooks import NO_HOOKS, Hooks
 from packprop.errors import PackpropError
 
 Visit = Callable[[ReachedUse, list[Tensor | None]], None]
-"""A function of a use and the cotangents at its outputs ``[v, *y]``; ``None`` where nothing arrived."""
+"""A function of a use and the cotangents at its outputs ``[v, *y]``; ``None`` if none has arrived."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ ONE_COLUMN_WITHOUT_INPUTS = SweepOptions(needs_inputs=False)
 
 
 class Watch:
-    """Hooks that hand the cotangents ``[1, *y]`` at uses to ``visit``, once all of a use have arrived.
+    """Hooks that pass the cotangents ``[1, *y]`` at a use to ``visit``, once all of them have arrived.
 
-    ``hooks`` are those of the user that run in this pass, but not while visits differentiate.
+    ``hooks`` are the user's hooks that run in this pass, but not while visits differentiate.
     """
 
     def __init__(self, uses: Sequence[ReachedUse], visit: Visit, hooks: Hooks = NO_HOOKS) -> None:
@@ -110,7 +110,7 @@ class Watch:
             self._visiting = False
 
     def close(self, complete: bool = True) -> None:
-        """Remove the hooks; if the pass is complete, visit uses with outputs that it did not reach."""
+        """Remove the hooks; if the pass is complete, visit uses with outputs that the pass did not reach."""
         for handle in self._handles:
             handle.remove()
         if complete:
@@ -125,9 +125,9 @@ def sweep(
     visit: Visit,
     options: SweepOptions = ONE_COLUMN,
 ) -> None:
-    """Pull one column (or many) back from ``outputs`` to every use that it reaches.
+    """Pull one column (or many) back from ``outputs`` to all uses upstream.
 
-    The sweep ends at uses without a use upstream, and computes no gradient of a weight.
+    The sweep ends at uses without another use upstream, and computes no gradient of a weight.
 
     Args:
         outputs: The edges where the seeds are fed in.
@@ -173,8 +173,8 @@ def sweep(
                 raise PackpropError(
                     "A quantity beyond the gradient was asked for.",
                     "a part of the model inside torch.utils.checkpoint",
-                    "a selective one gives what it kept to one pass alone",
-                    "leave out context_fn, so that it keeps nothing",
+                    "a selective checkpoint gives the tensors that it kept to one pass alone",
+                    "leave out context_fn, so that the checkpoint keeps nothing",
                 ) from error
             raise
         finally:
@@ -207,9 +207,9 @@ def _passed_to_all(node: Any, products: Sequence[Tensor | None], given: Sequence
 
 @contextlib.contextmanager
 def unmasked(outputs: Sequence[GradientEdge], of_kinks: bool = False) -> Iterator[None]:
-    """Make functions that drop entries by their values pass back all of them.
+    """Make functions that drop entries by their values pass cotangents back to all entries.
 
-    ``of_kinks``: leave those out whose second derivatives tell what they do.
+    With ``of_kinks``, leave out functions whose second derivatives tell which entries meet in them.
     """
 
     def pass_on(products: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> Any:

@@ -5,7 +5,7 @@ A term that depends on no sample belongs to no sample: per-sample quantities and
 of the loss. So a parameter that the pass reaches outside of all uses is missing only if it may meet samples
 there. It meets none if all of this holds; otherwise it stays missing:
 
-* No data chose a part of it.
+* Data do not select a part of it.
 * The functions between it and the rest of the loss have no operands that the graph hides. The graph does not
   tell constants from samples. packprop accepts constants that are numbers, or buffers and parameters of
   extended modules, or that bring no axis of their own: samples come on an axis that no parameter has. A
@@ -20,8 +20,8 @@ function, a penalty on a second output, on activations or on derivatives of the 
 that only such a term reaches. So packprop feeds samples in there as well, even if no loss was recorded: at the
 output of the model that the path meets first; or at the outputs of the first use, if that output is a scalar or
 there is none. Only the rest of the graph shows where the samples are there. A loss of the user's own may also
-read tensors of the model that are none of its arguments: they are found in the same way, from the loss on, and
-count as arguments.
+read tensors of the model that are none of its arguments: packprop finds them in the same way, starting at the
+loss, and they count as arguments.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def is_made_of_parameters(graph: Graph) -> bool:
 
 
 class _Terms:
-    """The nodes of a graph that depend on samples, and where terms made of parameters alone join these."""
+    """The nodes of a graph that depend on samples, and the places where terms made of parameters join these."""
 
     def __init__(self, graph: Graph) -> None:
         self._parametric = graph.reading.made_of_parameters.keys()
@@ -105,7 +105,7 @@ class _Terms:
         return list(found.values())
 
     def _look(self, graph: Graph) -> None:
-        """Look at the nodes that are not made of parameters alone, each after all that lie upstream of it."""
+        """Look at the nodes that are not made of parameters alone, each after all nodes upstream of it."""
         inputs = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
         uses = {node: use for use in graph.uses for node in use.anchors}
         for node in graph.order:
@@ -161,7 +161,7 @@ def find_open_places(graph: Graph, inputs: Mapping[Node, Sequence[Any]]) -> None
 def _met(
     graph: Graph, starts: Iterable[Any], inputs: Mapping[Node, Sequence[Any]], ends: Container[Any]
 ) -> dict[tuple[Node, int], GradientEdge]:
-    """Find the places where paths meet the model first, but for paths through ``ends``.
+    """Find the places where paths first meet the model; ignore paths through ``ends``.
 
     Starts, ends and places are outputs of nodes: a node, and a number among its outputs.
     """

@@ -54,13 +54,14 @@ def walk(
     """Return the graph of a backward pass from ``roots``, with its uses and losses.
 
     Args:
-        roots: The tensors that it starts from.
+        roots: The tensors that the pass starts from.
         gradients: The gradient of each root; ``None`` for ones.
-        wanted: Leaves to restrict to; ``None`` for all.
+        wanted: Leaves to restrict the pass to; ``None`` for all.
         unshards: Whether the caller puts sharded parameters together for its sweeps.
 
     Raises:
-        PackpropError: If a parameter has no gradients of samples, or an earlier pass has freed the graph.
+        PackpropError: For a parameter without gradients of samples, a reentrant checkpoint, or parameters
+            sharded in a way that packprop cannot follow; ``FreedGraph`` if an earlier pass has freed the graph.
     """
     graph = Graph(roots, gradients)
     starts = [root.grad_fn for root in roots if root.grad_fn is not None]
@@ -199,14 +200,14 @@ def _read_uses(graph: Graph, trail: Trail, wanted: Sequence[Tensor] | None) -> N
     reading = _sorted(graph, trail, leaves, alone)
     given = {edge.node for loss in graph.losses for edge in loss.given}
     while not given.isdisjoint(reading.made_of_parameters.keys() - alone):
-        alone = reading.made_of_parameters.keys()  # no sample enters there: a loss does not lead to it
+        alone = reading.made_of_parameters.keys()  # no sample enters them: losses of these do not count
         reading = _sorted(graph, trail, leaves, alone)
     graph.reading = reading
     settled = reading.settled
     trail.consumed = [(leaf, node) for leaf, node in trail.consumed if node not in settled]
     computed = settled.difference(reading.uses, trail.leaves)
     for node in trail.order:
-        if node not in settled:  # what uses take may enter terms as well
+        if node not in settled:  # tensors that uses take may also enter terms
             for above in trail.neighbours[node]:
                 if above in computed:
                     trail.consumed += [(leaf, node) for leaf in leaves_above([above])]
@@ -224,7 +225,7 @@ def _read_uses(graph: Graph, trail: Trail, wanted: Sequence[Tensor] | None) -> N
 
 
 def _sorted(graph: Graph, trail: Trail, leaves: dict[int, Tensor], alone: Collection[Node]) -> Reading:
-    """Return the sorted nodes; a loss that takes nothing but nodes ``alone``, made of parameters, is none."""
+    """Return the sorted nodes; losses that take only nodes ``alone``, made of parameters, do not count."""
     given = {loss.node: [edge.node for edge in loss.given if edge.node not in alone] for loss in graph.losses}
     losses = {node for node, taken in given.items() if taken}
     terms = given.keys() - losses
@@ -288,9 +289,9 @@ def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None) -> None:
 
 
 def _structure_and_signature(graph: Graph, trail: Trail) -> tuple[int, int]:
-    """Return two numbers that are equal for passes of equal structure: of any extents, and of equal shapes.
+    """Return two numbers: equal for passes of equal structure, and for passes of equal structure and shapes.
 
-    Options enter as a text, see ``Trail.wiring``.
+    Options enter as a text; see ``Trail.wiring``.
     """
     calls = [loss.call for loss in graph.losses]
     declared = [each.declared for each in calls] + [forward.declared for forward in graph.forwards]

@@ -3,9 +3,9 @@
 # NOTE [Hooks on tensors]
 Autograd keeps the hooks of a tensor on the node that made it, even when nobody holds the tensor any more, and
 nothing shows them there. packprop differentiates a graph more often than its user does, and must keep these
-hooks quiet (NOTE [Quiet hooks]). So once this file is imported, ``Tensor.register_hook`` leaves the dictionary
-of the hooks in the ``metadata`` of that node, and ``retain_grad`` leaves a reference to its tensor. Both do
-what they did before.
+hooks quiet (NOTE [Quiet hooks]). So once this file is imported, ``Tensor.register_hook`` also leaves the
+dictionary of the hooks in the ``metadata`` of that node, and ``retain_grad`` leaves a reference to its tensor.
+Otherwise, both work as before.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from packprop.engine.tensors.state import storage_of, version
 LOSS, TOLD, OUTPUT, HOOKS, RETAINS = (
     f"packprop.{mark}" for mark in ("loss", "told", "output", "hooks", "retains")
 )
-"""Keys of the marks in the ``metadata`` of a node; ``TOLD`` is that of a loss that was seen, and no more."""
+"""Keys of the marks in the ``metadata`` of a node; ``TOLD`` marks a loss whose node tells its call."""
 
 
 HANDLES, AXIS = "_packprop_handles", "_packprop_sample_axis"
@@ -42,11 +42,11 @@ HANDLES, AXIS = "_packprop_handles", "_packprop_sample_axis"
 
 
 EXTENDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules that ``extend`` was called on, and their copies: a pass must not miss any parameter of these."""
+"""Modules that ``extend`` was called on, and their copies: a pass must not miss any of their parameters."""
 
 
 class Walks(dict[Any, Any]):
-    """The walks that passes leave for later ones, and that refer to parameters; copies begin empty."""
+    """The walks that passes keep for later ones; copies are empty, because walks refer to parameters."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Walks, ()
@@ -55,8 +55,8 @@ class Walks(dict[Any, Any]):
 class Handles(list[RemovableHandle]):
     """The handles of the hooks on an extended module; copied with it, they note the copy as extended.
 
-    They also keep what passes leave for later ones, because the garbage collector only sees a circle through a
-    parameter and a user's hook on it if the module itself begins the circle.
+    They also hold the walks that passes keep for later ones, because the garbage collector only sees a circle
+    through a parameter and a user's hook on it if the module itself begins the circle.
     """
 
     def __init__(self, module: nn.Module | None, handles: Iterable[RemovableHandle]) -> None:
@@ -80,10 +80,11 @@ class ForwardCall:
 
     Args:
         module: Returns the module that was called; ``None`` if it is gone.
-        declared: The axis of the loss's input that was declared to hold the samples, if one was.
-        args: Its positional arguments, with tensors replaced by their specifications.
+        declared: The declared sample axis of the loss's input; ``None`` if none was declared.
+        args: The positional arguments of the call, with tensors replaced by their specifications.
+        kwargs: The keyword arguments, likewise.
         leaves: Inputs that are leaves and require gradients: they are data, not parameters.
-        storages: Where the memory of the inputs begins.
+        storages: The addresses at which the memory of the inputs begins.
     """
 
     module: Callable[[], nn.Module | None]
@@ -110,13 +111,13 @@ class ForwardCall:
 
     @functools.cached_property
     def has_parameters(self) -> bool:
-        """Tell whether the module that was called has parameters; assumed of one that is gone."""
+        """Tell whether the module that was called has parameters, or is gone and may have had some."""
         module = self.module()
         return module is None or next(module.parameters(), None) is not None
 
 
 def called_modules(forwards: Iterable[ForwardCall]) -> list[nn.Module]:
-    """Return the extended modules that some calls were made of, each once."""
+    """Return the extended modules that were called, each once."""
     modules = (forward.module() for forward in forwards)
     return list({id(module): module for module in modules if module is not None}.values())
 
@@ -126,13 +127,13 @@ class RecordedLoss:
     """One call of a loss function, left on the node that it made.
 
     Args:
-        edge: That of its input, which had this ``shape`` and ``version`` when it was called.
+        edge: The edge of the input, which had this ``shape`` and ``version`` when the loss was called.
         held: Whether the arguments are kept although a backward pass frees the graph.
         released: Whether the arguments were dropped.
-        without_input: Whether one NaN, expanded, took the place of the input, to save its memory.
-        number: That of its node, larger than that of any loss that was called before.
-        declared: The axis of its input that was declared to hold the samples, if one was.
-        documents: The document of each position of its input, if that was declared.
+        without_input: Whether a single NaN, expanded, has replaced the input to save its memory.
+        number: The sequence number of the loss's node; losses that are called later have larger numbers.
+        declared: The declared sample axis of the input; ``None`` if none was declared.
+        documents: The declared document of each position of the input; ``None`` if none were declared.
     """
 
     function: Callable[..., Any]
@@ -150,27 +151,27 @@ class RecordedLoss:
 
     @property
     def name(self) -> str:
-        """The name of its function, for messages; that of cross entropy is a loss of log-probabilities."""
+        """The name of the function, for messages; ``nll_loss`` after ``log_softmax`` is ``cross_entropy``."""
         if self.function is F.nll_loss and name_of_node(self.edge.node) == "LogSoftmax":
             return F.cross_entropy.__name__
         return str(getattr(self.function, "__name__", self.function))
 
     @property
     def input(self) -> Tensor:
-        """The model's output that the loss was given."""
+        """The argument of the loss that is the model's output."""
         tensor = input_of(self.function, self.args, self.kwargs)
         assert isinstance(tensor, Tensor)
         return tensor
 
     @property
     def others(self) -> list[GradientEdge]:
-        """The edges of its other arguments, if they are part of a graph."""
+        """The edges of the other arguments that are part of a graph."""
         given = self.input
         tensors = [each for each in tensors_of_call(self.args, self.kwargs) if each is not given]
         return [get_gradient_edge(tensor) for tensor in tensors if tensor.grad_fn is not None]
 
     def drop_input(self) -> None:
-        """Replace the input by a single NaN, expanded to its shape."""
+        """Replace the input by a single NaN, expanded to the shape of the input."""
         given = self.input
         stand_in = given.new_full((), torch.nan).expand(given.shape)
         self.args = tuple(stand_in if value is given else value for value in self.args)
@@ -184,7 +185,7 @@ class RecordedLoss:
 
 
 def unmarked_loss(node: Node) -> RecordedLoss | None:
-    """Return the loss that a node shows without a mark, if its input has an edge."""
+    """Return the loss that a node tells without a mark; ``None`` if the loss's input needs no gradient."""
     read = loss_of_node(node)
     if read is None:
         return None
@@ -197,7 +198,7 @@ marks_of: Callable[[Node], dict[str, Any]] = operator.attrgetter("metadata")
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-    """Put what ``make`` makes of a function of PyTorch's in its place, also if packprop is loaded again."""
+    """Replace a function of PyTorch by what ``make`` makes of it, also if packprop is loaded again."""
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(make(original)))
 
@@ -229,7 +230,7 @@ replace(Tensor, "retain_grad", _retained)
 
 
 def nodes_above(nodes: Iterable[Node | None], ends: Iterable[Node | None] = ()) -> Iterator[Node]:
-    """Yield nodes and all that they were computed from, each once; not ``ends``, nor what is behind them."""
+    """Yield nodes and all nodes that they were computed from, each once; stop at ``ends``, without these."""
     stack = [node for node in dict.fromkeys(nodes) if node is not None]
     seen = {*stack, *ends}
     while stack:
@@ -244,8 +245,8 @@ def nodes_above(nodes: Iterable[Node | None], ends: Iterable[Node | None] = ()) 
 def graph_is_kept() -> bool:
     """Tell whether the running backward pass retains the graph.
 
-    No public function does. Holding inputs longer than autograd would double the memory of a loop that still
-    holds its last loss.
+    No public function tells this. If packprop held inputs longer than autograd, a loop that still holds its
+    last loss would take twice the memory.
     """
     return bool(_keep_graph())
 

@@ -1,11 +1,11 @@
-"""Marks at losses: the node that a loss made gets what autograd does not keep of its function.
+"""Marks at losses: the function, arguments and declarations of a call, kept on the node that it made.
 
 # NOTE [Stepping aside]
-Attention modules compute otherwise where nothing is differentiated and no torch-function mode is in force: an
+Attention modules take a fast path if nothing is differentiated and no torch-function mode is in force: an
 encoder then leaves padded positions out, and returns zeros there. A recorder of losses is such a mode, so it
-would change what a frozen encoder computes. There is nothing to record in such a call, nor in calls of modules
-inside it. So packprop takes its modes off until the call ends. If another mode is in force, PyTorch takes the
-slow path in any case, and packprop's modes stay.
+would change the output of a frozen encoder. There is nothing to record in such a call, nor in calls of modules
+inside it. So packprop switches its modes off until the call ends. If another mode is in force, PyTorch takes
+the slow path in any case, and packprop's modes stay.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ class _Current(threading.local):
 
 
 current = _Current()
-"""State of this thread: the recorder, whether nothing is recorded, and a module whose call no mode sees.
+"""State of this thread: the recorder, whether recording is disabled, and a module whose call no mode sees.
 
-With the module come the modes that are off, the outermost first.
+``absence`` holds this module, and the modes that are off, the outermost first.
 """
 
 
 unseen = torch._C.DisableTorchFunction
-"""A context in which no torch-function mode sees which attributes packprop reads.
+"""A context in which no torch-function mode sees the attributes that packprop reads.
 
-It is private. Under a mode each attribute of a tensor costs a call of a Python function, and a mode of the
-user's has no business with what packprop reads.
+It is private. Under a mode, each attribute of a tensor costs a call of a Python function, and a user's mode
+should not see what packprop reads.
 """
 
 
 class LossRecorder(TorchFunctionMode):
-    """Sees the loss functions that are called while it is in force.
+    """A mode that marks losses whose functions are called while it is in force.
 
     Args:
-        owner: The Python frame of the call that ends it; ``None`` if something else does.
+        owner: The Python frame of the module call that ends it; ``None`` if something else ends it.
         module: The loss module of that call.
         sample_axis: The axis of these losses' inputs that holds the samples.
         documents: The document of each position of these inputs.
@@ -81,17 +81,17 @@ class LossRecorder(TorchFunctionMode):
 
     @property
     def is_stale(self) -> bool:
-        """Tell whether the call that ends it was interrupted, so that its closing hook did not run."""
+        """Tell whether the call that ends the recorder was interrupted, so its closing hook did not run."""
         return self.owner is not None and not is_running(self.owner)
 
     def start(self) -> LossRecorder:
-        """Begin to see losses, in place of the recorder that did so before."""
+        """Begin to see losses, in place of the previous recorder."""
         current.recorder = self
         self.__enter__()  # type: ignore[no-untyped-call]  # torch's own
         return self
 
     def stop(self) -> None:
-        """Stop seeing losses; the recorder from before sees them again."""
+        """Stop seeing losses; the previous recorder sees them again."""
         if current.absence is not None and self in current.absence[1]:  # its call was interrupted
             _put_back()
         current.recorder = self.outer
@@ -118,22 +118,22 @@ class LossRecorder(TorchFunctionMode):
         return out
 
     def note(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """Leave a loss on the node that it made, with what was declared."""
+        """Mark the node that a loss made, with the declared axis and documents."""
         self.has_loss = True
         with unseen():
             mark_loss(function, args, kwargs, out, self.sample_axis, self.documents)
 
 
 CHOOSERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-"""Modules of PyTorch that compute otherwise under a torch-function mode."""
+"""Modules of PyTorch that take another path under a torch-function mode."""
 
 
 WATCHING = ("packprop.", "torch.fx.experimental.proxy_tensor")
-"""Python modules with modes that only keep notes: packprop's own, and that of ``make_fx``."""
+"""Python modules with modes that only watch: packprop's own, and that of ``make_fx``."""
 
 
 def step_aside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Take modes off before a call of a module that would compute otherwise under them; a hook."""
+    """Switch modes off before a call of a module that would take another path under them; a hook."""
     if is_compiling() or current.recorder is None or current.absence is not None:
         return
     tensors: Iterator[Tensor] = tensors_in((list(module.parameters()), args, kwargs))
@@ -147,7 +147,7 @@ def step_aside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def step_back(module: nn.Module, args: Any, output: Any) -> None:
-    """Put modes back after the call that they were taken off for; a hook."""
+    """Switch modes on again after the call that they were switched off for; a hook."""
     if current.absence is not None and current.absence[0] is module:
         _put_back()
 
@@ -168,7 +168,7 @@ def is_running(owner: FrameType) -> bool:
 
 
 def _has_other_classes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a tensor's class may take a call over."""
+    """Tell whether a tensor is of another class, which may override functions."""
     return any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors_in((args, kwargs)))
 
 
@@ -180,9 +180,9 @@ def mark_loss(
     declared: int | None = None,
     documents: Tensor | None = None,
 ) -> None:
-    """Leave a loss, which returned ``out``, on the node that it made, if its input is part of a graph.
+    """Mark the node of a loss that returned ``out``, if the loss's input is part of a graph.
 
-    A node that says as much by itself gets no mark, which would keep the arguments alive. ``declared`` and
+    If the node tells the call by itself, the mark does not keep the arguments alive. ``declared`` and
     ``documents`` are those of ``RecordedLoss``.
     """
     args, kwargs = output_first(function, args, kwargs)
@@ -211,7 +211,7 @@ def mark_loss(
 
 
 def mark_outputs(module: nn.Module, declared: int | None, args: Any, kwargs: Any, output: Any) -> None:
-    """Mark what the call of an extended model returned: not inside ``vmap``, where samples are anywhere."""
+    """Mark the outputs of a call of an extended model; not inside ``vmap``, where any axis may hold samples."""
     forward = None
     for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
         node = tensor.grad_fn

@@ -47,16 +47,16 @@ def extend(
 ) -> Module:
     """Prepare a model or a loss for ``backpack``, in place; return it.
 
-    A model tells packprop the names of its parameters, the axis of the samples, and where its output ends. A
-    loss module keeps what it was given until the backward pass, unless its node does. The forward pass does
-    not change: the module, its parameters, its ``state_dict`` and its outputs stay what they are. You may call
-    submodules alone. A copy (``deepcopy``, pickle) is also extended. Extending twice changes nothing;
-    ``restore`` undoes it.
+    An extended model tells packprop the names of its parameters, the axis of the samples, and where in the
+    graph the model ends. An extended loss module keeps its arguments until the backward pass, unless autograd
+    does. The forward pass does not change: the module, its parameters, its ``state_dict`` and its outputs stay
+    what they are. You may call submodules alone. A copy (``deepcopy``, pickle) is also extended. Extending
+    twice changes nothing; ``restore`` undoes it.
 
-    A model need not be extended where a loss function of torch or an extended loss shows where it ends. Its
-    parameters then have no names in errors, and the samples are rows along axis 0.
+    You need not extend a model if a loss function of torch or an extended loss shows where the model ends.
+    Errors then do not name its parameters, and the samples are rows along axis 0.
 
-    An encoder layer of PyTorch in evaluation mode does not take its one fused kernel where a module has hooks,
+    An encoder layer of PyTorch in evaluation mode does not take its fused kernel if a module in it has hooks,
     such as packprop's. Its outputs are then the same up to rounding.
 
     Args:
@@ -65,12 +65,12 @@ def extend(
         debug: Accepted for existing code.
         sample_axis: The axis of the loss's input that holds the samples, 0 if you leave it out: 1 for a
             model that returns ``[t, n, c]``. If you flatten positions in front of the loss, it is the axis of
-            the tensor that you flatten. The model's inputs play no part. The declaration belongs to calls of
+            the tensor that you flatten. The model's inputs play no part. The declaration holds for calls of
             this module, not of its children.
 
     Raises:
-        BadInput: If ``module`` is not an instance of ``torch.nn.Module``, or ``sample_axis`` is no declaration;
-            for a second module.
+        BadInput: If ``module`` is not an instance of ``torch.nn.Module``, ``sample_axis`` is not an ``int``, or
+            ``use_converter`` or ``debug`` is not a ``bool``, such as a second module.
     """
     if not isinstance(module, nn.Module):
         what = module.__name__ if isinstance(module, type) else type(module).__name__
@@ -87,7 +87,7 @@ def extend(
             raise BadInput(
                 f"extend(module, ...) was called with {name}={type(value).__name__}(...).",
                 f"{name}, which comes after the module",
-                "it is True or False; one call extends one module",
+                "it must be True or False; one call extends one module",
                 "extend(model); extend(loss)",
             )
     if sample_axis is not None:
@@ -116,7 +116,7 @@ def extend(
 
 
 CHOOSING = "_packprop_choosing"
-"""Attribute of an attention module: the handles of hooks that take packprop's modes off in its calls."""
+"""Attribute of an attention module: the handles of hooks that switch packprop's modes off in its calls."""
 
 SCRIPTED = "__prepare_scriptable__"
 """Attribute of a module with such hooks: ``torch.jit.script``, which cannot compile them, calls it first."""
@@ -125,9 +125,9 @@ SCRIPTED = "__prepare_scriptable__"
 def _refuse_scripting() -> None:
     raise PackpropError(
         "torch.jit.script(...) was called.",
-        "a module that packprop.extend was called on, or one inside of another",
+        "a module that packprop.extend was called on, or one inside it",
         "it compiles the hooks of a module, and cannot compile those of packprop",
-        "call packprop.restore(module) before; packprop.extend(module) may come after it",
+        "call packprop.restore(module) first; you may call packprop.extend(module) afterwards",
     )
 
 
@@ -141,7 +141,7 @@ def restore(module: Module) -> Module:
 
 
 def _remove_hooks(module: nn.Module, *names: str) -> None:
-    """Remove those hooks whose handles a module keeps under some names."""
+    """Remove the hooks whose handles a module keeps under these names."""
     for name in names:
         for handle in module.__dict__.pop(name, ()):
             handle.remove()
@@ -151,9 +151,9 @@ def _remove_hooks(module: nn.Module, *names: str) -> None:
 
 @contextlib.contextmanager
 def extended(*models: Any, walks: Walks | None = None) -> Iterator[None]:
-    """Extend models and loss modules inside, and leave their modules as they were; pass over anything else.
+    """Extend models and loss modules inside the context, and restore them afterwards; ignore anything else.
 
-    ``walks`` is what passes leave for later ones, kept by a caller that extends one model again and again.
+    ``walks`` holds the walks that passes keep for later ones, for a caller that extends one model many times.
     """
     with contextlib.ExitStack() as stack:
         for model in models:
@@ -186,7 +186,7 @@ def is_extended(module: nn.Module) -> bool:
 
 
 def _is_left_alone() -> bool:
-    """Tell whether nothing is marked: under ``disable``, without gradients, while a compiler or tracer runs."""
+    """Tell whether to mark nothing: under ``disable``, without gradients, while a compiler or tracer runs."""
     compiles = is_compiling()
     if compiles or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # torch's own
         if compiles:
@@ -217,7 +217,7 @@ def _end_loss(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     recorder = current.recorder
     if recorder is None or _is_left_alone():
         return
-    if recorder.module is module:  # not a loss inside of the one that began it
+    if recorder.module is module:  # not a loss inside the one that started it
         recorder.stop()
     if output is not None:
         with unseen():
@@ -257,7 +257,7 @@ class OwnLoss:
 
 
 def _has_loss(out: Tensor, loss_input: Tensor) -> bool:
-    """Tell whether a recorded loss stands between a loss module's output and its input."""
+    """Tell whether there is a recorded loss between a loss module's output and its input."""
     assert out.grad_fn is not None
     if out.grad_fn is loss_input.grad_fn:
         return False
@@ -272,19 +272,19 @@ def _drop_stale_recording() -> None:
 
 @contextlib.contextmanager
 def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | None = None) -> Iterator[None]:
-    """Mark the losses that are called inside as functions, and say where their samples are.
+    """Mark the losses that you call as functions inside the context, and declare where their samples are.
 
     Args:
-        inputs: Accepted for existing code; nothing needs to be said of inputs.
+        inputs: Accepted for existing code, and ignored.
         sample_axis: As in ``extend``, for losses inside.
         documents: The number of the document, or of any other group, at each position of the losses' inputs:
             whole numbers from 0 on, ``[n, t]`` or ``[n * t]``. Groups are the samples, and there is a row of
             results for each number: documents that are packed into rows, graphs of different sizes, pairs.
-            Each pass checks that they stay apart.
+            Each pass checks that groups stay apart.
 
     Raises:
-        BadInput: If ``sample_axis`` or ``documents`` is no declaration; at the end, if ``documents`` were
-            declared and no loss was called inside.
+        BadInput: If ``sample_axis`` is not an ``int``, or ``documents`` is not a tensor of whole numbers with
+            one or two axes; on exit, if you declared ``documents`` and called no loss inside.
     """
     _drop_stale_recording()
     if sample_axis is not None:
@@ -299,7 +299,7 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
             raise BadInput(
                 "record(documents=...) was left.",
                 f"documents of shape {list(documents.shape)}",
-                "no loss was called inside that packprop knows, so nothing says what these are the rows of",
+                "they number the rows of a loss's input, and no loss that packprop knows was called inside",
                 "call a loss function of torch with one input inside (not one of pairs); or put the arithmetic "
                 "into a module without parameters that takes the model's output and the targets, and extend "
                 "it: loss = packprop.extend(MyLoss())",
@@ -309,19 +309,19 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
 
 
 def _check_sample_axis(asked: str, declared: Any) -> None:
-    """Refuse a declaration that is no axis."""
+    """Refuse a declared axis that is not an ``int``."""
     if type(declared) is not int:
         raise BadInput(
             asked,
             f"sample_axis={declared!r}",
-            "it is no axis: a whole number is declared, and it is about what the loss takes, not about the "
-            "arguments of the model",
+            "it is no axis: declare one whole number for the loss's input, not one for each argument of the "
+            "model",
             "give the axis of the loss's input that holds the samples (1 for [t, n, c]), or leave it out for 0",
         )
 
 
 def _check_documents(declared: Any) -> None:
-    """Refuse a declaration that does not give each position a document."""
+    """Refuse declared documents that are not a tensor of whole numbers with one or two axes."""
     what = type(declared).__name__
     if isinstance(declared, Tensor):
         whole = declared.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -338,7 +338,7 @@ def _check_documents(declared: Any) -> None:
 
 @contextlib.contextmanager
 def disable() -> Iterator[None]:
-    """Mark no losses inside, and no outputs of models."""
+    """Mark no losses and no outputs of models inside the context."""
     before, current.disabled = current.disabled, True
     try:
         yield
@@ -352,6 +352,6 @@ def is_recording_disabled() -> bool:
 
 
 def declared_around() -> tuple[int | None, bool]:
-    """Return the axis of samples that ``record()`` around declares, and whether it declares documents."""
+    """Return the sample axis that the surrounding ``record()`` declares, and whether it declares documents."""
     recorder = current.recorder
     return (None, False) if recorder is None else (recorder.sample_axis, recorder.documents is not None)

@@ -18,13 +18,13 @@ from packprop.errors import BadInput
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, asked: str) -> Iterator[None]:
-    """Extend a model inside; afterwards put back its buffers, its attributes and the random state.
+    """Extend a model inside the context; afterwards restore its tensors, its attributes and the random state.
 
     Raises:
-        BadInput: With the request ``asked``, if it is no module, or not initialised.
+        BadInput: If ``model`` is no module; with the request ``asked``, if it has uninitialised tensors.
     """
     if not isinstance(model, nn.Module):
-        extend(model)  # raises, and says what is wrong
+        extend(model)  # raises
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise BadInput(
@@ -59,17 +59,17 @@ def unchanged(model: nn.Module, asked: str) -> Iterator[None]:
 
 
 def _written_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """Yield parameters that a forward pass writes to; of torch's modules only embeddings with max_norm do."""
+    """Yield parameters that a forward pass writes to; of torch's modules, only embeddings with max_norm do."""
     for module in modules:
         if getattr(module, "max_norm", None) is not None:
             yield from module.parameters(recurse=False)
 
 
 class SameForEachPass:
-    """Restores whatever forward passes write to, so that each pass begins as the first one did.
+    """The tensors that forward passes write to, restored so that each pass begins as the first one did.
 
-    These are running statistics, vectors of power iterations and other buffers, and tables with ``max_norm``,
-    which packprop refuses too late. Nothing else may write to them between the passes.
+    These are running statistics, vectors of power iterations and other buffers, and tables with ``max_norm``.
+    Nothing else may write to them between the passes.
 
     Args:
         modules: The model, and the loss if that is a module.

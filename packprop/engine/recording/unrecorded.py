@@ -9,7 +9,7 @@ from torch.autograd.graph import Node
 from packprop.errors import PackpropWarning
 
 UNCOMPILED = "call the model without torch.compile (the module itself: compiled_model._orig_mod)"
-"""The advice in messages."""
+"""The advice about compiled models, in messages."""
 
 
 REENTRANT = "CheckpointFunctionBackward"
@@ -20,11 +20,11 @@ NOT_REENTRANT = (
     "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); a model of Hugging Face: "
     "gradient_checkpointing_enable({'use_reentrant': False})"
 )
-"""The advice where a reentrant checkpoint does not work, in messages."""
+"""The advice about reentrant checkpoints, in messages."""
 
 
 class _Traced:
-    """Notes of hooks that the compiler traced, which can do no more than take one."""
+    """A note for hooks that the compiler traces: they can do no more than set a flag."""
 
     noted = False
     told = False
@@ -39,17 +39,18 @@ def is_compiled_region(node: Node) -> bool:
 
 
 def note_compiled() -> None:
-    """Note, in a hook that the compiler traces, that there is a compiled region: each call of it does so."""
+    """Note that there is a compiled region; the compiler traces this in a hook, so each call repeats it."""
     _traced.noted = True
 
 
 def warn_of_compiled() -> None:
-    """Say once, outside of what is compiled, that compiled regions are not recorded."""
+    """Warn once, outside compiled regions, that these are not recorded."""
     if _traced.noted and not _traced.told:
         _traced.told = True
         warnings.warn(
             "packprop does not record what torch.compile compiles: outputs and .grad are right, but a backward "
-            f"pass inside backpack(...) refuses the parameters in it. For more than the gradient {UNCOMPILED}.",
+            "pass inside backpack(...) refuses the parameters in it. "
+            f"For more than the gradient, {UNCOMPILED}.",
             PackpropWarning,
             stacklevel=2,
         )

@@ -1,13 +1,13 @@
-"""Documents: several samples in one row, as they are declared.
+"""Documents: several samples in one row, as you declare them.
 
 # NOTE [Documents]
-Rows that several documents are packed into are one sample each, unless ``record(documents=...)`` says which
-document each position of a loss's input belongs to. The documents are the samples then, and the losses have
-layouts of rows (NOTE [Rows of samples]). The declaration is about the losses alone: the sweeps find which rows
-of a use's output belong to which document, along one axis or along neighbouring ones with as many entries as
-the declaration. If a mask lets one document see another, or a layer runs over all positions of a row, rows come
-back that belong to several documents, and packprop refuses the pass. It does not see what documents exchange
-before the first parameter: this is a constant of each.
+A row into which several documents are packed is one sample, unless ``record(documents=...)`` gives the document
+of each position of a loss's input. Then the documents are the samples, and the losses have layouts of rows
+(NOTE [Rows of samples]). The declaration is about the losses alone: the sweeps find the document of each row of
+a use's output, along one axis or along neighbouring axes with as many entries as the declaration. If a mask
+lets one document see another, or a layer runs over all positions of a row, rows come back that belong to
+several documents, and packprop refuses the pass. It does not see what documents exchange before the first
+parameter: this is a constant of each document.
 
 Data decide where documents are, so packprop looks for them in every pass.
 """
@@ -28,9 +28,11 @@ from packprop.errors import PackpropError
 
 
 def layouts_of_documents(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Layout]:
-    """The places where the inputs of the losses hold the documents that were declared.
+    """Return the layouts of the declared documents in the inputs of the losses.
 
-    Raise if they were not declared for all losses or not for each position, or if a number is negative.
+    Raises:
+        PackpropError: If they were not declared for all losses or not for each position, if a number is
+            negative, or in a dry run, which has no data.
     """
     if is_dry_run():
         raise without_plan()
@@ -42,9 +44,9 @@ def layouts_of_documents(graph: Graph, outputs: Sequence[ModelOutput]) -> list[L
             raise PackpropError(
                 graph.asked,
                 f"an output of the model, of shape {list(output.shape)}",
-                "documents were declared for another loss of this pass, not for what is made of this output",
+                "documents were declared for another loss of this pass, not for the one that takes this output",
                 "call each loss inside a `with packprop.record(documents=...):` with the numbers of its rows, "
-                "as functions that are recorded as losses",
+                "as a loss function that packprop records",
             )
         numbers.append(each)
     if any(bool((each < 0).any()) for each in numbers):
@@ -61,7 +63,7 @@ def layouts_of_documents(graph: Graph, outputs: Sequence[ModelOutput]) -> list[L
 
 
 def without_plan(where: str = "record(documents=...)") -> PackpropError:
-    """The error for a budget where data say which rows belong to a sample, as with documents or graphs."""
+    """Return the error for a plan if data decide which rows belong to a sample, as for documents or graphs."""
     return PackpropError(
         "A plan was asked for.",
         where,
@@ -71,7 +73,7 @@ def without_plan(where: str = "record(documents=...)") -> PackpropError:
 
 
 def _layout_of_documents(graph: Graph, output: ModelOutput, documents: Tensor, count: int) -> Layout:
-    """The layout of the rows of a loss's input."""
+    """Return the layout of the documents in a loss's input."""
     shape, class_axis = output.shape, output.loss.class_axis
     axes = [axis for axis, _ in enumerate(shape) if axis != class_axis]
     if class_axis is None:  # the last axes are those of one position
@@ -82,8 +84,8 @@ def _layout_of_documents(graph: Graph, output: ModelOutput, documents: Tensor, c
         raise PackpropError(
             graph.asked,
             f"{where}, and documents of shape {list(documents.shape)}",
-            "there must be one number for each position that the loss is given",
-            "cut documents as the logits are cut, documents[:, :-1] where the last position predicts nothing",
+            "there must be one number for each position of the loss's input",
+            "cut documents like the logits: documents[:, :-1] if the last position predicts nothing",
         )
     long = [axis for axis in axes if shape[axis] != 1] or axes[:1]
     if count == 1:
@@ -92,7 +94,7 @@ def _layout_of_documents(graph: Graph, output: ModelOutput, documents: Tensor, c
         raise PackpropError(
             graph.asked,
             where,
-            f"documents run along its axes {' and '.join(map(str, long))}, which are not beside each other",
+            f"documents run along its axes {' and '.join(map(str, long))}, which are not adjacent",
             "flatten them: cross_entropy(logits.flatten(0, 1), targets.flatten())",
         )
     joined = tuple(torch.Size(shape[long[0] : long[-1] + 1])) if len(long) > 1 else ()

@@ -20,14 +20,14 @@ from packprop.engine.tensors.precision import accumulation_dtype
 UNMASKED = SweepOptions(needs_inputs=False, unmasked=True)
 
 LARGE = 2**22
-"""Entries of the cotangents of a sweep, together, from which on it returns the memory that it has freed."""
+"""A sweep whose cotangents have at least this many entries returns the memory that it has freed."""
 
 Fitting = dict[ReachedUse, list[list[Layout]]]
 """Ways in which each output of a use may hold the samples, the usual one first."""
 
 
 Candidate = tuple[ReachedUse, int, Layout]
-"""A use, one of its outputs by number, and a way in which that may hold samples."""
+"""A use, the index of one of its outputs, and a layout that this output may have."""
 
 
 Sizes = dict[Candidate, Tensor]
@@ -35,7 +35,7 @@ Sizes = dict[Candidate, Tensor]
 
 
 def first_of(fitting: Fitting) -> list[list[Layout]]:
-    """For each use the usual layouts of its outputs."""
+    """Return the first layout of each output of each use, which is the usual one."""
     return [[layouts[0] for layouts in places] for places in fitting.values()]
 
 
@@ -44,9 +44,10 @@ class ModelOutput:
     """An output of the model where samples can be fed in.
 
     Args:
-        loss: The known facts about the loss that took it.
-        decides: Whether its extent says how many samples there may be.
-        beside: The number of the output that a loss takes it with, as its target, if that is known.
+        loss: The known facts about the loss that took the output.
+        decides: Whether the shape of the output decides on the number of samples.
+        beside: The index of the output that is the first argument of the same loss, if this is another one,
+            such as a target; else ``None``.
     """
 
     edge: GradientEdge
@@ -61,21 +62,21 @@ class ModelOutput:
     def at(
         cls, edge: GradientEdge, loss: Loss | None = None, decides: bool = True, beside: int | None = None
     ) -> ModelOutput:
-        """A tensor inside the graph, as it was made."""
+        """Describe a tensor inside the graph, given by its edge."""
         made = made_by(edge.node)[edge.output_nr]
         rule = loss or Loss(None, 1.0, None, None)
         return cls(edge, torch.Size(made.shape), made.dtype, made.device, rule, decides, beside)
 
     def ones(self) -> Tensor:
-        """Ones in its shape, of which one is in memory."""
+        """Return ones in the shape of the output, expanded from a single one."""
         return torch.ones((), dtype=self.dtype, device=self.device).expand(self.shape)
 
 
 def model_outputs(graph: Graph) -> list[ModelOutput]:
-    """The places where samples are fed in: the inputs of the losses, or without losses outputs of the model.
+    """Return the places where samples are fed in: inputs of losses, or outputs of the model if there are none.
 
     The inputs of recorded losses come first; then their other arguments, if the model made these as well; then
-    the places where paths without any loss meet the model, see NOTE [Open paths].
+    the places where paths without any loss meet the model; see NOTE [Open paths].
     """
     calls = [(loss.call, loss.call.edge) for loss in graph.losses]
     outputs = [ModelOutput.at(edge, describe(call.function, call.args, call.kwargs)) for call, edge in calls]
@@ -103,7 +104,7 @@ class Feed:
         return [output.edge for output in self.outputs]
 
     def noise(self) -> list[Tensor]:
-        """Random numbers for each output, as it would hold them: the same ones in each call."""
+        """Return random numbers in the shape and precision of each output, equal in each call."""
         generator = torch.Generator().manual_seed(len(self.outputs))
         return [
             torch.randn(each.shape, generator=generator, device="cpu").to(each.device, each.dtype)
@@ -111,17 +112,17 @@ class Feed:
         ]
 
     def ones(self, factors: Tensor) -> list[Tensor]:
-        """Ones for each output, those of each sample times a factor of its own ``[n]``."""
+        """Return ones for each output, each multiplied by the factor of its sample ``[n]``."""
         return self.by_sample([each.ones() for each in self.outputs], factors)
 
     def by_sample(self, given: Sequence[Tensor], factors: Tensor) -> list[Tensor]:
-        """Copies of numbers for each output, scaled like ``scale``."""
+        """Return copies of numbers for each output, scaled as by ``scale``."""
         made = [numbers.clone() for numbers in given]
         self.scale(made, factors)
         return made
 
     def scale(self, given: Sequence[Tensor], factors: Tensor) -> None:
-        """Multiply in place the numbers of each sample by a factor of its own ``[n]``."""
+        """Multiply the numbers for each output in place, each by the factor of its sample ``[n]``."""
         for numbers, layout in zip(given, self.layouts, strict=True):
             own = factors.to(numbers.device, numbers.dtype.to_real())
             numbers.mul_(layout.broadcast(own, numbers.dim()))
@@ -133,7 +134,7 @@ class Feed:
         options: SweepOptions = ONE_COLUMN_WITHOUT_INPUTS,
         measure: Callable[[Tensor], Tensor] | None = None,
     ) -> Sizes:
-        """Sweep the seeds and measure the rows of each sample ``[n]``, for each layout that may be."""
+        """Sweep the seeds, and return the sizes of the rows of samples ``[n]`` in each of the given layouts."""
         measured = measure or sizes_of
         sizes: Sizes = {}
 
@@ -151,7 +152,7 @@ class Feed:
         return sizes
 
     def sizes_of_nan(self, fed: Tensor, fitting: Fitting) -> Sizes | None:
-        """Sweep NaN for some samples ``[n]`` and zeros for the others; ``None`` if a function refuses NaN."""
+        """Sweep NaN for samples ``fed`` ``[n]`` and zeros for others; return ``None`` if a function raises."""
         try:
             with torch.autograd.set_detect_anomaly(False):
                 return self.sizes(self.ones(torch.where(fed, torch.nan, 0.0)), fitting, UNMASKED, _sums)
@@ -160,9 +161,9 @@ class Feed:
 
 
 def sizes_of(rows: Tensor) -> Tensor:
-    """The average size of the entries of each row ``[n, *]``: ``[n]``, on the CPU.
+    """Return the average size of the entries of each row ``[n, *]``: ``[n]``, on the CPU.
 
-    Zero where that is below the smallest normal number: too few of its digits are left.
+    Averages below the smallest normal number have too few digits, and become zero.
     """
     rows = rows.unsqueeze(-1)
     rest, wide = tuple(range(1, rows.dim())), accumulation_dtype(rows.dtype)
@@ -173,5 +174,5 @@ def sizes_of(rows: Tensor) -> Tensor:
 
 
 def _sums(rows: Tensor) -> Tensor:
-    """The sum of the entries of each row ``[n, *]``, which is NaN if one is: ``[n]``, on the CPU."""
+    """Return the sum of the entries of each row ``[n, *]``, NaN if one is NaN: ``[n]``, on the CPU."""
     return rows.unsqueeze(-1).flatten(1).sum(1).cpu()

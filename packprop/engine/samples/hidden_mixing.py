@@ -1,26 +1,28 @@
-"""Checks whether it is the values of a pass that keep the samples apart.
+"""A check whether only the values of a pass keep the samples apart.
 
 # NOTE [Hidden mixing]
-A gate that is zero keeps samples apart that are mixed in the next step, when it is not. Numbers do not show
-that: ``0 * x`` is zero. But ``0 * nan`` is NaN. So packprop feeds NaN in at the loss in the rows of some
-samples, and zeros in the others: what comes back as NaN depends on those samples for some values of all that
-multiplies it. Functions that drop entries by their values (a rectifier, ``where``, a maximum along an axis, a
-pool) would also hide NaN; in these sweeps they pass on to every entry that they might have taken. If no row of
-another sample comes back as NaN, the samples are separate by what the functions are. packprop keeps this for
-passes of the same functions, options and shapes, unless a node does not show what its function computes
-(``is_opaque``). Each sample is fed NaN in half of the sweeps, no two in the same ones, so that any sample is
-fed once without any other: k sweeps are enough for as many samples as there are ways to choose k / 2 of k
-(Sperner 1928), 4 sweeps for 6 samples, 7 for 32, 10 for 128. Two random halves are enough for functions,
-options and edges that packprop has examined at other shapes: other groups of samples may meet there, but hardly
-each of them in one half, unless samples are few. Indices that the model computes from values stay unchecked.
+A gate that is zero keeps samples apart, and mixes them in a later step, when it is not zero. Finite numbers do
+not show that: ``0 * x`` is zero. But ``0 * nan`` is NaN. So packprop feeds NaN in at the loss in the rows of
+some samples, and zeros in the rows of the others. A row that comes back as NaN depends on the samples that were
+fed NaN, for some values of the factors on the way. Functions that drop entries by their values (a rectifier,
+``where``, a maximum along an axis, a pool) would also hide NaN; in these sweeps they pass it on to every entry
+that they might have taken. If no row of another sample comes back as NaN, the functions themselves keep the
+samples apart. packprop keeps this finding for passes of the same functions, options and shapes, unless a node
+does not show what its function computes (``is_opaque``). Each sample is fed NaN in half of the sweeps, and no
+two samples in the same half, so that some sweep feeds any given sample without any given other. For that, k
+sweeps are enough for as many samples as there are ways to choose k / 2 of k (Sperner 1928): 4 sweeps for 6
+samples, 7 for 32, 10 for 128. Two random halves are enough for functions, options and edges that packprop has
+examined at other shapes: other groups of samples may meet there, but with many samples hardly every group lies
+within one half. Indices that the model computes from values stay unchecked.
 
 If NaN comes back in another sample's row, values keep the samples apart, and packprop feeds random numbers in
 every pass. It refuses the pass if a trainable parameter hides the mixing: the parameter's own gradient for one
-sample is made of others. This is so if the numbers in other samples' rows, which are zero, have a derivative in
-it; or, where a function on the way has no second derivative, if other numbers come back while zeros of the
-parameter are changed. This check costs several times the pass: packprop makes it in the first pass, again when
-a buffer or a frozen parameter has changed, and in the 2nd, 4th, 8th pass and so on, for what data alone hide.
-In these passes, too, it feeds NaN in where a node does not show what its function computes.
+sample then depends on others. This is so if the numbers in other samples' rows, which are zero, have a nonzero
+derivative in the parameter; or, if a function on the way has no second derivative, if these rows are no longer
+zero while random numbers replace the parameter's zeros. This check costs several times the pass. packprop makes
+it in the first pass, again when a buffer or a frozen parameter has changed, and in the 2nd, 4th, 8th pass and
+so on, in case that data alone hide the mixing. In these passes it also feeds NaN in if a node does not show
+what its function computes.
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ _DIFFERENTIABLE = SweepOptions(needs_inputs=False, create_graph=True)
 
 @dataclass
 class Look:
-    """Passes in which values keep the samples apart: tells in which of them to look for hidden mixing again.
+    """The schedule of looks for hidden mixing at passes in which values keep the samples apart.
 
     Args:
-        constants: Buffers and frozen parameters, as they were.
-        passes: Number of passes since they changed: packprop looks at the 1st, 2nd, 4th and so on.
+        constants: The latest ``constants_of`` the graph.
+        passes: Number of passes since these changed: packprop looks at the 1st, 2nd, 4th and so on.
     """
 
     constants: list[tuple[int, int, int]]
@@ -64,7 +66,7 @@ class Look:
 
 
 def constants_of(graph: Graph) -> list[tuple[int, int, int]]:
-    """Buffers and frozen parameters: their identities, versions and places in memory."""
+    """Return the identities, versions and places in memory of buffers and frozen parameters."""
     return [
         (id(tensor), version(tensor), tensor.data_ptr())
         for module in graph.modules
@@ -74,7 +76,7 @@ def constants_of(graph: Graph) -> list[tuple[int, int, int]]:
 
 
 def parts(samples: int, every: bool) -> list[Tensor]:
-    """Masks ``[n]`` of samples to feed, by sweep: random halves, or enough to tell any two samples apart."""
+    """Return a mask ``[n]`` of samples for each sweep: random halves, or masks that tell any two apart."""
     if not every:
         order = torch.randperm(samples, generator=torch.Generator().manual_seed(samples), device="cpu")
         return [order < samples // 2, order >= samples // 2]
@@ -88,17 +90,18 @@ def parts(samples: int, every: bool) -> list[Tensor]:
 
 
 def dependence(feed: Feed, samples: int, fitting: Fitting, every: bool) -> tuple[Fitting, bool, bool]:
-    """Feed NaN in at some samples' rows, and see at which others' it comes back.
+    """Feed NaN in at the rows of some samples, and look for it in the rows of others.
 
     Args:
-        feed: Where NaN is fed in.
+        feed: The places where NaN is fed in.
         samples: Number of samples.
         fitting: Layouts at the uses that keep the samples apart in this pass.
-        every: Whether any two samples are told apart.
+        every: Whether to tell any two samples apart.
 
     Returns:
         The layouts that keep the samples apart for all values, or if there are none, in this pass; whether only
-        the values of this pass do so at some use; and whether all do, as far as NaN came back at every use.
+        the values of this pass do so at some use; and whether the layouts are known to do so for all values,
+        because NaN came back at every use.
     """
     lasting = {use: [list(layouts) for layouts in places] for use, places in fitting.items()}
     reached: set[ReachedUse] = set()
@@ -123,16 +126,16 @@ def dependence(feed: Feed, samples: int, fitting: Fitting, every: bool) -> tuple
 def find_hidden(
     graph: Graph, feed: Feed, samples: int, fitting: Fitting
 ) -> tuple[ReachedUse, Tensor | None] | None:
-    """A use where samples are mixed although random numbers came back apart, and the leaf that hides it.
+    """Return a use where samples are mixed although random numbers came back apart, and the leaf that hides it.
 
-    No leaf if none does; ``None`` if samples are not mixed for any values of the leaves near to theirs.
+    The leaf is ``None`` if no leaf hides it. Return ``None`` if no values near those of the leaves mix samples.
     """
     generator = torch.Generator().manual_seed(samples)
     noise = feed.noise()
     tolerance = max(torch.finfo(output.dtype).eps for output in feed.outputs) ** 0.5
 
     def leaks(fed: Tensor, options: SweepOptions) -> list[tuple[ReachedUse, Tensor]]:
-        """Rows of samples that were fed zeros: without a graph if they are not zero, else with theirs."""
+        """Return rows of samples that were fed zeros: detached if they are not zero, else with their graph."""
         found: list[tuple[ReachedUse, Tensor]] = []
 
         def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
@@ -171,11 +174,11 @@ def find_hidden(
 
 @contextlib.contextmanager
 def _zeros_changed(leaves: Sequence[Tensor], generator: torch.Generator) -> Iterator[None]:
-    """Inside, zeros of trainable leaves are random numbers, also in what functions saved of them."""
+    """Replace zeros of trainable leaves by random numbers inside the context, also in saved tensors."""
     changed: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
         for leaf in leaves:
-            data = leaf.data  # which has a version of its own: autograd counts changes of the leaf
+            data = leaf.data  # it has a version of its own, and autograd checks that of the leaf
             zero = data == 0
             before = data[zero]  # of either sign
             if leaf.requires_grad and before.numel():
@@ -190,7 +193,7 @@ def _zeros_changed(leaves: Sequence[Tensor], generator: torch.Generator) -> Iter
 
 
 def _leaf_that_moves(leak: Tensor, leaves: Sequence[Tensor], generator: torch.Generator) -> Tensor | None:
-    """The first leaf in which the zeros of ``leak`` have a derivative that is not zero."""
+    """Return the first leaf in which the zeros of ``leak`` have a nonzero derivative; else ``None``."""
     weights = torch.randn(leak.shape, generator=generator, device="cpu").to(leak.device, leak.dtype)
     slopes = torch.autograd.grad(leak, leaves, weights, retain_graph=True, allow_unused=True)
     pairs = zip(leaves, slopes, strict=True)

@@ -39,19 +39,19 @@ from packprop.engine.tensors.traced import is_traced, require_untraced
 from packprop.errors import PackpropError
 
 MANY = 256
-"""The number of kinds of passes that are remembered for a module."""
+"""The number of kinds of passes that packprop remembers for a module."""
 
 
 FAULTS = 8
-"""packprop keeps no further walk with a key once walks with it have failed in this many passes."""
+"""packprop keeps no further walk with a key after walks with this key have failed in this many passes."""
 
 
 MANY_WALKS = 16
-"""The number of walks that are kept for a module."""
+"""The number of walks that packprop keeps for a module."""
 
 
 MANY_SAMPLES = 32
-"""The number of samples from which on random halves are enough for other shapes of a known structure."""
+"""With at least this many samples, random halves are enough for other shapes of a known structure."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class _SampleLocations:
     """The places where the tensors of a pass hold the samples.
 
     Args:
-        samples: Their number.
+        samples: The number of samples.
         sources: Layouts of the places that ``model_outputs`` returns.
-        uses: Layouts at the outputs of each use.
-        is_lasting: Whether they hold for every later pass of the same structure.
+        uses: Layouts of the outputs of each use.
+        is_lasting: Whether the layouts hold for every later pass of the same structure.
     """
 
     samples: int
@@ -76,9 +76,9 @@ class _Memory:
     """The findings of earlier passes, by their signatures.
 
     Args:
-        locations: Where the samples are, if this holds for all values.
-        examined: Passes in which values hide no mixing, also by their documents.
-        looks: For passes whose values or opaque functions keep the samples apart: when to look again.
+        locations: The locations of the samples, if they hold for all values.
+        examined: Passes in which values hide no mixing, by signature and documents.
+        looks: The schedules of looks at passes whose values or opaque functions keep the samples apart.
         structures: Structures of ``examined`` passes, whatever their shapes.
         separate_losses: Passes whose losses are sums over samples for all values.
     """
@@ -104,10 +104,10 @@ def _memory_of(graph: Graph) -> _Memory:
 
 
 def check_graph(graph: Graph, of_samples: bool = True) -> None:
-    """Check all that must hold before any work: every use was recorded, and the samples are separate.
+    """Locate the samples of a graph; refuse it if a use is unknown, or if samples are mixed.
 
     Args:
-        graph: Gets its samples located.
+        graph: The graph of the pass, which gets the layouts of its uses and losses.
         of_samples: Whether quantities are made of single samples; else the batch counts as one sample.
     """
     if not graph.uses:
@@ -133,7 +133,7 @@ def check_graph(graph: Graph, of_samples: bool = True) -> None:
 
 
 class _Reread(Exception):
-    """Sweeps have shown that something that was read off the graph is made of parameters alone."""
+    """Raised if sweeps show that a use that was read off the graph is made of parameters alone."""
 
 
 def _locate_samples(graph: Graph) -> None:
@@ -159,7 +159,7 @@ def _locate_samples(graph: Graph) -> None:
         loss.layout = layout
     for use, layouts in zip(graph.uses, locations.uses, strict=True):
         use.layouts = layouts
-    lasts = locations.is_lasting and not graph.is_opaque  # which computes something else in the next pass
+    lasts = locations.is_lasting and not graph.is_opaque  # opaque functions may differ in the next pass
     if lasts and graph.signature not in memory.locations and not is_order_of_data(graph):
         if len(memory.locations) == MANY:
             memory.locations.clear()
@@ -167,7 +167,7 @@ def _locate_samples(graph: Graph) -> None:
 
 
 def is_order_of_data(graph: Graph) -> bool:
-    """Tell whether data may decide on the order of the samples: then they are located anew in each pass."""
+    """Tell whether data may decide on the order of the samples, so that packprop locates them in each pass."""
     if graph.hides_order or graph.documents is not None:
         return True
     if not graph.reorderings or graph.samples == 1:
@@ -180,7 +180,7 @@ def is_order_of_data(graph: Graph) -> bool:
 
 
 def require_terms(graph: Graph) -> None:
-    """Refuse losses that are no sum of one term for each sample; the graph's samples have been located.
+    """Refuse losses that are no sum of one term for each sample, in a graph whose samples have been located.
 
     Raises:
         PackpropError: If a loss mixes samples.
@@ -194,21 +194,21 @@ def require_terms(graph: Graph) -> None:
     with graph.hooks.quiet():
         lasting = require_separate_losses(graph, model_outputs(graph), graph.source_layouts)
     graph.is_settled = True
-    if lasting and graph.signature in memory.locations:  # data may decide on the order of losses, too
+    if lasting and graph.signature in memory.locations:  # data may also decide on the order of losses
         memory.separate_losses.add(graph.signature)
 
 
 def kept_walk(outlined: Outline) -> KeptWalk | None:
-    """Return the walk that is kept for graphs of an outline, if there is one."""
+    """Return the kept walk for graphs of an outline; ``None`` if there is none."""
     module = outlined.module
     handles = None if module is None else vars(module).get(HANDLES)
     return None if handles is None else handles.walks.get(outlined.key)
 
 
 def keep_walk(graph: Graph, outlined: Outline) -> None:
-    """Keep the walk through a graph if it holds for every later one with this outline.
+    """Keep the walk through a graph if it holds for every later graph with this outline.
 
-    It drops walks that hold parameters which the model no longer has.
+    Drop walks with parameters that the model no longer has.
     """
     module = outlined.module
     if module is None or not may_be_kept(graph, outlined):
@@ -241,7 +241,7 @@ def copy_sample_locations(copy: nn.Module, original: nn.Module) -> None:
 
 
 def _usual_locations(graph: Graph) -> _SampleLocations:
-    """Samples where they usually are: without data there is nothing to feed in."""
+    """Return the usual locations of the samples, for a dry run, which has no numbers to feed in."""
     outputs = model_outputs(graph)
     require_samples(graph, outputs)
     graph.samples, (chosen, *_) = locate_rows(graph, outputs)
@@ -295,7 +295,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     hidden = find_hidden(graph, feed, samples, fitting) if on_values else None
     if hidden is not None:
         _require_settled(graph, [hidden[0]])
-        memory.looks.pop(graph.signature, None)  # it is refused in the next pass, too
+        memory.looks.pop(graph.signature, None)  # so that the next pass is also refused
         raise _mixed(graph, *hidden)
     if not (on_values or graph.is_opaque):
         memory.examined.note(case)
@@ -315,7 +315,7 @@ def _require_settled(graph: Graph, uses: Sequence[ReachedUse]) -> None:
 
 
 def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> PackpropError:
-    """The samples are mixed below a use; ``hiding``: the leaf whose present values hide it."""
+    """Return the error for samples mixed below a use; ``hiding`` is the leaf whose present values hide it."""
     place = graph.uses.index(mixing)
     after = f" and {graph.label(graph.uses[place - 1])}" if place else " and the loss"
     where = f"between {graph.label(mixing)}{after}"
@@ -335,8 +335,8 @@ def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> Pa
             "documents meet there: the loss of one depends on the inputs of another one, as with a mask that "
             "does not keep them apart, or in a layer that runs over all positions of a row; or no axes of the "
             f"output, of shape {list(mixing.shapes[0])}, hold them",
-            "keep documents apart (a block-diagonal mask), or leave record(documents=...) out: a row is a "
-            "sample then",
+            "keep documents apart (a block-diagonal mask), or leave record(documents=...) out: then a row is "
+            "a sample",
         )
     picked = any(name_of_node(loss.call.edge.node) in PICKS for loss in graph.losses)
     one_row = "if a loss takes one sample, `out[i]`, keep its axis: `out[i:i+1]`; " if picked else ""

@@ -1,18 +1,18 @@
-"""Checks that what was computed from the model's output is a sum of one term for each sample.
+"""A check that the loss is a sum of one term for each sample, as a function of the model's output.
 
 # NOTE [Mixing in the loss]
 Rows of a gradient belong to samples only if the gradient in one sample's output does not depend on the outputs
 of others: then the loss is a sum of terms. So packprop differentiates the gradient at the model's output again,
 along random numbers in the rows of some samples; the result must be zero in the rows of the others. It goes
-through the graph of the loss alone. Losses that have a rule are known to be sums. packprop checks what is
-computed from their values in the same way, with these values in the place of the model's output: entries of a
-loss that was not reduced belong to samples, while one number for the whole batch belongs to none, so that only
-what is linear in it gives a sum of terms. The same goes for places where paths meet the model beside all
-losses; see NOTE [Open paths]. packprop keeps the finding, as for the model, if NaN instead of the numbers finds
-no dependence either; see NOTE [Hidden mixing].
+through the graph of the loss alone. Losses that have a rule are known to be sums. packprop checks arithmetic on
+their values in the same way, with these values in the place of the model's output: entries of a loss that was
+not reduced belong to samples, while one number for the whole batch belongs to none, so only a linear function
+of it gives a sum of terms. The same goes for places where paths meet the model beside all losses; see
+NOTE [Open paths]. packprop keeps the finding, as for the model, if NaN instead of the numbers finds no
+dependence either; see NOTE [Hidden mixing].
 
-Second derivatives are blind to kinks, and some functions have none. So packprop refuses a function that may be
-linear by parts (an absolute value, a maximum, a distance, a function of the user's whose gradient leads
+Second derivatives do not show kinks, and some functions have none. So packprop refuses a function that may be
+linear in pieces (an absolute value, a maximum, a distance, a function of the user's whose gradient leads
 nowhere) if an entry that it makes depends on more than one sample, whatever the values are; and a sum of
 absolute values if an entry that it takes does. It treats functions that PyTorch cannot differentiate twice, or
 whose second derivative is not finite, in the same way. It does not see a choice that leaves no trace on the
@@ -42,19 +42,22 @@ from packprop.engine.tensors.repeated import Products
 from packprop.errors import PackpropError
 
 FEW_DIGITS = 1e-6
-"""Precisions that are coarser than this have too few digits to tell small shares from rounding."""
+"""A precision that is coarser than this has too few digits to tell the share of a sample from rounding."""
 
 
 def require_separate_losses(graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout]) -> bool:
-    """Refuse losses that mix samples, and what bends their values; see NOTE [Mixing in the loss].
+    """Refuse losses that mix samples, and arithmetic on losses that does; see NOTE [Mixing in the loss].
 
     Args:
-        graph: With its samples located.
-        outputs: The model's outputs, those that losses took first.
-        chosen: Where each of them holds the samples.
+        graph: The graph of the pass, whose samples have been located.
+        outputs: The model's outputs; those that losses took come first.
+        chosen: The layout of each output.
 
     Returns:
-        Whether this holds for all values.
+        Whether samples are separate for all values.
+
+    Raises:
+        PackpropError: If samples are mixed, or if packprop cannot tell.
     """
     roots = [get_gradient_edge(root) for root in graph.roots if root.requires_grad]
     seeds = [seed for root, seed in zip(graph.roots, graph.root_gradients(), strict=True) if root.requires_grad]
@@ -68,7 +71,7 @@ def require_separate_losses(graph: Graph, outputs: Sequence[ModelOutput], chosen
             one = torch.ones((), dtype=output.dtype, device=output.device)
             taken = [given[place], *(each for each in given if each[0].beside == place)]
             lasting &= _Part(graph, name, [loss.value], [one], Feed(*zip(*taken, strict=True))).is_separate()
-    ends = []  # where the user's own arithmetic begins: values of losses, and what it takes beside these
+    ends = []  # where the user's own arithmetic begins: values of losses, and other tensors that it takes
     for loss, (output, layout) in zip(graph.losses, given, strict=False):
         value = ModelOutput.at(loss.value)
         ends.append((value, _layout_of_value(value.shape, output, layout)))
@@ -79,9 +82,9 @@ def require_separate_losses(graph: Graph, outputs: Sequence[ModelOutput], chosen
 
 
 def _layout_of_value(shape: torch.Size, output: ModelOutput, layout: Layout) -> Layout:
-    """The place of the samples in the value of a loss: if it was not reduced, that in its input.
+    """Return the layout of the value of a loss: if it was not reduced, that of its input.
 
-    ``WHOLE`` if it is one number, or if its numbers belong to no sample.
+    Return ``WHOLE`` if the value is one number, or if its numbers belong to no sample.
     """
     kept, rest = without_classes(layout, output.shape, output.loss.class_axis)
     if shape == output.shape:
@@ -94,13 +97,13 @@ def _layout_of_value(shape: torch.Size, output: ModelOutput, layout: Layout) -> 
 
 @dataclass(frozen=True)
 class _Part:
-    """The part of the graph between some values, its ends, and what is differentiated.
+    """The part of the graph between its roots, which packprop differentiates, and some values, its ends.
 
     Args:
-        graph: What the pass goes through.
-        name: What messages call the part; empty for what was made of values by the user's own arithmetic.
-        roots: What is differentiated.
-        seeds: What is fed in there.
+        graph: The graph of the pass.
+        name: The name of the part in messages; empty for the user's own arithmetic.
+        roots: The edges that packprop differentiates.
+        seeds: The vectors that it feeds in at the roots.
         feed: The ends.
     """
 
@@ -111,7 +114,7 @@ class _Part:
     feed: Feed
 
     def is_separate(self) -> bool:
-        """Tell whether it is a sum over samples for all values; raise if it is none for the present ones."""
+        """Tell whether the part is always a sum over samples; refuse it if it is none for present values."""
         nodes = self._nodes()
         for node, places in nodes:
             if has_kinks(node, places):
@@ -143,7 +146,7 @@ class _Part:
             raise self._mixed([node]) from error
 
     def _has_second_derivative(self, node: Node, taken: Sequence[GradientEdge]) -> bool:
-        """Tell whether the gradient that a function of the user's computes leads back to what it takes."""
+        """Tell whether the gradient that a user's function computes leads back to the function's inputs."""
         made = [ModelOutput.at(GradientEdge(node, output)) for output, _ in enumerate(made_by(node))]
         with torch.enable_grad():
             gradients = pull_columns(
@@ -157,9 +160,9 @@ class _Part:
         return any(edge.node in above for edge in taken)
 
     def _require_no_joint_entries(self, nodes: Sequence[Node], error: Exception | None = None) -> None:
-        """Refuse functions that are not linear, and make entries of more than one sample.
+        """Refuse nonlinear functions that make entries of more than one sample.
 
-        ``error`` says why they cannot be differentiated twice; without one, what they give is not finite.
+        ``error`` is the error of their second derivative; without one, this derivative is not finite.
         """
         for node in nodes:
             if self._outputs_join(node):
@@ -170,7 +173,7 @@ class _Part:
         return any(self._entries_join(GradientEdge(node, output)) for output, _ in enumerate(made_by(node)))
 
     def _nodes(self) -> list[tuple[Node, list[int]]]:
-        """The nodes that lead to an end, those nearest to the roots first, with the places where they do."""
+        """Return the nodes that lead to an end, nearest to the roots first, with the places that lead there."""
         ends = {(edge.node, edge.output_nr) for edge in self.feed.edges}
         leads: dict[Node, list[int]] = {}
 
@@ -190,17 +193,17 @@ class _Part:
         return [(node, places) for node, places in reversed(leads.items()) if places]
 
     def _gradients_of(self, edge: GradientEdge, along: Tensor) -> Products:
-        """The gradients of a tensor inside, along numbers of its shape, in the values."""
+        """Return the gradients at the ends of a tensor in the part, along numbers of its shape."""
         return pull_columns([edge], self.feed.edges, [along], batched=False)
 
     def _entries_join(self, edge: GradientEdge, together: bool = False) -> bool:
-        """Tell whether some entry of a tensor inside depends on more than one sample, for some values.
+        """Tell whether some entry of a tensor in the part depends on more than one sample, for some values.
 
-        ``together``: or two entries of it do not depend on the same sample.
+        With ``together``, tell whether all entries together depend on more than one sample.
 
-        Each entry's derivative along NaN in the rows of some samples is NaN if it depends on one of them: for
-        an entry of one sample in half of the sweeps of ``parts``, for one of several in more. Where PyTorch has
-        no such derivative, entries of single samples are known by an axis that holds the samples.
+        The derivative of an entry along NaN in the rows of some samples is NaN if it depends on one of them: in
+        half of the sweeps of ``parts`` for an entry of one sample, in more for an entry of several. If PyTorch
+        has no such derivative, only an axis that holds the samples shows that entries are of single samples.
         """
         made = ModelOutput.at(edge)
         if any(layout.axis is None for layout in self.feed.layouts):
@@ -233,14 +236,14 @@ class _Part:
                     )
                 if along is not None:
                     count += along.isnan()
-                if not fed.any() and bool(count.any()):  # NaN whatever is fed tells nothing
+                if not fed.any() and bool(count.any()):  # NaN that comes back for zeros tells nothing
                     return not self._has_samples_on_an_axis(made)
         except (RuntimeError, NotImplementedError):
             return not self._has_samples_on_an_axis(made)
         return bool((count > len(sweeps) // 2).any())
 
     def _has_samples_on_an_axis(self, made: ModelOutput) -> bool:
-        """Tell whether the rows along some axis of a tensor inside depend on one sample each."""
+        """Tell whether the rows along some axis of a tensor in the part depend on one sample each."""
         sweeps = parts(self.graph.samples, every=True)
 
         def is_apart(own: Layout, fed: Tensor) -> bool:
@@ -256,7 +259,7 @@ class _Part:
         return any(all(is_apart(own, fed) for fed in sweeps) for own in layouts)
 
     def _differentiate_twice(self, curved_nodes: list[Node], value: float) -> bool:
-        """Tell whether ``value`` at some samples makes no NaN at others; refuse other numbers made there."""
+        """Tell whether ``value`` at some samples gives no NaN at others; refuse other numbers given there."""
         is_number = value == 1.0
         try:
             with torch.enable_grad():
@@ -284,14 +287,14 @@ class _Part:
                 leak, bound = self._leak(product.detach(), layout, fed)
                 if bool(leak.isnan().any()):
                     separate = False
-                    if is_number:  # what numbers would have shown is not known
+                    if is_number:  # NaN hides the numbers that might have leaked
                         self._require_no_joint_entries(curved_nodes)
                 elif is_number and bool(leak.amax() > bound):
                     raise self._mixed(curved_nodes)
         return separate
 
     def _vectors(self, noise: Sequence[Tensor], factors: Tensor) -> list[Tensor]:
-        """Numbers for each end, those of each sample times a factor of its own."""
+        """Return numbers for each end, each multiplied by the factor of its sample."""
         own = self.feed.by_sample(noise, factors)
         return [
             (random * factors.abs().amax()).to(vector) if layout.axis is None else vector
@@ -299,10 +302,10 @@ class _Part:
         ]
 
     def _leak(self, product: Tensor, layout: Layout, fed: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return the numbers that must be zero, and how far from it rounding may take them.
+        """Return the numbers that must be zero, and the largest size that rounding may give them.
 
-        A number that the whole batch enters has its own rule: any curvature in it mixes. With few digits, a
-        share of one in as many samples as a batch has would be taken for rounding, so nothing is.
+        If the whole batch enters a number, any curvature in it mixes samples. With few digits, one sample's
+        share in that of a batch would pass for rounding, so packprop allows no rounding.
         """
         if layout.axis is None:
             return product.abs(), 0.0
@@ -317,9 +320,9 @@ class _Part:
         if is_from_outside(nodes[0]):
             return PackpropError(
                 self.graph.asked,
-                self.name or f"{nodes[0].name()}, in what was made of the loss or of the model's output",
-                "it mixes the samples, or nothing tells that it does not: it makes one number of several, and "
-                "is a function of your own, of which PyTorch has no second derivative here",
+                self.name or f"{nodes[0].name()}, in arithmetic on the loss or on the model's output",
+                "it mixes the samples, or packprop cannot tell that it does not: it is a function of your own "
+                "that makes one number of several samples, and PyTorch has no second derivative of it here",
                 "let it return one value for each sample, and add these up. If it is a sum of one term for "
                 "each sample, register the loss module that calls it (packprop.register_loss), and extend it",
             )
@@ -335,7 +338,7 @@ class _Part:
             )
         return PackpropError(
             self.graph.asked,
-            f"{nodes[0].name()}, in what was made of the loss or of the model's output",
+            f"{nodes[0].name()}, in arithmetic on the loss or on the model's output",
             "it mixes the samples: this function is not linear in a number that several samples contribute "
             "to. The gradient of one sample would depend on the others, so no row belongs to one sample",
             "for loss ** 2, use 2 * loss.detach() * loss, which has the same gradient. For a maximum, index "

@@ -33,15 +33,15 @@ from packprop.errors import PackpropError
 
 
 def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
-    """Raise if there is nowhere to feed samples in, no axis for them, or no sample in the batch."""
+    """Refuse a pass with no place to feed samples in, no axis of samples, or no sample in the batch."""
     if not outputs:
         raise PackpropError(
             graph.asked,
             "the tensor that backward() was called on",
             "neither a recorded loss nor the output of an extended module lies between it and the parameters",
             "let a loss function of torch make it, as an extended module or as a function inside "
-            "`with packprop.record():`; or extend a module of your own, without parameters, that takes what "
-            "the model gives and the targets (two arguments, if only zeros for targets)",
+            "`with packprop.record():`; or extend a module of your own, without parameters, that takes the "
+            "model's output and the targets (two arguments, even if the targets are only zeros)",
         )
     for output in outputs:
         axis = output.loss.sample_axis or 0
@@ -57,7 +57,7 @@ def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
         raise PackpropError(
             graph.asked,
             "the model's output, one number",
-            "no loss function that packprop has a rule for made it, so that no axis of it holds the samples",
+            "no loss function that packprop has a rule for made it, and a number has no axis for the samples",
             "let the model return what the number is computed from, and compute the loss outside of it; or "
             "let it call a loss function of torch; or a module without parameters that takes what the number "
             "is computed from and the targets, after packprop.extend(module)",
@@ -65,10 +65,13 @@ def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
 
 
 def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list[list[Layout]]]:
-    """The number of samples, and choices of one layout for each output; see NOTE [Rows of a loss].
+    """Return the number of samples, and choices of one layout for each output; see NOTE [Rows of a loss].
 
-    There are several where no loss is known to take a tensor: the sweeps tell which is right, and the first is
-    where a loss would take the samples.
+    There are several choices if no known loss takes some tensor: the sweeps tell which is right. The first is
+    the one that a loss would use.
+
+    Raises:
+        PackpropError: If the outputs have different numbers of samples, or no axis that can hold them.
     """
     if graph.documents is not None:
         layouts = layouts_of_documents(graph, outputs)
@@ -95,29 +98,30 @@ def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list
 
 
 def declared_axis(graph: Graph) -> int | None:
-    """The ``sample_axis`` that was declared for the models of a pass; raise if several were."""
+    """Return the declared ``sample_axis`` of a pass, or ``None``; refuse several different ones."""
     declared = [forward.declared for forward in graph.forwards] + [loss.call.declared for loss in graph.losses]
     said = sorted({each for each in declared if each is not None})
     if len(said) > 1:
         raise PackpropError(
             graph.asked,
             f"models with sample_axis={said[0]} and sample_axis={said[1]}",
-            "one loss takes what both made, and has one axis of samples",
+            "one loss takes the outputs of both, and has one axis of samples",
             "declare the same axis for all of them: that of what the loss takes",
         )
     return said[0] if said else None
 
 
 def declaration(graph: Graph) -> str:
-    """The declaration as messages say it behind what it is about; empty if there is none."""
+    """Return the words that messages append for the declared axis; empty if none was declared."""
     said = declared_axis(graph)
     return "" if said is None else f", along sample_axis={said}"
 
 
 def _rows_of(graph: Graph, output: ModelOutput, declared: int | None) -> Rows | None:
-    """The place of the rows of a model's output; ``None`` where the loss knows its axis of samples.
+    """Return the place of the rows of a model's output; ``None`` if the loss knows its axis of samples.
 
-    Raise if it is a sum of tensors whose rows belong to different samples.
+    Raises:
+        PackpropError: If the output is a sum of tensors whose rows belong to different samples.
     """
     if output.loss.sample_axis is not None:
         return None
@@ -135,23 +139,23 @@ def _rows_of(graph: Graph, output: ModelOutput, declared: int | None) -> Rows | 
                     "it is made of several tensors whose rows were flattened differently, "
                     f"{' and '.join(dict.fromkeys(str(list(rows.lead)) for rows in found))}: nothing shows to "
                     "which sample a row belongs",
-                    "flatten both from the same axes, or behind the sum, (a + b).flatten(0, 1); or declare the "
+                    "flatten both from the same axes, or after the sum, (a + b).flatten(0, 1); or declare the "
                     "sample of each row: `with packprop.record(documents=...):` around the loss",
                 )
     return found[0]
 
 
 def _axis_among(rows: Rows, shape: torch.Size, declared: int | None) -> int:
-    """The axis of samples among those that merged rows of a tensor run along."""
+    """Return the axis of samples among the axes that merged rows of a tensor run along."""
     axis = declared or 0
     return axis + len(rows.lead) + len(shape) - 1 if axis < 0 else axis
 
 
 def _taken_in_turn(found: Sequence[Rows | None], declared: int | None) -> list[Rows | None]:
-    """The rows of several losses, where parts that they take of one tensor are as if merged.
+    """Return the rows of several losses; parts that they take of one tensor count as merged.
 
-    Leading axes of which all losses take one and the same entry, as in a loop over rows of ``out[-1]``, are no
-    axes of rows, unless a declared ``sample_axis`` is counted from there.
+    A leading axis of which all losses take the same entry, as in a loop over rows of ``out[-1]``, is no axis of
+    rows, unless a ``sample_axis`` was declared, which counts from there.
     """
     taken: dict[tuple[Node, int], set[tuple[int, ...]]] = defaultdict(set)
     for rows in found:
@@ -173,7 +177,7 @@ def _taken_in_turn(found: Sequence[Rows | None], declared: int | None) -> list[R
 
 
 def _layout(graph: Graph, output: ModelOutput, rows: Rows | None, declared: int | None) -> Layout:
-    """The place of the samples in an output of the model."""
+    """Return the layout of an output of the model, given the place of its rows."""
     shape, known = output.shape, output.loss.sample_axis
     if rows is None:  # the loss knows its axis
         return _along(known or 0, shape[known or 0])
@@ -226,9 +230,9 @@ def _along(axis: int, samples: int) -> Layout:
 def _anywhere(
     graph: Graph, outputs: Sequence[ModelOutput], output: ModelOutput, samples: int, declared: int | None
 ) -> list[Layout]:
-    """The places where a tensor that no loss takes may hold the samples: first of all where a loss would.
+    """Return layouts that a tensor that no loss takes may have; the one that a loss would use comes first.
 
-    Elsewhere only if uses are behind it that a loss also has: there the sweeps tell which place is right.
+    There are others only if the tensor shares uses with a loss: there the sweeps tell which layout is right.
     """
     uses = {node for use in graph.uses for node in use.anchors}
     uses &= {*nodes_above(each.edge.node for each in outputs if each.decides)}
@@ -258,10 +262,10 @@ def _anywhere(
 def _beside(
     graph: Graph, output: ModelOutput, given: ModelOutput, layout: Layout | None, declared: int | None
 ) -> Layout:
-    """The place of the samples in another argument of a loss: where the loss takes them in the first one.
+    """Return the layout of another argument of a loss, which follows from the layout of the first argument.
 
     Functions of torch take the arguments entry by entry, and align the last axes; only a variance may lack the
-    last one. Other losses take them as they do the first one, or without its positions.
+    last one. Other losses take the samples as in the first argument, or without its positions.
     """
     assert layout is not None
     assert output.beside is not None
@@ -295,10 +299,10 @@ def _absent(graph: Graph, output: ModelOutput, declared: int | None) -> Packprop
     return PackpropError(
         graph.asked,
         f"what a loss takes, of shape {list(output.shape)}",
-        f"sample_axis={declared or 0} says which axis of it holds the samples, "
-        + ("which is that of the classes" if is_classes else "and it has no such axis"),
-        "leave sample_axis out where the loss takes the samples first, whatever the model's inputs have first; "
-        "or declare the axis of what the loss takes",
+        f"sample_axis={declared or 0} is declared to hold the samples, "
+        + ("and it is that of the classes" if is_classes else "and there is no such axis"),
+        "leave sample_axis out if the loss takes the samples along axis 0, whatever the model's inputs have "
+        "there; or declare the axis of what the loss takes",
     )
 
 

@@ -5,14 +5,14 @@ A mixture of experts takes rows of many samples out of their order, and gives so
 rows of packed sequences belong to samples by their lengths, and by the order that they were sorted in. No axis
 holds the samples in order any more, and there may be any number of rows of a sample, or none. That does not mix
 samples. The sweeps of NOTE [Separation] also tell whose row each is: fed ``2^k`` and then ``2^-k``, a row of
-one sample comes back with a quotient of ``2^2k``, and a row in which two samples meet, with another. There are
-fewer powers than there may be samples: several digits then identify a sample, with two sweeps for each. If only
+one sample comes back with a quotient of ``2^2k``, and a row in which two samples meet with another quotient.
+If there are more samples than powers, several digits identify a sample, with two sweeps for each digit. If only
 zeros come back, as behind a weight of zeros, packprop feeds NaN in as in NOTE [Hidden mixing]: for each binary
-digit to the samples that have it, and to the others. Rows that no sample reaches may be anybody's.
+digit, to the samples that have it, and then to the others. Rows that no sample reaches may belong to any.
 
-Layouts of rows are for functions behind one that reorders rows, where no other layout fits. All other functions
-must have the samples in order: else a batch that was reversed would pass for one in some order. packprop finds
-these layouts anew in each pass: the next batch has other lengths, and goes to other experts.
+packprop tries layouts of rows at a use if no other layout fits, as behind a batch that was rolled, or if the
+use lies behind a function that reorders rows and holds the samples folded with positions. It finds these
+layouts anew in each pass: the next batch has other lengths, and goes to other experts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from packprop.engine.samples.feeding import Candidate, Feed, Fitting
 from packprop.engine.tensors.layout import layout_of_rows
 
 UNKNOWN, MIXED = -1, -2
-"""In place of a sample's number: nothing came back in a row, or it is no single sample's."""
+"""Marks in place of a sample's number: nothing came back in a row, or it belongs to no single sample."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class RowSearch:
     """The search for the sample of each row; see NOTE [Rows of samples].
 
     Args:
-        feed: Where samples are fed in.
-        noise: Random numbers for that.
+        feed: The places where samples are fed in.
+        noise: Random numbers to feed in.
         samples: Number of samples.
-        exponents: Powers of two that tell them apart.
+        exponents: Exponents of two that tell the samples apart.
         tolerance: Relative size of rounding.
-        documents: The sample of each position, where samples are documents that masks keep apart: NaN goes
-            through masks, so that rows in which zeros came back go by this, if all others do.
+        documents: The sample of each position, if samples are documents. NaN goes through the masks that keep
+            them apart, so rows in which zeros came back get these samples if all other rows agree with them.
     """
 
     feed: Feed
@@ -53,9 +53,9 @@ class RowSearch:
     documents: Tensor | None
 
     def layouts(self, fitting: Fitting) -> list[Candidate]:
-        """The layout of rows at each place; none where samples meet in a row.
+        """Return the layout of rows at each place; leave out places where samples meet in a row.
 
-        ``fitting``: Layouts that take each row for a sample: they say where to look for rows.
+        ``fitting`` holds layouts that take each row for a sample, and so tell where the rows are.
         """
         places = [
             (use, index, layout)
@@ -77,7 +77,7 @@ class RowSearch:
         found = []
         for use, index, by_row in places:
             rows = numbers.get((use, index, by_row))
-            if rows is None:  # nothing came back, or there is nothing
+            if rows is None:  # no cotangent came back, or there are no rows
                 rows = torch.zeros(by_row.samples, dtype=torch.int64, device="cpu")
             if not bool((rows == MIXED).any()):
                 assert by_row.axis is not None
@@ -86,7 +86,7 @@ class RowSearch:
         return found
 
     def _by_powers(self, fitting: Fitting) -> dict[Candidate, Tensor]:
-        """The sample of each row ``[k]`` by the powers of two that it comes back with, digit by digit."""
+        """Return the sample of each row ``[k]``, digit by digit, from the powers of two that come back."""
         every, base = torch.arange(self.samples, device="cpu"), len(self.exponents)
         numbers: dict[Candidate, Tensor] = {}
         for digit in range(max(1, math.ceil(math.log(self.samples, base) - 1e-9))):
@@ -124,5 +124,5 @@ class RowSearch:
 
 
 def _joined(number: Tensor, digit: Tensor) -> Tensor:
-    """The number with one more digit; the mark of either if one has a mark, ``MIXED`` first."""
+    """Return the number with one more digit; if either is a mark, the mark, ``MIXED`` before ``UNKNOWN``."""
     return torch.where((number >= 0) & (digit >= 0), number + digit, torch.minimum(number, digit))

@@ -40,20 +40,20 @@ from packprop.engine.tensors.traced import decided, note_undecided
 
 
 def levels(samples: int, largest: float) -> Tensor:
-    """Exponents of two, as different as the range of the precision allows, and no more than samples."""
+    """Return exponents of two, as different as the precision allows, and no more of them than samples."""
     reach = 24 if largest > 1e30 else 4
     return torch.linspace(-reach, reach, min(samples, 2 * reach + 1), dtype=torch.float64, device="cpu").round()
 
 
 def differ(up: Tensor, down: Tensor, powers: Tensor, tolerance: float, smallest: float) -> bool:
-    """Tell whether some row has another size ``[n]`` in one of two sweeps than in the other.
+    """Tell whether the size of some row differs between two sweeps.
 
     Args:
-        up: Sizes of rows that were fed ``2^powers``, divided by that.
-        down: Sizes of rows that were fed ``2^-powers``, divided by that.
+        up: Sizes ``[n]`` of rows that were fed ``2^powers``, divided by ``2^powers``.
+        down: Sizes ``[n]`` of rows that were fed ``2^-powers``, divided by ``2^-powers``.
         powers: One for each sample.
-        tolerance: Relative size of what may be rounding.
-        smallest: The smallest normal number; what may have been smaller in one of the sweeps says nothing.
+        tolerance: The largest relative difference that may be rounding.
+        smallest: The smallest normal number; sizes that may have been smaller in one sweep do not count.
     """
     larger = torch.maximum(up, down)
     known = larger * torch.exp2(-powers.abs()) >= 16 * smallest
@@ -64,8 +64,8 @@ def separate(graph: Graph, feed: Feed, samples: int) -> tuple[Fitting, list[Reac
     """Find layouts of all uses that keep the samples apart; see NOTE [Separation].
 
     Returns:
-        All layouts that do so at the outputs of each use; and the uses that none fits, those nearest to the
-        loss first.
+        All layouts that do so at the outputs of each use; and the uses that have none, nearest to the loss
+        first.
     """
     if samples == 1:
         return {use: [[WHOLE]] * len(use.shapes) for use in graph.uses}, []
@@ -73,11 +73,11 @@ def separate(graph: Graph, feed: Feed, samples: int) -> tuple[Fitting, list[Reac
         use: [admitted_layouts(use, index, samples) for index in range(len(use.shapes))] for use in graph.uses
     }
     behind = {made.dtype for node in nodes_above(edge.node for edge in feed.edges) for made in made_by(node)}
-    # of the types behind the outputs, float16 counts as well: its range is the smallest
+    # float16 also counts if it occurs behind the outputs: its range is the smallest
     dtypes = {output.dtype for output in feed.outputs} | (behind & {torch.float16})
     largest = min(torch.finfo(dtype).max for dtype in dtypes)
     powers = random_powers(samples, largest)
-    noise = feed.noise()  # as large as what the losses were given: there is one of it at any time
+    noise = feed.noise()  # as large as the inputs of the losses: there is only one copy at any time
 
     def scaled_by(exponents: Tensor) -> Sizes:
         feed.scale(noise, torch.exp2(exponents))
@@ -102,11 +102,10 @@ def separate(graph: Graph, feed: Feed, samples: int) -> tuple[Fitting, list[Reac
 
 
 def _add_layouts_of_rows(fitting: Fitting, unfit: Sequence[ReachedUse], search: RowSearch) -> None:
-    """Add layouts of rows in any order behind those that fit, where rows were reordered.
+    """Add layouts of rows in any order, after the layouts that fit, for uses that are reordered or ``unfit``.
 
-    A function may take some rows of some samples, in order, as in a loop over samples: no axis holds them all,
-    and it is ``unfit``. Samples that are documents, of which each position of the losses has one, are in any
-    order everywhere.
+    A use is ``unfit`` if no axis holds all samples in order: it takes some rows, as in a loop over samples, or
+    another order of them. Documents may be in any order at every use.
     """
     places: Fitting = {}
     for use, outputs in fitting.items():
@@ -128,7 +127,7 @@ def _add_layouts_of_rows(fitting: Fitting, unfit: Sequence[ReachedUse], search: 
 
 
 def _by_row(shape: torch.Size, documents: Tensor | None) -> list[Layout]:
-    """Layouts with a sample for each row: along each axis, and along runs of axes as long as ``documents``."""
+    """Return layouts with a sample for each row: along each axis, or along axes as long as ``documents``."""
     layouts = [Layout(axis, extent) for axis, extent in enumerate(shape)]
     if documents is None:
         return layouts
@@ -144,7 +143,7 @@ def _by_row(shape: torch.Size, documents: Tensor | None) -> list[Layout]:
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor between the losses and the uses: its edge, its description, and the place of samples in it."""
+    """A tensor between the losses and the uses: its edge, its description, and its layout."""
 
     edge: GradientEdge
     shape: torch.Size
@@ -154,13 +153,13 @@ class Place:
 
 
 def places_at(graph: Graph, edges: Sequence[GradientEdge]) -> list[Place] | int:
-    """Describe tensors between the losses and the uses, with the places where they hold the samples.
+    """Describe tensors between the losses and the uses, with their layouts.
 
-    Some are known already: inputs of losses, outputs of uses, and outputs of entrywise functions of these.
-    The others are found by the same check as for uses.
+    packprop already knows the layouts of inputs of losses, of outputs of uses, and of outputs of entrywise
+    functions of these. It finds the others by the same check as for uses.
 
     Returns:
-        One for each edge; or the index of the first for which no layout fits.
+        A place for each edge; or the index of the first edge for which no layout fits.
     """
     made = [made_by(edge.node)[edge.output_nr] for edge in edges]
     shapes = [torch.Size(each.shape) for each in made]
@@ -180,7 +179,7 @@ def places_at(graph: Graph, edges: Sequence[GradientEdge]) -> list[Place] | int:
 
     layouts = [known_layout(edge, shape) for edge, shape in zip(edges, shapes, strict=True)]
     unknown = [place for place, layout in enumerate(layouts) if layout is None]
-    if is_dry_run():  # nothing can be tried without data: samples are where they usually are
+    if is_dry_run():  # packprop can try nothing without data: samples are where they usually are
         for place in unknown:
             usual = possible_layouts(shapes[place], graph.samples)
             if not usual:
@@ -205,19 +204,20 @@ def places_at(graph: Graph, edges: Sequence[GradientEdge]) -> list[Place] | int:
 
 
 def _found_layouts(unknown: Graph, graph: Graph) -> list[list[Layout]] | int:
-    """The places of a graph's samples in uses of another one, or the number of the first that mixes them."""
+    """Return the layouts of a graph's samples at uses of another one, or the index of the first unfit use."""
     fitting, unfit = separate(
         unknown, Feed(model_outputs(graph), graph.source_layouts, unknown.uses), graph.samples
     )
-    if any(len(layouts) > 1 for (layouts,) in fitting.values()):  # as where only zeros come back
+    if any(len(layouts) > 1 for (layouts,) in fitting.values()):  # for example if only zeros come back
         note_undecided()
     return first_of(fitting) if not unfit else unknown.uses.index(unfit[0])
 
 
 def admitted_layouts(use: ReachedUse, index: int, samples: int) -> list[Layout]:
-    """The ways in which an output of a use can hold the samples, as far as shape and entries say.
+    """Return the layouts that an output of a use can have, as far as its shape and its entries tell.
 
-    An output that the pass does not reach need not hold any, as a ``None`` among those of a user's function.
+    An output that the pass does not reach need not hold samples, such as an output of a user's function that
+    you do not use.
     """
     layouts = possible_layouts(use.shapes[index], samples)
     admitted = [layout for layout in layouts if _is_admitted(use, index, layout)]
@@ -225,7 +225,7 @@ def admitted_layouts(use: ReachedUse, index: int, samples: int) -> list[Layout]:
 
 
 def _is_admitted(use: ReachedUse, index: int, layout: Layout) -> bool:
-    """Tell whether the entries of a use allow the samples to be there in one of its outputs."""
+    """Tell whether the entries of a use admit a layout of one of its outputs."""
     if layout.axis is None:
         return True
     if not layout.joined and any(entry.features == layout.axis for entry in use.entries):
@@ -237,7 +237,7 @@ def _is_admitted(use: ReachedUse, index: int, layout: Layout) -> bool:
 
 
 def random_powers(samples: int, largest: float) -> Tensor:
-    """Exponents of two, as different as the range of the precision allows, in random order."""
+    """Return an exponent of two for each sample, as different as the precision allows, in random order."""
     spread = levels(samples, largest)
     spread = spread[torch.arange(samples, device="cpu") % len(spread)]
     return spread[torch.randperm(samples, generator=torch.Generator().manual_seed(samples), device="cpu")]

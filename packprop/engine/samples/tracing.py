@@ -24,7 +24,7 @@ from packprop.engine.tensors.dry import is_dry_run
 SAME = ENTRYWISE | names_of_nodes(
     "Add Sub Rsub Mul Div ToCopy LogSoftmax Softmax NativeDropout NativeLayerNorm MaskedFill Where"
 )
-"""Functions whose output has the rows of an input of the same shape."""
+"""Functions whose output has the rows of each input of the same shape."""
 
 
 ROWS_OF_MATRICES = {"Mm": 0, "Addmm": 1}
@@ -43,10 +43,10 @@ class Rows(NamedTuple):
     """The place that the rows of a loss's input come from.
 
     Args:
-        lead: Extents of the axes that the rows run along, in the tensor that they were followed to.
+        lead: Extents of the axes that the rows run along, in the tensor that packprop followed them to.
         places: The place of each row among these, flattened ``[k]``; ``None`` for all of them in order.
         merged: Whether a reshape merged the axes.
-        whole: The tensor that parts were taken of, by node and number; ``None`` if none were.
+        whole: The tensor that parts were taken from: node, and number of its output; ``None`` for no parts.
     """
 
     lead: tuple[int, ...]
@@ -55,29 +55,29 @@ class Rows(NamedTuple):
     whole: tuple[Node, int] | None = None
 
     def owners(self, axis: int) -> list[int]:
-        """The index of each row along one of the axes, as integers of Python, which even a dry run knows."""
+        """Return the index of each row along one of the axes, as Python integers, which a dry run knows."""
         places = range(math.prod(self.lead)) if self.places is None else self.places
         inner, extent = math.prod(self.lead[axis + 1 :]), self.lead[axis]
         return [place // inner % extent for place in places]
 
 
 ONE_ROW = Rows(())
-"""The row of a tensor that has no axis of rows, as ``f[n]`` has none."""
+"""The row of a tensor without an axis of rows, such as ``f[n]``."""
 
 
 def followed(
     edge: GradientEdge, shape: torch.Size, is_row: bool, parameters: Container[Node] = ()
 ) -> list[Rows]:
-    """The place that the rows along the leading axis of a tensor come from, as far as the graph shows it.
+    """Return the places that the rows along the leading axis of a tensor come from, as the graph shows them.
 
-    Behind a sum of several tensors, the first one that leads to a reshape that merged axes counts, or else the
-    first one. If several lead to such reshapes, there is a place for each of them.
+    If the tensor is a sum of several tensors, there is a place for each that leads to a reshape that merged
+    axes. If none does, there is only the place of the first tensor.
 
     Args:
-        edge: That of the tensor.
-        shape: Its shape.
-        is_row: Whether it is a row itself, without an axis of rows.
-        parameters: Nodes of which no sample is part.
+        edge: The edge of the tensor.
+        shape: The shape of the tensor.
+        is_row: Whether the tensor is a row itself, without an axis of rows.
+        parameters: Nodes made of parameters, which no sample enters.
     """
     found: list[Rows] = []
     stack = [(ONE_ROW if is_row else Rows((shape[0],)), edge, shape)]
@@ -100,7 +100,7 @@ def followed(
 def _further(
     rows: Rows, edge: GradientEdge, shape: torch.Size, given: torch.Size
 ) -> list[tuple[Rows, GradientEdge, torch.Size]]:
-    """The rows in each input of a node whose rows its output has, with the edge and shape of that input."""
+    """Return the rows in each input whose rows a node's output has, with the edge and shape of that input."""
     name = name_of_node(edge.node)
     each: list[tuple[Rows, GradientEdge, torch.Size]] = []
     for above in _inputs_with_rows(edge.node, name, shape):
@@ -115,7 +115,7 @@ def _further(
 
 
 def _inputs_with_rows(node: Node, name: str, shape: torch.Size) -> list[GradientEdge]:
-    """The inputs of a node whose rows its output has; none where these are not known."""
+    """Return the inputs of a node whose rows its output has; none if they are not known."""
     inputs = [None if above is None else GradientEdge(above, number) for above, number in node.next_functions]
     if name in SAME:
         return [each for each in inputs if each is not None and _shape_of(each) == shape]
@@ -129,14 +129,14 @@ def _inputs_with_rows(node: Node, name: str, shape: torch.Size) -> list[Gradient
 def _reshaped(
     rows: Rows, before: torch.Size, shape: torch.Size, keeps_axes: bool, given: torch.Size
 ) -> Rows | None:
-    """The rows in front of a reshape; ``None`` where the leading axes are not whole there.
+    """Return the rows in front of a reshape; ``None`` if they do not run along whole axes there.
 
     Args:
-        rows: Those behind it.
+        rows: The rows behind the reshape.
         before: The shape in front of it.
         shape: The shape behind it.
-        keeps_axes: Whether it merges nothing: an axis of one is added, or taken away.
-        given: The shape of the tensor that was followed: axes that it has itself were not merged in it.
+        keeps_axes: Whether the reshape merges nothing, but adds or removes an axis of one.
+        given: The shape of the tensor that packprop started from; its own axes were not merged in it.
     """
     if rows == Rows((1,)) and shape == (1, *before):
         return ONE_ROW
@@ -166,7 +166,7 @@ def _is_folded_norm(above: GradientEdge, shape: torch.Size) -> bool:
 
 
 def _cut(rows: Rows, before: torch.Size, shape: torch.Size) -> Rows | None:
-    """The rows in front of a reshape that cut those of a matrix, ``[n, t c]`` to ``[n t, c]``."""
+    """Return the rows in front of a reshape that cut those of a matrix, from ``[n, t c]`` to ``[n t, c]``."""
     if rows.merged or len(before) != 2 or not before[0] or shape[0] % before[0] or shape[0] <= before[0]:
         return None
     return rows._replace(lead=(before[0], shape[0] // before[0]), merged=True)
@@ -175,7 +175,7 @@ def _cut(rows: Rows, before: torch.Size, shape: torch.Size) -> Rows | None:
 def _part(
     rows: Rows, edge: GradientEdge, above: GradientEdge, before: torch.Size, shape: torch.Size
 ) -> Rows | None:
-    """The rows in the tensor that some entries along an axis were taken of, or one entry."""
+    """Return the rows in the tensor that a node took one or some entries from, along an axis."""
     name, whole = name_of_node(edge.node), (above.node, above.output_nr)
     if name == "Index":
         return _chosen(rows, saved_option(edge.node, "indices"), above, before)
@@ -189,7 +189,7 @@ def _part(
         return None
     taken = _entries(edge, before[axis])
     behind = rows.lead[axis:]
-    if name in PICKS:  # of what rows were taken of already: they run along the axis that it takes away, too
+    if name in PICKS:  # rows taken from its output then also run along the axis that it removes
         if rows != ONE_ROW and (rows.merged or not is_taken):
             return None
     elif len(taken) != rows.lead[axis]:
@@ -206,7 +206,7 @@ def _part(
 def _chosen(
     rows: Rows, indices: Sequence[Tensor | None], above: GradientEdge, before: torch.Size
 ) -> Rows | None:
-    """The rows in the tensor that an index or a mask of its leading axes took them of."""
+    """Return the rows in the tensor that an index or a mask of its leading axes took them from."""
     if rows == ONE_ROW:  # entries of the row
         return rows
     if indices[0] is None or any(each is not None for each in indices[1:]) or rows.merged or is_dry_run():
@@ -224,7 +224,7 @@ def _chosen(
 
 
 def _entries(edge: GradientEdge, extent: int) -> Sequence[int]:
-    """The entries along an axis of some extent that a node took."""
+    """Return the entries that a node took along an axis of this extent."""
     node, number = edge.node, edge.output_nr
     name = name_of_node(node)
     if name in PICKS:
@@ -240,7 +240,7 @@ def _entries(edge: GradientEdge, extent: int) -> Sequence[int]:
 
 
 def _axes_of(rows: Rows, shape: torch.Size) -> int:
-    """The number of leading axes of a tensor that the rows run along."""
+    """Return the number of leading axes of a tensor that the rows run along."""
     own = len(rows.lead)
     if tuple(shape[:own]) == rows.lead:
         return own
@@ -249,7 +249,7 @@ def _axes_of(rows: Rows, shape: torch.Size) -> int:
 
 
 def _leading(shape: torch.Size, entries: int) -> int | None:
-    """The fewest leading axes with so many entries in all."""
+    """Return the smallest number of leading axes with this many entries; ``None`` if there is none."""
     sizes = (axes for axes in range(1, len(shape) + 1) if math.prod(shape[:axes]) == entries)
     return next(sizes, None)
 

@@ -1,6 +1,6 @@
 """Descriptions of loss functions: interacting entries, weights, divisor, and the root of the Hessian.
 
-They refer to the canonical form of a loss's input, ``[n, t, c]``: samples, positions whose terms are
+Descriptions refer to the canonical form of a loss's input, ``[n, t, c]``: samples, positions whose terms are
 independent given the input, and the entries of one position (classes, or 1). A loss over N samples with T
 positions of C entries has ``T * C`` columns: one for each position and entry, for all samples at once.
 """
@@ -29,10 +29,10 @@ class Root:
 
     Args:
         columns: Number of columns of one position.
-        position: ``(t, start, stop) -> [k, n, c]``, some columns at position ``t``.
+        position: ``(t, start, stop) -> [k, n, c]``, the columns from ``start`` to ``stop`` at position ``t``.
         draw: ``(draws, generator) -> [m, n, t, c]``, gradients of the loss for drawn targets. The expectation
             of their outer products is the Hessian. They are not divided by ``sqrt(draws)``.
-        entrywise: A root with one column for each entry, if this one has fewer.
+        entrywise: A root with one column for each entry, if this root has fewer.
     """
 
     columns: int
@@ -52,13 +52,13 @@ class Loss:
         divisor: The divisor of the sum of terms: 1 for ``sum`` and ``none``, ``None`` if unknown.
         root: Maps the canonical input ``[n, t, c]`` and the scale of each term ``[n, t]`` to the root; ``None``
             to compute the root from second derivatives of the loss.
-        refusal: The reason why the loss has no useful curvature, and what to use instead. With a link, it
-            applies if the link has not made the input.
+        refusal: The reason why the loss has no useful curvature, and what to use instead. With a link, the
+            refusal applies only if the link has not made the input.
         sample_axis: The axis of the input that holds the samples and nothing else; ``None`` for the leading
             axis, which may also hold positions.
         one_sample: Whether the input has no axis of samples.
-        link: The function that must have made the input: the root is that in the input of this function. If it
-            takes rows, ``class_axis`` may be ``None``, and packprop finds the axis on the graph.
+        link: The function that must have made the input: the root refers to the input of this function. If the
+            function takes rows, ``class_axis`` may be ``None``, and packprop finds the axis on the graph.
     """
 
     class_axis: int | None
@@ -72,7 +72,7 @@ class Loss:
 
 
 Rule = Callable[..., Loss]
-"""Maps the arguments of a loss function to the description of this call."""
+"""Maps the arguments of a call of a loss function to the description of the call."""
 
 LOSSES: dict[Callable[..., Any], Rule] = {}
 """Rules by loss function."""
@@ -81,7 +81,7 @@ INPUT_NAMES: dict[Callable[..., Any], str] = {}
 """Names of the first arguments of loss functions, if they are not ``input``."""
 
 PROVEN: dict[Callable[..., Any], Verdicts] = {}
-"""Loss functions with a rule of a user -> calls, by shapes and options, for which its root was right."""
+"""Loss functions with a user's rule -> calls, by shapes and options, for which its root was right."""
 
 
 def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> Callable[[Rule], Rule]:
@@ -97,13 +97,13 @@ def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> 
     does.
 
     Args:
-        functions: The loss functions, or classes of loss modules without parameters, whose ``forward`` has the
-            signature. packprop sees calls of an extended module; those of a function it sees inside
-            ``record()``, if PyTorch hands them on. ``torch.overrides.wrap_torch_function`` does that for yours.
-        input_name: Name of their first argument, which takes the model's output.
+        functions: Loss functions, or classes of loss modules without parameters, whose ``forward`` has the
+            signature. packprop sees calls of an extended module. It sees calls of a function inside
+            ``record()`` if PyTorch dispatches them to modes, as ``torch.overrides.wrap_torch_function`` does.
+        input_name: Name of the first argument of the functions, which takes the model's output.
 
     Raises:
-        BadInput: If one of them is neither, or a function whose calls PyTorch does not hand on.
+        BadInput: If there is no argument, or one is neither, or a function that is not dispatched to modes.
     """
     for each in functions or (None,):
         _require_seen(each)
@@ -116,7 +116,7 @@ def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> 
 
 
 def add_rule(rule: Rule, *functions: Callable[..., Any], input_name: str = "input") -> Rule:
-    """Enter a rule into the table; those of the library need no proof."""
+    """Enter a rule into the table; packprop's own rules need no proof."""
     LOSSES.update(dict.fromkeys(functions, rule))
     if input_name != "input":
         INPUT_NAMES.update(dict.fromkeys(functions, input_name))
@@ -124,7 +124,7 @@ def add_rule(rule: Rule, *functions: Callable[..., Any], input_name: str = "inpu
 
 
 def _require_seen(function: Any) -> None:
-    """Raise if no call of a loss would ever be seen."""
+    """Refuse a loss whose calls packprop could never see."""
     if isinstance(function, type) and issubclass(function, torch.nn.Module):
         return
     if isinstance(function, torch.nn.Module) or not callable(function) or isinstance(function, type):
@@ -140,8 +140,8 @@ def _require_seen(function: Any) -> None:
         raise BadInput(
             "register_loss(...) was called.",
             f"function {function.__name__}",
-            "PyTorch does not hand its calls on, so that packprop sees those of the functions inside alone",
-            "put it into the forward of a module without parameters, register the class of that, and extend "
+            "PyTorch does not dispatch its calls to modes, so packprop sees only the functions that it calls",
+            "put it into the forward of a module without parameters, register the module's class, and extend "
             "the module that you call: @packprop.register_loss(MyLoss), loss = packprop.extend(MyLoss()); or "
             "decorate the function with @torch.overrides.wrap_torch_function(lambda input, target: (input, "
             "target)), and call it inside `with packprop.record():`",
@@ -161,7 +161,7 @@ def canonical(tensor: Tensor, layout: Layout, class_axis: int | None, skip: int 
 
 
 def from_canonical(tensor: Tensor, shape: torch.Size, layout: Layout, class_axis: int | None) -> Tensor:
-    """Invert ``canonical`` for columns ``[v, n, t, c] -> [v, *f]``; those at one position may lack its axis."""
+    """Invert ``canonical`` for columns ``[v, n, t, c] -> [v, *f]``; columns at one position may lack axis t."""
     columns = tensor.shape[0]
     if _is_in_order(layout, len(shape), class_axis):
         return tensor if tensor.shape[1:] == shape else tensor.reshape(columns, *shape)
@@ -173,7 +173,7 @@ def from_canonical(tensor: Tensor, shape: torch.Size, layout: Layout, class_axis
 
 
 def _is_in_order(layout: Layout, dims: int, class_axis: int | None) -> bool:
-    """Tell whether samples come first in a loss's input, and classes last: only positions are to be joined."""
+    """Tell whether samples come first in a loss's input, and classes last: a reshape joins the positions."""
     return (
         layout.axis == 0
         and layout.parts == 1
@@ -183,7 +183,7 @@ def _is_in_order(layout: Layout, dims: int, class_axis: int | None) -> bool:
 
 
 def without_classes(layout: Layout, shape: torch.Size, class_axis: int | None) -> tuple[Layout, torch.Size]:
-    """Return layout and shape without the axis of classes; a single row of classes becomes one of one entry."""
+    """Return layout and shape without the axis of classes; if it holds the samples, one entry is left."""
     if class_axis is None:
         return layout, shape
     if layout.axis == class_axis and layout.rows is not None:
@@ -194,7 +194,7 @@ def without_classes(layout: Layout, shape: torch.Size, class_axis: int | None) -
 
 
 def weight_of_terms(loss: Loss, factor: Tensor | None, shape: Sequence[int]) -> Tensor | float:
-    """Return the factors on the terms of a loss whose output is multiplied by ``factor``, without classes."""
+    """Return factors on the terms of a loss, without an axis of classes; ``factor`` multiplies its output."""
     weight = loss.weight if factor is None else loss.weight * factor
     if loss.class_axis is None or not isinstance(weight, Tensor) or weight.dim() < len(shape):
         return weight
@@ -202,13 +202,13 @@ def weight_of_terms(loss: Loss, factor: Tensor | None, shape: Sequence[int]) -> 
 
 
 SYMMETRIC = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
-"""Loss functions whose first two arguments may change places."""
+"""Loss functions whose first two arguments you may swap."""
 
 
 def output_first(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a loss with the model's output first, where the target may as well be first."""
+    """Return the arguments of a loss with the model's output first; those of ``SYMMETRIC`` may be swapped."""
     if function not in SYMMETRIC:
         return args, kwargs
     named = {**dict(zip(("input", "target"), args, strict=False)), **kwargs}
@@ -225,12 +225,16 @@ def input_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def registered(function: Callable[..., Any]) -> Any:
-    """Return what the rule of a loss function is registered for, if it has one: itself, or its class."""
+    """Return the key of a loss's rule in ``LOSSES``: the function, or the class of a loss module."""
     return function if function in LOSSES else getattr(function, "module_class", function)
 
 
 def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loss:
-    """Describe one call of a loss; a function without a rule counts as differentiable, and no more."""
+    """Describe one call of a loss; a function without a rule gets a description that knows nothing.
+
+    Raises:
+        BadInput: If a rule returns something else.
+    """
     rule = LOSSES.get(registered(function))
     if rule is None:
         return Loss(None, 1.0, None, None)
@@ -239,15 +243,15 @@ def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         raise BadInput(
             "A quantity beyond the gradient was asked for.",
             f"the rule {getattr(rule, '__name__', rule)} that is registered for {function.__name__}",
-            f"it returned {type(loss).__name__}, where the description of a loss was expected",
-            "return packprop.functions.Loss(class_axis, weight, divisor, root), with what the sum of terms is "
-            "divided by as divisor, and root=None if nothing faster is known than second derivatives",
+            f"it returned {type(loss).__name__}; packprop expects a packprop.functions.Loss",
+            "return packprop.functions.Loss(class_axis, weight, divisor, root), where divisor divides the sum "
+            "of terms; with root=None, packprop computes the root from second derivatives",
         )
     return loss
 
 
 def told_axes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the axes that a user's rule says, which options may decide; rules of the library go by shapes."""
+    """Return the axes that a user's rule declares, which may depend on options; empty for packprop's rules."""
     if registered(function) not in PROVEN:
         return ()
     loss = describe(function, args, kwargs)
@@ -261,9 +265,9 @@ def divisors(
     layout: Layout,
     groups: Sequence[Sequence[int]],
 ) -> list[Tensor | float] | None:
-    """Return the divisor of one call of a loss, and those of calls for each group of samples, by index.
+    """Return the divisor of one call of a loss, and then its divisor for each group of samples, by index.
 
-    Return ``None`` if they are not known. The shape of the loss's input is enough.
+    Return ``None`` if they are not known. packprop uses only the shape of the loss's input, not its values.
     """
     whole = describe(function, args, kwargs)
     if whole.divisor is None:

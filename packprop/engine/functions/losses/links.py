@@ -2,8 +2,8 @@
 
 # NOTE [Links]
 Some losses take probabilities, rates, or logarithms of them. They are linear in these, like ``nll_loss`` and
-``kl_div``, or their curvature in these is unrelated to their curvature in the model's output. In the input of
-the ``log_softmax``, ``sigmoid`` or ``exp`` before them, they are ``cross_entropy``,
+``kl_div``, or their curvature in these is unrelated to their curvature in the model's output. As functions of
+the input of the ``log_softmax``, ``sigmoid`` or ``exp`` before them, they are ``cross_entropy``,
 ``binary_cross_entropy_with_logits`` and ``poisson_nll_loss`` of logarithms. packprop takes the curvature in
 this input, so it does not depend on where you say that the model ends and the loss begins.
 """
@@ -23,7 +23,7 @@ from packprop.engine.tensors.precision import at_least
 CARRYING = (REARRANGING - names_of_nodes("Cat Stack Tril Triu Neg")) | names_of_nodes(
     "Index IndexSelect MaskedSelect HandedOn"
 )
-"""Nodes with one input, whose entries are those of the result; they may come after a link."""
+"""Nodes that only rearrange or select entries of one input; they may come after a link."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Link:
     """A function that must have made the input of a loss; packprop takes the curvature in its input.
 
     Args:
-        chains: Names of the nodes that it may leave, from its output to its input.
-        function: The function, of its input and the axis whose entries it combines.
-        undone: Maps its output to its input, up to differences that do not change the loss.
-        of_rows: Whether it combines the entries along one axis.
+        chains: Names of the nodes that the function may leave, from its output to its input.
+        function: The function; it takes its input, and the axis along which it combines entries.
+        undone: Maps the output to the input, up to differences that do not change the loss.
+        of_rows: Whether the function combines the entries along one axis.
     """
 
     chains: tuple[tuple[str, ...], ...]

@@ -39,7 +39,7 @@ LOSS_NODES: dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]
         ("blank", "zero_infinity"),
     ),
 }
-"""Loss functions by the names of their nodes, with saved arguments, and options but for the reduction."""
+"""Names of nodes -> the loss function, its saved arguments, and its options other than the reduction."""
 
 MODULES: dict[type[nn.Module], Callable[..., Any]] = {
     nn.CrossEntropyLoss: F.cross_entropy,
@@ -51,11 +51,11 @@ MODULES: dict[type[nn.Module], Callable[..., Any]] = {
     nn.BCELoss: F.binary_cross_entropy,
     nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits,
 }
-"""Loss modules that leave one of ``LOSS_NODES`` -> the function that they call."""
+"""Loss modules that leave one of ``LOSS_NODES`` -> the functions that they call."""
 
 
 def leaves_its_node(module: nn.Module, args: tuple[Any, ...]) -> bool:
-    """Tell whether the call of a loss module will leave a node that says all of it: no mode need see it."""
+    """Tell whether the node that a loss module will leave tells its whole call, so that no mode need see it."""
     function = MODULES.get(type(module))
     if function is None or len(args) != 2 or not all(isinstance(each, Tensor) for each in args):
         return False
@@ -65,15 +65,15 @@ def leaves_its_node(module: nn.Module, args: tuple[Any, ...]) -> bool:
 
 
 def tells_its_loss(node: Node, function: Callable[..., Any], given: Tensor, target: Any) -> bool:
-    """Tell whether the node that a loss made says all of its call, so that it needs no mark."""
+    """Tell whether the node that a loss made tells its whole call, so that it needs no mark."""
     return name_of_node(node) in LOSS_NODES and _is_told(function, given, target)
 
 
 def _is_told(function: Callable[..., Any], given: Tensor, target: Any) -> bool:
-    """Tell whether the node of a loss says all of a call.
+    """Tell whether the node of a loss tells its whole call.
 
-    It does not say that a user has given the function a rule, nor which argument was repeated; and what it has
-    saved in low precision is rounded once more than the logits.
+    A node does not tell whether the function has a user's rule, nor which argument was broadcast. In low
+    precision, the log-probabilities that it saved are rounded once more than the logits.
     """
     has_rule = function in PROVEN or (function is F.cross_entropy and F.nll_loss in PROVEN)
     are_repeated = function in SYMMETRIC and given.shape != target.shape
@@ -81,9 +81,9 @@ def _is_told(function: Callable[..., Any], given: Tensor, target: Any) -> bool:
 
 
 def loss_of_node(node: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], GradientEdge] | None:
-    """Return function, arguments, options and edge of the input of the loss that made a node of ``LOSS_NODES``.
+    """Return function, arguments, options and input's edge of the loss that made a node of ``LOSS_NODES``.
 
-    Return ``None`` if the input needs no gradient, nor a target that may be in its place.
+    Return ``None`` if the input needs no gradient, nor the target of a loss whose arguments may be swapped.
 
     Raises:
         RuntimeError: If the graph was freed.

@@ -145,8 +145,11 @@ def poisson_root(logarithms: Tensor, scale: Tensor) -> Root:
 def matrix_root(hessian: Tensor, computed_in: torch.dtype) -> Root:
     """Return the root of any positive semi-definite Hessian ``[n, c, c]``.
 
-    ``computed_in`` is the precision that its entries come from. Draws are sums of the columns with random
-    signs.
+    ``computed_in`` is the precision that its entries were computed in. Draws are sums of the columns with
+    random signs.
+
+    Raises:
+        PackpropError: If an eigenvalue is negative by more than rounding.
     """
     values, vectors = eigh(hessian)
     largest = values.abs().amax().clamp(min=torch.finfo(values.dtype).tiny)
@@ -163,7 +166,7 @@ def matrix_root(hessian: Tensor, computed_in: torch.dtype) -> Root:
             "use a loss that is convex in the model's output, or ask for Hessian quantities"
             + (", or give the loss its input in float32" if computed_in != values.dtype else ""),
         )
-    # rounding of zero has a huge derivative of its root; where no root is differentiated it adds only rounding
+    # the root of a rounded zero has a huge derivative; if nothing is differentiated, it only adds rounding
     of_sample = tolerance * values.abs().amax(-1, keepdim=True) / largest
     kept = values.where(values > (of_sample if torch.is_grad_enabled() else 0.0), 0)
     columns = (vectors * kept.sqrt().unsqueeze(-2)).movedim(-1, 0)  # [k, n, c]
@@ -178,5 +181,5 @@ def matrix_root(hessian: Tensor, computed_in: torch.dtype) -> Root:
 
 
 def _entrywise(strength: Tensor) -> Callable[[int, int, int], Tensor]:
-    """Return columns for entries that are positions of their own, with one column each."""
+    """Return ``Root.position`` for entries that are each a position of their own, with one column."""
     return lambda t, start, stop: strength[None, :, t, None]

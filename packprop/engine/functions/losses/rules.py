@@ -1,4 +1,4 @@
-"""The rules of torch's loss functions, and torch's functions that call one; only this file names them."""
+"""The rules of torch's loss functions, and torch's functions that call a loss; only this file names them."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def _binary_cross_entropy_with_logits(
 def _divisor(
     input: Tensor, target: Tensor, reduction: str, total: Tensor | float | None = None
 ) -> Tensor | float | None:
-    """Return the divisor of a loss: of a mean the ``total``, by default the number of broadcast entries.
+    """Return the divisor of a loss; for a mean, the ``total``, by default the number of broadcast entries.
 
-    ``None`` if the input's samples may meet the targets of all others: losses of batches do not add up then.
+    Return ``None`` if a sample may meet the targets of all others: losses of batches then do not add up.
     """
     shape = input.shape if input.shape == target.shape else torch.broadcast_shapes(input.shape, target.shape)
     if shape != input.shape and target.dim() != input.dim():
@@ -128,7 +128,7 @@ def _nll_loss(**given: Any) -> Loss:
     refusal = (
         "nll_loss is linear in its log-probabilities, so its own Hessian is zero; and no log_softmax over the "
         "classes has made them",
-        "give the logits to cross_entropy, or what log_softmax makes of them to nll_loss",
+        "give the logits to cross_entropy, or their log_softmax to nll_loss",
     )
     return replace(terms, refusal=refusal, link=LOG_SOFTMAX)
 
@@ -142,7 +142,7 @@ def _kl_div(input: Tensor, target: Tensor, reduction: str = "mean", log_target: 
     refusal = (
         "kl_div is linear in its log-probabilities, so its own Hessian is zero; and no log_softmax has made "
         "them",
-        "give it what log_softmax makes of logits, or the logits to cross_entropy, whose targets may be "
+        "give it the log_softmax of logits, or give the logits to cross_entropy, whose targets may be "
         "probabilities",
     )
     return replace(terms, refusal=terms.refusal or refusal, link=None if terms.refusal else LOG_SOFTMAX)
@@ -154,7 +154,7 @@ def _binary_cross_entropy(**given: Any) -> Loss:
     refusal = (
         "its curvature in probabilities is not that in logits, so the matrix would depend on what you call the "
         "model's output; and no sigmoid has made them",
-        "give logits to binary_cross_entropy_with_logits, or what sigmoid makes of them to this loss",
+        "give logits to binary_cross_entropy_with_logits, or their sigmoid to this loss",
     )
     return replace(terms, refusal=refusal, link=SIGMOID)
 

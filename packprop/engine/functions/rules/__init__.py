@@ -1,4 +1,4 @@
-"""The rules of the library: one short function for each node, or family of nodes, that takes parameters.
+"""The rules of packprop: one short function for each node, or family of nodes, that takes parameters.
 
 A rule takes a ``NodeCall`` and returns the entry of the parameter at its place. It returns ``None`` to call the
 node on the part of each sample (``samplewise``), which is right for all nodes, but slower. Saved tensors have

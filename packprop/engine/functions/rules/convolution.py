@@ -1,4 +1,4 @@
-"""Convolutions, and transposed ones."""
+"""Convolutions and transposed convolutions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Geometry:
         padding: Zeros on both sides of each spatial axis; transposed, output positions cut off there.
         dilation: Step of the kernel, for each spatial axis.
         transposed: Whether it is one of ``conv_transpose1d``, ``conv_transpose2d`` and ``conv_transpose3d``.
-        output_padding: Output positions of a transposed one added at the end of each spatial axis.
+        output_padding: Output positions that a transposed convolution adds at the end of each spatial axis.
         groups: Groups of channels.
     """
 
@@ -73,20 +73,20 @@ class Geometry:
         if self.transposed:  # it is the convolution from cotangents to inputs
             given, arriving = cotangent, images
             beyond = [extra // step for extra, step in zip(self.output_padding, self.stride, strict=True)]
-            if any(beyond):  # that convolution has more outputs than there are inputs: pad the inputs
+            if any(beyond):  # that convolution has more outputs than the layer has inputs: pad the inputs
                 arriving = F.pad(images, [width for extra in reversed(beyond) for width in (0, extra)])
         return grouped_gradients(
             given, arriving, self.weight_shape, self.stride, self.padding, self.dilation, self.groups
         )
 
     def inner_products(self, images: Tensor, cotangent: Tensor, direction: Tensor) -> Tensor:
-        """Return inner products ``[n]`` of per-sample gradients with a direction ``[*p]``; do not unfold."""
+        """Return inner products ``[n]`` of per-sample gradients with a direction ``[*p]``; unfold nothing."""
         options = self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
         return (torch.convolution(images, direction, None, *options) * cotangent).flatten(1).sum(1)
 
     @property
     def has_shifts(self) -> bool:
-        """Tell whether products of inputs can be computed from shifts of the images, and faster."""
+        """Tell whether shifts of the images give products of inputs, faster than windows do."""
         return not self.transposed and math.prod(self.kernel) > 1 and set(self.stride) == {1}
 
     def moment(self, images: Tensor, by_shifts: bool) -> Tensor:
@@ -99,7 +99,7 @@ class Geometry:
         return patch_moment(self._pad(images), self.kernel, self.stride, self.dilation, self.groups)
 
     def smallest_image(self, outputs: torch.Size) -> torch.Size:
-        """Return the smallest shape of an image with these outputs, for one without an edge on the graph."""
+        """Return the smallest shape of an image with these outputs, for an image without an edge."""
         space, channels = [], self.weight_shape[0] if self.transposed else self.weight_shape[1] * self.groups
         for axis, extent in enumerate(outputs):
             window = (self.kernel[axis] - 1) * self.dilation[axis] + 1 - 2 * self.padding[axis]

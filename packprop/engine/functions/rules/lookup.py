@@ -45,7 +45,7 @@ def _embedding(call: NodeCall) -> Entry:
 
 
 def _build(call: NodeCall) -> Callable[[Tensor | None, Tensor], Lookup]:
-    """Return what makes the structure of a table from cotangents ``[v, n, *s, o]`` and indices ``[n, *s]``."""
+    """Return a function that builds a structure from cotangents ``[v, n, *s, o]`` and indices ``[n, *s]``."""
     entries, width = call.operand.shape
     padding, dtype = call.option("padding_idx"), accumulation_dtype(call.operand.tensor.dtype)
 
@@ -61,9 +61,10 @@ def _build(call: NodeCall) -> Callable[[Tensor | None, Tensor], Lookup]:
 
 
 def of_table(call: NodeCall, entry: Entry) -> Entry:
-    """Return the entry of a table of which a node takes rows that all samples share; else ``entry``.
+    """Return the entry of a table, if the node takes rows of it that all samples share; else ``entry``.
 
-    Positions are looked up so, once for all samples. The rows may be rearranged, and multiplied by constants.
+    Models look up embeddings of positions in this way, once for all samples. The rows may be rearranged, and
+    multiplied by constants.
     """
     node, way = before_rearranging(call.node.next_functions[call.place][0])
     squared = [*way]

@@ -19,7 +19,7 @@ from packprop.engine.tensors.layout import Layout
 
 @rule_of("Addmm", "Mm", form="shape or transpose")
 def _product_of_matrices(call: NodeCall) -> Entry | None:
-    """Return the entry of an operand of ``beta * bias + alpha * left @ right``; ``Mm`` is without the sum."""
+    """Return the entry of an operand of ``beta * bias + alpha * left @ right``; ``Mm`` has no bias."""
     sums = call.name == "Addmm"
     if sums and call.place == 0:
         return None if call.operand.is_transposed else scaled(call, float(call.option("beta")))
@@ -33,7 +33,7 @@ def _product_of_matrices(call: NodeCall) -> Entry | None:
 
 @rule_of("Bmm", "Baddbmm", form="shape")
 def _products_of_matrices(call: NodeCall) -> Entry | None:
-    """Return the entry of an operand of the same function for a batch of matrices."""
+    """Return the entry of an operand of the same function of batches of matrices."""
     sums = call.name == "Baddbmm"
     if sums and call.place == 0:
         return scaled(call, float(call.option("beta")))
@@ -113,7 +113,7 @@ def _bilinear(call: NodeCall) -> Entry | None:
 
 SUMMED = (
     "linear_cross_entropy with options sums over all samples inside one kernel, which takes its gradient in "
-    "the forward pass: nothing is left of single samples, and second derivatives would count as zero",
+    "the forward pass: no gradients of single samples are left, and second derivatives would count as zero",
     "call it with options=None; or, to hold the logits of some tokens only, F.linear and F.cross_entropy(..., "
     'reduction="sum") on chunks of tokens, each chunk in torch.utils.checkpoint(..., use_reentrant=False)',
 )

@@ -22,13 +22,14 @@ def with_squares(structure: Structure) -> Structure | None:
     return structure if isinstance(structure, Lookup) else None
 
 
-def filled_up(structure: Structure) -> Structure:
+def filled_up(structure: Structure, real: Tensor) -> Structure:
     """Return the same structure for samples some of which have fewer positions: zeros stand for the others.
 
-    Zeros in a look-up would be its first row, so a look-up has rows for all samples instead.
+    The samples have ``real`` positions together. Zeros in a look-up would be its first row, so a look-up has
+    rows for all samples instead.
     """
     if isinstance(structure, Outer):
-        return replace(structure, is_filled_up=True)
+        return replace(structure, real=real)
     return Dense(structure.rows) if isinstance(structure, Lookup) else structure
 
 

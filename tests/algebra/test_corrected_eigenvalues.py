@@ -103,3 +103,33 @@ def test_inputs_with_a_one_are_summed_as_their_moment_is(approximation: Approxim
     assert found is not None
     assert moment is not None
     assert torch.allclose(found, moment[-1])
+
+
+class TwoExperts(nn.Module):
+    """Each position goes through the expert that the sign of its first entry chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From ``[n, s, 3]`` to ``[n, s, 2]``."""
+        rows = x.flatten(0, 1)
+        out = rows.new_zeros(len(rows), 2)
+        for number, expert in enumerate(self.experts):
+            chosen = ((rows[:, 0] > 0) == bool(number)).nonzero()[:, 0]
+            out = out.index_add(0, chosen, expert(rows[chosen]))
+        return out.view(*x.shape[:2], 2)
+
+
+def test_zeros_that_fill_samples_up_are_no_inputs() -> None:
+    """Experts get different numbers of positions of each sample: zeros stand for the missing ones."""
+    torch.manual_seed(0)
+    model, x = packprop.extend(TwoExperts().double()), torch.randn(4, 5, 3).double()
+    with packprop.backpack(extensions.EKFAC(fisher="exact")):
+        nn.functional.mse_loss(model(x), torch.zeros(4, 5, 2).double()).backward()
+    for number, expert in enumerate(model.experts):
+        inputs = x[(x[..., 0] > 0) == bool(number)]
+        along = inputs @ expert.weight.ekfac.vectors[1]
+        expected = along.sum(0) / (along.square().sum(0) * len(inputs)).sqrt()
+        torch.testing.assert_close(expert.weight.ekfac.correlations, expected)

@@ -109,6 +109,8 @@ SINGULAR = {
     "one factor": [ONES],
     "diagonal": [torch.tensor([1.0, 0.0]), torch.eye(3)],
     "eigenvalues": kronecker.Eigen(torch.tensor([[1.0, 0.0]]), [torch.eye(1), torch.eye(2)]),
+    "squares of rounding": kronecker.Eigen(torch.tensor([[1.0, 1e-15]]), [torch.eye(1), torch.eye(2)]),
+    "decomposed": kronecker.eigen([torch.eye(2), ONES]),
 }
 
 
@@ -132,7 +134,13 @@ def test_without_damping_nothing_singular_is_solved(name: str, dtype: torch.dtyp
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["diagonal", "eigenvalues"])
+@pytest.mark.parametrize("name", SINGULAR)
+def test_the_determinant_of_rounding_is_zero(name: str) -> None:
+    assert kronecker.logdet(SINGULAR[name]) == -torch.inf
+    assert kronecker.logdet(SINGULAR[name], 1e-3).isfinite()
+
+
+@pytest.mark.parametrize("name", ["diagonal", "eigenvalues", "squares of rounding"])
 def test_without_damping_nothing_singular_is_inverted(name: str) -> None:
     with pytest.raises(PackpropError, match=r"zero up to rounding(.|\n)*damping=1e-3"):
         kronecker.inverse(SINGULAR[name], 0.0)

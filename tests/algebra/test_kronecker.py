@@ -56,6 +56,9 @@ def test_bad_arguments_of_helpers() -> None:
         kronecker.solve([torch.eye(2)], torch.zeros(2), -1.0)
     with pytest.raises(BadInput, match="6 rows"):
         kronecker.multiply([torch.eye(2), torch.eye(3)], torch.zeros(4, 5))
+    for shape in ((3, 5), (2, 9)):  # as operators take vectors; and two at once
+        with pytest.raises(BadInput, match="3 rows"):
+            kronecker.solve([torch.eye(3)], torch.zeros(shape), 1.0)
 
 
 INPUTS_FIRST = [

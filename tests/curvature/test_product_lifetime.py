@@ -85,15 +85,17 @@ def test_values_that_were_put_elsewhere_are_refused(make: Any) -> None:
         getattr(weight, make().savefield)(torch.zeros_like(weight))
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("make", [extensions.HMP, extensions.GGNMP])
-def test_a_step_through_data_is_refused(make: Any) -> None:
+def test_a_step_through_data_is_refused(make: Any, frozen: bool) -> None:
     """Programs for the older library step through ``parameter.data``: PyTorch counts no change then."""
     problem = BY_NAME["linear-deep"].problem(3)
+    changed = problem.parameters["4.weight"].requires_grad_(not frozen)
     backward(problem, make())
     weight = problem.parameters["0.weight"]
     product = getattr(weight, make().savefield)
     product(torch.zeros_like(weight))
-    problem.parameters["4.weight"].data.add_(1e-3)
+    changed.data.add_(1e-3)
     with pytest.raises(PackpropError, match="changed in place"):
         product(torch.zeros_like(weight))
 

@@ -211,7 +211,22 @@ def test_a_graph_is_outputs_and_loss() -> None:
     for given in wrong:
         with pytest.raises(BadInput, match="needs the model's output and the loss"):
             operators.ggn(given, parameters)
+    with pytest.raises(BadInput, match="loss does not depend on them"):
+        products.ggnvp(lambda: (model(x), loss(model(x), y)), parameters, parameters)
     assert operators.ggn(graph, parameters).shape == (8, 8)
+
+
+@pytest.mark.parametrize("make", [operators.ggn, operators.hessian])
+def test_operators_of_a_changed_frozen_parameter_are_refused(make: Any) -> None:
+    model = packprop.extend(nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2)))
+    model[2].requires_grad_(False)
+    outputs = model(torch.randn(4, 3))
+    loss = nn.functional.cross_entropy(outputs, torch.ones(4).long())
+    matrix = make(loss if make is operators.hessian else (outputs, loss), [model[0].weight])
+    assert (matrix @ torch.ones(6)).isfinite().all()
+    model[2].weight.data.mul_(2)
+    with pytest.raises(PackpropError, match="changed in place"):
+        matrix @ torch.ones(6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -22,13 +22,14 @@ def with_squares(structure: Structure) -> Structure | None:
     return structure if isinstance(structure, Lookup) else None
 
 
-def filled_up(structure: Structure) -> Structure:
+def filled_up(structure: Structure, real: Tensor) -> Structure:
     """Return the structure for samples with different numbers of positions, where zeros stand for missing ones.
 
-    An index of zero would be the first row of a table, so a look-up becomes per-sample gradients.
+    All samples together have ``real`` positions. An index of zero would be the first row of a table, so a look-up
+    becomes per-sample gradients.
     """
     if isinstance(structure, Outer):
-        return replace(structure, is_filled_up=True)
+        return replace(structure, real=real)
     return Dense(structure.rows) if isinstance(structure, Lookup) else structure
 
 

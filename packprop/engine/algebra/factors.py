@@ -85,7 +85,7 @@ def input_gram(
         return _lookup_input_gram(structure, approximation)
     if large and otherwise != "diagonal":
         return _too_large(structure.x, structure.shape[-1], otherwise)
-    if structure.is_filled_up and approximation != "mixed":
+    if structure.real is not None and approximation != "mixed":
         raise OfParameter(
             f"Kronecker factors with approximation={approximation!r} were asked for.",
             "parameter {parameter}",
@@ -121,7 +121,8 @@ def homogeneous_sum(structure: Structure, approximation: Approximation = "mixed"
     if not isinstance(structure, Outer):
         return None
     x = structure.x.mean(1, keepdim=True) if approximation == "reduce" else structure.x
-    total = torch.cat([x.sum((0, 1, 2)), x.new_tensor([x.shape[:3].numel()])])
+    real = x.new_tensor([x.shape[:3].numel()]) if structure.real is None else structure.real.to(x)[None]
+    total = torch.cat([x.sum((0, 1, 2)), real])
     positions, groups = structure.shape[1:3]
     return total / (groups * positions if approximation == "expand" else groups)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from packprop.engine.algebra.order import fold_to
 from packprop.engine.algebra.structures import Dense, Lookup, Outer, Structure, Tied, rows
@@ -26,7 +28,7 @@ def join(parts: Sequence[Structure]) -> Structure:
                 torch.cat(cotangents, 2) if cotangents else None,
                 outers[0].fold,
                 held=outers[0].held,
-                is_filled_up=any(part.is_filled_up for part in outers),
+                real=_real(outers),
             )
     lookups = [part for part in parts if isinstance(part, Lookup)]
     if len(lookups) == len(parts):
@@ -48,6 +50,14 @@ def join(parts: Sequence[Structure]) -> Structure:
     for part in parts[1:]:
         total = total + rows(part)
     return Dense(total)
+
+
+def _real(parts: Sequence[Outer]) -> Tensor | None:
+    """Return the number of inputs of all uses together; ``None`` if all samples have the same positions."""
+    if all(part.real is None for part in parts):
+        return None
+    numbers = [math.prod(part.shape[:3]) if part.real is None else part.real for part in parts]
+    return torch.stack([torch.as_tensor(number, device="cpu") for number in numbers]).sum()
 
 
 def _each_once(lookups: Sequence[Lookup]) -> list[Lookup]:

@@ -51,11 +51,15 @@ Block = Factors | Eigen
 def eigen(block: Block) -> Eigen:
     """Return the eigendecomposition of ``B kron A``, from the eigendecompositions of the factors.
 
+    Eigenvalues of a factor that may be rounding are zero, as for ``solve`` without damping.
+
     Example:
         >>> eigen([torch.eye(2), 3 * torch.eye(1)]).values.tolist()
         [[3.0], [3.0]]
     """
-    return block if isinstance(block, Eigen) else _eigen("eigen", block, lambda values: values)
+    if isinstance(block, Eigen):
+        return block
+    return _eigen("eigen", block, functools.partial(_without_rounding, damping=0.0))
 
 
 def _eigen(asked: str, factors: Factors, settled: Callable[[Tensor], Tensor]) -> Eigen:
@@ -163,7 +167,7 @@ def inverse(block: Block, damping: float) -> list[Tensor] | Eigen:
     """
     _require_damping("inverse", damping)
     if isinstance(block, Eigen):
-        return block._replace(values=_reciprocals(block.values, damping))
+        return block._replace(values=_reciprocals(_without_squared_rounding(block, damping), damping))
     _require_factors("inverse", block)
     if len(block) == 1:
         return [_inverted(_shifted(_widened(block[0]), damping)).to(block[0].dtype)]
@@ -191,7 +195,8 @@ def solve(block: Block, vectors: Tensor, damping: float) -> Tensor:
     _require_damping("solve", damping)
     if not isinstance(block, Eigen):
         block = _eigen("solve", block, functools.partial(_without_rounding, damping=damping))
-    return _scaled("solve", block, vectors, _reciprocals(block.values, damping))
+    values = _without_squared_rounding(block, damping)
+    return _scaled("solve", block, vectors, _reciprocals(values, damping))
 
 
 def trace(block: Block) -> Tensor:
@@ -205,17 +210,17 @@ def trace(block: Block) -> Tensor:
 def logdet(block: Block, damping: float = 0.0) -> Tensor:
     """Return the logarithm of the determinant of ``block + damping I``; ``-inf`` if that is singular.
 
-    Eigenvalues that are negative by rounding count as zero.
+    Eigenvalues count as zero as in ``solve``.
 
     Raises:
         BadInput: If damping is negative.
     """
     _require_damping("logdet", damping)
     if isinstance(block, Eigen):
-        values = at_least(block.values, 0.0)
+        values = at_least(_without_squared_rounding(block, damping), 0.0)
     else:
         _require_factors("logdet", block)
-        values = functools.reduce(torch.outer, map(_eigenvalues, block))
+        values = functools.reduce(torch.outer, [_eigenvalues(factor, damping) for factor in block])
     logarithms: Tensor = (values + damping).log()
     return logarithms.sum()
 
@@ -252,10 +257,10 @@ def _decomposed(factor: Tensor) -> tuple[Tensor, Tensor]:
     return eigh(factor)
 
 
-def _eigenvalues(factor: Tensor) -> Tensor:
-    """Return eigenvalues, with zero in place of negative ones."""
+def _eigenvalues(factor: Tensor, damping: float) -> Tensor:
+    """Return eigenvalues, with zero in place of negative ones, and of rounding; see ``solve``."""
     wide = _widened(factor)
-    return at_least(wide if wide.dim() == 1 else eigvalsh(wide), 0.0)
+    return at_least(_without_rounding(wide if wide.dim() == 1 else eigvalsh(wide), damping), 0.0)
 
 
 def _without_rounding(values: Tensor, damping: float) -> Tensor:
@@ -264,6 +269,15 @@ def _without_rounding(values: Tensor, damping: float) -> Tensor:
         return values
     digit = math.sqrt(len(values)) * torch.finfo(values.dtype).eps * values.abs().amax()
     return torch.where((values.abs() <= digit) & (values < (0.0 if damping else math.inf)), 0.0, values)
+
+
+def _without_squared_rounding(block: Eigen, damping: float) -> Tensor:
+    """Return eigenvalues that are sums of squares, without damping with zero for squares of rounding."""
+    values = block.values
+    if damping or not values.numel():
+        return values
+    digit = sum(map(len, block.vectors)) * torch.finfo(values.dtype).eps ** 2 * values.abs().amax()
+    return torch.where(values.abs() <= digit, 0.0, values)
 
 
 def _reciprocals(values: Tensor, damping: float) -> Tensor:
@@ -332,9 +346,10 @@ def _as_matrices(asked: str, block: Block, vectors: Tensor) -> Tensor:
     factors = block.vectors if isinstance(block, Eigen) else block
     _require_factors(asked, factors)
     rows, columns = len(factors[0]), len(factors[1]) if len(factors) > 1 else 1
-    fits = vectors.numel() > 0 and vectors.numel() % (rows * columns) == 0
+    shapes = vectors.shape, vectors.shape[1:]
+    fits = vectors.numel() > 0 and rows * columns in map(torch.Size.numel, shapes)
     if order is not None:
-        fits = fits and order.parameter in (vectors.shape, vectors.shape[1:])
+        fits = fits and order.parameter in shapes
     if not fits:
         raise BadInput(
             f"kronecker.{asked}(factors, vectors) was called.",

@@ -73,7 +73,8 @@ class Outer(_OfUse):
         channels: Channels of a group of the images that inputs by position are unfolded from.
         held: The bytes of one sample that an algorithm may hold; one that holds more is taken only if no other
             holds less. ``None`` for no limit.
-        is_filled_up: Whether some samples have fewer positions, and zeros in place of missing ones.
+        real: The number of inputs that samples have, if some have fewer positions, and zeros in place of the
+            others; ``None`` if all have the same positions.
     """
 
     given: Tensor | LazyTensor
@@ -85,7 +86,7 @@ class Outer(_OfUse):
     inner: Callable[[Tensor], Tensor] | None = None
     channels: int = 0
     held: int | None = None
-    is_filled_up: bool = False
+    real: Tensor | None = None
 
     @cached_property
     def x(self) -> Tensor:

@@ -16,7 +16,13 @@ from packprop.engine.curvature.products import CurvatureProduct, GaussNewton, He
 from packprop.engine.curvature.routes import Routes, choose_routes
 from packprop.engine.curvature.second_order import named
 from packprop.engine.curvature.seeds import loss_hessians
-from packprop.engine.curvature.snapshots import Snapshot, read_by_products, snapshots_of, were_changed
+from packprop.engine.curvature.snapshots import (
+    Snapshot,
+    frozen_parameters,
+    read_by_products,
+    snapshots_of,
+    were_changed,
+)
 from packprop.engine.graph.graph import Graph
 from packprop.engine.tensors.precision import at_least, result_dtype
 from packprop.errors import BadInput, PackpropError
@@ -117,7 +123,8 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
     """
     leaves = graph.leaves()
     now = dict(zip(map(id, leaves), snapshots_of(leaves), strict=True))
-    read = [[now[id(each)] for each in needed] for needed in read_by_products(graph, leaves)]
+    frozen = snapshots_of(frozen_parameters(graph.order))
+    read = [[*(now[id(each)] for each in needed), *frozen] for needed in read_by_products(graph, leaves)]
     roots, seeds = graph.roots, graph.root_gradients()
     tensors: list[GradientEdge] = []
     hessians: list[Callable[[Tensor], Tensor]] = []

@@ -19,8 +19,8 @@ from packprop.engine.algebra import kronecker
 from packprop.engine.algebra.kronecker import Block, Eigen
 from packprop.engine.curvature.linear import Product, Vectors
 from packprop.engine.curvature.products import ggn_product, hessian_product
-from packprop.engine.curvature.snapshots import Snapshot, snapshots_of, were_changed
-from packprop.engine.graph.search import leaves_above
+from packprop.engine.curvature.snapshots import Snapshot, frozen_parameters, snapshots_of, were_changed
+from packprop.engine.graph.search import leaves_above, nodes_above
 from packprop.engine.tensors.precision import accumulation_dtype, result_dtype
 from packprop.errors import BadInput, PackpropError, install
 
@@ -232,7 +232,8 @@ def _of_graph(parameters: tuple[Tensor, ...], product: Product, damping: float, 
     def cast(vectors: Vectors) -> list[Tensor]:
         return product([v.to(p.dtype) for v, p in zip(vectors, parameters, strict=True)])
 
-    return Operator(parameters, cast, damping, snapshots_of(leaves_above([loss.grad_fn])))
+    read = *leaves_above([loss.grad_fn]), *frozen_parameters(nodes_above([loss.grad_fn]))
+    return Operator(parameters, cast, damping, snapshots_of(read))
 
 
 def _fits(parameter: Tensor, block: Block) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from packprop.engine.curvature.linear import (
@@ -38,6 +38,7 @@ from packprop.engine.curvature.seeds import loss_hessians
 from packprop.engine.graph.graph import Graph
 from packprop.engine.graph.hooks import hooks_below
 from packprop.engine.graph.pull import as_dense, derivatives
+from packprop.engine.graph.search import nodes_above
 from packprop.engine.tensors.hooks import Hooks
 from packprop.errors import BadInput
 
@@ -306,6 +307,13 @@ def ggn_product(
             f"{asked}(lambda: (outputs := model(x), loss(outputs, y)), parameters)",
         )
     outputs, loss = found
+    if not outputs.requires_grad or get_gradient_edge(outputs).node not in nodes_above([loss.grad_fn]):
+        raise BadInput(
+            f"{asked}(...) was called.",
+            f"outputs of shape {list(outputs.shape)}",
+            "the loss does not depend on them, as if it were computed from another forward pass",
+            f"{asked}(lambda: (outputs := model(x), loss(outputs, y)), parameters)",
+        )
     gradient = Hessian([loss], [None], [outputs])
 
     def hessian(vectors: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
@@ -14,6 +15,7 @@ from packprop.engine.functions.nodes import CONVOLUTIONS, PRODUCTS, SCALING, nam
 from packprop.engine.functions.operands import WITH_SUMMAND, saved_tensors
 from packprop.engine.functions.saved import keeps_elsewhere
 from packprop.engine.graph.graph import Graph
+from packprop.engine.recording.marks import EXTENDED
 from packprop.engine.tensors.dry import has_fault, is_dry_run
 from packprop.engine.tensors.state import version
 
@@ -64,6 +66,20 @@ def snapshots_of(tensors: Iterable[Tensor]) -> list[Snapshot]:
 def were_changed(snapshots: Sequence[Snapshot]) -> bool:
     """Tell whether one of the tensors has changed, as far as its snapshot shows."""
     return any(snapshot.is_outdated for snapshot in snapshots)
+
+
+def frozen_parameters(nodes: Iterable[Node]) -> list[Tensor]:
+    """Return frozen parameters of extended modules that nodes have saved, and that products therefore read."""
+    places = {
+        saved.untyped_storage().data_ptr()
+        for node in nodes
+        if not keeps_elsewhere(node)
+        for saved in saved_tensors(node)
+        if saved.layout is torch.strided
+    }
+    own = {id(each): each for module in EXTENDED for each in module.parameters() if not each.requires_grad}
+    strided = (each for each in own.values() if each.layout is torch.strided)
+    return [each for each in strided if each.untyped_storage().data_ptr() in places]
 
 
 def read_by_products(graph: Graph, leaves: Sequence[Tensor]) -> list[list[Tensor]]:

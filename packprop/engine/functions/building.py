@@ -52,7 +52,9 @@ def rowwise(
         if cotangent is not None:
             cotangent = select_samples(layout.to_front(cotangent, 1), samples, 1, as_they_are)
         structure = build(cotangent, *[select_samples(each, samples, 0, as_they_are) for each in saved])
-        return structure if layout.rows is None else filled_up(structure)
+        if layout.rows is None:
+            return structure
+        return filled_up(structure, select_samples(layout.rows.counts, samples).sum())
 
     return structure_of
 

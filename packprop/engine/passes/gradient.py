@@ -164,9 +164,9 @@ class GradientPass:
             with self._autocast.switched(False):
                 collector.visit(use, cotangents)
 
+        terms = term_gradients(graph, summed)
         watch = Watch(graph.uses, visit, graph.hooks)
         complete = False
-        terms = term_gradients(graph, summed)
         try:
             with graph.hooks.heard(), refusing_changed_sums(graph):
                 backward(others if summed else None)

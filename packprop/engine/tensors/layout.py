@@ -18,7 +18,8 @@ class Rows:
 
     def __init__(self, sample_of: Tensor, samples: int) -> None:
         self.sample_of = sample_of
-        counts = torch.bincount(sample_of, minlength=samples)
+        self.counts = counts = torch.bincount(sample_of, minlength=samples)
+        """The number of rows of each sample ``[n]``, on the CPU."""
         order = torch.argsort(sample_of, stable=True)
         before = counts.cumsum(0) - counts
         slots = torch.empty_like(order)

@@ -39,7 +39,9 @@ def _grouped_product(call: NodeCall) -> Entry | None:
             return select_samples(front.transpose(skip + 1, skip + 2), samples, skip)
 
         columns = None if cotangent is None else by_group(cotangent, 1)
-        return Outer(by_group(x, 0), columns, _fan_in_before_fan_out, is_filled_up=True)
+        assert place.rows is not None
+        real = select_samples(place.rows.counts.view(-1, groups), samples).sum()
+        return Outer(by_group(x, 0), columns, _fan_in_before_fan_out, real=real)
 
     return Entry(
         call.operand.tensor,

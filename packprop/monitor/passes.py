@@ -156,10 +156,12 @@ class MonitoredPass(Backpack):
             has_entries = samples_of_nothing(walk(call.roots, call.gradients, call.leaves)) is None
             sharpness = self._curved(call) if has_entries else None
         self._reached = []
+        complete = False
         try:
             super()._backward(call, backward)
+            complete = True
         finally:
-            values = self._take_off()
+            values = self._take_off(complete)
         self._has_failed = False
         if values is not None:
             values.sharpness = sharpness
@@ -170,15 +172,15 @@ class MonitoredPass(Backpack):
         # values of all ranks, or of no samples, are also on parameters whose chunks nobody asked about
         self._reached += [parameter for module in EXTENDED for parameter in module.parameters()]
 
-    def _take_off(self) -> PassValues | None:
-        """Remove all values and return them; ``None`` if none of the model's parameters has any."""
+    def _take_off(self, complete: bool) -> PassValues | None:
+        """Remove all values; return those of a complete pass, ``None`` if no parameter of the model has any."""
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         values = PassValues(0, range(0), {}, {}, {})
         for home in self._reached:
             found = vars(home).pop(self._noise.savefield, None)
             trace = None if self._trace is None else vars(home).pop(self._trace.savefield, None)
             name = names.get(id(home))
-            if name is None or found is None:
+            if name is None or found is None or not complete:
                 continue
             gradient, squares, *products = found
             before = self.gradients.get(name)

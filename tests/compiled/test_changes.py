@@ -373,6 +373,16 @@ def test_objects_of_modules_are_looked_into() -> None:
     assert replays(step) == 0
 
 
+def test_options_of_extensions_are_those_of_the_call() -> None:
+    """A list of samples that is changed in place was a constant of the graph."""
+    model, chosen = network(), [0, 1]
+    step = compiled(model, extensions.BatchGrad(subsampling=chosen))
+    settle(step)
+    chosen[:] = [2, 1]
+    check_call(step, model, LOSS, *batch(), extensions.BatchGrad(subsampling=[2, 1]))
+    assert replays(step) == 0
+
+
 @thorough
 def test_class_weights_and_dropout_inside_attention() -> None:
     attention = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.2, batch_first=True)

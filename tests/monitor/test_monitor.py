@@ -255,6 +255,27 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
     assert monitor.last is not None
 
 
+def test_a_failed_pass_that_was_repeated_counts_once() -> None:
+    """As after a hook that raised, or too little memory, for part of the pass."""
+    model, x, y = built()
+    failures = [RuntimeError("once")]
+
+    def fails_once(_: Tensor) -> None:
+        if failures:
+            raise failures.pop()
+
+    model.words.weight.register_hook(fails_once)
+    monitor = Monitor(model, log=None, quantities=["gradient_norm"])
+    with monitor.step():
+        with pytest.raises(RuntimeError, match="once"):
+            F.cross_entropy(model(x), y).backward()
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+    assert monitor.last is not None
+    mean = torch.cat([*rows_of(model, x, y).values()], 1).mean(0)
+    assert monitor.last["gradient_norm"] == pytest.approx(float(mean.norm()))
+
+
 def test_outliers_have_their_identifiers() -> None:
     model, x, y = built()
     with torch.no_grad():

@@ -49,6 +49,10 @@ class Pass(Protocol):
         """The loss, a module or a function; ``None`` if the model computes it."""
 
     @property
+    def extensions(self) -> Sequence[Extension]:
+        """The extensions of the pass."""
+
+    @property
     def budget(self) -> int | None:
         """The most bytes of tensor storage that may be alive at once, if there is a limit."""
 

@@ -149,7 +149,7 @@ class Replayer:
 
     def _state(self, inputs: Any, targets: Any, before: State | None = None) -> State:
         """Return the state that this call depends on; plans also depend on the gradients there before it."""
-        state = state_of(self._pass.modules, self._pass.loss, (inputs, targets))
+        state = state_of(self._pass.modules, self._pass.loss, self._pass.extensions, (inputs, targets))
         if self._pass.budget is None:
             return state
         there = gradients_are_there(state.parameters) if before is None else before.key[-1]

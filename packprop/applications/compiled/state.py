@@ -56,12 +56,12 @@ class State:
         return [*self.parameters, *self.batch]
 
 
-def state_of(modules: Sequence[nn.Module], loss: Any, batch: Any) -> State:
-    """Describe all that a pass depends on: the modules, the loss, the batch, the settings around the call."""
+def state_of(modules: Sequence[nn.Module], loss: Any, extensions: Sequence[Any], batch: Any) -> State:
+    """Describe all that a pass depends on: modules, loss, extensions, batch, the settings around the call."""
     parts = [module for root in modules for module in root.modules()]
     known = _Known([], {}, set(), {*map(id, parts)}, {})
     key: list[Any] = [_described(module, known) for module in parts]
-    key.append(facts_of(loss, known.modules))
+    key += [facts_of(each, known.modules) for each in (loss, tuple(extensions))]
     given = {id(tensor): tensor for tensor in tensors_in(batch)}
     key.append(facts_of(batch, known.modules, {tensor: place for place, tensor in enumerate(given)}))
     key += map(_kind, known.parameters)
@@ -187,7 +187,7 @@ def first_change(modules: Sequence[nn.Module], before: tuple[Any, ...], now: Sta
     """Describe the first change in what a pass depends on."""
     parts = [(name, type(part).__name__) for root in modules for name, part in root.named_modules()]
     labels = [f"module {name!r} ({kind})" if name else kind for name, kind in parts]
-    labels += ["the loss", "the nesting of the batch"]
+    labels += ["the loss", "the extensions", "the nesting of the batch"]
     named = [each for root in modules for each in (*root.named_parameters(), *root.named_buffers())]
     names = {id(tensor): name for name, tensor in named}
     labels += [f"parameter or buffer {names.get(id(tensor), '')!r}" for tensor in now.parameters]

@@ -100,7 +100,7 @@ def trace(step: Pass, inputs: Any, targets: Any, decisions: Decisions) -> Traced
     with contextlib.ExitStack() as stack:
         for module in step.modules:
             stack.enter_context(unchanged(module, ASKED))
-        state = state_of(step.modules, step.loss, (inputs, targets))
+        state = state_of(step.modules, step.loss, step.extensions, (inputs, targets))
         watch = Watch(state.tensors)
         stack.callback(watch.undo)
 

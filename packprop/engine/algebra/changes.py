@@ -25,8 +25,8 @@ def with_squares(structure: Structure) -> Structure | None:
 def filled_up(structure: Structure, real: Tensor) -> Structure:
     """Return the structure for samples with different numbers of positions, where zeros stand for missing ones.
 
-    All samples together have ``real`` positions. An index of zero would be the first row of a table, so a look-up
-    becomes per-sample gradients.
+    All samples together have ``real`` positions. An index of zero would be the first row of a table, so a
+    look-up becomes per-sample gradients.
     """
     if isinstance(structure, Outer):
         return replace(structure, real=real)

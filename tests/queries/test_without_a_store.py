@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,29 @@ def test_random_numbers_are_the_same_in_each_reading() -> None:
     model.register_forward_pre_hook(noted)
     assert packprop.influence([(x, y)], model, LOSS, queries, k=6, memory=20_000).readings == 2
     assert torch.equal(*states)
+
+
+def test_readings_draw_alike_and_leave_generators_alone() -> None:
+    """Those of Python, and one that the model holds."""
+    model, x, y = problem()
+    own = torch.Generator().manual_seed(0)
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.own = model, own
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) == SIZE:  # the data, which are one batch
+                drawn.append((random.random(), float(torch.rand((), generator=self.own))))
+            out: Tensor = self.model(x)
+            return out
+
+    drawn: list[tuple[float, float]] = []
+    before = random.getstate(), own.get_state().tolist()
+    assert of_data((Noisy(), x, y), [(x, y)], memory=SMALL).readings == 3
+    assert len({*drawn}) == 1
+    assert (random.getstate(), own.get_state().tolist()) == before
 
 
 def test_nothing_is_changed() -> None:

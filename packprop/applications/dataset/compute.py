@@ -117,8 +117,9 @@ def compute(
         BadInput: For extensions that need all samples in one batch, or that read the data twice if packprop can
             read these only once; no data, or no loss; a checkpoint of something else, or a folder that is in
             use or holds other files; for a store that nothing would go to, or that cannot be written.
-        PackpropError: For a loss whose number of terms is not known, a parameter that some batches do not use,
-            or a checkpoint that cannot be read; if another rank fails or ends.
+        PackpropError: For a loss whose number of terms is not known, parameters of one name in model and loss,
+            a parameter that some batches do not use, or a checkpoint that cannot be read; if another rank fails
+            or ends.
     """
     group = ranks_for(ranks)
     group.arrive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -106,6 +107,29 @@ def test_numbers_that_do_not_fit_are_refused_not_stored(tmp_path: Path) -> None:
         writer.write(a=torch.tensor([[torch.nan], [torch.inf]]))
     assert Store(tmp_path / "store")["a"].torch().flatten()[:2].tolist() == [1, 1]
     assert Store(tmp_path / "store").samples == 4
+
+
+@pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "compute"])
+def test_rows_times_terms_fit_where_the_parameter_is_narrow(tmp_path: Path, by_hand: bool) -> None:
+    """A loss that is a mean has rows within float16; its terms, of which there are four, take them out."""
+    model = packprop.extend(nn.Linear(2, 1, bias=False).half())
+    nn.init.zeros_(model.weight)
+    x, y, loss = torch.full((4, 2), 3000.0).half(), torch.full((4, 1), -20.0).half(), nn.MSELoss()
+    for dtype in (torch.float32, None):
+        with StoreWriter(tmp_path / f"{dtype}", model, [BatchGrad()], dtype=dtype) as writer:
+            refused = pytest.raises(PackpropError, match=r"1\.2e\+05.*float16")
+            with contextlib.nullcontext() if dtype else refused:
+                if by_hand:
+                    with packprop.backpack(*writer.extensions), packprop.record():
+                        loss(model(x), y).backward()
+                    writer.write(terms=4)
+                else:
+                    packprop.compute(model, loss, (x, y), [BatchGrad()], store=writer, progress=False)
+    assert (Store(tmp_path / "torch.float32")["grad_batch", "weight"].torch() == 2 * 20 * 3000).all()
+    assert Store(tmp_path / "None").samples == 0
+    for data in (tmp_path / "torch.float32", (x, y)):
+        found = packprop.influence(data, model, loss, (x[:1], y[:1]))
+        assert (found.largest.products == 2 * 120000.0**2).all()
 
 
 def test_parameters_that_a_batch_does_not_use(tmp_path: Path) -> None:

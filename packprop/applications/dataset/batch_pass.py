@@ -257,8 +257,8 @@ class BatchPass:
                 self.asked,
                 f"parameter {name!r}, of which there are several",
                 "values belong to a parameter by its name, in the model or in the loss",
-                "give model and loss as modules that hold them under names of their own, such as one model that "
-                "computes its loss, with loss=None",
+                "give model and loss as modules that hold them under names of their own, such as one model "
+                "that computes its loss, with loss=None",
             )
         return name
 

@@ -114,11 +114,10 @@ class QueryGradients:
     @property
     def passing_bytes(self) -> int:
         """Bytes of a query's gradients until it is ready, beside those of the model itself."""
-        sizes = [p.numel() * p.dtype.itemsize for p in self._trained.values()]
+        sizes = [p.numel() * accumulation_dtype(p.dtype).itemsize for p in self._trained.values()]
         if self._extension.savefield == Projected.savefield:
             return 2 * len(sizes) * self._projection_bytes
-        wide = [p.numel() * accumulation_dtype(p.dtype).itemsize for p in self._trained.values()]
-        copies = 0 if self._preconditioner is None else 4 * max(wide)
+        copies = 0 if self._preconditioner is None else 4 * max(sizes)
         return 2 * sum(sizes) + copies + self._projection_bytes
 
     @property

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from packprop.engine.passes import moment_of
 from packprop.engine.tensors import accumulation_dtype, named_parameters
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions.projected import Projected
@@ -35,7 +36,7 @@ def taken_from(
     Raises:
         BadInput: For ``terms`` other than 1, if parts of a value grow with different powers of the loss; for
             numbers too large for the stored precision ``dtype``.
-        PackpropError: For a parameter without values.
+        PackpropError: For a parameter without values, or with those of another pass than others.
     """
     taken: dict[Key, Tensor] = {}
     for extension in extensions:
@@ -47,13 +48,16 @@ def taken_from(
                 "it is made of parts that grow with different powers of the loss",
                 "leave terms out, and give all batches one size",
             )
-        missing = []
+        missing, moments = [], dict[str, int]()
         for name, parameter in named_parameters(model):
             value = vars(parameter).get(extension.savefield)
             if value is not None:
                 put(taken, extension, name, value, dtype or value.dtype, terms**degree)
+                if (moment := moment_of(value)) is not None:
+                    moments[name] = moment
             elif parameter.requires_grad:
                 missing.append(name)
+        _require_one_pass(extension, moments)
         none = not any(key[0] == extension.savefield for key in taken)
         if missing and (none or not unused_are_zero):
             raise PackpropError(
@@ -64,6 +68,18 @@ def taken_from(
                 "unused_are_zero=True if the batch does not use the parameter",
             )
     return taken
+
+
+def _require_one_pass(extension: Extension, moments: Mapping[str, int]) -> None:
+    """Refuse values of several passes, given the moments of their passes by parameter."""
+    first, last = (choose(moments, key=moments.__getitem__, default="") for choose in (min, max))
+    if first and moments[first] != moments[last]:
+        raise PackpropError(
+            f"Values of {extension.name} were to be stored.",
+            f"parameter {first!r}, with {extension.savefield} of an earlier pass than that of {last!r}",
+            "rows of a batch come from one pass, and that of the batch has not reached this parameter",
+            f"remove what earlier passes have left before the pass: `del parameter.{extension.savefield}`",
+        )
 
 
 def put(

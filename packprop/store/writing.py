@@ -205,7 +205,7 @@ class StoreWriter:
 
         Raises:
             BadInput: For values that have no row for each sample, or have other rows or names than before.
-            PackpropError: If a parameter has no values, or the disk does not take them.
+            PackpropError: If a parameter has no values, or those of an earlier pass; if the disk takes none.
         """
         asked = self._called("write")
         terms = divisor(asked, terms)

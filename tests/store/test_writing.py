@@ -155,6 +155,36 @@ def test_parameters_that_a_batch_does_not_use(tmp_path: Path) -> None:
     assert store["batch_l2", "2.weight"][:3].tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("later", ["unused", "frozen", "compiled"])
+def test_values_of_an_earlier_pass_are_not_those_of_a_batch(tmp_path: Path, later: str) -> None:
+    model, x, y = problem()
+    part = model if later == "frozen" else model[:1]
+    with packprop.backpack(BatchGrad()):
+        nn.functional.cross_entropy(model(x), y).backward()
+    if later == "frozen":
+        model[0].requires_grad_(False)
+    with StoreWriter(tmp_path / "store", model, [BatchGrad()]) as writer:
+        step = packprop.compile(part, nn.CrossEntropyLoss(), writer.extensions, backend="eager")
+
+        def batch() -> None:
+            if later == "compiled":
+                step(x, y)
+                return
+            with packprop.backpack(*writer.extensions):
+                nn.functional.cross_entropy(part(x), y).backward()
+
+        for _ in range(4 if later == "compiled" else 1):
+            batch()
+        with pytest.raises(PackpropError, match=r"parameter '[02].weight', with grad_batch of an earlier pass"):
+            writer.write(terms=7, unused_are_zero=True)
+        for parameter in model.parameters():
+            del parameter.grad_batch
+        batch()
+        writer.write(terms=7, unused_are_zero=True)
+    assert Store(tmp_path / "store").samples == 7
+    assert not any("2." in name for name in Store(tmp_path / "store")["grad_batch"]) or later == "frozen"
+
+
 def test_rows_that_are_left_out_later_are_zeros_too(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "store", nn.Linear(1, 1), []) as writer:
         for step in range(3):

@@ -70,6 +70,10 @@ class Preconditioner:
             return dict(zip(rows, inverse.solve(*rows.values()), strict=True))
         return {name: self._product(asked, name, inverse, rows[name], orders.get(name))}
 
+    def knows(self, name: str, orders: Mapping[str, EntryOrder | None]) -> bool:
+        """Tell whether it has a block of a parameter, and the order of its entries if that takes one."""
+        return name in self.inverses and (name not in self.as_factors or name in orders)
+
     def _product(self, asked: str, name: str, inverse: Any, rows: Tensor, order: EntryOrder | None) -> Tensor:
         """Multiply rows ``[q, *p]`` of a parameter by its own inverse block."""
         if isinstance(inverse, Tensor):

@@ -191,9 +191,9 @@ class Refiner:
         given, places = self._apart(flat), self._apart(found)
         for names in together(self._preconditioner, self.parameters):
             products = {name: given[name] for name in names}
-            if names[0] in self._preconditioner.inverses:
+            if self._preconditioner.knows(names[0], orders):
                 products = self._preconditioner(self._asked, products, orders)
-            else:  # no loss depends on it, and the damping is all of its block
+            else:  # no loss, or no query, depends on it: damping alone changes no solution
                 products = {name: each / (self._damping or 1.0) for name, each in products.items()}
             for name, product in products.items():
                 places[name].copy_(product)

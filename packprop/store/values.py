@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from packprop.engine.tensors import named_parameters
+from packprop.engine.passes import moment_of
+from packprop.engine.tensors import accumulation_dtype, named_parameters
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions.projected import Projected
 from packprop.store.folder import ArrayHeader, ShardHeader, described
@@ -24,13 +25,18 @@ Key = tuple[str, str]
 
 
 def taken_from(
-    model: nn.Module, extensions: Sequence[Extension], terms: float, unused_are_zero: bool
+    model: nn.Module,
+    extensions: Sequence[Extension],
+    terms: float,
+    unused_are_zero: bool,
+    dtype: torch.dtype | None,
 ) -> dict[Key, Tensor]:
     """Return a pass's values on the parameters, times ``terms`` to the power that they grow with.
 
     Raises:
-        BadInput: For ``terms`` other than 1, if parts of a value grow with different powers of the loss.
-        PackpropError: For a parameter without values.
+        BadInput: For ``terms`` other than 1, if parts of a value grow with different powers of the loss; for
+            numbers too large for the stored precision ``dtype``.
+        PackpropError: For a parameter without values, or with those of another pass than others.
     """
     taken: dict[Key, Tensor] = {}
     for extension in extensions:
@@ -42,13 +48,16 @@ def taken_from(
                 "its parts grow with different powers of the loss, so no single factor rescales all of them",
                 "leave terms out, and give all batches the same size",
             )
-        missing = []
+        missing, moments = [], dict[str, int]()
         for name, parameter in named_parameters(model):
             value = vars(parameter).get(extension.savefield)
             if value is not None:
-                put(taken, extension, name, value, terms**degree)
+                put(taken, extension, name, value, dtype or value.dtype, terms**degree)
+                if (moment := moment_of(value)) is not None:
+                    moments[name] = moment
             elif parameter.requires_grad:
                 missing.append(name)
+        _require_one_pass(extension, moments)
         none = not any(key[0] == extension.savefield for key in taken)
         if missing and (none or not unused_are_zero):
             raise PackpropError(
@@ -61,11 +70,34 @@ def taken_from(
     return taken
 
 
-def put(rows: dict[Key, Tensor], extension: Extension, name: str, value: Tensor, factor: float = 1.0) -> None:
+def _require_one_pass(extension: Extension, moments: Mapping[str, int]) -> None:
+    """Refuse values of several passes, given the moments of their passes by parameter."""
+    first, last = (choose(moments, key=moments.__getitem__, default="") for choose in (min, max))
+    if first and moments[first] != moments[last]:
+        raise PackpropError(
+            f"Values of {extension.name} were to be stored.",
+            f"parameter {first!r}, with {extension.savefield} of an earlier pass than that of {last!r}",
+            "rows of a batch come from one pass, and that of the batch has not reached this parameter",
+            f"remove what earlier passes have left before the pass: `del parameter.{extension.savefield}`",
+        )
+
+
+def put(
+    rows: dict[Key, Tensor],
+    extension: Extension,
+    name: str,
+    value: Tensor,
+    dtype: torch.dtype,
+    factor: float = 1.0,
+) -> None:
     """Put a parameter's value, times a factor, among the rows of a batch, its axis of samples in front.
 
     Projections of all parameters add up: the sum is the projection of the whole gradient, with its inner
-    products.
+    products. Other rows are rounded to ``dtype``, after the factor: gradients of a mean loss fit into float16
+    more often than those of its terms.
+
+    Raises:
+        BadInput: For numbers too large for ``dtype``.
     """
     value = value.detach()
     if isinstance(extension, Projected):
@@ -76,8 +108,10 @@ def put(rows: dict[Key, Tensor], extension: Extension, name: str, value: Tensor,
         else:
             rows[key] = torch.add(sum_so_far, value.to(sum_so_far.device), alpha=factor)
     else:
-        value = value if factor == 1 else value * factor
-        rows[extension.savefield, name] = value.movedim(extension.sample_axis, 0)
+        key = extension.savefield, name
+        value = value if factor == 1 else value.to(accumulation_dtype(value.dtype)) * factor
+        value = _rounded(f"Values of {extension.name} were to be stored.", key, value, dtype)
+        rows[key] = value.movedim(extension.sample_axis, 0)
 
 
 def begun_arrays(
@@ -119,21 +153,31 @@ def converted(asked: str, key: Key, value: Tensor, dtype: torch.dtype | None) ->
             "give a tensor [n, ...]",
         )
     value = value.detach()
-    if dtype is not None and value.is_floating_point() and value.dtype != dtype:
-        bound = torch.finfo(dtype).max
-        if value.numel() and bound < torch.finfo(value.dtype).max:
-            finite = value.nan_to_num(0.0, 0.0, 0.0)  # NaN and infinity are stored as they are
-            largest = max(abs(float(each)) for each in finite.aminmax())
-            if bound < largest:
-                raise BadInput(
-                    asked,
-                    f"values {_name(key)}",
-                    f"the largest is {largest:.3g}, and the largest {dtype} is {bound:.3g}",
-                    "store them as torch.bfloat16 or torch.float32, or call writer.write with smaller terms",
-                )
-        value = value.to(dtype)
+    value = value if dtype is None else _rounded(asked, key, value, dtype)
     described(value.dtype)
     return value.cpu()
+
+
+def _rounded(asked: str, key: Key, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return floating-point values in another precision, and others as they are.
+
+    Raises:
+        BadInput: For numbers too large for it; NaN and infinity stay as they are.
+    """
+    if not value.is_floating_point() or value.dtype == dtype:
+        return value
+    bound = torch.finfo(dtype).max
+    if value.numel() and bound < torch.finfo(value.dtype).max:
+        finite = value.nan_to_num(0.0, 0.0, 0.0)
+        largest = max(abs(float(each)) for each in finite.aminmax())
+        if bound < largest:
+            raise BadInput(
+                asked,
+                f"values {_name(key)}",
+                f"the largest is {largest:.3g}, and {dtype} ends at {bound:.3g}",
+                "store them with dtype=torch.bfloat16 or torch.float32, or write by hand with smaller terms",
+            )
+    return value.to(dtype)
 
 
 def require_rows(

@@ -108,7 +108,7 @@ class StoreWriter:
     ) -> None:
         self.folder, self.extensions, self.identify = Path(folder), tuple(extensions), identify
         asked = f"StoreWriter({str(folder)!r}) was opened."
-        self._model, self._dtype, self._seconds = model, dtype, seconds_of(asked, seconds)
+        self.dtype, self._model, self._seconds = dtype, model, seconds_of(asked, seconds)
         require_storable(asked, self.extensions)
         require_precision(asked, dtype)
         self._header = ShardHeader(
@@ -205,12 +205,12 @@ class StoreWriter:
 
         Raises:
             BadInput: For values that have no row for each sample, or have other rows or names than before.
-            PackpropError: If a parameter has no values, or the disk does not take them.
+            PackpropError: If a parameter has no values, or those of an earlier pass; if the disk takes none.
         """
         asked = self._called("write")
         terms = divisor(asked, terms)
         self.require_model(asked, self._model)
-        taken = taken_from(self._model, self.extensions, terms, unused_are_zero)
+        taken = taken_from(self._model, self.extensions, terms, unused_are_zero, self.dtype)
         fields = {extension.savefield for extension in self.extensions}
         require_names(asked, values.keys(), self.quantities, fields, self.samples)
         taken |= {(name, ""): value for name, value in values.items()}
@@ -240,7 +240,7 @@ class StoreWriter:
         samples, terms = samples_and_terms(asked, samples, terms)
         start, total = self.samples, self.samples + samples
         numbers = identifiers_of(asked, identifiers, start, samples, self._header)
-        rows = {key: converted(asked, key, value, self._dtype) for key, value in values.items()}
+        rows = {key: converted(asked, key, value, self.dtype) for key, value in values.items()}
         require_rows(asked, rows, samples, self._arrays)
         size = self._open_bytes + sum(value.numel() * value.dtype.itemsize for value in rows.values())
         ends = size >= CHUNK or time.monotonic() - self._began >= self._seconds

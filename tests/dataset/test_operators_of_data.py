@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -63,26 +64,52 @@ def test_functions_of_products(name: str) -> None:
     assert_near(solution.solutions, torch.linalg.solve(damped, right), "solutions", 1e-6)
 
 
+class Noisy(TensorDataset):
+    """Draws from Python's and numpy's generators."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + random.random() + np.random.rand(), y  # noqa: NPY002  # as users do
+
+
+def states(own: torch.Generator) -> list[Any]:
+    _, numbers, place, *_ = np.random.get_state()  # noqa: NPY002  # it belongs to users
+    return [torch.get_rng_state().tolist(), own.get_state().tolist(), random.getstate(), [*numbers], place]
+
+
 def test_readings_draw_alike() -> None:
-    """Dropout, a shuffled loader, and generators that the data hold."""
+    """Dropout, a shuffled loader, and the generators of Python and numpy."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double().train()
+    own = torch.Generator().manual_seed(0)
+    for generator in (None, own):
+        loader = DataLoader(Noisy(*classes(4)), batch_size=3, shuffle=True, generator=generator)
+        operator = operators.of_data(model, nn.CrossEntropyLoss(), loader, progress=False)
+        vector = torch.randn(operator.shape[0], dtype=torch.float64)
+        first = operator @ vector
+        for _ in range(2):
+            torch.randn(5)
+            torch.randn(5, generator=own)
+            before = states(own)
+            assert torch.equal(operator @ vector, first)
+            assert states(own) == before, "what the user draws is not changed"
+            random.random()
+            np.random.rand()  # noqa: NPY002  # as users do
+        assert_near(whole(operator), whole(operator).mT, "symmetric", 1e-12)
 
-    class Noisy(TensorDataset):
-        def __getitem__(self, index: int) -> Any:
-            x, y = super().__getitem__(index)
-            return x + random.random(), y
 
-    loader = DataLoader(Noisy(*classes(4)), batch_size=3, shuffle=True)
-    operator = operators.of_data(model, nn.CrossEntropyLoss(), loader, progress=False)
-    vector, before = torch.randn(operator.shape[0], dtype=torch.float64), torch.get_rng_state()
-    first = operator @ vector
-    torch.randn(5)
-    assert torch.equal(operator @ vector, first)
-    torch.set_rng_state(before)
-    operator @ vector
-    assert torch.equal(torch.get_rng_state(), before), "what the user draws is not changed"
-    assert_near(whole(operator), whole(operator).mT, "symmetric", 1e-12)
+def test_a_model_with_a_generator_draws_alike() -> None:
+    class Masked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.rand(x.shape, generator=self.source, dtype=x.dtype) < 0.5
+            return super().forward(x * mask)
+
+    model = Masked(4, 3).double()
+    model.source = torch.Generator().manual_seed(0)
+    operator = operators.of_data(model, nn.CrossEntropyLoss(), classes(4), progress=False)
+    before = model.source.get_state()
+    assert_near(whole(operator), whole(operator), "readings", 1e-12)
+    assert torch.equal(model.source.get_state(), before)
 
 
 def test_products_through_attention_in_a_checkpoint() -> None:

@@ -172,3 +172,34 @@ def test_terms_at_positions_that_are_reduced_by_hand(tmp_path: Path) -> None:
     data, asked = (torch.randn(6, 3), torch.randint(2, (6, 4))), extensions.BatchGrad()
     with pytest.raises(PackpropError, match="what it is divided by is not known"):
         compute(model, loss, data, asked, batch_size=3, store=tmp_path / "store", losses=True)
+
+
+class Head(nn.Linear):
+    """A loss with a weight of its own."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(super().forward(outputs), targets)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["merged", "stored"])
+def test_parameters_of_one_name_are_refused(kept: bool, tmp_path: Path) -> None:
+    """Those of model and loss; those that neither holds; those of two batches."""
+    scales = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    heads = [Head(3, 3, bias=False) for _ in range(2)]
+    losses = [
+        heads[0],
+        lambda f, y: F.cross_entropy(f * scales[0] * scales[1], y),
+        lambda f, y: F.cross_entropy(f * scales[len(f) % 2], y),
+        lambda f, y: heads[len(f) % 2](f, y),
+    ]
+    data = torch.randn(5, 3), torch.randint(3, (5,))
+    asked, model = extensions.BatchGrad(), nn.Linear(3, 3)
+    for number, loss in enumerate(losses):
+        store = {"store": tmp_path / str(number)} if kept else {}
+        with pytest.raises(PackpropError, match="of which there are several"):
+            compute(model, loss, data, asked, batch_size=3, **store)
+    with pytest.raises(PackpropError, match="of which there are several"):
+        packprop.influence(data, model, heads[0], data)
+    named = nn.ModuleDict({"head": heads[0]})
+    named.forward = lambda f, y: heads[0](f, y)
+    assert compute(model, named, data, asked, batch_size=3)[asked].keys() == {"weight", "bias", "head.weight"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,6 +148,27 @@ def test_files_that_are_no_results(tmp_path: Path) -> None:
     ]:
         with pytest.raises(BadInput, match=words):
             Result.load(tmp_path / name)
+
+
+def test_a_save_that_ends_early_leaves_the_file_before(
+    result: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import safetensors.torch
+
+    (tmp_path / "link").symlink_to(tmp_path / "result")
+    for path in (tmp_path / "result", str(tmp_path / "link")):
+        result.save(path)
+        assert Result.load(path).loss == result.loss
+
+    def ended(tensors: Any, path: Path, **options: Any) -> None:
+        Path(path).write_bytes(b"some")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(safetensors.torch, "save_file", ended)
+    with pytest.raises(KeyboardInterrupt):
+        result.save(tmp_path / "result")
+    assert Result.load(tmp_path / "link").loss == result.loss
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_gradients_of_samples_have_lines_too() -> None:

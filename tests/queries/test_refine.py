@@ -88,6 +88,33 @@ def test_curvature_is_the_preconditioner_and_changes_no_product(tmp_path: Path, 
     assert not torch.allclose(by_row(alone), by_row(plain), rtol=0.1)
 
 
+def test_a_table_that_no_query_looks_up() -> None:
+    """The order of the entries of its factors is not known, and does not matter."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.head = nn.Embedding(7, 3), nn.Embedding(5, 3), nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.one(x[:, 0])
+            out: Tensor = self.head(found + self.two(x[:, 1]) if x.shape[1] > 1 else found)
+            return out
+
+    torch.manual_seed(0)
+    model = Two().double()
+    data = torch.randint(5, (12, 2)), torch.randint(4, (12,))
+    queries = data[0][:2, :1], data[1][:2]
+    options: dict[str, Any] = {"damping": 0.1, "k": 12}
+    options["refine"] = Refinement(data, tolerance=1e-9, readings=60, progress=False)
+    factors = packprop.compute(model, LOSS, data, [KFLR()], progress=False)
+    found, expected = (
+        by_row(packprop.influence(data, model, LOSS, queries, curvature=each, **options))
+        for each in (factors, None)
+    )
+    assert_near(found, expected, "products", 1e-6)
+
+
 def test_random_vectors_beside_a_few_queries_save_readings(tmp_path: Path) -> None:
     model, loss, data = problem("convolution")
     written(tmp_path / "store", model, loss, data)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import packprop
 from packprop import BadInput, PackpropError
@@ -138,3 +138,27 @@ def test_models_that_mix_samples(tmp_path: Path) -> None:
     packprop.compute(mixing, LOSS, (x, y), [BatchGrad()], store=tmp_path / "store", progress=False)
     influence(tmp_path / "store", (mixing, x, y))
     refused("BatchNorm2d", tmp_path / "store", (mixing.train(), x, y))
+
+
+def test_losses_with_parameters(tmp_path: Path) -> None:
+    """A module's own, and those of a function."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.3).double())
+
+        def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return LOSS(outputs * self.scale, targets)
+
+    model, x, y = problem()
+    scaled = Scaled()
+    packprop.compute(model, scaled, (x, y), [BatchGrad()], store=tmp_path / "store", progress=False)
+    for loss, name in [(scaled, "'scale'"), (lambda f, t: scaled(f, t), r"'a tensor of shape \[\]'")]:
+        for data in (tmp_path / "store", (x, y)):
+            with pytest.raises(BadInput, match=f"parameter {name}(.|\n)*it is not the model's"):
+                packprop.influence(data, model, loss, (x[:2], y[:2]))
+        with pytest.raises(BadInput, match="it is not the model's"):
+            packprop.token_influence(model, loss, (x, y), (x[:2], y[:2]))
+    scaled.requires_grad_(False)
+    packprop.influence((x, y), model, scaled, (x[:2], y[:2]))

@@ -97,7 +97,8 @@ def consistent(scores: Tensor, targets: Tensor) -> Tensor:
 def test_a_target_that_requires_gradients_is_refused() -> None:
     model, given, queries = network()
     with pytest.raises(
-        PackpropError, match="it requires gradients, as the model's output does, and which tokens"
+        PackpropError,
+        match="it requires gradients, as the model's output does, and it is not known which tokens",
     ):
         packprop.token_influence(model, consistent, given, queries)
     packprop.extend(model)

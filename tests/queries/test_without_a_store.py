@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from packprop import Refinement
 from packprop.applications.queries.candidates import AlongVectors, ReadSamples
 from packprop.engine.memory import LiveBytes
 from packprop.errors import BadInput, PackpropError
-from packprop.extensions import EKFAC, BatchGrad, DiagGGNExact
+from packprop.extensions import EKFAC, KFLR, BatchGrad, DiagGGNExact, Projected
 from tests.cases import ONE_OF_EACH, Case
 from tests.queries.small import LOSS, QUERIES, SIZE, by_row, gradients, problem
 from tests.queries.test_token_influence import flat, flattened, network, terms
@@ -100,6 +101,28 @@ def test_as_with_a_store(how: str, tmp_path: Path) -> None:
     assert (found.curvature, found.damping) == (stored.curvature, stored.damping)
 
 
+@pytest.mark.parametrize("make", [EKFAC(fisher="exact"), KFLR(), DiagGGNExact()], ids=lambda each: each.name)
+def test_a_parameter_that_no_loss_depends_on_needs_no_block(make: Any, tmp_path: Path) -> None:
+    """A pooler; curvature without a block that a query needs is refused where it is met."""
+    model, x, y = problem()
+    spared = nn.Sequential(*model)
+    spared.register_module("spare", nn.Linear(2, 2).double())
+    spared.forward = lambda x: model(x)  # type: ignore[method-assign]  # leaves it out
+    blocks = packprop.compute(spared, LOSS, (x, y), [make], **QUIET)[make]
+    asked = Projected(BatchGrad(), 16)
+    packprop.compute(spared, LOSS, (x, y), [asked], store=tmp_path / "projected", **QUIET)
+    for more in ({}, {"refine": Refinement((x, y), tolerance=1e-9, readings=200, width=8, progress=False)}):
+        options: dict[str, Any] = {"curvature": blocks, "damping": 0.1, **more}
+        expected = of_data((model, x, y), (x, y), **options)
+        assert_near(by_row(of_data((spared, x, y), (x, y), **options)), by_row(expected), "products", 1e-6)
+        of_data((spared, x, y), tmp_path / "projected", **options)
+    lacking = {name: block for name, block in blocks.items() if name != "3.bias"}
+    with pytest.raises(BadInput, match=r"'3.bias'(.|\n)*has no block in the given curvature"):
+        of_data((spared, x, y), (x, y), curvature=lacking, damping=0.1)
+    with pytest.raises(BadInput, match=r"'0.weight' and 5 more(.|\n)*has one for 'other'"):
+        of_data((spared, x, y), (x, y), curvature={"other": torch.ones(2)}, damping=0.1, **more)
+
+
 def test_a_model_that_computes_its_loss() -> None:
     model, x, y = problem()
 
@@ -134,6 +157,29 @@ def test_random_numbers_are_the_same_in_each_reading() -> None:
     model.register_forward_pre_hook(noted)
     assert packprop.influence([(x, y)], model, LOSS, queries, k=6, memory=20_000).readings == 2
     assert torch.equal(*states)
+
+
+def test_readings_draw_alike_and_leave_generators_alone() -> None:
+    """Those of Python, and one that the model holds."""
+    model, x, y = problem()
+    own = torch.Generator().manual_seed(0)
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.own = model, own
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) == SIZE:  # the data, which are one batch
+                drawn.append((random.random(), float(torch.rand((), generator=self.own))))
+            out: Tensor = self.model(x)
+            return out
+
+    drawn: list[tuple[float, float]] = []
+    before = random.getstate(), own.get_state().tolist()
+    assert of_data((Noisy(), x, y), [(x, y)], memory=SMALL).readings == 3
+    assert len({*drawn}) == 1
+    assert (random.getstate(), own.get_state().tolist()) == before
 
 
 def test_nothing_is_changed() -> None:

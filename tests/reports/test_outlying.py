@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,24 @@ def test_a_shuffled_loader_and_the_random_state_are_left_alone() -> None:
     torch.manual_seed(3)
     quiet(model(), nn.CrossEntropyLoss(), FORMS["shuffled"](), curvature=False, outliers=0)
     assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("form", ["data set", "loader"])
+def test_looking_at_single_samples_draws_nothing(form: str) -> None:
+    class Noisy(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            x, y = super().__getitem__(index)
+            return x + random.random() * torch.rand(()), y
+
+    def after(outliers: int) -> tuple[Any, list[int]]:
+        random.seed(0)
+        torch.manual_seed(0)
+        data = Noisy(INPUTS, CLASSES)
+        given = data if form == "data set" else DataLoader(data, batch_size=4)
+        quiet(model(), nn.CrossEntropyLoss(), given, curvature=False, outliers=outliers)
+        return random.getstate(), torch.get_rng_state().tolist()
+
+    assert after(1) == after(0)
 
 
 class Drawn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -108,6 +109,29 @@ def test_numbers_that_do_not_fit_are_refused_not_stored(tmp_path: Path) -> None:
     assert Store(tmp_path / "store").samples == 4
 
 
+@pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "compute"])
+def test_rows_times_terms_fit_where_the_parameter_is_narrow(tmp_path: Path, by_hand: bool) -> None:
+    """A loss that is a mean has rows within float16; its terms, of which there are four, take them out."""
+    model = packprop.extend(nn.Linear(2, 1, bias=False).half())
+    nn.init.zeros_(model.weight)
+    x, y, loss = torch.full((4, 2), 3000.0).half(), torch.full((4, 1), -20.0).half(), nn.MSELoss()
+    for dtype in (torch.float32, None):
+        with StoreWriter(tmp_path / f"{dtype}", model, [BatchGrad()], dtype=dtype) as writer:
+            refused = pytest.raises(PackpropError, match=r"1\.2e\+05.*float16")
+            with contextlib.nullcontext() if dtype else refused:
+                if by_hand:
+                    with packprop.backpack(*writer.extensions), packprop.record():
+                        loss(model(x), y).backward()
+                    writer.write(terms=4)
+                else:
+                    packprop.compute(model, loss, (x, y), [BatchGrad()], store=writer, progress=False)
+    assert (Store(tmp_path / "torch.float32")["grad_batch", "weight"].torch() == 2 * 20 * 3000).all()
+    assert Store(tmp_path / "None").samples == 0
+    for data in (tmp_path / "torch.float32", (x, y)):
+        found = packprop.influence(data, model, loss, (x[:1], y[:1]))
+        assert (found.largest.products == 2 * 120000.0**2).all()
+
+
 def test_parameters_that_a_batch_does_not_use(tmp_path: Path) -> None:
     model, x, y = problem()
     parts = [model[:1], model]  # the first batch goes through the first layer alone
@@ -129,6 +153,36 @@ def test_parameters_that_a_batch_does_not_use(tmp_path: Path) -> None:
         assert_near(found[3:], expected, name)
         assert_near(found[:3], first.get(name, torch.zeros(3, *expected.shape[1:]).double()), name)
     assert store["batch_l2", "2.weight"][:3].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("later", ["unused", "frozen", "compiled"])
+def test_values_of_an_earlier_pass_are_not_those_of_a_batch(tmp_path: Path, later: str) -> None:
+    model, x, y = problem()
+    part = model if later == "frozen" else model[:1]
+    with packprop.backpack(BatchGrad()):
+        nn.functional.cross_entropy(model(x), y).backward()
+    if later == "frozen":
+        model[0].requires_grad_(False)
+    with StoreWriter(tmp_path / "store", model, [BatchGrad()]) as writer:
+        step = packprop.compile(part, nn.CrossEntropyLoss(), writer.extensions, backend="eager")
+
+        def batch() -> None:
+            if later == "compiled":
+                step(x, y)
+                return
+            with packprop.backpack(*writer.extensions):
+                nn.functional.cross_entropy(part(x), y).backward()
+
+        for _ in range(4 if later == "compiled" else 1):
+            batch()
+        with pytest.raises(PackpropError, match=r"parameter '[02].weight', with grad_batch of an earlier pass"):
+            writer.write(terms=7, unused_are_zero=True)
+        for parameter in model.parameters():
+            del parameter.grad_batch
+        batch()
+        writer.write(terms=7, unused_are_zero=True)
+    assert Store(tmp_path / "store").samples == 7
+    assert not any("2." in name for name in Store(tmp_path / "store")["grad_batch"]) or later == "frozen"
 
 
 def test_rows_that_are_left_out_later_are_zeros_too(tmp_path: Path) -> None:

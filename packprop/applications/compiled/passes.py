@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from packprop.engine.context import backpack
 from packprop.engine.memory import Plan
-from packprop.engine.passes import Hook
+from packprop.engine.passes import Hook, save_of_pass
 from packprop.engine.recording import extended, record
 from packprop.engine.tensors import LossFunction, outputs_and_loss
 from packprop.types import Extension
@@ -126,8 +127,9 @@ class TrainingPass:
             else:
                 with torch.no_grad():  # in place, as autograd does it
                     parameter.grad.add_(gradient)
+        moment = time.monotonic_ns()
         for (number, name), value in outcome.results.items():
-            setattr(parameters[number], name, value)
+            save_of_pass(parameters[number], name, value, moment)
         if self.hook is not None:
             for module in outcome.finished:
                 self.hook(module)

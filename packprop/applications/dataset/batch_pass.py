@@ -46,7 +46,7 @@ from packprop.engine.tensors import (
     outputs_and_loss,
     reshard,
 )
-from packprop.errors import PackpropWarning
+from packprop.errors import PackpropError, PackpropWarning
 from packprop.types import Extension
 
 Take = Callable[[str, torch.dtype, dict[Part, list[Any]]], None]
@@ -113,7 +113,8 @@ class BatchPass:
     log: Log | None = None
 
     def __post_init__(self) -> None:
-        self._names = {id(parameter): name for name, parameter in named_parameters(self.model)}
+        self._leaves: dict[str, Tensor] = dict(named_parameters(self.model))
+        self._names = {id(parameter): name for name, parameter in self._leaves.items()}
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -244,7 +245,22 @@ class BatchPass:
         graph.release(keep=False)
 
     def _name_of(self, graph: Graph, leaf: Tensor) -> str:
-        return self._names.get(id(leaf)) or graph.name(leaf)
+        """Return the name under which results of a leaf merge, in all batches.
+
+        Raises:
+            PackpropError: If another leaf has this name.
+        """
+        home = graph.home(leaf)
+        name = self._names.get(id(home)) or graph.name(leaf)
+        if self._leaves.setdefault(name, home) is not home:
+            raise PackpropError(
+                self.asked,
+                f"parameter {name!r}, of which there are several",
+                "values belong to a parameter by its name, in the model or in the loss",
+                "give model and loss as modules that hold them under names of their own, such as one model "
+                "that computes its loss, with loss=None",
+            )
+        return name
 
     def _merge(
         self, samples: int, terms: float, name: str, dtype: torch.dtype, rows: dict[Part, list[Any]]

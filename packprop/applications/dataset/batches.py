@@ -156,6 +156,15 @@ class Batches:
         self._rest = None
         self._first.clear()
 
+    @contextlib.contextmanager
+    def drawing_apart(self) -> Iterator[None]:
+        """Let a reading draw inside; afterwards it is as if nothing had been drawn."""
+        before = self.states
+        try:
+            yield
+        finally:
+            self._draw_from(before)
+
     @property
     def _start_or_now(self) -> list[Tensor]:
         """Return the random states that a reading begins with."""

@@ -119,8 +119,9 @@ def compute(
             read these only once; for data without samples, or a loss that cannot be called; for a checkpoint of
             another run, or a folder that is in use or holds other files; for a store that no value would go to,
             or that cannot be written.
-        PackpropError: For a loss whose number of terms is not known, a parameter that some batches do not use,
-            or a checkpoint that cannot be read; if another rank fails or ends.
+        PackpropError: For a loss whose number of terms is not known, parameters of one name in model and loss,
+            a parameter that some batches do not use, or a checkpoint that cannot be read; if another rank fails
+            or ends.
     """
     group = ranks_for(ranks)
     group.arrive()

@@ -69,8 +69,8 @@ def of_data(
 
     The matrix belongs to one loss over all samples, whatever the sizes of the batches, like the quantities of
     ``packprop.compute``. The GGN is that of everything before the loss function (Schraudolph 2002). The model's
-    and the data's random draws are the same in each reading. ``operator.readings`` counts readings. Each
-    process multiplies by the matrix of its own data.
+    and the data's random draws are the same in each reading, and leave your generators as they are.
+    ``operator.readings`` counts readings. Each process multiplies by the matrix of its own data.
 
     Args:
         model: The model, in the mode (train or eval) that you want; you need not extend it.

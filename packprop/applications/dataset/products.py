@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from packprop.applications.dataset.batches import Batches
-from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.given import Objective
+from packprop.applications.dataset.identity import keep_generators
 from packprop.applications.dataset.loss_terms import TermWeights, counted_terms, is_scaled
 from packprop.applications.dataset.messages import described, no_samples
 from packprop.applications.dataset.progress import progress_bar
@@ -47,7 +47,8 @@ class DataProduct:
     """Products with the GGN or the Hessian of a loss over a data set, for vectors ``[v, *p]`` by parameter.
 
     The matrix belongs to one loss over all samples, as for ``compute``: a mean is over all terms. Every call
-    reads the data once. The model's and the data's random draws are the same in each reading.
+    reads the data once. The model's and the data's random draws are the same in each reading, and leave all
+    generators as they are.
 
     Args:
         objective: The model and the loss.
@@ -85,7 +86,7 @@ class DataProduct:
         self._asked, self._batches = asked, batches
         self._matrix, self._parameters = matrix, [*parameters]
         self._budget, self._device, self._progress = budget_of(memory), torch.device(objective.device), progress
-        batches.described(Describer())  # keeps generators in the data: they draw the same in each reading
+        keep_generators(objective.model, objective.loss, batches)  # they draw the same in each reading
         self._draws = random_states()
         self._room = room
         self._sizes: list[tuple[int, int]] = []
@@ -114,6 +115,7 @@ class DataProduct:
             stack.enter_context(extended(*self._objective.modules))
             stack.enter_context(self._batches.explained())
             stack.enter_context(random_numbers_from(self._draws))
+            stack.enter_context(self._batches.drawing_apart())
             stack.callback(self._renew)
             self._batches.begin_again()
             left = operator.length_hint(self._batches)

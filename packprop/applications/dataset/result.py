@@ -20,6 +20,7 @@ from packprop.engine.passes import ChunkSizes
 from packprop.engine.tensors import accumulation_dtype, is_distributed, map_tensors, tensors_in, whole_tensor
 from packprop.errors import Absent, BadInput
 from packprop.store.checksums import checksum
+from packprop.store.files import written_whole
 from packprop.store.schema import Unfit, checksum_of, fitted, parsed
 from packprop.types import Extension
 
@@ -129,7 +130,7 @@ class Result(Mapping[Any, dict[str, Any]]):
         return replace(self, tables=map_tensors(whole_tensor, self.tables)) if self.is_sharded else self
 
     def save(self, path: str | Path) -> None:
-        """Write all tensors to one ``.safetensors`` file.
+        """Write all tensors to one ``.safetensors`` file; one that exists is replaced in one step.
 
         Raises:
             BadInput: If some tensors are sharded: call ``whole()`` on all ranks before.
@@ -154,7 +155,8 @@ class Result(Mapping[Any, dict[str, Any]]):
         flat = {name: tensor.cpu().contiguous().clone() for name, tensor in zip(names, tensors, strict=True)}
         notes["names"] = json.dumps(names)
         notes["checksum"] = str(_checksum(notes, flat.values()))
-        safetensors.torch.save_file(flat, path, metadata=notes)
+        with written_whole(Path(path).resolve()) as part:  # of a link, where it leads
+            safetensors.torch.save_file(flat, part, metadata=notes)
 
     @classmethod
     def load(cls, path: str | Path) -> Result:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from packprop.applications.dataset.parts import Part
 from packprop.engine.algebra import nothing_like, rescale
+from packprop.engine.tensors import accumulation_dtype
 from packprop.errors import BadInput
 from packprop.store.describing import described_extension, grows
 from packprop.store.values import put
@@ -44,11 +45,15 @@ class StoredResults:
         """Keep the results of one parameter for the store, and return the others.
 
         As in ``MergedResults``, kept results have the scale of a loss that is summed over its terms.
+
+        Raises:
+            BadInput: For numbers too large for the stored precision.
         """
         for part, found in results.items():
             extension = part.whole
             if extension in self.extensions:
-                put(self._values, extension, name, of_summed_loss(extension, found, dtype, samples, terms))
+                value = of_summed_loss(extension, found, dtype, samples, terms)
+                put(self._values, extension, name, value, self.writer.dtype or extension.dtype_of(dtype))
         return {part: values for part, values in results.items() if part.whole not in self.extensions}
 
     def take_losses(self, losses: Tensor) -> None:
@@ -100,6 +105,8 @@ def of_summed_loss(
 ) -> Tensor:
     """Return the value for a loss summed over its terms, from results for a loss divided by ``terms``.
 
+    It has the precision of sums: it may not fit into that of the parameter.
+
     Args:
         extension: The extension of the value.
         found: A result for each of its rows.
@@ -112,7 +119,7 @@ def of_summed_loss(
         for row, value in zip(extension.rows, found, strict=True)
     ]
     finished: Tensor = extension.finish(values, samples)
-    return finished.to(extension.dtype_of(dtype))
+    return finished.to(accumulation_dtype(extension.dtype_of(dtype)))
 
 
 def stored_results(

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 from packprop.applications.dataset.batches import Batches
 from packprop.applications.dataset.digests import digest
 from packprop.applications.dataset.given import Objective
-from packprop.applications.dataset.identity import BATCHES, identity_of
+from packprop.applications.dataset.identity import BATCHES, identity_of, keep_generators
 from packprop.applications.dataset.messages import described, no_samples
 from packprop.applications.dataset.stored import of_summed_loss
 from packprop.applications.dataset.stream import is_empty
@@ -164,6 +164,7 @@ class ReadSamples:
             size = tensor_of(wanted.groups).numel()  # the data tell later how many samples there are
             self._numbers = numbers_of_groups(self._asked, wanted.groups, size, "they are for")
         batches.watched = True
+        keep_generators(objective.model, objective.loss, batches)
         _require_order(self._asked, batches.source.data)
 
     def room(self, budget: int) -> int:
@@ -206,12 +207,12 @@ class ReadSamples:
         """Yield the products ``[q, n]`` of each batch, and the divisor of its loss."""
         batches, device = self._batches, self._objective.device
         extension = AlongVectors({name: each.to(device) for name, each in rows.items()})
-        if self._readings:
-            why = "the queries do not fit into memory together, so data are read again"
-            instead = "give more memory, fewer queries, or a data loader, a Dataset or a pair of tensors"
-            batches.require_rereadable("data", why, instead)
-            batches.begin_again()
-        with random_numbers_from(self._draws):  # the same in each reading
+        with random_numbers_from(self._draws), batches.drawing_apart():  # the same in each reading
+            if self._readings:
+                why = "the queries do not fit into memory together, so data are read again"
+                instead = "give more memory, fewer queries, or a data loader, a Dataset or a pair of tensors"
+                batches.require_rereadable("data", why, instead)
+                batches.begin_again()
             yield from products_of(self._objective, batches, extension)
 
     def _end_reading(self, samples: int) -> None:

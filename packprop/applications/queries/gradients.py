@@ -19,7 +19,7 @@ from packprop.engine.algebra import KEEP, Dense, EntryOrder, Projection, entry_o
 from packprop.engine.memory import chunk_sizes_over_data, step_over_data
 from packprop.engine.recording import SameForEachPass
 from packprop.engine.tensors import accumulation_dtype, moved
-from packprop.errors import PackpropError
+from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchGrad, Projected
 from packprop.store.reading import StoredArray
 from packprop.types import GRADIENT, Extension, Row
@@ -45,11 +45,13 @@ class PassesApart:
         parts = readings_of(extensions)[0]
         self._pass = BatchPass(asked, model, loss, MergedResults([]), extensions, None, parts)
         self._device, self._same = objective.device, SameForEachPass(objective.modules)
+        self._trained = objective.trained
 
     def __call__(self, batch: tuple[Any, Any]) -> Found:
         """Return the results of a batch.
 
         Raises:
+            BadInput: For a trained parameter that is not the model's.
             PackpropError: If terms have other weights than in earlier batches, by a factor behind the loss.
         """
         each, device = self._pass, self._device
@@ -57,7 +59,15 @@ class PassesApart:
         step = step_over_data(each.model, each.loss, batch, each.extensions, device)
         each.chunk_sizes = chunk_sizes_over_data(step, None)
         with self._same.around():
-            return each.run_alone(inputs, targets)
+            found = each.run_alone(inputs, targets)
+        for name in found.rows.keys() - self._trained.keys():
+            raise BadInput(
+                each.asked,
+                f"parameter {name!r}, which the loss depends on",
+                "it is not the model's, and inner products are those of gradients in the model's parameters",
+                "set requires_grad=False on it, or give a model that holds it and computes the loss, loss=None",
+            )
+        return found
 
 
 class QueryGradients:
@@ -114,11 +124,10 @@ class QueryGradients:
     @property
     def passing_bytes(self) -> int:
         """Bytes of a query's gradients while it is computed, without the model and its activations."""
-        sizes = [p.numel() * p.dtype.itemsize for p in self._trained.values()]
+        sizes = [p.numel() * accumulation_dtype(p.dtype).itemsize for p in self._trained.values()]
         if self._extension.savefield == Projected.savefield:
             return 2 * len(sizes) * self._projection_bytes
-        wide = [p.numel() * accumulation_dtype(p.dtype).itemsize for p in self._trained.values()]
-        copies = 0 if self._preconditioner is None else 4 * max(wide)
+        copies = 0 if self._preconditioner is None else 4 * max(sizes)
         return 2 * sum(sizes) + copies + self._projection_bytes
 
     @property

@@ -77,7 +77,8 @@ def influence(
             Or the data themselves, in any form that ``compute`` takes: packprop then computes the gradients of
             the samples for each group of queries, and keeps none.
         model: The model, in the mode (train or eval) that you want; you need not extend it.
-        loss: As for ``compute``: ``loss(model(inputs), targets)``, or ``None`` if the model computes it.
+        loss: As for ``compute``: ``loss(model(inputs), targets)``, or ``None`` if the model computes it. It may
+            train no parameters of its own.
         queries: Data of any form that ``compute`` takes: a pair of tensors, a ``Dataset``, batches.
         curvature: The preconditioner of the queries' gradients: a ``Result`` of ``compute`` that holds one
             curvature, the file of one, or an entry of a ``Result``, ``result["ekfac"]``: a block for each

@@ -14,7 +14,7 @@ Eigenvalues that are negative by rounding count as zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -61,13 +61,19 @@ class Preconditioner:
             orders: The order of each parameter's entries in the matrix ``[o, i]`` of two factors, if known.
 
         Raises:
-            BadInput: If two factors do not fit the parameter.
+            BadInput: For a parameter without a block; if two factors do not fit the parameter.
         """
         name = next(iter(rows))
+        if name not in self.inverses:
+            raise _without_block(asked, [name], self.name, self.inverses)
         inverse = map_tensors(lambda tensor: tensor.to(rows[name].device), self.inverses[name])
         if isinstance(inverse, Coupled):
             return dict(zip(rows, inverse.solve(*rows.values()), strict=True))
         return {name: self._product(asked, name, inverse, rows[name], orders.get(name))}
+
+    def knows(self, name: str, orders: Mapping[str, EntryOrder | None]) -> bool:
+        """Tell whether it has a block of a parameter, and the order of its entries if that takes one."""
+        return name in self.inverses and (name not in self.as_factors or name in orders)
 
     def _product(self, asked: str, name: str, inverse: Any, rows: Tensor, order: EntryOrder | None) -> Tensor:
         """Multiply rows ``[q, *p]`` of a parameter by its own inverse block."""
@@ -107,22 +113,17 @@ def preconditioner_of(
             result that holds them.
         damping: The damping of the blocks.
         factored: Lets two factors share the damping.
-        shapes: Shapes of the parameters that have gradients.
+        shapes: Shapes of the parameters that may have gradients. Those that no loss depends on need no block.
 
     Raises:
-        BadInput: For no curvature, missing or negative damping, a parameter without a block, or a block that
-            does not fit it, is not finite, or is not positive.
+        BadInput: For no curvature, missing or negative damping, blocks of other parameters alone, or a block
+            that does not fit, is not finite, or is not positive.
     """
     name, blocks = blocks_of(asked, curvature)
     added = require_damping(asked, damping, name)
-    missing = [parameter for parameter in shapes if parameter not in blocks]
-    if missing:
-        raise BadInput(
-            asked,
-            f"parameter {missing[0]!r}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
-            f"it has no block in {name}, which has one for {', '.join(map(repr, [*blocks][:5])) or 'nothing'}",
-            "compute the curvature of the same model, with otherwise='diagonal' where factors are too large",
-        )
+    missing, shapes = [*shapes], {each: shape for each, shape in shapes.items() if each in blocks}
+    if not shapes:
+        raise _without_block(asked, missing, name, blocks)
     of_two = [
         parameter
         for parameter in shapes
@@ -156,6 +157,15 @@ def preconditioner_of(
             _require_positive(asked, where, values, added, torch.finfo(values.dtype).eps * float(values.max()))
             inverses[parameter], biases[parameter] = both, bias
     return Preconditioner(name, added, inverses, frozenset(of_two), biases)
+
+
+def _without_block(asked: str, missing: Sequence[str], name: str, blocks: Mapping[str, Any]) -> BadInput:
+    return BadInput(
+        asked,
+        f"parameter {missing[0]!r}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
+        f"it has no block in {name}, which has one for {', '.join(map(repr, [*blocks][:5])) or 'nothing'}",
+        "compute the curvature of the same model, with otherwise='diagonal' where factors are too large",
+    )
 
 
 def require_damping(asked: str, damping: float | None, name: str) -> float:

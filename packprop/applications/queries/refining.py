@@ -190,7 +190,11 @@ class Refiner:
         found = torch.empty_like(flat)
         given, places = self._apart(flat), self._apart(found)
         for names in together(self._preconditioner, self.parameters):
-            products = self._preconditioner(self._asked, {name: given[name] for name in names}, orders)
+            products = {name: given[name] for name in names}
+            if self._preconditioner.knows(names[0], orders):
+                products = self._preconditioner(self._asked, products, orders)
+            else:  # no loss, or no query, depends on it: damping alone changes no solution
+                products = {name: each / (self._damping or 1.0) for name, each in products.items()}
             for name, product in products.items():
                 places[name].copy_(product)
         return found

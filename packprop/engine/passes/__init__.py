@@ -8,7 +8,14 @@ from packprop.engine.passes.gradient import changed_gradient
 from packprop.engine.passes.loss_terms import reduction_and_divisor
 from packprop.engine.passes.nothing import knows_nothing, results_of_nothing, samples_of_nothing
 from packprop.engine.passes.request import Request, settle_loss_inputs, tasks_by_seed
-from packprop.engine.passes.saving import Hook, warn_of_diagonals, warn_of_skipped, without_correlations
+from packprop.engine.passes.saving import (
+    Hook,
+    moment_of,
+    save_of_pass,
+    warn_of_diagonals,
+    warn_of_skipped,
+    without_correlations,
+)
 
 __all__ = [
     "AutocastRegions",
@@ -21,9 +28,11 @@ __all__ = [
     "default_chunk_sizes",
     "knows_nothing",
     "long_work_of",
+    "moment_of",
     "reduction_and_divisor",
     "results_of_nothing",
     "samples_of_nothing",
+    "save_of_pass",
     "settle_loss_inputs",
     "tasks_by_seed",
     "warn_of_diagonals",

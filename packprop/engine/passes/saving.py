@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -25,6 +26,9 @@ from packprop.types import Extension
 Hook = Callable[[nn.Module], Any]
 """The user's extension hook: called with each module whose parameters have all their values."""
 
+MOMENT = "of_pass_at"
+"""The attribute of a saved tensor that tells its pass: parameters may hold values of several passes."""
+
 
 class ResultSaver:
     """Saves the results of a pass on its leaves, and calls the hook of each module that is done.
@@ -37,6 +41,7 @@ class ResultSaver:
 
     def __init__(self, graph: Graph, hook: Hook | None, loss_scale: Tensor | float | None = None) -> None:
         self._graph, self._hook, self._loss_scale = graph, hook, loss_scale
+        self._moment = time.monotonic_ns()
         self._waiting = [] if hook is None else graph.owners()
         self._skipped: dict[Extension, list[str]] = {}
         self._diagonal: dict[Extension, list[str]] = {}
@@ -89,7 +94,7 @@ class ResultSaver:
             home = self._graph.home(leaf)
             if home is not leaf and _is_of_parameter(extension, value, leaf):
                 value = placed_like(value, home)
-            setattr(home, extension.savefield, value)
+            save_of_pass(home, extension.savefield, value, self._moment)
         for module, unfinished in self._waiting:
             if id(leaf) in unfinished:
                 unfinished.remove(id(leaf))
@@ -111,6 +116,18 @@ class ResultSaver:
             warn_of_diagonals(extension, names)
         for extension, names in self._skipped.items():
             warn_of_skipped(extension, names)
+
+
+def save_of_pass(parameter: Tensor, savefield: str, value: Any, moment: int) -> None:
+    """Save a value on a parameter; those of one pass are marked with one moment in nanoseconds."""
+    if isinstance(value, Tensor):
+        vars(value)[MOMENT] = moment
+    setattr(parameter, savefield, value)
+
+
+def moment_of(value: Any) -> int | None:
+    """Return the moment that marks the pass of a saved value; ``None`` for one that no pass has saved."""
+    return vars(value).get(MOMENT) if isinstance(value, Tensor) else None
 
 
 def warn_of_skipped(extension: Extension, names: Sequence[str]) -> None:

@@ -20,7 +20,16 @@ from packprop.applications.dataset.messages import explanation
 from packprop.applications.dataset.sources import Samples
 from packprop.applications.reports.profile.said import said_of
 from packprop.applications.reports.profile.table import counted
-from packprop.engine.tensors import LossFunction, apart, inputs_and_targets, map_tensors, tensors_in, together
+from packprop.engine.tensors import (
+    LossFunction,
+    apart,
+    inputs_and_targets,
+    map_tensors,
+    random_numbers_from,
+    random_states,
+    tensors_in,
+    together,
+)
 from packprop.errors import BadInput
 
 ASKED = "The samples with the largest gradients were to be shown."
@@ -163,7 +172,8 @@ def outlying_samples(
     places = norms.nan_to_num(nan=-1.0).topk(min(count, len(norms))).indices.tolist()
     if not places:
         return [], {}
-    found = batches.samples_at(places, len(norms))
+    with batches.drawing_apart(), random_numbers_from(random_states()):
+        found = batches.samples_at(places, len(norms))
     rows, pictures = [], {}
     for place in places:
         inputs, targets = found[place]

@@ -126,9 +126,8 @@ def operand_at(slot: NodeSlot, place: int, form: Form = "entries") -> Operand:
 
 
 def is_transpose(node: Node) -> bool:
-    """Tell whether a node transposes a matrix."""
-    name = name_of_node(node)
-    return name == "T" or (name == "Transpose" and len(made_by(node)[0].shape) == 2)
+    """Tell whether a node transposes a matrix; ``t()`` leaves vectors as they are."""
+    return name_of_node(node) in ("T", "Transpose") and len(made_by(node)[0].shape) == 2
 
 
 def has_complex_numbers(node: Node) -> bool:

@@ -47,6 +47,14 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Loss:
+    if target.dtype == torch.uint8:  # torch takes an index of bytes for a mask, and -100 for 156 among bytes
+        terms = _cross_entropy(input, target.long(), weight, ignore_index, reduction, label_smoothing)
+        refusal = (
+            "targets of uint8 and label_smoothing: PyTorch ignores class 156 in a part of this loss, as its "
+            "ignore_index, -100, is 156 in uint8",
+            "give targets of int64: target.long()",
+        )
+        return replace(terms, refusal=refusal) if label_smoothing else terms
     axis = 1 if input.dim() > 1 else 0
     alone = input.dim() == 1
     classes = input.shape[axis]
@@ -84,7 +92,7 @@ def _binary_cross_entropy_with_logits(
 ) -> Loss:
     each: Tensor | float = 1.0 if weight is None else weight
     if pos_weight is not None:
-        each = each * (1 + (pos_weight - 1) * target)
+        each = each * (1 + (pos_weight - 1.0) * target)  # zero less one is 255 among bytes
     return _one_term_per_entry(input, target, each, _divisor(input, target, reduction), bernoulli_root)
 
 

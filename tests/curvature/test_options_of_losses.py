@@ -1,4 +1,4 @@
-"""Rare options of torch's losses, and rare kinds of targets: curvature is that of the loss itself, or refused."""
+"""Rare options of torch's losses, rare kinds of targets: curvature is that of the loss itself, or refused."""
 
 from __future__ import annotations
 

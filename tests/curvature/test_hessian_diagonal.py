@@ -255,3 +255,20 @@ def test_nonlinearities_of_one_input_add_up() -> None:
     (gradient,) = torch.autograd.grad(loss(), first.weight, create_graph=True)
     rows = [torch.autograd.grad(g, first.weight, retain_graph=True)[0].flatten() for g in gradient.flatten()]
     assert_near(first.weight.diag_h.flatten(), torch.stack(rows).diagonal(), "diagonal", 1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32])
+def test_squares_of_factors_in_low_precision(dtype: torch.dtype) -> None:
+    """Data in whole numbers, such as pixels, times a parameter: their squares do not fit their precision."""
+    torch.manual_seed(0)
+    pixels, y = (256 * torch.rand(6, 4)).to(dtype), torch.randn(6, 4).double()
+    factor = nn.Parameter(0.01 * torch.rand(4).double())
+
+    def loss(factor: Tensor) -> Tensor:
+        return nn.functional.mse_loss((pixels * factor).tanh(), y)
+
+    with packprop.backpack(extensions.DiagHessian(), extensions.BatchDiagHessian()):
+        loss(factor).backward()
+    hessian = torch.autograd.functional.hessian(loss, factor.detach())
+    assert_near(factor.diag_h, hessian.diagonal(), "diag_h", 1e-12)
+    assert_near(factor.diag_h_batch.sum(0), hessian.diagonal(), "diag_h_batch", 1e-12)

@@ -45,9 +45,15 @@ def turned(x: Tensor, weight: Tensor) -> Tensor:
     return x * weight.permute(0, -1, 1)
 
 
+def with_turned_bias(x: Tensor, bias: Tensor) -> Tensor:
+    """``t()`` turns a matrix, and leaves a vector as it is, in the same node."""
+    return F.linear(x, torch.eye(x.shape[1]).to(x), bias.t())
+
+
 EXAMPLES: list[tuple[Callable[..., Any], Make]] = [
     (torch.einsum, lambda n: ("io,ni->no", p(1, 4), R(n, 3))),
     (F.linear, lambda n: (R(n, 3), p(4, 3), p(4))),
+    (with_turned_bias, lambda n: (R(n, 3), p(3))),
     (F.linear, lambda n: {"input": R(2, n, 3), "weight": p(4, 3)}),
     (F.linear, lambda n: (R(n, 3), p(3))),
     (torch.matmul, lambda n: (R(n, 2, 3), p(3, 4))),
@@ -127,6 +133,7 @@ RECURRENT: list[tuple[Callable[..., Any], Make]] = [
 
 FALLBACKS: list[tuple[Callable[..., Any], Make]] = [
     (torch.cdist, lambda n: (R(n, 2, 3), p(4, 3))),
+    (with_turned_bias, lambda n: (R(n, 3), p(3, 1))),
     (torch.addmm, lambda n: {"input": R(4, n), "mat1": p(4, 3), "mat2": R(3, n), "alpha": 0.5}),
     (F.embedding_bag, lambda n: {"input": torch.randint(5, (n, 3)), "weight": p(5, 2), "mode": "sum"}),
     (F.embedding_bag, lambda n: {"input": torch.randint(5, (n, 3)), "weight": p(5, 2), "mode": "max"}),
@@ -199,6 +206,15 @@ def test_a_rounded_quotient_has_no_slope(mode: Any) -> None:
         F.mse_loss(out, torch.zeros_like(out), reduction="sum").backward()
     assert_near(shift.grad_batch, 2 * out.detach() * x, "shift")
     assert_near(shift.diag_h, (2 * x**2).sum(0), "shift")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float16])
+def test_divisors_in_a_lower_precision(dtype: torch.dtype) -> None:
+    """Reciprocals of counts are in the precision of the quotient."""
+    counts, scale = torch.arange(3, 15).view(4, 3).to(dtype), nn.Parameter(R(3).double())
+    with backpack(extensions.BatchGrad()):
+        F.mse_loss(scale / counts, torch.zeros(4, 3).double(), reduction="sum").backward()
+    assert_near(scale.grad_batch, 2 * scale.detach() / counts.double().square(), "scale", 1e-14)
 
 
 @pytest.mark.parametrize("mode", ["floor", "trunc"])

@@ -95,7 +95,9 @@ ADVICE: dict[str, tuple[Callable[[], None], str, str, Callable[[], None]]] = {
         lambda: run(extensions.DiagGGNExact(), lambda f: F.binary_cross_entropy_with_logits(f, P)),
     ),
     "rates": (
-        lambda: run(extensions.DiagGGNExact(), lambda f: F.poisson_nll_loss(F.softplus(f), P, log_input=False)),
+        lambda: run(
+            extensions.DiagGGNExact(), lambda f: F.poisson_nll_loss(F.softplus(f), P, log_input=False, eps=0.0)
+        ),
         "no exponential",
         "log_input=True",
         lambda: run(extensions.DiagGGNExact(), lambda f: F.poisson_nll_loss(F.softplus(f).log(), P)),
@@ -662,6 +664,12 @@ ADVICE |= {
         "a negative factor",
         "change the sign",
         lambda: passing(nn.Linear(3, 2), X, lambda f: F.mse_loss(f, P), extensions.DiagGGNExact()),
+    ),
+    "negative weights of terms": (
+        lambda: run(extensions.KFLR(), lambda f: F.binary_cross_entropy_with_logits(f, P, -P)),
+        "a weight of its terms is negative",
+        "DiagHessian",
+        lambda: run(extensions.DiagHessian(), lambda f: F.binary_cross_entropy_with_logits(f, P, -P)),
     ),
     "a loss of bent parts": (
         lambda: passing(nn.Linear(3, 2), X, lambda f: F.mse_loss(f, P).exp(), extensions.DiagGGNExact()),

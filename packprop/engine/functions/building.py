@@ -123,9 +123,10 @@ def scaled(
         if cotangent is None:
             return Dense(None)
         product = select_samples(layout.to_front(cotangent, 1), samples, 1, as_they_are=True)
-        if callable(factor):  # in single precision, and so is the product
+        if callable(factor):  # in at least single precision, as the product is: factors may be whole numbers
             shape = torch.Size(cotangent.shape[1:])
             scale = select_samples(layout.to_front(factor().expand(shape)), samples)
+            scale = scale.to(torch.promote_types(scale.dtype, accumulation_dtype(product.dtype)))
             product = product * (scale if power == 1 else scale**power)
         elif factor != 1.0:
             product = widened(product) * factor**power

@@ -213,6 +213,7 @@ def saved_tensors(node: Node) -> list[Tensor]:
 MATRIX_PRODUCTS = {
     "Mm": ("_saved_self", "_saved_mat2"),
     "Addmm": ("_saved_mat1", "_saved_mat2"),
+    "Bmm": ("_saved_self",),
     "Mv": ("_saved_self",),
 }
 """Products of matrices -> the operands that their nodes have saved; a constant operand may be sparse."""
@@ -227,6 +228,11 @@ def takes_sparse(node: Node) -> bool:
     if not names or None not in [above for above, _ in node.next_functions] or keeps_elsewhere(node):
         return False
     return any(is_sparse(getattr(node, name, None)) for name in names)
+
+
+def is_mask(index: Tensor) -> bool:
+    """Tell whether an index is a mask, for which PyTorch takes bytes as well."""
+    return index.dtype in (torch.bool, torch.uint8)
 
 
 def is_sparse(value: Any) -> bool:

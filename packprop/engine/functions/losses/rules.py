@@ -47,6 +47,14 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Loss:
+    if target.dtype == torch.uint8:  # torch takes an index of bytes for a mask, and -100 for 156 among bytes
+        terms = _cross_entropy(input, target.long(), weight, ignore_index, reduction, label_smoothing)
+        refusal = (
+            "targets of uint8 and label_smoothing: PyTorch ignores class 156 in a part of this loss, as its "
+            "ignore_index, -100, is 156 in uint8",
+            "give targets of int64: target.long()",
+        )
+        return replace(terms, refusal=refusal) if label_smoothing else terms
     axis = 1 if input.dim() > 1 else 0
     alone = input.dim() == 1
     classes = input.shape[axis]
@@ -84,7 +92,7 @@ def _binary_cross_entropy_with_logits(
 ) -> Loss:
     each: Tensor | float = 1.0 if weight is None else weight
     if pos_weight is not None:
-        each = each * (1 + (pos_weight - 1) * target)
+        each = each * (1 + (pos_weight - 1.0) * target)  # zero less one is 255 among bytes
     return _one_term_per_entry(input, target, each, _divisor(input, target, reduction), bernoulli_root)
 
 
@@ -161,15 +169,24 @@ def _binary_cross_entropy(**given: Any) -> Loss:
 
 @_rule_of(F.poisson_nll_loss)
 def _poisson_nll_loss(
-    input: Tensor, target: Tensor, log_input: bool = True, reduction: str = "mean", **options: Any
+    input: Tensor,
+    target: Tensor,
+    log_input: bool = True,
+    eps: float = 1e-8,
+    reduction: str = "mean",
+    **options: Any,
 ) -> Loss:
     terms = _one_term_per_entry(input, target, 1.0, _divisor(input, target, reduction), poisson_root)
     if log_input or terms.refusal:
         return terms
+    instead = "give logarithms of rates, with log_input=True"
+    if eps:
+        why = "it adds eps to the rates, so its curvature is negative where they are small: it has no root"
+        return replace(terms, refusal=(why, f"{instead}; or give eps=0.0"))
     refusal = (
         "its curvature in rates is not that in their logarithms, so the matrix would depend on what you call "
         "the model's output; and no exponential has made them",
-        "give logarithms of rates, with log_input=True",
+        instead,
     )
     return replace(terms, refusal=refusal, link=EXPONENTIAL)
 

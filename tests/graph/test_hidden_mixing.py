@@ -411,6 +411,15 @@ class Selected(nn.Module):
         return out
 
 
+def among(select: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Each sample with an entry that is selected, without an axis, of three that end with its own."""
+
+    def selected(h: Tensor) -> Tensor:
+        return h + torch.stack([select(h[: place + 1].flatten()[-3:]) for place in range(4)])[:, None]
+
+    return selected
+
+
 @pytest.mark.parametrize(
     "select",
     [
@@ -418,8 +427,12 @@ class Selected(nn.Module):
         lambda h: -(-h).cummin(0).values,
         lambda h: h.sort(0).values,
         lambda h: torch.stack([h[: place + 1].max(0).values for place in range(4)]),
+        among(torch.max),
+        among(lambda h: -(-h).min()),
+        among(torch.median),
+        among(torch.nanmedian),
     ],
-    ids=["cummax", "cummin", "sort", "maxima"],
+    ids=["cummax", "cummin", "sort", "maxima", "maximum", "minimum", "median", "nanmedian"],
 )
 def test_a_selection_that_takes_other_samples_later(select: Callable[[Tensor], Tensor]) -> None:
     """The first pass does not vouch for the second, whose values mix the samples."""

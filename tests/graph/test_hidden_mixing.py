@@ -500,11 +500,13 @@ def sampled(h: Tensor, mixes: bool) -> Tensor:
         lambda h, mixes: torch.renorm(h, 2, 1, 1e-3 if mixes else 1e3),
         lambda h, mixes: h + torch.cdist(*[h - (1 - mixes) * h.detach()] * 2).sum(1, keepdim=True),
         lambda h, mixes: h + (h * float(mixes)).cumprod(0),
+        lambda h, mixes: h + (h * float(mixes)).prod(0),
+        lambda h, mixes: h + (h * float(mixes)).prod(),
         lambda h, mixes: h + (h - (1 - mixes) * h.detach()).std(0, keepdim=True),
         lambda h, mixes: h + F.pdist(h - (1 - mixes) * h.detach()).sum(),
         lambda h, mixes: h + (h - (1 - mixes) * h.detach()).norm(3, dim=0),
     ],
-    ids=["view", "rows", "grid", "renorm", "distances", "products", "deviation", "pairs", "norm"],
+    ids=["view", "rows", "grid", "renorm", "distances", "products", "product", "product of all", "deviation", "pairs", "norm"],
 )
 @pytest.mark.parametrize("before", [1, 4])
 def test_a_function_that_mixes_samples_in_a_later_pass(

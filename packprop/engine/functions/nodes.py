@@ -70,7 +70,9 @@ ENTRYWISE = ELEMENTWISE | names_of_nodes(
 )
 """Functions of one input, entry by entry, smooth or not."""
 
-MASKS = ENTRYWISE | names_of_nodes("Where MaskedFill Maximum Minimum Fmax Fmin RreluWithNoise")
+MASKS = ENTRYWISE | names_of_nodes("""
+    Where MaskedFill Maximum Minimum Fmax Fmin RreluWithNoise PreluKernel Nextafter Xlogy SpecialXlog1Py
+""")
 """Entrywise functions whose values may make an entry independent of its inputs."""
 
 SELECTING = names_of_nodes(

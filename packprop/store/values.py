@@ -174,8 +174,8 @@ def _rounded(asked: str, key: Key, value: Tensor, dtype: torch.dtype) -> Tensor:
             raise BadInput(
                 asked,
                 f"values {_name(key)}",
-                f"the largest is {largest:.3g}, and {dtype} ends at {bound:.3g}",
-                "store them with dtype=torch.bfloat16 or torch.float32, or write by hand with smaller terms",
+                f"the largest is {largest:.3g}, and the largest {dtype} is {bound:.3g}",
+                "store them as torch.bfloat16 or torch.float32, or call writer.write with smaller terms",
             )
     return value.to(dtype)
 

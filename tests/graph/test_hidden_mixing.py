@@ -411,6 +411,15 @@ class Selected(nn.Module):
         return out
 
 
+def among(select: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Each sample with an entry that is selected, without an axis, of three that end with its own."""
+
+    def selected(h: Tensor) -> Tensor:
+        return h + torch.stack([select(h[: place + 1].flatten()[-3:]) for place in range(4)])[:, None]
+
+    return selected
+
+
 @pytest.mark.parametrize(
     "select",
     [
@@ -418,8 +427,12 @@ class Selected(nn.Module):
         lambda h: -(-h).cummin(0).values,
         lambda h: h.sort(0).values,
         lambda h: torch.stack([h[: place + 1].max(0).values for place in range(4)]),
+        among(torch.max),
+        among(lambda h: -(-h).min()),
+        among(torch.median),
+        among(torch.nanmedian),
     ],
-    ids=["cummax", "cummin", "sort", "maxima"],
+    ids=["cummax", "cummin", "sort", "maxima", "maximum", "minimum", "median", "nanmedian"],
 )
 def test_a_selection_that_takes_other_samples_later(select: Callable[[Tensor], Tensor]) -> None:
     """The first pass does not vouch for the second, whose values mix the samples."""
@@ -478,20 +491,47 @@ def sampled(h: Tensor, mixes: bool) -> Tensor:
     return h + pixels[0, :, :, 0].T
 
 
+def blended(h: Tensor, mixes: bool) -> Tensor:
+    """The mean over the samples for each of them; or zero, with the same derivative."""
+    mean = h.mean(0).expand_as(h)
+    return mean - (1 - mixes) * mean.detach()
+
+
+def rounded(h: Tensor, mixes: bool) -> Tensor:
+    """Numbers within the range of integers, or beyond it, which has the mean of the batch as its zero."""
+    given = torch.full_like(h, 100 * mixes, dtype=torch.float32)
+    zero = h.mean()[None].float()
+    return h + torch._fake_quantize_learnable_per_tensor_affine(given, torch.ones(1), zero, -5, 5)
+
+
 @pytest.mark.parametrize(
     "function",
     [
         written,
         placed,
         sampled,
+        rounded,
         lambda h, mixes: torch.renorm(h, 2, 1, 1e-3 if mixes else 1e3),
         lambda h, mixes: h + torch.cdist(*[h - (1 - mixes) * h.detach()] * 2).sum(1, keepdim=True),
         lambda h, mixes: h + (h * float(mixes)).cumprod(0),
+        lambda h, mixes: h + (h * float(mixes)).prod(0),
+        lambda h, mixes: h + (h * float(mixes)).prod(),
         lambda h, mixes: h + (h - (1 - mixes) * h.detach()).std(0, keepdim=True),
         lambda h, mixes: h + F.pdist(h - (1 - mixes) * h.detach()).sum(),
         lambda h, mixes: h + (h - (1 - mixes) * h.detach()).norm(3, dim=0),
+        lambda h, mixes: h + F.prelu(h.tanh() + 2 - 4 * mixes, h.mean(0)),
+        lambda h, mixes: h + torch.nextafter(h.mean(0).expand_as(h), h.detach().mean(0) + mixes),
+        lambda h, mixes: h + torch.xlogy(blended(h, mixes), torch.full_like(h, 4 * mixes - 2)),
+        lambda h, mixes: h + torch.special.xlog1py(blended(h, mixes), torch.full_like(h, 4 * mixes - 2)),
+        lambda h, mixes: h + torch.ormqr(h.detach()[:, :1], h.detach()[0, :1] * mixes, h),
+        lambda h, mixes: h + (mixes * h.mean(0)).expand_as(h).to_sparse().to_dense(),
+        lambda h, mixes: h + (mixes * h.mean(0, True)).to_sparse_csr().to_dense(),
     ],
-    ids=["view", "rows", "grid", "renorm", "distances", "products", "deviation", "pairs", "norm"],
+    ids=[
+        *("view", "rows", "grid", "integers", "renorm", "distances", "products", "product", "product of all"),
+        *("deviation", "pairs", "norm", "slopes", "neighbours", "xlogy", "xlog1py", "reflections"),
+        *("sparse", "sparse rows"),
+    ],
 )
 @pytest.mark.parametrize("before", [1, 4])
 def test_a_function_that_mixes_samples_in_a_later_pass(

@@ -70,11 +70,15 @@ ENTRYWISE = ELEMENTWISE | names_of_nodes(
 )
 """Functions of one input, entry by entry, smooth or not."""
 
-MASKS = ENTRYWISE | names_of_nodes("Where MaskedFill Maximum Minimum Fmax Fmin RreluWithNoise")
+MASKS = ENTRYWISE | names_of_nodes("""
+    Where MaskedFill Maximum Minimum Fmax Fmin RreluWithNoise PreluKernel Nextafter Xlogy SpecialXlog1Py
+""")
 """Entrywise functions whose values may make an entry independent of its inputs."""
 
-SELECTING = names_of_nodes("Max Min Median Nanmedian Mode Kthvalue Cummax Cummin Sort Topk Logcumsumexp")
-"""Functions that may select entries by their values along an axis, which they saved as ``dim``."""
+SELECTING = names_of_nodes(
+    "Max Min Median Nanmedian Mode Kthvalue Cummax Cummin Sort Topk Logcumsumexp Prod Cumprod"
+)
+"""Functions that may drop entries by their values, along an axis that they saved as ``dim``, or among all."""
 
 POOLS = {
     f"{kind}MaxPool{n}D{end}": n for n in (2, 3) for kind, end in (("", "WithIndices"), ("Adaptive", ""))

@@ -46,7 +46,11 @@ BY_ROWS = BY_DATA | names_of_nodes(
 """Functions that take rows in an order that data decide on: indices, masks, or places of sparse entries."""
 
 
-UNSEEN = names_of_nodes("Cdist EuclideanDist Pdist Std StdMean Renorm Cumprod GridSampler2D GridSampler3D")
+UNSEEN = names_of_nodes("""
+    Cdist EuclideanDist Pdist Std StdMean Renorm GridSampler2D GridSampler3D GridSampler2DCpuFallback
+    CudnnGridSampler ToDense SparseSum Values Ormqr FakeQuantizeLearnablePerTensorAffine
+    FakeQuantizeLearnablePerChannelAffine
+""")
 """Functions whose values decide which entries meet in their derivatives; NaN does not show these entries."""
 
 

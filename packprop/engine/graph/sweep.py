@@ -196,11 +196,11 @@ def _passed_to_all(node: Any, products: Sequence[Tensor | None], given: Sequence
     (product, *others), (cotangent, *_) = products, given
     if product is None or cotangent is None:
         return None
-    pooled = POOLS.get(name_of_node(node))
-    axis = -1 if pooled else saved_option(node, "dim") % max(1, product.dim())
-    if cotangent.dim() < product.dim():
-        cotangent = cotangent.unsqueeze(axis)
-    axes = [*range(-pooled, 0)] if pooled else [axis] if product.dim() else []
+    axes = [*range(-POOLS.get(name_of_node(node), 0), 0)]
+    if has_option(node, "dim") and product.dim():  # else one entry is selected of all
+        axes = [saved_option(node, "dim") % product.dim()]
+        if cotangent.dim() < product.dim():
+            cotangent = cotangent.unsqueeze(axes[0])
     total = cotangent.sum(axes, keepdim=True) if axes else cotangent
     return total.expand_as(product).to(product.dtype), *others
 
@@ -228,7 +228,7 @@ def unmasked(outputs: Sequence[GradientEdge], of_kinks: bool = False) -> Iterato
             continue
         if name in MASKS:
             handles.append(node.register_hook(pass_on))
-        elif name in POOLS or (name in SELECTING and has_option(node, "dim")):
+        elif name in POOLS or name in SELECTING:
             handles.append(node.register_hook(functools.partial(_passed_to_all, node)))
     try:
         yield

@@ -56,12 +56,13 @@ from packprop.engine.functions.operands import (
     WHOLE,
     WITH_SUMMAND,
     saved_constants,
+    saves_constants,
 )
 from packprop.engine.functions.saved import keeps_elsewhere
 from packprop.engine.functions.verdicts import Verdicts
 from packprop.engine.graph.completeness import shape_at, shapes_of
 from packprop.engine.graph.graph import EAGER, Graph, ReachedUse
-from packprop.engine.graph.search import Trail, nodes_above
+from packprop.engine.graph.search import Trail, is_beside, nodes_above
 from packprop.engine.recording.marks import EXTENDED, ForwardCall, called_modules
 from packprop.engine.recording.unrecorded import is_compiled_region
 from packprop.engine.tensors.dry import is_dry_run, is_of_batch, storage_key
@@ -151,8 +152,7 @@ class Constants:
         known = [is_own for _, is_own in constants]
         if False in known:
             return False
-        missing = [above for above, _ in node.next_functions].count(None)
-        return True if missing <= len(known) and None not in known else None  # sums do not save what they add
+        return True if None not in known and saves_constants(node) else None
 
 
 def _places_of(tensors: Sequence[Tensor]) -> list[int]:
@@ -180,8 +180,7 @@ class Reading:
         taken = [(loss.call.shape, loss.call.declared) for loss in graph.losses]
         taken = taken or [(shape, forward.declared) for _, forward, shape in graph.outputs if shape]
         self._is_one_sample = any(all(map(_is_one, shape[axis or 0 :][:1])) for shape, axis in taken)
-        self._derived: set[Node] = set()
-        self._wide: set[Node] = set()
+        self._derived, self._wide, self._first = set[Node](), set[Node](), dict[tuple[str, Node], Node]()
         self.made_of_parameters: dict[Node, None] = {}
         self.bad: set[Node] = set()
         """Nodes made of parameters that no loss depends on, and of constants that samples may be in."""
@@ -323,18 +322,21 @@ class Reading:
         constants = self._of_all.of(node)
         if constants is None or any(is_own is False for _, is_own in constants):
             return False
+        # views of buffers look like other constants in a dry run: the pass decides
+        unknown = [] if is_dry_run() else [tensor for tensor, is_own in constants if not is_own]
+        if unknown and is_beside(node, self._first):
+            return False
         if name in ENTRY_BY_ENTRY:
             own = [place for place, each in zip(given, above, strict=True) if each not in self._wide]
             return any(name in ALIKE or shape_at(node, place) == shape for place in own)
-        unknown = [tensor for tensor, is_own in constants if not is_own]
-        if is_dry_run():  # views of buffers look like other constants there: the pass decides
-            unknown = []
         if name in VECTORS:
-            return all(tensor.dim() < 2 for tensor in unknown)
-        if name in INDEXED:
-            taken = shape_at(node, given[0])  # a mask of it brings no axis of its own
-            return all(each.dtype == torch.bool and each.shape == taken[: each.dim()] for each in unknown)
-        return name in PRODUCTS and not unknown and (name not in WITH_SUMMAND or 0 in given)
+            are_clear = all(tensor.dim() < 2 for tensor in unknown)
+        elif name in INDEXED:  # a mask brings no axis of its own
+            masked = shape_at(node, given[0])
+            are_clear = all(each.dtype == torch.bool and each.shape == masked[: each.dim()] for each in unknown)
+        else:
+            are_clear = name in PRODUCTS and not unknown
+        return are_clear and saves_constants(node)
 
     @functools.cached_property
     def _of_all(self) -> Constants:

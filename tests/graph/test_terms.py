@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -403,6 +404,27 @@ def test_further_losses_of_the_same_samples(name: str) -> None:
     terms = F.cross_entropy(model(x), y, reduction="none") / len(y)
     terms = terms + (taken - other).square().sum(1) / taken.numel()
     assert_rows_of_terms(terms, F.cross_entropy(model(x), y) + F.mse_loss(taken, other), model.parameters())
+
+
+def test_memory_of_a_dead_input() -> None:
+    """What comes to lie where an input lay is no data."""
+    memory = np.random.default_rng(0).standard_normal((4, 3))
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift, self.layer = nn.Parameter(torch.zeros(3).double()), nn.Linear(3, 4).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.as_tensor(self.layer(x + self.shift))
+
+    model = packprop.extend(Shifted())
+    out = model(torch.from_numpy(memory))
+    mask = torch.from_numpy(memory)
+    loss = F.cross_entropy(out, torch.arange(4)) + (mask * model.layer.weight).square().sum()
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    assert_near(model.shift.grad_batch.sum(0), model.shift.grad, "rows")
 
 
 AFTER: dict[str, Callable[[Any, Tensor], Tensor]] = {

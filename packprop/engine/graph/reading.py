@@ -121,9 +121,10 @@ class Constants:
 
     @functools.cached_property
     def _memory(self) -> tuple[set[int], set[int]]:
-        """The memory of parameters and buffers, and that of the models' inputs."""
+        """The memory of parameters and buffers, and that of the models' inputs which are still alive."""
         own = {*_places_of(self.tensors())} - {0}
-        return own, {each for forward in self._forwards for each in forward.storages} - own
+        alive = [each for forward in self._forwards for reference in forward.storages if (each := reference())]
+        return own, {each.data_ptr() for each in alive} - own
 
     def of(self, node: Node) -> list[tuple[Tensor, bool | None]] | None:
         """Return the constants of a node, each with ``True`` if it is the model's own, ``False`` if it is data.

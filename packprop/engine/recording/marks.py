@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -84,7 +84,7 @@ class ForwardCall:
         args: The positional arguments of the call, with tensors replaced by their specifications.
         kwargs: The keyword arguments, likewise.
         leaves: Inputs that are leaves and require gradients: they are data, not parameters.
-        storages: The addresses at which the memory of the inputs begins.
+        storages: The memory of the inputs, which autograd need not keep.
     """
 
     module: Callable[[], nn.Module | None]
@@ -92,7 +92,7 @@ class ForwardCall:
     args: Any = ()
     kwargs: Any = field(default_factory=dict)
     leaves: list[weakref.ref[Tensor]] = field(default_factory=list, init=False)
-    storages: list[int] = field(default_factory=list, init=False)
+    storages: list[weakref.ref[UntypedStorage]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         given, has_data = tensors_of_call(self.args, self.kwargs), not is_dry_run()
@@ -100,8 +100,8 @@ class ForwardCall:
             if tensor.is_nested and tensor.layout == torch.strided:  # these have no shape
                 self.args, self.kwargs, self.leaves, self.storages = (), {}, [], []
                 return
-            if has_data and (place := storage_of(tensor)):
-                self.storages.append(place)
+            if has_data and storage_of(tensor):
+                self.storages.append(weakref.ref(tensor.untyped_storage()))
             if tensor.requires_grad and tensor.is_leaf:
                 self.leaves.append(weakref.ref(tensor))
         if not self.kwargs and [*map(id, given)] == [*map(id, self.args)]:  # most calls: tensors alone

@@ -65,9 +65,8 @@ from packprop.engine.graph.graph import EAGER, Graph, ReachedUse
 from packprop.engine.graph.search import Trail, is_beside, nodes_above
 from packprop.engine.recording.marks import EXTENDED, ForwardCall, called_modules
 from packprop.engine.recording.unrecorded import is_compiled_region
-from packprop.engine.tensors.dry import is_dry_run, is_of_batch, storage_key
+from packprop.engine.tensors.dry import is_dry_run, is_of_batch, places_of
 from packprop.engine.tensors.layout import possible_layouts
-from packprop.engine.tensors.state import storage_of
 
 MADE_OF_PARAMETERS = WHOLE - EXPANDING - HIDING
 """Functions without operands that the graph hides, if they have an edge for each operand."""
@@ -122,9 +121,10 @@ class Constants:
     @functools.cached_property
     def _memory(self) -> tuple[set[int], set[int]]:
         """The memory of parameters and buffers, and that of the models' inputs which are still alive."""
-        own = {*_places_of(self.tensors())} - {0}
+        own = {*places_of(self.tensors())} - {0}
         alive = [each for forward in self._forwards for reference in forward.storages if (each := reference())]
-        return own, {each.data_ptr() for each in alive} - own
+        inputs = {each.data_ptr() for each in alive}
+        return own - inputs, inputs - own  # a batch that is part of a buffer, or a mask: the sweeps decide
 
     def of(self, node: Node) -> list[tuple[Tensor, bool | None]] | None:
         """Return the constants of a node, each with ``True`` if it is the model's own, ``False`` if it is data.
@@ -139,7 +139,7 @@ class Constants:
             return []
         found: list[tuple[Tensor, bool | None]] = []
         own, inputs = self._memory
-        for tensor, place in zip(constants, _places_of(constants), strict=True):
+        for tensor, place in zip(constants, places_of(constants), strict=True):
             is_data = place in inputs or is_of_batch(tensor) or tensor.is_nested
             is_own = not tensor.dim() or place in own or None
             found.append((tensor, False if is_data else is_own))
@@ -154,11 +154,6 @@ class Constants:
         if False in known:
             return False
         return True if None not in known and saves_constants(node) else None
-
-
-def _places_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return numbers that tell the memory of some tensors apart: addresses, except in a dry run."""
-    return [*map(storage_key if is_dry_run() else storage_of, tensors)]
 
 
 class Reading:

@@ -75,7 +75,7 @@ def random_numbers_from(states: RandomStates) -> Iterator[None]:
 
 
 class Draws:
-    """Calls functions of the user's with random states of their own, which go on from call to call.
+    """Calls functions with random states of their own, which go on from call to call.
 
     packprop calls backward functions more often than autograd does, and what they draw is no draw of the user's.
     """

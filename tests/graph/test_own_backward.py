@@ -158,3 +158,34 @@ def test_backward_functions_that_are_linear_are_not_refused(name: str, make: Any
     with packprop.backpack(make()):
         loss(model(x), y).backward()
     assert hasattr(model.first.weight, make().savefield)
+
+
+def now_and_then(g: Tensor, _: Tensor) -> Tensor:
+    if torch.rand(()) < 0.1:
+        float(g.norm())
+    return 2 * g
+
+
+@pytest.mark.parametrize("make", MADE)
+def test_what_a_backward_function_draws_is_drawn_once(make: Any) -> None:
+    """In the user's own pass: packprop's sweeps leave the random state alone."""
+    model, loss, x, y = problem(now_and_then)
+    before = torch.get_rng_state()
+    loss(model(x), y).backward()
+    once = torch.get_rng_state()
+    torch.set_rng_state(before)
+    is_sampled = make in (extensions.KFAC, extensions.DiagHessianMC)
+    with packprop.backpack(make(generator=torch.Generator()) if is_sampled else make()):
+        loss(model(x), y).backward()
+    assert torch.equal(torch.get_rng_state(), once)
+
+
+@pytest.mark.parametrize("make", MADE)
+def test_a_backward_function_that_drops_at_random_is_refused(make: Any) -> None:
+    """Before it has drawn anything: each run draws other numbers, and none is the user's."""
+    model, loss, x, y = problem(lambda g, _: g * (torch.rand(g.shape) < 0.5))
+    before = torch.get_rng_state()
+    with pytest.raises(PackpropError) as caught, packprop.backpack(make()):
+        loss(model(x), y).backward()
+    assert_named(caught)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -280,6 +281,7 @@ def samples_meet(m: Any, x: Tensor, y: Tensor) -> dict[str, Callable[[], Tensor]
     return {
         "matmul": lambda: (x @ weight.T).square().mean(),
         "linear": lambda: F.linear(x, weight, m[0].bias).square().mean(),
+        "a bias beside a frozen weight": lambda: F.linear(x, weight.detach(), m[0].bias).square().mean(),
         "broadcast": lambda: (x[:, None] * weight).square().mean(),
         "expanded": lambda: (weight[0].expand(len(x), 3) - x).square().mean(),
         "expanded, behind a function": lambda: (weight[0].expand(len(x), 3).exp() - x.exp()).square().mean(),
@@ -293,6 +295,12 @@ def samples_meet(m: Any, x: Tensor, y: Tensor) -> dict[str, Callable[[], Tensor]
         "linear regression": lambda: (x @ weight[0] - y).square().mean(),
         "times and again": lambda: (x @ weight.T).square().mean() * m[2].weight.norm(),
         "unknown": lambda: torch.einsum("ni,oi,no->", x, weight, m[0](x).detach()),
+        "functions of samples, one by one": lambda: sum((weight[0] @ each.tanh() - 1) ** 2 for each in x),  # type: ignore[dict-item,return-value]  # sum() may be 0
+        "scaled, one by one": lambda: sum((2 * weight[0] * each.tanh()).sum().square() for each in x),  # type: ignore[dict-item,return-value]  # sum() may be 0
+        "selected, one by one": lambda: sum(weight[0][each.tanh() > 0].exp().sum() for each in x),  # type: ignore[dict-item,return-value]  # sum() may be 0
+        "added to rows": lambda: m[2].weight.index_add(0, y, x.tanh() @ weight.T.detach()).square().sum(),
+        "scattered": lambda: weight.scatter_add(0, y[:, None].expand(len(y), 3), x).square().sum(),
+        "written over": lambda: weight.cumsum(0).slice_scatter(x[:2], 0, 1, 3).sin().prod(0).sum(),
     }
 
 
@@ -303,7 +311,83 @@ def test_a_parameter_that_meets_samples_is_still_refused(name: str, recorded: bo
     x, y = batch()
     loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y) if recorded else F.cross_entropy(model(x), y)
     error = refused(loss + samples_meet(model, x, y)[name](), extensions.BatchGrad(), model=model)
-    check(error, "weight")
+    check(error, "bias" if name.startswith("a bias") else "weight")
+
+
+def masked_in_place(slots: Tensor, x: Tensor, _: Tensor) -> Tensor:
+    slots[:, 0].masked_fill_(x[:, :1] > 0, 0.0)
+    return slots
+
+
+WRITTEN: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "index_put": lambda slots, x, place: slots.transpose(0, 1).index_put((place[:1],), x[None]).transpose(0, 1),
+    "index_copy": lambda slots, x, place: slots.index_copy(1, place[:1], x[:, None]),
+    "scatter": lambda slots, x, place: slots.scatter(1, place[:, None, None].expand(5, 1, 3), x[:, None]),
+    "through a view": masked_in_place,
+}
+"""Functions of tokens ``[5, 2, 3]``, data ``[5, 3]`` and a buffer of ones, whose nodes do not save the data."""
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_data_that_no_node_has_saved(name: str) -> None:
+    """Outputs that seem to be made of parameters and constants alone are those of samples."""
+
+    class Slots(nn.Module):
+        place: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.body = nn.Parameter(torch.randn(1, 1, 3).double()), network()
+            self.register_buffer("place", torch.ones(5, dtype=torch.int64))
+
+        def forward(self, x: Tensor) -> Any:
+            slots = WRITTEN[name](self.token.repeat(5, 2, 1), x, self.place)
+            return self.body(x), self.body(slots).mean(1)
+
+    model = packprop.extend(Slots())
+    x, y = batch(5)
+    out, other = model(x)
+    terms = F.cross_entropy(out, y, reduction="none") + other.square().sum(1)
+    zeros = torch.zeros_like(other)
+    loss = F.cross_entropy(out, y, reduction="sum") + F.mse_loss(other, zeros, reduction="sum")
+    assert_rows_of_terms(terms, loss, model.body.parameters())
+
+
+class OwnDot(torch.autograd.Function):
+    """An inner product with data."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return w @ x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("extended", [True, False])
+@pytest.mark.parametrize("inside", [True, False], ids=["loss in the model", "loss behind it"])
+@pytest.mark.parametrize("name", ["dot", "own function"])
+def test_numbers_of_parameters_and_data(name: str, inside: bool, extended: bool) -> None:
+    """A loop over samples makes numbers, and the graph does not show whose they are."""
+
+    class Numbers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.head = nn.Parameter(torch.randn(3).double()), network()
+
+        def forward(self, x: Tensor) -> Any:
+            product: Any = OwnDot.apply if name == "own function" else torch.dot
+            numbers = torch.stack([product(self.w, row.tanh()) for row in x])
+            return self.head(x * self.w), numbers.square().mean() if inside else numbers
+
+    model = packprop.extend(Numbers()) if extended else Numbers()
+    x, y = batch(5)
+    out, other = model(x)
+    term = other if inside else F.mse_loss(other, torch.ones(5).double())
+    error = refused(F.cross_entropy(out, y) + term, extensions.BatchGrad(), model=model)
+    check(error, "'w'" if extended else "")
 
 
 @pytest.mark.parametrize("name", ["another call", "expanded", "within"])
@@ -320,6 +404,27 @@ def test_further_losses_of_the_same_samples(name: str) -> None:
     terms = F.cross_entropy(model(x), y, reduction="none") / len(y)
     terms = terms + (taken - other).square().sum(1) / taken.numel()
     assert_rows_of_terms(terms, F.cross_entropy(model(x), y) + F.mse_loss(taken, other), model.parameters())
+
+
+def test_memory_of_a_dead_input() -> None:
+    """What comes to lie where an input lay is no data."""
+    memory = np.random.default_rng(0).standard_normal((4, 3))
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift, self.layer = nn.Parameter(torch.zeros(3).double()), nn.Linear(3, 4).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.as_tensor(self.layer(x + self.shift))
+
+    model = packprop.extend(Shifted())
+    out = model(torch.from_numpy(memory))
+    mask = torch.from_numpy(memory)
+    loss = F.cross_entropy(out, torch.arange(4)) + (mask * model.layer.weight).square().sum()
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    assert_near(model.shift.grad_batch.sum(0), model.shift.grad, "rows")
 
 
 AFTER: dict[str, Callable[[Any, Tensor], Tensor]] = {

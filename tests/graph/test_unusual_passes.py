@@ -52,6 +52,36 @@ def test_inputs_that_come_by_another_way() -> None:
         assert_near(model.get_parameter(name).grad_batch, expected, name)
 
 
+@pytest.mark.parametrize("kind", ["buffer", "frozen parameter"])
+def test_an_input_that_is_part_of_the_model(kind: str) -> None:
+    """A data set that the model holds."""
+
+    class WithData(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            data = torch.randn(10, 3)
+            self.data = nn.Buffer(data) if kind == "buffer" else nn.Parameter(data, requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.as_tensor(self.layer(x))
+
+    model = WithData().double()
+    check(model, model.data[2:7])
+
+
+def test_a_parameter_that_is_an_input() -> None:
+    """It is a parameter all the same: a use beside the model is not left out."""
+    model = packprop.extend(double(Apply(lambda m, x, w: m.head(x @ w), head=nn.Linear(3, 2))))
+    weight, x = nn.Parameter(torch.randn(3, 3).double()), torch.randn(4, 3).double()
+    loss = F.cross_entropy(model(x, weight), torch.tensor([0, 1, 1, 0])) + (x.tanh() @ weight).square().mean()
+    with (
+        pytest.raises(packprop.PackpropError, match="outside of every known loss"),
+        packprop.backpack(extensions.BatchGrad()),
+    ):
+        loss.backward()
+
+
 def test_functional_call() -> None:
     model = packprop.extend(double(nn.Linear(3, 2)))
     swapped = {k: nn.Parameter(2 * p.detach()) for k, p in model.named_parameters()}

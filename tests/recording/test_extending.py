@@ -6,6 +6,9 @@ import copy
 import dataclasses
 import io
 import pickle
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -268,6 +271,89 @@ def test_outputs_in_an_object_with_slots() -> None:
     for name, expected in rows_by_loop(model.net, x, y).items():
         assert_near(model.net.get_parameter(name).grad_batch, expected, name)
     assert OUTPUT in marks_of(model(x).logits.grad_fn)
+
+
+class Pair(tuple[Tensor, ...]):
+    """A tuple with a constructor of its own."""
+
+    def __new__(cls, left: Tensor, right: Tensor) -> Pair:
+        return super().__new__(cls, (left, right))
+
+
+class Frozen(dict[str, Tensor]):
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        raise TypeError("frozen")
+
+
+class Locked(Mapping[str, Tensor]):
+    """Can be neither copied nor read as a whole."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.lock = x, threading.Lock()
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.x
+
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError("one by one")
+
+    def __len__(self) -> int:
+        return 1
+
+
+@dataclasses.dataclass(eq=False)
+class Tree:
+    """A node that knows its parent."""
+
+    value: Tensor
+    parent: Tree | None = None
+    children: list[Tree] = dataclasses.field(default_factory=list)
+
+
+def tree(x: Tensor) -> Tree:
+    root = Tree(x)
+    root.children.append(Tree(x, root))
+    return root
+
+
+def circle(x: Tensor) -> list[Any]:
+    made: list[Any] = [x]
+    made.append(made)
+    return made
+
+
+GIVEN: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "tuple with its own constructor": (lambda x: Pair(x, x), lambda given: given[0]),
+    "frozen dictionary": (lambda x: Frozen(x=x), lambda given: given["x"]),
+    "mapping with a lock": (Locked, lambda given: given["x"]),
+    "tree with parents": (tree, lambda given: given.children[0].value),
+    "list in itself": (circle, lambda given: given[0]),
+}
+
+
+class Reading(nn.Module):
+    def __init__(self, read: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.net, self.read = network(), read
+
+    def forward(self, given: Any) -> tuple[Tensor, Any]:
+        return self.net(self.read(given)), given
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_containers_of_any_class(name: str) -> None:
+    """The forward pass neither copies them nor fails; a budget alone is refused, by name."""
+    make, read = GIVEN[name]
+    model, (x, y) = packprop.extend(Reading(read)), batch()
+    with packprop.backpack(extensions.BatchGrad()):
+        F.cross_entropy(model(make(x))[0], y).backward()
+    for key, expected in rows_by_loop(model.net, x, y).items():
+        assert_near(model.net.get_parameter(key).grad_batch, expected, key)
+    with (
+        pytest.raises(packprop.PackpropError, match="the inputs of Reading"),
+        packprop.backpack(extensions.BatchGrad(), memory="1GiB"),
+    ):
+        F.cross_entropy(model(make(x))[0], y).backward()
 
 
 def test_no_hook_but_one_and_it_stays_one() -> None:

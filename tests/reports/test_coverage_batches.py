@@ -50,18 +50,28 @@ def test_a_model_that_is_not_initialised() -> None:
 
 
 class Busy(nn.Module):
-    """A model with state: it counts calls, remembers inputs, draws numbers, and normalises over the batch."""
+    """A model with state: it counts calls, remembers inputs, draws numbers, and normalises over the batch.
+
+    It makes a buffer, a table and a layer when it is first called.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(3)
         self.layer = nn.Linear(3, 2)
         self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("mask", None)
         self.calls, self.last = 0, None
+        self.sizes: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
+        self.sizes.append(len(x))
         self.seen += len(x)
+        if self.mask is None:
+            self.mask = torch.ones(x.shape[1])
+            self.register_buffer("table", torch.zeros(x.shape[1]), persistent=False)
+            self.act = nn.Tanh()
         self.last = F.dropout(self.norm(x))
         return self.layer(self.last)
 
@@ -70,7 +80,7 @@ class Busy(nn.Module):
 def test_buffers_attributes_and_random_state_are_put_back(fails: bool) -> None:
     model = Busy()
     buffers = {name: (b, b.clone(), b._version) for name, b in model.named_buffers()}
-    state, attributes = torch.get_rng_state(), set(vars(model))
+    state, attributes, saved = torch.get_rng_state(), set(vars(model)), list(model.state_dict())
     if fails:
         with pytest.raises(RuntimeError):
             coverage(model, torch.randn(SIZE, 4))
@@ -83,6 +93,8 @@ def test_buffers_attributes_and_random_state_are_put_back(fails: bool) -> None:
         assert torch.equal(buffer, value)
         assert buffer._version == version
     assert (model.calls, model.last, set(vars(model))) == (0, None, attributes)
+    assert (model.mask, model.sizes, model._non_persistent_buffers_set) == (None, [], set())
+    assert (list(model.state_dict()), [*dict(model.named_children())]) == (saved, ["norm", "layer"])
     assert model.training
     torch.set_rng_state(state)
     expected = torch.rand(3)

@@ -24,6 +24,7 @@ from packprop.engine.functions.nodes import (
     PRODUCTS,
     function_of,
     has_option,
+    is_change_of_view,
     kind_of,
     made_by,
     name_of_node,
@@ -54,6 +55,9 @@ EXPANDING = names_of_nodes("Expand Repeat")
 
 WITH_SUMMAND = names_of_nodes("Addmm Addbmm Baddbmm Addmv Addr")
 """Products with a summand that they do not save."""
+
+SAVING = PRODUCTS.union(names_of_nodes("Div Pow Maximum Minimum Fmax Fmin Atan2 Xlogy")) - {"Addcmul", "Lerp"}
+"""Functions that save each operand without an edge, but for those ``WITH_SUMMAND``."""
 
 BY_DATA = names_of_nodes(
     "Index IndexSelect Gather Take TakeAlongDim MaskedSelect Embedding EmbeddingBag IndexAdd Scatter ScatterAdd"
@@ -208,6 +212,14 @@ def saved_tensors(node: Node) -> list[Tensor]:
                 continue
             found.append(tensor)
     return found
+
+
+def saves_constants(node: Node) -> bool:
+    """Tell whether a node has saved every operand without an edge, and shows what it has saved."""
+    edges, name = [above for above, _ in node.next_functions], name_of_node(node)
+    if name in WITH_SUMMAND:
+        return edges[0] is not None and edges.count(None) < 2
+    return name in SAVING or (None not in edges and not is_change_of_view(node))
 
 
 MATRIX_PRODUCTS = {

@@ -145,9 +145,10 @@ def find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequ
         return
     modules = graph.known_modules
     owned = {id(parameter) for module in modules for parameter in module.parameters()}
-    owned |= {id(leaf) for leaf in graph.leaves()} | shards_by_whole(modules).keys()
+    used = {id(leaf) for leaf in graph.leaves()}
+    owned |= used | shards_by_whole(modules).keys()
     owned |= {id(leaf) for leaf, node in consumed if is_compiled_region(node)}  # whoever owns it
-    data = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
+    data = {id(ref()) for forward in graph.forwards for ref in forward.leaves} - used
     counted = (owned if wanted is None else owned & {id(leaf) for leaf in wanted}) - data
     graph.missing = [(leaf, node) for leaf, node in consumed if id(leaf) in counted]
 

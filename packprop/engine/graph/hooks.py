@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from packprop.engine.functions.nodes import DOERS, is_identity
@@ -22,7 +23,7 @@ def hooks_on(nodes: Iterable[Node], tensors: Iterable[Tensor]) -> Hooks:
     Hooks on nodes of leaves are left out: they run in the user's pass alone.
     """
     chosen = hooked(tensors)
-    dictionaries, doers = [], []
+    dictionaries, doers, own = [], [], []
     for node in nodes:
         if hasattr(node, "variable"):
             continue
@@ -31,7 +32,9 @@ def hooks_on(nodes: Iterable[Node], tensors: Iterable[Tensor]) -> Hooks:
         chosen += [tensor for ref in marks.get(RETAINS, ()) if (tensor := ref()) is not None]
         if is_identity(node) and node.name() in DOERS:
             doers.append((node, DOERS[node.name()]))
-    return Hooks(chosen, dictionaries, doers)
+        elif isinstance(node, BackwardCFunction):
+            own.append(node)
+    return Hooks(chosen, dictionaries, doers, own)
 
 
 def hooks_below(roots: Sequence[Tensor], tensors: Iterable[Tensor] = ()) -> Hooks:

@@ -16,6 +16,7 @@ from packprop.engine.graph.graph import EAGER
 from packprop.engine.graph.search import nodes_above
 from packprop.engine.recording.unrecorded import is_compiled_region
 from packprop.engine.tensors.dry import is_dry_run
+from packprop.engine.tensors.random import Draws
 from packprop.engine.tensors.traced import is_traced
 from packprop.errors import PackpropError
 
@@ -30,12 +31,12 @@ def require_linear_backward(asked: str, starts: Iterable[Node | None]) -> None:
     through it in place of the gradient. A backward function that clips, normalises or rounds is no derivative.
     packprop also refuses functions that run a backward pass of their own.
     """
-    starts = list(starts)
+    starts, draws = list(starts), Draws()
     types = {each.dtype for node in nodes_above(starts) for each in made_by(node)}
     # functions may compute in any of them, as under autocast
     coarsest = max((torch.finfo(dtype).eps for dtype in types if dtype.is_floating_point), default=0.0)
     for node in _own_nodes(starts):
-        if not _is_linear(asked, node, coarsest):
+        if not _is_linear(asked, node, coarsest, draws):
             raise PackpropError(
                 asked,
                 _backward_function(node),
@@ -55,7 +56,7 @@ def require_no_nested_backward(asked: str, starts: Iterable[Node | None]) -> Non
         made = made_by(node)
         if _can_be_tried(made):
             ones = [torch.ones(each.shape, dtype=each.dtype, device=each.device) for each in made]
-            _products(asked, node, ones)
+            _products(asked, node, ones, Draws())
 
 
 class _Nested(Exception):
@@ -92,7 +93,7 @@ def _can_be_tried(made: Sequence[Any]) -> bool:
     return bool(made) and all(each.dtype.is_floating_point for each in made)
 
 
-def _products(asked: str, node: Any, given: Sequence[Tensor]) -> list[Tensor]:
+def _products(asked: str, node: Any, given: Sequence[Tensor], draws: Draws) -> list[Tensor]:
     """Return the tensors that a node's backward function returns for vectors; none if it raises an exception.
 
     Raises:
@@ -100,7 +101,7 @@ def _products(asked: str, node: Any, given: Sequence[Tensor]) -> list[Tensor]:
     """
     try:
         with torch.no_grad(), _NoNestedBackward():
-            products = node.apply(*given)
+            products = draws.call(node.apply, *given)
     except _Nested as nested:
         raise PackpropError(
             asked,
@@ -115,7 +116,7 @@ def _products(asked: str, node: Any, given: Sequence[Tensor]) -> list[Tensor]:
     return [each for each in products if isinstance(each, Tensor)]
 
 
-def _is_linear(asked: str, node: Any, coarsest: float) -> bool:
+def _is_linear(asked: str, node: Any, coarsest: float, draws: Draws) -> bool:
     """Tell whether a node's backward function is linear; true if packprop cannot try it.
 
     ``coarsest`` is the lowest relative precision that it may compute in.
@@ -132,7 +133,7 @@ def _is_linear(asked: str, node: Any, coarsest: float) -> bool:
 
     def run(fed: Sequence[Tensor]) -> list[Tensor]:
         given = [each.to(like.device, like.dtype) for each, like in zip(fed, made, strict=True)]
-        return [each.to(torch.float64) for each in _products(asked, node, given)]
+        return [each.to(torch.float64) for each in _products(asked, node, given, draws)]
 
     tolerance = max(max(torch.finfo(each.dtype).eps for each in made) ** 0.5, 4 * coarsest)
     one, other = run(first), run(second)

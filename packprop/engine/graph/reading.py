@@ -57,17 +57,17 @@ from packprop.engine.functions.operands import (
     WITH_SUMMAND,
     is_mask,
     saved_constants,
+    saves_constants,
 )
 from packprop.engine.functions.saved import keeps_elsewhere
 from packprop.engine.functions.verdicts import Verdicts
 from packprop.engine.graph.completeness import shape_at, shapes_of
 from packprop.engine.graph.graph import EAGER, Graph, ReachedUse
-from packprop.engine.graph.search import Trail, nodes_above
+from packprop.engine.graph.search import Trail, is_beside, nodes_above
 from packprop.engine.recording.marks import EXTENDED, ForwardCall, called_modules
 from packprop.engine.recording.unrecorded import is_compiled_region
-from packprop.engine.tensors.dry import is_dry_run, is_of_batch, storage_key
+from packprop.engine.tensors.dry import is_dry_run, is_of_batch, places_of
 from packprop.engine.tensors.layout import possible_layouts
-from packprop.engine.tensors.state import storage_of
 
 MADE_OF_PARAMETERS = WHOLE - EXPANDING - HIDING
 """Functions without operands that the graph hides, if they have an edge for each operand."""
@@ -121,9 +121,11 @@ class Constants:
 
     @functools.cached_property
     def _memory(self) -> tuple[set[int], set[int]]:
-        """The memory of parameters and buffers, and that of the models' inputs."""
-        own = {*_places_of(self.tensors())} - {0}
-        return own, {each for forward in self._forwards for each in forward.storages} - own
+        """The memory of parameters and buffers, and that of the models' inputs which are still alive."""
+        own = {*places_of(self.tensors())} - {0}
+        alive = [each for forward in self._forwards for reference in forward.storages if (each := reference())]
+        inputs = {each.data_ptr() for each in alive}
+        return own - inputs, inputs - own  # a batch that is part of a buffer, or a mask: the sweeps decide
 
     def of(self, node: Node) -> list[tuple[Tensor, bool | None]] | None:
         """Return the constants of a node, each with ``True`` if it is the model's own, ``False`` if it is data.
@@ -138,7 +140,7 @@ class Constants:
             return []
         found: list[tuple[Tensor, bool | None]] = []
         own, inputs = self._memory
-        for tensor, place in zip(constants, _places_of(constants), strict=True):
+        for tensor, place in zip(constants, places_of(constants), strict=True):
             is_data = place in inputs or is_of_batch(tensor) or tensor.is_nested
             is_own = not tensor.dim() or place in own or None
             found.append((tensor, False if is_data else is_own))
@@ -152,13 +154,7 @@ class Constants:
         known = [is_own for _, is_own in constants]
         if False in known:
             return False
-        missing = [above for above, _ in node.next_functions].count(None)
-        return True if missing <= len(known) and None not in known else None  # sums do not save what they add
-
-
-def _places_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return numbers that tell the memory of some tensors apart: addresses, except in a dry run."""
-    return [*map(storage_key if is_dry_run() else storage_of, tensors)]
+        return True if None not in known and saves_constants(node) else None
 
 
 class Reading:
@@ -181,8 +177,7 @@ class Reading:
         taken = [(loss.call.shape, loss.call.declared) for loss in graph.losses]
         taken = taken or [(shape, forward.declared) for _, forward, shape in graph.outputs if shape]
         self._is_one_sample = any(all(map(_is_one, shape[axis or 0 :][:1])) for shape, axis in taken)
-        self._derived: set[Node] = set()
-        self._wide: set[Node] = set()
+        self._derived, self._wide, self._first = set[Node](), set[Node](), dict[tuple[str, Node], Node]()
         self.made_of_parameters: dict[Node, None] = {}
         self.bad: set[Node] = set()
         """Nodes made of parameters that no loss depends on, and of constants that samples may be in."""
@@ -324,18 +319,21 @@ class Reading:
         constants = self._of_all.of(node)
         if constants is None or any(is_own is False for _, is_own in constants):
             return False
+        # views of buffers look like other constants in a dry run: the pass decides
+        unknown = [] if is_dry_run() else [tensor for tensor, is_own in constants if not is_own]
+        if unknown and is_beside(node, self._first):
+            return False
         if name in ENTRY_BY_ENTRY:
             own = [place for place, each in zip(given, above, strict=True) if each not in self._wide]
             return any(name in ALIKE or shape_at(node, place) == shape for place in own)
-        unknown = [tensor for tensor, is_own in constants if not is_own]
-        if is_dry_run():  # views of buffers look like other constants there: the pass decides
-            unknown = []
         if name in VECTORS:
-            return all(tensor.dim() < 2 for tensor in unknown)
-        if name in INDEXED:
-            taken = shape_at(node, given[0])  # a mask of it brings no axis of its own
-            return all(is_mask(each) and each.shape == taken[: each.dim()] for each in unknown)
-        return name in PRODUCTS and not unknown and (name not in WITH_SUMMAND or 0 in given)
+            are_clear = all(tensor.dim() < 2 for tensor in unknown)
+        elif name in INDEXED:  # a mask brings no axis of its own
+            masked = shape_at(node, given[0])
+            are_clear = all(is_mask(each) and each.shape == masked[: each.dim()] for each in unknown)
+        else:
+            are_clear = name in PRODUCTS and not unknown
+        return are_clear and saves_constants(node)
 
     @functools.cached_property
     def _of_all(self) -> Constants:

@@ -12,12 +12,22 @@ from torch.autograd.graph import Node
 
 from packprop.engine.recording.marks import nodes_above
 
-__all__ = ["Trail", "depth_first", "leaves_above", "nodes_above", "upstream_of"]
+__all__ = ["Trail", "depth_first", "is_beside", "leaves_above", "nodes_above", "upstream_of"]
 
 
 def leaves_above(nodes: Iterable[Node | None]) -> list[Tensor]:
     """Return the leaves that require gradients and that the outputs of some nodes were computed from."""
     return [leaf for node in nodes_above(nodes) if (leaf := getattr(node, "variable", None)) is not None]
+
+
+def is_beside(node: Node, first: dict[tuple[str, Node], Node]) -> bool:
+    """Tell whether a function takes a leaf again, and not behind the first time, as in a loop over samples.
+
+    ``first`` holds the first node of each function that takes a leaf.
+    """
+    above = set(nodes_above([node]))
+    leaves = [each for each in above if hasattr(each, "variable")]
+    return not above.issuperset([first.setdefault((node.name(), leaf), node) for leaf in leaves])
 
 
 def upstream_of(node: Node) -> list[Node]:

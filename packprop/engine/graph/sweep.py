@@ -101,10 +101,7 @@ class Watch:
             return
         self._visiting = True
         try:
-            if self._hooks.are_any:
-                with self._hooks.quiet():
-                    self._visit(use, cotangents)
-            else:
+            with self._hooks.quiet():
                 self._visit(use, cotangents)
         finally:
             self._visiting = False

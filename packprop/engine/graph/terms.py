@@ -8,8 +8,9 @@ there. It meets none if all of this holds; otherwise it stays missing:
 * Data do not select a part of it.
 * The functions between it and the rest of the loss have no operands that the graph hides. The graph does not
   tell constants from samples. packprop accepts constants that are numbers, or buffers and parameters of
-  extended modules, or that bring no axis of their own: samples come on an axis that no parameter has. A
-  constant that shares memory with an input of a model is data.
+  extended modules, or that bring no axis of their own: samples come on an axis that no parameter has, or in a
+  loop, where one function takes a parameter several times. A constant that shares memory with an input of a
+  model is data.
 * It is added to the rest of the loss, both are scalars or lie behind a recorded loss, and all later functions
   are linear in the sum. A product with the loss, or a root of the sum, is no sum of two terms.
 

@@ -199,8 +199,9 @@ def _read_uses(graph: Graph, trail: Trail, wanted: Sequence[Tensor] | None) -> N
     alone: Collection[Node] = ()
     reading = _sorted(graph, trail, leaves, alone)
     given = {edge.node for loss in graph.losses for edge in loss.given}
+    given |= {edge.node for edge, _, _ in graph.outputs}
     while not given.isdisjoint(reading.made_of_parameters.keys() - alone):
-        alone = reading.made_of_parameters.keys()  # no sample enters them: losses of these do not count
+        alone = reading.made_of_parameters.keys()  # losses and outputs that only these enter are terms
         reading = _sorted(graph, trail, leaves, alone)
     graph.reading = reading
     settled = reading.settled
@@ -225,12 +226,13 @@ def _read_uses(graph: Graph, trail: Trail, wanted: Sequence[Tensor] | None) -> N
 
 
 def _sorted(graph: Graph, trail: Trail, leaves: dict[int, Tensor], alone: Collection[Node]) -> Reading:
-    """Return the sorted nodes; losses that take only nodes ``alone``, made of parameters, do not count."""
+    """Return the sorted nodes; losses and outputs of only nodes ``alone``, made of parameters, do not count."""
     given = {loss.node: [edge.node for edge in loss.given if edge.node not in alone] for loss in graph.losses}
     losses = {node for node, taken in given.items() if taken}
     terms = given.keys() - losses
     ends = [node for taken in given.values() for node in taken]
-    ends += [edge.node for edge, forward, _ in graph.outputs if forward.has_parameters]
+    outputs = [edge.node for edge, forward, _ in graph.outputs if forward.has_parameters]
+    ends += [node for node in outputs if node not in alone]
     below_losses = set(nodes_above((node for node in ends if node not in terms), terms))
     reading = Reading(graph, trail, leaves, below_losses)
     reading.sort(losses | trail.below(losses))

@@ -189,6 +189,14 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
             "make a plan of the step, packprop.plan(...), and give that as memory",
         )
     args, kwargs = calls[0].args, calls[0].kwargs
+    if args is None:
+        raise BadInput(
+            "backpack(memory=...) was entered.",
+            f"the inputs of {type(model).__name__}",
+            "a budget alone suffices for tensors and plain values in tuples, lists and dictionaries: packprop "
+            "copies no other container in your forward pass",
+            "make a plan of the step, packprop.plan(...), and give that as memory",
+        )
     call = graph.losses[0].call
     loss_args, loss_kwargs = map_tensors(TensorSpec.of, (call.args, call.kwargs))
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -28,7 +28,7 @@ from packprop.engine.functions.losses.read import loss_of_node
 from packprop.engine.functions.nodes import name_of_node, number_of_node
 from packprop.engine.tensors.dry import TensorSpec, is_dry_run
 from packprop.engine.tensors.hooks import dictionary_of
-from packprop.engine.tensors.nesting import map_tensors, tensors_of_call
+from packprop.engine.tensors.nesting import tensors_of_call
 from packprop.engine.tensors.state import storage_of, version
 
 LOSS, TOLD, OUTPUT, HOOKS, RETAINS = (
@@ -74,6 +74,32 @@ def _copied_handles(module: nn.Module | None, handles: list[RemovableHandle]) ->
     return Handles(module, handles)
 
 
+def tensors_of_user(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors in what a user's function takes or returns; none if its containers cannot be read."""
+    try:
+        return tensors_of_call(args, kwargs)
+    except Exception:  # their methods may raise anything
+        return []
+
+
+def _described(value: Any) -> Any:
+    """Return the same nesting of tuples, lists and dictionaries, with specifications in place of tensors.
+
+    Raises:
+        TypeError: For a value of any other class, which may hold tensors.
+    """
+    if isinstance(value, Tensor):
+        return TensorSpec.of(value)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind(map(_described, value))
+    if kind is dict:
+        return {key: _described(item) for key, item in value.items()}
+    if kind.__module__ not in ("builtins", "torch"):
+        raise TypeError
+    return value
+
+
 @dataclass
 class ForwardCall:
     """A call of an extended model.
@@ -81,10 +107,11 @@ class ForwardCall:
     Args:
         module: Returns the module that was called; ``None`` if it is gone.
         declared: The declared sample axis of the loss's input; ``None`` if none was declared.
-        args: The positional arguments of the call, with tensors replaced by their specifications.
+        args: The positional arguments of the call, with tensors replaced by their specifications; ``None`` if
+            any argument is neither a tensor, nor a plain value, nor a tuple, list or dictionary of these.
         kwargs: The keyword arguments, likewise.
         leaves: Inputs that are leaves and require gradients: they are data, not parameters.
-        storages: The addresses at which the memory of the inputs begins.
+        storages: The memory of the inputs, which autograd need not keep.
     """
 
     module: Callable[[], nn.Module | None]
@@ -92,22 +119,19 @@ class ForwardCall:
     args: Any = ()
     kwargs: Any = field(default_factory=dict)
     leaves: list[weakref.ref[Tensor]] = field(default_factory=list, init=False)
-    storages: list[int] = field(default_factory=list, init=False)
+    storages: list[weakref.ref[UntypedStorage]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        given, has_data = tensors_of_call(self.args, self.kwargs), not is_dry_run()
-        for tensor in given:
-            if tensor.is_nested and tensor.layout == torch.strided:  # these have no shape
-                self.args, self.kwargs, self.leaves, self.storages = (), {}, [], []
-                return
-            if has_data and (place := storage_of(tensor)):
-                self.storages.append(place)
+        has_data = not is_dry_run()
+        for tensor in tensors_of_user(self.args, self.kwargs):
+            if has_data and storage_of(tensor):
+                self.storages.append(weakref.ref(tensor.untyped_storage()))
             if tensor.requires_grad and tensor.is_leaf:
                 self.leaves.append(weakref.ref(tensor))
-        if not self.kwargs and [*map(id, given)] == [*map(id, self.args)]:  # most calls: tensors alone
-            self.args = tuple(map(TensorSpec.of, given))
-            return
-        self.args, self.kwargs = map_tensors(TensorSpec.of, self.args), map_tensors(TensorSpec.of, self.kwargs)
+        try:
+            self.args, self.kwargs = _described(self.args), _described(self.kwargs)
+        except Exception:  # of other classes, without shapes or strides, or in a circle
+            self.args = self.kwargs = None
 
     @functools.cached_property
     def has_parameters(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,10 @@ from packprop.engine.tensors.random import random_states, set_random_states
 from packprop.engine.tensors.sharding import is_distributed
 from packprop.engine.tensors.state import version
 from packprop.errors import BadInput
+
+
+TABLES = (dict, OrderedDict, set, list)
+"""Classes of attributes whose entries are restored, such as the tables of a module's buffers and submodules."""
 
 
 @contextlib.contextmanager
@@ -34,6 +39,9 @@ def unchanged(model: nn.Module, asked: str) -> Iterator[None]:
                 "run one forward pass first",
             )
     modules = list(model.modules())
+    held = [
+        (table, table.copy()) for module in modules for table in vars(module).values() if type(table) in TABLES
+    ]
     before = [
         (module, dict(vars(module)), dict(module.named_buffers(recurse=False, remove_duplicate=False)))
         for module in modules
@@ -53,6 +61,9 @@ def unchanged(model: nn.Module, asked: str) -> Iterator[None]:
             vars(module).update(attributes)
             for name, buffer in buffers.items():
                 setattr(module, name, buffer)
+        for table, entries in held:
+            table.clear()
+            (table.extend if isinstance(table, list) else table.update)(entries)
         for parameter, value in written:
             parameter.data.copy_(value)
         set_random_states(state)

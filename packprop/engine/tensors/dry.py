@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.tensors.setting import setting
+from packprop.engine.tensors.state import storage_of
 from packprop.engine.tensors.traced import is_traced, note_fault
 
 
@@ -64,6 +65,11 @@ def dry_run_device() -> str | None:
 def storage_key(tensor: Tensor) -> int:
     """Return a number that tells storages apart while they are alive."""
     return id(tensor.untyped_storage())  # the wrapper of a storage lives as long as the storage
+
+
+def places_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return numbers that tell the memory of some tensors apart: addresses, except in a dry run."""
+    return [*map(storage_key if is_dry_run() else storage_of, tensors)]
 
 
 def is_of_batch(tensor: Tensor) -> bool:

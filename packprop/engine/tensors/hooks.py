@@ -23,8 +23,9 @@ from typing import Any
 
 from torch import Tensor
 
+from packprop.engine.tensors.random import Draws
 from packprop.engine.tensors.state import version
-from packprop.engine.tensors.traced import not_traceable
+from packprop.engine.tensors.traced import is_traced, not_traceable
 from packprop.errors import PackpropError
 
 HookDictionary = MutableMapping[int, Any]
@@ -94,6 +95,7 @@ class Hooks:
         tensors: Tensors that have hooks, or retain their gradient.
         dictionaries: Further hooks, as autograd keeps them.
         doers: Nodes that hand gradients on and also do something else, each with a function that only hands on.
+        own: Nodes of the user's own functions, whose backward function may draw random numbers.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Hooks:
         tensors: Iterable[Tensor] = (),
         dictionaries: Iterable[HookDictionary] = (),
         doers: Iterable[tuple[Any, Callable[..., Any]]] = (),
+        own: Iterable[Any] = (),
     ) -> None:
         chosen = list({id(tensor): tensor for tensor in tensors}.values())
         inside, at_leaves = [*dictionaries], list[HookDictionary]()
@@ -110,7 +113,7 @@ class Hooks:
         self.dictionaries = list({id(hooks): hooks for hooks in (*inside, *at_leaves)}.values())
         """The hooks on tensors and nodes, as autograd keeps them."""
         self._retaining = [tensor for tensor in chosen if tensor.retains_grad]
-        self._doers = list(doers)
+        self._doers, self._own, self._draws = list(doers), list(own), Draws()
         self.are_inside = bool(inside or self._retaining or self._doers)
         """True if there are hooks besides those on leaves, or nodes that do something else."""
         self.are_any = bool(self.dictionaries or self._retaining or self._doers)
@@ -134,8 +137,9 @@ class Hooks:
         return [owner_of(hook) for hooks in self.dictionaries for hook in hooks.values()]
 
     def quiet(self) -> AbstractContextManager[None]:
-        """Silence every hook inside."""
-        return self._switched(True) if self.are_any and self._quieted is None else NOTHING
+        """Silence every hook inside, and take back what own backward functions draw."""
+        has_some = self.are_any or (self._own and not is_traced())
+        return self._switched(True) if has_some and self._quieted is None else NOTHING
 
     def heard(self) -> AbstractContextManager[None]:
         """Let every hook run again inside ``quiet``."""
@@ -165,7 +169,8 @@ class Hooks:
             stack.enter_context(self._replaced(lambda _: _stand_in))
             for tensor in self._retaining:
                 stack.callback(tensor.register_hook(partial(_drop_gradient, tensor)).remove)
-            for node, hand_on in self._doers:
+            own = [(node, partial(self._draws.call, node.apply)) for node in self._own]
+            for node, hand_on in (*self._doers, *own):
                 node.apply = hand_on  # the engine calls it: replaced for this node alone
                 stack.callback(node.__dict__.pop, "apply", None)
             self._quieted = stack.pop_all()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,23 +15,37 @@ PLAIN = frozenset({type(None), bool, int, float, str})
 """Types that hold no tensors: most arguments. A check whether they are dataclasses is slow."""
 
 
+class _End(NamedTuple):
+    """Says that everything in a container has been seen."""
+
+    container: Any
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in nested tuples, lists, mappings and dataclasses, depth first."""
-    stack = [value]
+    """Yield every tensor in nested tuples, lists, mappings and dataclasses, depth first; stop at circles."""
+    stack, around = [value], set[int]()
     while stack:
         item = stack.pop()
         if type(item) in PLAIN:
             continue
         if isinstance(item, Tensor):
             yield item
-        elif isinstance(item, (tuple, list)):
-            stack.extend(reversed(item))
-        elif isinstance(item, dict):
-            stack.extend(reversed(item.values()))
-        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-            stack.append(_fields_of(item))
-        elif isinstance(item, Mapping):
-            stack.extend(reversed([*item.values()]))
+        elif type(item) is _End:
+            around.remove(id(item.container))
+        elif id(item) not in around:
+            parts = _parts_of(item)
+            if parts:
+                around.add(id(item))
+                stack += (_End(item), *reversed(parts))
+
+
+def _parts_of(item: Any) -> Sequence[Any]:
+    """Return the items of a tuple or list, the values of a mapping, or the fields of a dataclass."""
+    if isinstance(item, (tuple, list)):
+        return item
+    if not isinstance(item, dict) and dataclasses.is_dataclass(item) and not isinstance(item, type):
+        item = _fields_of(item)
+    return [*item.values()] if isinstance(item, Mapping) else ()
 
 
 def _fields_of(item: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,27 @@ def random_numbers_from(states: RandomStates) -> Iterator[None]:
         yield
     finally:
         set_random_states(before)
+
+
+class Draws:
+    """Calls functions with random states of their own, which go on from call to call.
+
+    packprop calls backward functions more often than autograd does, and what they draw is no draw of the user's.
+    """
+
+    def __init__(self) -> None:
+        self._states: RandomStates | None = None
+
+    def call(self, function: Callable[..., Any], *given: Any) -> Any:
+        """Return what a function returns, and leave the random states as they are."""
+        before = random_states()
+        if self._states is not None:
+            set_random_states(self._states)
+        try:
+            return function(*given)
+        finally:
+            self._states = random_states()
+            set_random_states(before)
 
 
 def _cuda_devices() -> list[torch.device]:

@@ -208,6 +208,15 @@ def test_a_rounded_quotient_has_no_slope(mode: Any) -> None:
     assert_near(shift.diag_h, (2 * x**2).sum(0), "shift")
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float16])
+def test_divisors_in_a_lower_precision(dtype: torch.dtype) -> None:
+    """Reciprocals of counts are in the precision of the quotient."""
+    counts, scale = torch.arange(3, 15).view(4, 3).to(dtype), nn.Parameter(R(3).double())
+    with backpack(extensions.BatchGrad()):
+        F.mse_loss(scale / counts, torch.zeros(4, 3).double(), reduction="sum").backward()
+    assert_near(scale.grad_batch, 2 * scale.detach() / counts.double().square(), "scale", 1e-14)
+
+
 @pytest.mark.parametrize("mode", ["floor", "trunc"])
 def test_rounded_rows_of_a_table_have_no_slope(mode: str) -> None:
     model = extend(Positions(mode))

@@ -8,9 +8,10 @@ from torch import Tensor
 from packprop.engine.functions.building import broadcast, scaled
 from packprop.engine.functions.entry import Entry
 from packprop.engine.functions.node_calls import NodeCall
-from packprop.engine.functions.nodes import is_rounded, names_of_nodes
+from packprop.engine.functions.nodes import is_rounded, made_by, names_of_nodes
 from packprop.engine.functions.operands import ENTRY_BY_ENTRY
 from packprop.engine.functions.registry import rule_of
+from packprop.engine.tensors.precision import accumulation_dtype
 
 
 @rule_of("Expand", "Alias")
@@ -39,8 +40,8 @@ def _product(call: NodeCall) -> Entry:
 def _quotient(call: NodeCall) -> Entry:
     if call.place or is_rounded(call.node):
         return broadcast(call)
-    other = call.saved("other")
-    return scaled(call, lambda: other().reciprocal(), linear=True)
+    other, wide = call.saved("other"), accumulation_dtype(made_by(call.node)[0].dtype)
+    return scaled(call, lambda: other().to(wide).reciprocal(), linear=True)
 
 
 @rule_of("PreluKernel")

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import packprop
 from packprop.engine.algebra import projections
+from packprop.engine.algebra.projections import Projection
+from packprop.engine.algebra.structures import Lookup
 from packprop.engine.passes.chunks import ChunkSizes
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchGrad, BatchL2Grad, Projected, SumGradSquared, Variance
@@ -234,3 +236,13 @@ def test_parameters_of_one_name_are_refused() -> None:
     refused = pytest.raises(PackpropError, match="'weight', of which there are several")
     with refused, packprop.backpack(Projected(BatchGrad(), 8)):
         value.backward()
+
+
+def test_indices_in_32_bits_count_entries_of_a_large_table() -> None:
+    """The table has more entries than 32 bits count, and is not formed."""
+    found = []
+    for dtype in (torch.int32, torch.int64):
+        index = torch.tensor([[2**29 + 1]], dtype=dtype)
+        table = Lookup(index, torch.ones(1, 1, 1, 8), 2**30, torch.float32)
+        found.append(projections.projected(table, Projection("rademacher", 4, 0), "table", (2**30, 8)))
+    assert_near(*found, "table")

@@ -291,7 +291,7 @@ def _of_few_rows(cotangent: Tensor, index: Tensor, projection: Projection, name:
     for sample in chunk_starts(samples, 1):
         total = cotangent.new_zeros(projection.dimension)
         for first in chunk_starts(positions, step):
-            entries = (index[sample, first : first + step, None] * width + inside).flatten()
+            entries = (index[sample, first : first + step, None].long() * width + inside).flatten()
             columns = projection.columns(name, entries, _real_like(cotangent)).to(cotangent.dtype)
             total = total + cotangent[sample, first : first + step].reshape(-1) @ columns
         found.append(total)

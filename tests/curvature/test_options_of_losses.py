@@ -17,6 +17,7 @@ from tests.references.running import assert_near
 Function = Callable[[Tensor], Tensor]
 CLASSES = 160
 BYTES = torch.tensor([156, 3, 7, 1], dtype=torch.uint8)
+COUNTS = torch.tensor([[1.0, 2], [0, 1], [3, 0], [1, 1]]).double()
 WEIGHTS = torch.linspace(0.1, 3.0, CLASSES).double()
 
 
@@ -66,3 +67,17 @@ def test_positive_weights_may_be_bytes() -> None:
     for extension in (extensions.DiagGGNExact(), extensions.DiagHessian()):
         function: Function = lambda f: F.binary_cross_entropy_with_logits(f, y, pos_weight=weights)  # noqa: E731
         assert_near(*diagonal(function, extension, 2), "pos_weight", 1e-10)
+
+
+RATES: dict[str, Function] = {
+    "eps": lambda f: F.poisson_nll_loss(f.exp(), COUNTS, log_input=False, eps=0.5),
+    "small rates": lambda f: F.poisson_nll_loss((f - 18).exp(), COUNTS, log_input=False),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_rates_plus_a_number_are_no_rates(name: str) -> None:
+    """The Hessian has the curvature of eps, which has no square root."""
+    assert_near(*diagonal(RATES[name], extensions.DiagHessian(), 2), name, 1e-10)
+    with pytest.raises(PackpropError, match=r"eps.*\n.*log_input=True"):
+        diagonal(RATES[name], extensions.DiagGGNExact(), 2)

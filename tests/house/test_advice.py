@@ -95,7 +95,9 @@ ADVICE: dict[str, tuple[Callable[[], None], str, str, Callable[[], None]]] = {
         lambda: run(extensions.DiagGGNExact(), lambda f: F.binary_cross_entropy_with_logits(f, P)),
     ),
     "rates": (
-        lambda: run(extensions.DiagGGNExact(), lambda f: F.poisson_nll_loss(F.softplus(f), P, log_input=False)),
+        lambda: run(
+            extensions.DiagGGNExact(), lambda f: F.poisson_nll_loss(F.softplus(f), P, log_input=False, eps=0.0)
+        ),
         "no exponential",
         "log_input=True",
         lambda: run(extensions.DiagGGNExact(), lambda f: F.poisson_nll_loss(F.softplus(f).log(), P)),

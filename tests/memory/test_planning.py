@@ -239,7 +239,7 @@ LINKED: dict[str, Any] = {
     "nll_loss": lambda out, y: F.nll_loss(out.log_softmax(1), y),
     "logarithms": lambda out, y: F.nll_loss(out.softmax(1).log(), y),
     "binary_cross_entropy": lambda out, y: F.binary_cross_entropy(out.sigmoid(), y),
-    "poisson_nll_loss": lambda out, y: F.poisson_nll_loss(out.exp(), y, log_input=False),
+    "poisson_nll_loss": lambda out, y: F.poisson_nll_loss(out.exp(), y, log_input=False, eps=0.0),
 }
 """Losses that take a function of the model's output."""
 

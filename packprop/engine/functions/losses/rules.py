@@ -169,15 +169,24 @@ def _binary_cross_entropy(**given: Any) -> Loss:
 
 @_rule_of(F.poisson_nll_loss)
 def _poisson_nll_loss(
-    input: Tensor, target: Tensor, log_input: bool = True, reduction: str = "mean", **options: Any
+    input: Tensor,
+    target: Tensor,
+    log_input: bool = True,
+    eps: float = 1e-8,
+    reduction: str = "mean",
+    **options: Any,
 ) -> Loss:
     terms = _one_term_per_entry(input, target, 1.0, _divisor(input, target, reduction), poisson_root)
     if log_input or terms.refusal:
         return terms
+    instead = "give logarithms of rates, with log_input=True"
+    if eps:
+        why = "it adds eps to the rates, so its curvature is negative where they are small: it has no root"
+        return replace(terms, refusal=(why, f"{instead}; or give eps=0.0"))
     refusal = (
         "its curvature in rates is not that in their logarithms, so the matrix would depend on what you call "
         "the model's output; and no exponential has made them",
-        "give logarithms of rates, with log_input=True",
+        instead,
     )
     return replace(terms, refusal=refusal, link=EXPONENTIAL)
 

@@ -18,6 +18,8 @@ Function = Callable[[Tensor], Tensor]
 CLASSES = 160
 BYTES = torch.tensor([156, 3, 7, 1], dtype=torch.uint8)
 COUNTS = torch.tensor([[1.0, 2], [0, 1], [3, 0], [1, 1]]).double()
+CHANCES = torch.linspace(0, 1, 8).view(4, 2).double()
+SIGNS = torch.tensor([[1.0], [-0.5], [2.0], [1.0]]).double()
 WEIGHTS = torch.linspace(0.1, 3.0, CLASSES).double()
 
 
@@ -64,9 +66,12 @@ def test_smoothed_classes_of_bytes_have_no_ggn() -> None:
 
 def test_positive_weights_may_be_bytes() -> None:
     weights, y = torch.tensor([0, 2], dtype=torch.uint8), torch.rand(4, 2).double()
+
+    def weighted(f: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(f, y, pos_weight=weights)
+
     for extension in (extensions.DiagGGNExact(), extensions.DiagHessian()):
-        function: Function = lambda f: F.binary_cross_entropy_with_logits(f, y, pos_weight=weights)  # noqa: E731
-        assert_near(*diagonal(function, extension, 2), "pos_weight", 1e-10)
+        assert_near(*diagonal(weighted, extension, 2), "pos_weight", 1e-10)
 
 
 RATES: dict[str, Function] = {
@@ -81,3 +86,29 @@ def test_rates_plus_a_number_are_no_rates(name: str) -> None:
     assert_near(*diagonal(RATES[name], extensions.DiagHessian(), 2), name, 1e-10)
     with pytest.raises(PackpropError, match=r"eps.*\n.*log_input=True"):
         diagonal(RATES[name], extensions.DiagGGNExact(), 2)
+
+
+NEGATIVE: dict[str, Function] = {
+    "bce": lambda f: F.binary_cross_entropy_with_logits(f, CHANCES, SIGNS),
+    "pos_weight": lambda f: F.binary_cross_entropy_with_logits(f, CHANCES, pos_weight=-20 * SIGNS[0].abs()),
+    "mse": lambda f: F.mse_loss(f, CHANCES, weight=SIGNS.expand(4, 2)),
+    "classes": lambda f: F.cross_entropy(f, torch.tensor([0, 1, 0, 0]), torch.tensor([2.0, -0.5]).double()),
+    "sum": lambda f: F.cross_entropy(f, torch.tensor([0, 1, 0, 0]), -SIGNS[:2, 0], reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("name", NEGATIVE)
+def test_negative_weights_of_terms(name: str) -> None:
+    assert_near(*diagonal(NEGATIVE[name], extensions.DiagHessian(), 2), name, 1e-10)
+    for extension in (extensions.DiagGGNExact(), extensions.DiagGGNMC(), extensions.KFAC(fisher="empirical")):
+        with pytest.raises(PackpropError, match="a weight of its terms is negative"):
+            diagonal(NEGATIVE[name], extension, 2)
+
+
+def test_terms_whose_weights_are_all_negative_have_a_mean() -> None:
+    """Weights and their sum have one sign."""
+
+    def mean(f: Tensor) -> Tensor:
+        return F.mse_loss(f, CHANCES, weight=-SIGNS.abs().expand(4, 2))
+
+    assert_near(*diagonal(mean, extensions.DiagGGNExact(), 2), "mean", 1e-10)

@@ -60,15 +60,6 @@ WEIGHTED: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def test_terms_with_a_negative_weight_have_no_empirical_fisher() -> None:
-    """They would leave it in silence; columns of other kinds are NaN there as well."""
-    model, weight = packprop.extend(nn.Linear(3, 2)), torch.tensor([[1.0], [-1.0]])
-    empirical = packprop.backpack(extensions.KFAC(fisher="empirical"))
-    with pytest.warns(packprop.PackpropWarning, match="NaN"), empirical:
-        F.binary_cross_entropy_with_logits(model(torch.ones(2, 3)), torch.ones(2, 2), weight).backward()
-    assert all(factor.isnan().any() for factor in model.bias.kfac)
-
-
 @pytest.mark.parametrize("fisher", ["empirical", "exact", "sampled"])
 @pytest.mark.parametrize(("function", "options"), WEIGHTED.values(), ids=WEIGHTED)
 def test_a_weight_is_a_factor_on_each_term(function: Any, options: dict[str, Any], fisher: str) -> None:

@@ -665,6 +665,12 @@ ADVICE |= {
         "change the sign",
         lambda: passing(nn.Linear(3, 2), X, lambda f: F.mse_loss(f, P), extensions.DiagGGNExact()),
     ),
+    "negative weights of terms": (
+        lambda: run(extensions.KFLR(), lambda f: F.binary_cross_entropy_with_logits(f, P, -P)),
+        "a weight of its terms is negative",
+        "DiagHessian",
+        lambda: run(extensions.DiagHessian(), lambda f: F.binary_cross_entropy_with_logits(f, P, -P)),
+    ),
     "a loss of bent parts": (
         lambda: passing(nn.Linear(3, 2), X, lambda f: F.mse_loss(f, P).exp(), extensions.DiagGGNExact()),
         "mixes|not linear in the loss",

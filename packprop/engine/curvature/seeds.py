@@ -39,6 +39,7 @@ from packprop.engine.functions.losses.description import (
 )
 from packprop.engine.graph.graph import Graph, ReachedLoss
 from packprop.engine.samples.separation import places_at
+from packprop.engine.tensors.dry import has_fault
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.errors import BadInput, PackpropError
 from packprop.types import EMPIRICAL, ENTRYWISE, EXACT, Seed
@@ -199,7 +200,7 @@ def _empirical_column(loss: ReachedLoss, factor: Tensor | None) -> Columns:
         )
     front = canonical(loss_gradient(loss, call.edge, factor), layout, rule.class_axis)
     scale = _scale(loss, factor, front)
-    counted = scale != 0  # a negative one gives NaN, as in the other columns
+    counted = scale != 0
     inverse_root = torch.where(counted, scale, 1.0).rsqrt() * counted
     column = from_canonical((front * inverse_root[..., None])[None], call.shape, layout, rule.class_axis)
     return Columns([call.edge], 1, lambda start, stop: [column])
@@ -230,7 +231,11 @@ def _exact_columns(root: Root, positions: int, by_entry: bool, start: int, stop:
 
 
 def _scale(loss: ReachedLoss, factor: Tensor | None, value: Tensor) -> Tensor:
-    """Return the factor on each term ``[n, t]``: weight over divisor, times the factor on the loss."""
+    """Return the factor on each term ``[n, t]``: weight over divisor, times the factor on the loss.
+
+    Raises:
+        PackpropError: If one is negative.
+    """
     rule, terms = loss.entrance.rule, value.shape[:2]
     divisor = 1.0 if rule.divisor is None else rule.divisor
     weight = weight_of_terms(rule, factor, loss.call.shape)
@@ -238,6 +243,18 @@ def _scale(loss: ReachedLoss, factor: Tensor | None, value: Tensor) -> Tensor:
     if isinstance(weight, Tensor) and torch.result_type(weight, divisor) != wide:
         weight = weight.to(wide)  # flags would become numbers of the default precision
     scale = weight / divisor
+    if isinstance(rule.weight, Tensor):
+        assert isinstance(scale, Tensor)
+        is_negative = rule.weight.dtype != torch.bool and has_fault((scale < 0).any())
+    else:
+        is_negative = rule.weight < 0
+    if is_negative:
+        raise PackpropError(
+            GGN_ASKED,
+            f"the loss {loss.call.name}",
+            "a weight of its terms is negative, which makes the matrix negative: it has no square root",
+            "leave these terms out, or ask for Hessian quantities (DiagHessian, BatchDiagHessian, HMP)",
+        )
     if not isinstance(scale, Tensor):
         return value.new_full((), scale).expand(terms)
     layout, shape = without_classes(loss.layout, loss.call.shape, rule.class_axis)

@@ -235,6 +235,8 @@ def test_some_rows_are_taken(kept: slice | list[int]) -> None:
 TAKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mask": lambda out, mask: out[mask],
     "flat mask": lambda out, mask: out.flatten(0, 1)[mask.flatten()],
+    "mask of bytes": lambda out, mask: out[mask.to(torch.uint8)],
+    "flat mask of bytes": lambda out, mask: out.flatten(0, 1)[mask.flatten().to(torch.uint8)],
     "index": lambda out, mask: out.flatten(0, 1)[mask.flatten().nonzero()[:, 0]],
     "selected": lambda out, mask: out.flatten(0, 1).index_select(0, mask.flatten().nonzero()[:, 0]),
 }
@@ -252,6 +254,21 @@ def test_rows_that_a_mask_takes_of_sequences(way: str) -> None:
         model.mask = torch.tensor(mask, dtype=torch.bool)
         owners = torch.arange(N)[:, None].expand(N, T)[model.mask]
         check(model, torch.randn(N, T, D).double(), N, lambda terms, own=owners: own.view(-1, 1))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_numbers_that_a_mask_selects(wide: bool) -> None:
+    """``out.masked_select(mask)`` takes what ``out[mask]`` does, if the mask has its shape."""
+    model = model_of(lambda m, x: m.head(hidden(m, x)).masked_select(m.mask))
+    x = torch.randn(N, T, D).double()
+    for seed in range(3):
+        model.mask = torch.rand(N, T, 1 if wide else C, generator=torch.Generator().manual_seed(seed)) < 0.6
+        owners = torch.arange(N)[:, None, None].expand(N, T, C)[model.mask.expand(N, T, C)]
+        if wide:
+            with pytest.raises(PackpropError):
+                check(model, x, N, lambda terms, own=owners: own)
+        else:
+            check(model, x, N, lambda terms, own=owners: own)
 
 
 ROWS_IN_TURN: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {

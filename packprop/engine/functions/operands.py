@@ -229,6 +229,11 @@ def takes_sparse(node: Node) -> bool:
     return any(is_sparse(getattr(node, name, None)) for name in names)
 
 
+def is_mask(index: Tensor) -> bool:
+    """Tell whether an index is a mask, for which PyTorch takes bytes as well."""
+    return index.dtype in (torch.bool, torch.uint8)
+
+
 def is_sparse(value: Any) -> bool:
     """Tell whether a value is a tensor in a sparse layout."""
     return isinstance(value, Tensor) and value.layout is not torch.strided

@@ -55,6 +55,7 @@ from packprop.engine.functions.operands import (
     VECTORS,
     WHOLE,
     WITH_SUMMAND,
+    is_mask,
     saved_constants,
 )
 from packprop.engine.functions.saved import keeps_elsewhere
@@ -295,7 +296,7 @@ class Reading:
         """Tell whether the indices of a node count positions: they have no axis that could hold samples."""
         constants = [] if keeps_elsewhere(node) else self._constants.of(node) or []
         unknown = [index for index, is_own in constants if not is_own]
-        are_numbers = all(not index.is_floating_point() and index.dtype != torch.bool for index in unknown)
+        are_numbers = all(not index.is_floating_point() and not is_mask(index) for index in unknown)
         are_shared = bool(unknown) and all(index.dim() < 2 or index.shape[0] == 1 for index in unknown)
         return name_of_node(node) in BY_DATA and are_numbers and are_shared
 
@@ -333,7 +334,7 @@ class Reading:
             return all(tensor.dim() < 2 for tensor in unknown)
         if name in INDEXED:
             taken = shape_at(node, given[0])  # a mask of it brings no axis of its own
-            return all(each.dtype == torch.bool and each.shape == taken[: each.dim()] for each in unknown)
+            return all(is_mask(each) and each.shape == taken[: each.dim()] for each in unknown)
         return name in PRODUCTS and not unknown and (name not in WITH_SUMMAND or 0 in given)
 
     @functools.cached_property

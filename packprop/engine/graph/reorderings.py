@@ -23,6 +23,7 @@ from packprop.engine.functions.operands import (
     BY_DATA,
     EXPANDING,
     MATRIX_PRODUCTS,
+    is_mask,
     is_norm_without_nan,
     is_sparse,
     takes_sparse,
@@ -111,7 +112,7 @@ def _axes_of_index(node: Any) -> frozenset[int] | None:
     new = max(indices[place].dim() for place in places)
     first = indices[places[0]]
     above, number = node.next_functions[0]
-    if new == 1 and above is not None and not is_dry_run():
+    if new == 1 and above is not None and not is_mask(first) and not is_dry_run():
         extent = made_by(above)[number].shape[places[0]]
         if len(first) == extent and torch.equal(first, torch.arange(extent, device=first.device)):
             return frozenset()  # one entry of each row, in their order

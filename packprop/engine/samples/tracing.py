@@ -19,6 +19,7 @@ from packprop.engine.functions.nodes import (
     names_of_nodes,
     saved_option,
 )
+from packprop.engine.functions.operands import is_mask
 from packprop.engine.tensors.dry import is_dry_run
 
 SAME = ENTRYWISE | names_of_nodes(
@@ -35,7 +36,9 @@ PICKS = names_of_nodes("Select Unbind")
 """Functions that take one entry along an axis."""
 
 
-PARTS = names_of_nodes("Slice Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Index IndexSelect")
+PARTS = names_of_nodes(
+    "Slice Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Index IndexSelect MaskedSelect"
+)
 """Functions that take some entries along an axis."""
 
 
@@ -179,6 +182,9 @@ def _part(
     name, whole = name_of_node(edge.node), (above.node, above.output_nr)
     if name == "Index":
         return _chosen(rows, saved_option(edge.node, "indices"), above, before)
+    if name == "MaskedSelect":
+        mask = saved_option(edge.node, "mask")
+        return _chosen(rows, [mask], above, before) if mask.shape == before else None  # it may be broadcast
     axis = int(saved_option(edge.node, "dim")) % max(1, len(before))
     count, is_taken = _axes_of(rows, shape), rows.whole == (edge.node, edge.output_nr)
     if axis >= count and not (name in PICKS and rows == ONE_ROW and axis == 0):
@@ -212,7 +218,7 @@ def _chosen(
     if indices[0] is None or any(each is not None for each in indices[1:]) or rows.merged or is_dry_run():
         return None
     index = indices[0].cpu()
-    if index.dtype == torch.bool:
+    if is_mask(index):
         lead, places = tuple(before[: index.dim()]), index.flatten().nonzero().flatten()
     elif index.dim() == 1:
         lead, places = tuple(before[:1]), index.remainder(before[0])

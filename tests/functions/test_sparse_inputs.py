@@ -19,6 +19,7 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear, COO": lambda x, w: F.linear(x.to_sparse(), w),
     "linear, CSR": lambda x, w: F.linear(x.to_sparse_csr(), w),
     "matmul": lambda x, w: x.to_sparse() @ w.T,
+    "bmm": lambda x, w: torch.bmm(torch.stack([x, x]).to_sparse(), torch.stack([w.T, w.T])).sum(0) / 2,
     "sparse.mm": lambda x, w: torch.sparse.mm(x.to_sparse(), w.T),
 }
 
@@ -49,3 +50,12 @@ def test_sparse_inputs_in_checkpoints_are_refused(name: str) -> None:
     loss = F.cross_entropy(checkpoint(PRODUCTS[name], x, weight, use_reentrant=False), torch.arange(5) % 3)
     with pytest.raises(PackpropError, match="in a checkpoint"), packprop.backpack(extensions.BatchGrad()):
         loss.backward()
+
+
+def test_other_functions_of_sparse_inputs_are_refused() -> None:
+    weight = nn.Parameter(torch.ones(5, 4))
+    loss = F.mse_loss((torch.ones(5, 4).to_sparse() * weight).to_dense(), torch.zeros(5, 4))
+    with pytest.raises(PackpropError) as caught, packprop.backpack(extensions.DiagGGNExact()):
+        loss.backward()
+    assert caught.value.where == "MulBackward0"  # and not in a checkpoint
+    assert "products of matrices alone" in caught.value.why

@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from packprop.engine.functions.nodes import RESHAPES, has_option, made_by, name_of_node, saved_option
 from packprop.engine.functions.operands import facts_of, is_sparse
-from packprop.engine.functions.saved import saved_again, saved_tensor
+from packprop.engine.functions.saved import keeps_elsewhere, saved_again, saved_tensor
 from packprop.engine.functions.verdicts import Verdicts
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.traced import is_traced
@@ -199,10 +199,10 @@ class NodeCall:
             return tensor
         raise PackpropError(
             "A quantity beyond the gradient was asked for.",
-            f"{self.node.name()}, in a checkpoint",
-            f"it takes a constant of the layout {tensor.layout}: packprop calls such products for each sample, "
-            "and sees the layout only where no checkpoint keeps the constant",
-            "leave this product out of the checkpoint, or give it a dense tensor, x.to_dense()",
+            self.node.name() + (", in a checkpoint" if keeps_elsewhere(self.node) else ""),
+            f"it takes a constant of the layout {tensor.layout}: packprop takes these in products of matrices "
+            "alone, and not in a checkpoint, which hides the layout",
+            "give it a dense tensor, x.to_dense(); or leave a product of matrices out of its checkpoint",
         )
 
     def option(self, name: str) -> Any:

@@ -213,6 +213,7 @@ def saved_tensors(node: Node) -> list[Tensor]:
 MATRIX_PRODUCTS = {
     "Mm": ("_saved_self", "_saved_mat2"),
     "Addmm": ("_saved_mat1", "_saved_mat2"),
+    "Bmm": ("_saved_self",),
     "Mv": ("_saved_self",),
 }
 """Products of matrices -> the operands that their nodes have saved; a constant operand may be sparse."""

@@ -66,9 +66,12 @@ def test_smoothed_classes_of_bytes_have_no_ggn() -> None:
 
 def test_positive_weights_may_be_bytes() -> None:
     weights, y = torch.tensor([0, 2], dtype=torch.uint8), torch.rand(4, 2).double()
+
+    def weighted(f: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(f, y, pos_weight=weights)
+
     for extension in (extensions.DiagGGNExact(), extensions.DiagHessian()):
-        function: Function = lambda f: F.binary_cross_entropy_with_logits(f, y, pos_weight=weights)  # noqa: E731
-        assert_near(*diagonal(function, extension, 2), "pos_weight", 1e-10)
+        assert_near(*diagonal(weighted, extension, 2), "pos_weight", 1e-10)
 
 
 RATES: dict[str, Function] = {
@@ -104,5 +107,8 @@ def test_negative_weights_of_terms(name: str) -> None:
 
 def test_terms_whose_weights_are_all_negative_have_a_mean() -> None:
     """Weights and their sum have one sign."""
-    function: Function = lambda f: F.mse_loss(f, CHANCES, weight=-SIGNS.abs().expand(4, 2))  # noqa: E731
-    assert_near(*diagonal(function, extensions.DiagGGNExact(), 2), "mean", 1e-10)
+
+    def mean(f: Tensor) -> Tensor:
+        return F.mse_loss(f, CHANCES, weight=-SIGNS.abs().expand(4, 2))
+
+    assert_near(*diagonal(mean, extensions.DiagGGNExact(), 2), "mean", 1e-10)

@@ -243,9 +243,12 @@ def _scale(loss: ReachedLoss, factor: Tensor | None, value: Tensor) -> Tensor:
     if isinstance(weight, Tensor) and torch.result_type(weight, divisor) != wide:
         weight = weight.to(wide)  # flags would become numbers of the default precision
     scale = weight / divisor
-    own = rule.weight
-    may_be_negative = own.dtype != torch.bool if isinstance(own, Tensor) else own < 0
-    if may_be_negative and has_fault((torch.as_tensor(scale) < 0).any()):
+    if isinstance(rule.weight, Tensor):
+        assert isinstance(scale, Tensor)
+        is_negative = rule.weight.dtype != torch.bool and has_fault((scale < 0).any())
+    else:
+        is_negative = rule.weight < 0
+    if is_negative:
         raise PackpropError(
             GGN_ASKED,
             f"the loss {loss.call.name}",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from packprop.engine.samples.separation import random_powers
 from packprop.errors import PackpropError
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import GatedMean, check, double, rows_of
@@ -47,6 +48,34 @@ def test_mixing_that_begins_later_is_noticed() -> None:
             packprop.backpack(extensions.BatchGrad()),
         ):
             loss.backward()
+
+
+@pytest.mark.parametrize("largest, pairs", [(1e38, 97), (65504.0, 17)])
+def test_powers_that_tell_samples_apart(largest: float, pairs: int) -> None:
+    """Each sample has its own, as far as they go, and another one in the next pass."""
+    for samples in (2, pairs // 2 + 1, pairs, 2 * pairs):
+        first, second = random_powers(samples, largest)
+        assert len((first - second).unique()) == min(samples, pairs)
+        assert (first + second).abs().max() <= 1
+    assert not torch.equal(first, random_powers(samples, largest, 1)[0])
+
+
+@pytest.mark.parametrize("samples", [60, 200])
+def test_two_of_many_samples_that_meet_later(samples: int) -> None:
+    """Two of those with the same powers in the first pass, between the looks for hidden mixing."""
+    first, second = random_powers(samples, 1e38)
+    alike = (first == first[:, None]) & ((second == second[:, None]) | (samples < 97))
+    couple = alike.triu(1).nonzero()[0]
+    model = packprop.extend(
+        Apply(lambda m, x, a: m.head(a @ m.first(x).tanh()), first=nn.Linear(3, 4), head=nn.Linear(4, 2))
+    )
+    x, y, apart = torch.randn(samples, 3), torch.randn(samples, 2), torch.eye(samples)
+    for _ in range(2):
+        with packprop.backpack(extensions.BatchGrad()):
+            F.mse_loss(model(x, apart), y).backward()
+    apart[couple[0], couple[1]] = apart[couple[1], couple[0]] = 0.7
+    with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
+        F.mse_loss(model(x, apart), y).backward()
 
 
 class Sorted(nn.Module):

@@ -50,7 +50,7 @@ def test_mixing_that_begins_later_is_noticed() -> None:
             loss.backward()
 
 
-@pytest.mark.parametrize("largest, pairs", [(1e38, 97), (65504.0, 17)])
+@pytest.mark.parametrize(("largest", "pairs"), [(1e38, 97), (65504.0, 17)])
 def test_powers_that_tell_samples_apart(largest: float, pairs: int) -> None:
     """Each sample has its own, as far as they go, and another one in the next pass."""
     for samples in (2, pairs // 2 + 1, pairs, 2 * pairs):
@@ -76,6 +76,22 @@ def test_two_of_many_samples_that_meet_later(samples: int) -> None:
     apart[couple[0], couple[1]] = apart[couple[1], couple[0]] = 0.7
     with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
         F.mse_loss(model(x, apart), y).backward()
+
+
+def test_samples_that_meet_later_behind_a_mean_in_float16() -> None:
+    """What comes back leaves the range of that precision, between the looks for hidden mixing."""
+
+    def forward(m: nn.Module, x: Tensor, a: Tensor) -> Tensor:
+        return m.head((a @ m.first(x).tanh().flatten(1)).view(4, 4096, 4).mean(1))
+
+    model = packprop.extend(Apply(forward, first=nn.Linear(3, 4), head=nn.Linear(4, 2)).half())
+    x, y = torch.randn(4, 4096, 3).half(), torch.randn(4, 2)
+    for _ in range(2):
+        with packprop.backpack(extensions.BatchGrad()):
+            F.mse_loss(model(x, torch.eye(4).half()).float(), y, reduction="sum").backward()
+    mixing = torch.full((4, 4), 0.3).half()
+    with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
+        F.mse_loss(model(x, mixing).float(), y, reduction="sum").backward()
 
 
 class Sorted(nn.Module):

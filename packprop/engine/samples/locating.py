@@ -270,7 +270,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     look, documents = memory.looks.get(graph.signature), graph.documents
     for chosen in choices:
         feed = Feed(outputs, chosen, graph.uses)
-        fitting, unfit = separate(graph, feed, samples, look.passes if look else 0)
+        fitting, unfit, doubtful = separate(graph, feed, samples, look.passes if look else 0)
         if not unfit:
             break
         mixing += unfit
@@ -288,7 +288,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     if samples == 1:
         return _SampleLocations(1, chosen, first_of(fitting), True)
     case = graph.signature if documents is None else hash((graph.signature, documents.numpy().tobytes()))
-    if case in memory.examined or not (look is None or look.is_due(graph)):
+    if case in memory.examined or not (look is None or look.is_due(graph) or doubtful):
         return _SampleLocations(samples, chosen, first_of(fitting), False)
     every = samples < MANY_SAMPLES or documents is not None or graph.structure not in memory.structures
     fitting, on_values, for_all = dependence(feed, samples, fitting, every)

@@ -62,7 +62,7 @@ def differ(up: Tensor, down: Tensor, powers: Tensor, tolerance: float, smallest:
     return bool((known & ((up - down).abs() > tolerance * larger)).any())
 
 
-def separate(graph: Graph, feed: Feed, samples: int, turn: int = 0) -> tuple[Fitting, list[ReachedUse]]:
+def separate(graph: Graph, feed: Feed, samples: int, turn: int = 0) -> tuple[Fitting, list[ReachedUse], bool]:
     """Find layouts of all uses that keep the samples apart; see NOTE [Separation].
 
     Args:
@@ -72,11 +72,11 @@ def separate(graph: Graph, feed: Feed, samples: int, turn: int = 0) -> tuple[Fit
         turn: A number that changes from pass to pass, and with it the powers of the samples.
 
     Returns:
-        All layouts that do so at the outputs of each use; and the uses that have none, nearest to the loss
-        first.
+        All layouts that do so at the outputs of each use; the uses that have none, nearest to the loss first;
+        and whether some rows of the layouts to take were too large, or differ but are too small to count.
     """
     if samples == 1:
-        return {use: [[WHOLE]] * len(use.shapes) for use in graph.uses}, []
+        return {use: [[WHOLE]] * len(use.shapes) for use in graph.uses}, [], False
     fitting = {
         use: [admitted_layouts(use, index, samples) for index in range(len(use.shapes))] for use in graph.uses
     }
@@ -98,16 +98,21 @@ def separate(graph: Graph, feed: Feed, samples: int, turn: int = 0) -> tuple[Fit
     tolerance = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
     dtypes |= {leaf.dtype for leaf in graph.leaves()}
     smallest = max(torch.finfo(dtype).tiny for dtype in dtypes)
+    doubted = []
     for (use, index, layout), up in first.items():
         down = second.get((use, index, layout), up)
         known = up.isfinite() & down.isfinite()
-        if differ(up[known], down[known], reach[known], tolerance, smallest):
+        sizes = up[known], down[known], reach[known], tolerance
+        if differ(*sizes, smallest):
             fitting[use][index].remove(layout)
+        elif not bool(known.all()) or differ(*sizes, 0.0):
+            doubted.append((use, index, layout))
     unfit = [use for use, layouts in fitting.items() if not all(layouts)]
     if unfit or any(use.reordered for use in graph.uses):
         search = RowSearch(feed, noise, samples, levels(samples, largest), tolerance, graph.documents)
         _add_layouts_of_rows(fitting, unfit, search)
-    return fitting, [use for use, layouts in fitting.items() if not all(layouts)]
+    is_doubtful = any(layout in fitting[use][index][:1] for use, index, layout in doubted)
+    return fitting, [use for use, layouts in fitting.items() if not all(layouts)], is_doubtful
 
 
 def _add_layouts_of_rows(fitting: Fitting, unfit: Sequence[ReachedUse], search: RowSearch) -> None:
@@ -214,7 +219,7 @@ def places_at(graph: Graph, edges: Sequence[GradientEdge]) -> list[Place] | int:
 
 def _found_layouts(unknown: Graph, graph: Graph) -> list[list[Layout]] | int:
     """Return the layouts of a graph's samples at uses of another one, or the index of the first unfit use."""
-    fitting, unfit = separate(
+    fitting, unfit, _ = separate(
         unknown, Feed(model_outputs(graph), graph.source_layouts, unknown.uses), graph.samples
     )
     if any(len(layouts) > 1 for (layouts,) in fitting.values()):  # for example if only zeros come back

@@ -94,6 +94,24 @@ def test_samples_that_meet_later_behind_a_mean_in_float16() -> None:
         F.mse_loss(model(x, mixing).float(), y, reduction="sum").backward()
 
 
+def test_two_samples_that_meet_later_in_one_of_many_entries() -> None:
+    """The sizes of their rows hardly change, between the looks for hidden mixing."""
+
+    def forward(m: nn.Module, x: Tensor, a: Tensor) -> Tensor:
+        h = m.first(x).tanh()
+        return m.head(torch.cat([a @ h[:, :1], h[:, 1:]], 1))
+
+    model = packprop.extend(Apply(forward, first=nn.Linear(2, 100_000), head=nn.Linear(100_000, 2)))
+    x, y, apart = torch.randn(30, 2), torch.randn(30, 2), torch.eye(30)
+    for _ in range(2):
+        with packprop.backpack(extensions.BatchL2Grad()):
+            F.mse_loss(model(x, apart), y).backward()
+    close = random_powers(30, 1e38, 2)[0].argsort()[14:16]  # in the third pass
+    apart[close[0], close[1]] = apart[close[1], close[0]] = 1.0
+    with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchL2Grad()):
+        F.mse_loss(model(x, apart), y).backward()
+
+
 class Sorted(nn.Module):
     def __init__(self) -> None:
         super().__init__()

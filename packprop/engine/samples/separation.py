@@ -7,11 +7,11 @@ sample n multiplied by ``2^k`` with a power k of its own, and in a second sweep 
 the samples are separate, the rows of each sample come back multiplied by exactly that, even in floating point.
 What leaks from one sample into another comes back with the wrong power, and one of the two sweeps amplifies it.
 The powers fit the smallest range on the way: that of float16, wherever autocast has put it. So there are 97
-pairs of powers, or 17 in float16. Samples that share a pair, or that meet in few of very many entries with
-pairs much alike, may meet unseen; which samples these are changes from pass to pass. An output's shape can hold
-N samples in several ways; packprop takes the first one that passes. If none passes, the samples are mixed
-between the use and the loss. The check costs two sweeps. It holds for the values of this pass; NOTE [Hidden
-mixing] tells whether it holds for all, so that packprop may keep its result.
+pairs of powers, or 17 in float16. Two samples that share a pair may meet unseen; which samples these are
+changes from pass to pass. An output's shape can hold N samples in several ways; packprop takes the first one
+that passes. If none passes, the samples are mixed between the use and the loss. The check costs two sweeps. It
+holds for the values of this pass; NOTE [Hidden mixing] tells whether it holds for all, so that packprop may
+keep its result.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def separate(graph: Graph, feed: Feed, samples: int, turn: int = 0) -> tuple[Fit
 
     Returns:
         All layouts that do so at the outputs of each use; the uses that have none, nearest to the loss first;
-        and whether some rows of the layouts to take were too large, or differ but are too small to count.
+        and whether rows of the layouts to take leave a doubt: they were too large, or differ by very little, or
+        are too small to count.
     """
     if samples == 1:
         return {use: [[WHOLE]] * len(use.shapes) for use in graph.uses}, [], False
@@ -102,10 +103,10 @@ def separate(graph: Graph, feed: Feed, samples: int, turn: int = 0) -> tuple[Fit
     for (use, index, layout), up in first.items():
         down = second.get((use, index, layout), up)
         known = up.isfinite() & down.isfinite()
-        sizes = up[known], down[known], reach[known], tolerance
-        if differ(*sizes, smallest):
+        sizes = up[known], down[known], reach[known]
+        if differ(*sizes, tolerance, smallest):
             fitting[use][index].remove(layout)
-        elif not bool(known.all()) or differ(*sizes, 0.0):
+        elif not bool(known.all()) or differ(*sizes, tolerance, 0.0) or differ(*sizes, tolerance**2, smallest):
             doubted.append((use, index, layout))
     unfit = [use for use, layouts in fitting.items() if not all(layouts)]
     if unfit or any(use.reordered for use in graph.uses):
@@ -135,8 +136,9 @@ def _add_layouts_of_rows(fitting: Fitting, unfit: Sequence[ReachedUse], search: 
     for use, index, layout in search.layouts(places):
         assert layout.rows is not None
         own = layout.rows.sample_of
-        places_of = (plain.sample_of(own.device) for plain in fitting[use][index] if plain.axis == layout.axis)
-        if not any(torch.equal(own, each) for each in places_of):  # else it is among them already
+        plain = admitted_layouts(use, index, search.samples)
+        places_of = (each.sample_of(own.device) for each in plain if each.axis == layout.axis)
+        if not any(torch.equal(own, each) for each in places_of):  # else it is known or mixed
             fitting[use][index].append(layout)
 
 

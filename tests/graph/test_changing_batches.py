@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from packprop.engine.samples.separation import random_powers
 from packprop.errors import PackpropError
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import GatedMean, check, double, rows_of
@@ -47,6 +48,68 @@ def test_mixing_that_begins_later_is_noticed() -> None:
             packprop.backpack(extensions.BatchGrad()),
         ):
             loss.backward()
+
+
+@pytest.mark.parametrize(("largest", "pairs"), [(1e38, 97), (65504.0, 17)])
+def test_powers_that_tell_samples_apart(largest: float, pairs: int) -> None:
+    """Each sample has its own, as far as they go, and another one in the next pass."""
+    for samples in (2, pairs // 2 + 1, pairs, 2 * pairs):
+        first, second = random_powers(samples, largest)
+        assert len((first - second).unique()) == min(samples, pairs)
+        assert (first + second).abs().max() <= 1
+    assert not torch.equal(first, random_powers(samples, largest, 1)[0])
+
+
+@pytest.mark.parametrize("samples", [60, 200])
+def test_two_of_many_samples_that_meet_later(samples: int) -> None:
+    """Two of those with the same powers in the first pass, between the looks for hidden mixing."""
+    first, second = random_powers(samples, 1e38)
+    alike = (first == first[:, None]) & ((second == second[:, None]) | (samples < 97))
+    couple = alike.triu(1).nonzero()[0]
+    model = packprop.extend(
+        Apply(lambda m, x, a: m.head(a @ m.first(x).tanh()), first=nn.Linear(3, 4), head=nn.Linear(4, 2))
+    )
+    x, y, apart = torch.randn(samples, 3), torch.randn(samples, 2), torch.eye(samples)
+    for _ in range(2):
+        with packprop.backpack(extensions.BatchGrad()):
+            F.mse_loss(model(x, apart), y).backward()
+    apart[couple[0], couple[1]] = apart[couple[1], couple[0]] = 0.7
+    with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
+        F.mse_loss(model(x, apart), y).backward()
+
+
+def test_samples_that_meet_later_behind_a_mean_in_float16() -> None:
+    """What comes back leaves the range of that precision, between the looks for hidden mixing."""
+
+    def forward(m: nn.Module, x: Tensor, a: Tensor) -> Tensor:
+        return m.head((a @ m.first(x).tanh().flatten(1)).view(4, 4096, 4).mean(1))
+
+    model = packprop.extend(Apply(forward, first=nn.Linear(3, 4), head=nn.Linear(4, 2)).half())
+    x, y = torch.randn(4, 4096, 3).half(), torch.randn(4, 2)
+    for _ in range(2):
+        with packprop.backpack(extensions.BatchGrad()):
+            F.mse_loss(model(x, torch.eye(4).half()).float(), y, reduction="sum").backward()
+    mixing = torch.full((4, 4), 0.3).half()
+    with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
+        F.mse_loss(model(x, mixing).float(), y, reduction="sum").backward()
+
+
+def test_two_samples_that_meet_later_in_one_of_many_entries() -> None:
+    """The sizes of their rows hardly change, between the looks for hidden mixing."""
+
+    def forward(m: nn.Module, x: Tensor, a: Tensor) -> Tensor:
+        h = m.first(x).tanh()
+        return m.head(torch.cat([a @ h[:, :1], h[:, 1:]], 1))
+
+    model = packprop.extend(Apply(forward, first=nn.Linear(2, 100_000), head=nn.Linear(100_000, 2)))
+    x, y, apart = torch.randn(30, 2), torch.randn(30, 2), torch.eye(30)
+    for _ in range(2):
+        with packprop.backpack(extensions.BatchL2Grad()):
+            F.mse_loss(model(x, apart), y).backward()
+    close = random_powers(30, 1e38, 2)[0].argsort()[14:16]  # in the third pass
+    apart[close[0], close[1]] = apart[close[1], close[0]] = 1.0
+    with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchL2Grad()):
+        F.mse_loss(model(x, apart), y).backward()
 
 
 class Sorted(nn.Module):

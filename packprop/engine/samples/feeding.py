@@ -161,16 +161,18 @@ class Feed:
 
 
 def sizes_of(rows: Tensor) -> Tensor:
-    """Return the average size of the entries of each row ``[n, *]``: ``[n]``, on the CPU.
-
-    Averages below the smallest normal number have too few digits, and become zero.
-    """
+    """Return the average size of the entries of each row ``[n, *]``: ``[n]``, on the CPU."""
     rows = rows.unsqueeze(-1)
     rest, wide = tuple(range(1, rows.dim())), accumulation_dtype(rows.dtype)
     sums = torch.linalg.vector_norm(rows, 1, rest, dtype=wide)  # copies nothing
-    average = sums / max(rows[:1].numel(), 1)
-    known: Tensor = average.where(~(average < torch.finfo(rows.dtype).tiny), 0)
-    return known.to("cpu", torch.float64)
+    average: Tensor = sums / max(rows[:1].numel(), 1)
+    return average.to("cpu", torch.float64)
+
+
+def known_sizes_of(rows: Tensor) -> Tensor:
+    """Return ``sizes_of`` rows, but zero for those below the smallest normal number, with too few digits."""
+    sizes = sizes_of(rows)
+    return sizes.where(~(sizes < torch.finfo(rows.dtype).tiny), 0)
 
 
 def _sums(rows: Tensor) -> Tensor:

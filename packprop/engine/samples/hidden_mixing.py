@@ -21,8 +21,9 @@ sample then depends on others. This is so if the numbers in other samples' rows,
 derivative in the parameter; or, if a function on the way has no second derivative, if these rows are no longer
 zero while random numbers replace the parameter's zeros. This check costs several times the pass. packprop makes
 it in the first pass, again when a buffer or a frozen parameter has changed, and in the 2nd, 4th, 8th pass and
-so on, in case that data alone hide the mixing. In these passes it also feeds NaN in if a node does not show
-what its function computes.
+so on, in case that data alone hide the mixing, and whenever the numbers that came back leave a doubt: they left
+the range of float16, or differ by very little, as if samples met in one of very many entries. In these passes
+it also feeds NaN in if a node does not show what its function computes.
 """
 
 from __future__ import annotations

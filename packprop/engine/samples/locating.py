@@ -267,9 +267,10 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     graph.samples, choices = locate_rows(graph, outputs)
     samples = graph.samples
     mixing: list[ReachedUse] = []
+    look, documents = memory.looks.get(graph.signature), graph.documents
     for chosen in choices:
         feed = Feed(outputs, chosen, graph.uses)
-        fitting, unfit = separate(graph, feed, samples)
+        fitting, unfit, doubtful = separate(graph, feed, samples, look.passes if look else 0)
         if not unfit:
             break
         mixing += unfit
@@ -286,9 +287,8 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         raise _mixed(graph, mixing[0])
     if samples == 1:
         return _SampleLocations(1, chosen, first_of(fitting), True)
-    look, documents = memory.looks.get(graph.signature), graph.documents
     case = graph.signature if documents is None else hash((graph.signature, documents.numpy().tobytes()))
-    if case in memory.examined or not (look is None or look.is_due(graph)):
+    if case in memory.examined or not (look is None or look.is_due(graph) or doubtful):
         return _SampleLocations(samples, chosen, first_of(fitting), False)
     every = samples < MANY_SAMPLES or documents is not None or graph.structure not in memory.structures
     fitting, on_values, for_all = dependence(feed, samples, fitting, every)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from packprop.engine.samples.feeding import Candidate, Feed, Fitting
+from packprop.engine.samples.feeding import Candidate, Feed, Fitting, known_sizes_of
 from packprop.engine.tensors.layout import layout_of_rows
 
 UNKNOWN, MIXED = -1, -2
@@ -92,7 +92,9 @@ class RowSearch:
         for digit in range(max(1, math.ceil(math.log(self.samples, base) - 1e-9))):
             power = self.exponents[every // base**digit % base]
             up, down = (
-                self.feed.sizes(self.feed.by_sample(self.noise, torch.exp2(each)), fitting)
+                self.feed.sizes(
+                    self.feed.by_sample(self.noise, torch.exp2(each)), fitting, measure=known_sizes_of
+                )
                 for each in (power, -power)
             )
             for place, rows in up.items():

@@ -3,13 +3,15 @@
 # NOTE [Separation]
 A sample has a quantity of its own at a use if the cotangent in its rows comes from its own part of the loss
 alone. A backward pass is linear, so packprop can check this: it feeds random numbers in at the loss, those of
-sample n multiplied by ``2^k`` with a power k of its own, and in a second sweep by ``2^-k``. If the samples are
-separate, the rows of each sample come back multiplied by exactly that, even in floating point. What leaks from
-one sample into another comes back with the wrong power, and one of the two sweeps amplifies it. The powers fit
-the smallest range on the way: that of float16, wherever autocast has put it. An output's shape can hold N
-samples in several ways; packprop takes the first one that passes. If none passes, the samples are mixed between
-the use and the loss. The check costs two sweeps. It holds for the values of this pass; NOTE [Hidden mixing]
-tells whether it holds for all, so that packprop may keep its result.
+sample n multiplied by ``2^k`` with a power k of its own, and in a second sweep by ``2^-k``, or ``2^(1-k)``. If
+the samples are separate, the rows of each sample come back multiplied by exactly that, even in floating point.
+What leaks from one sample into another comes back with the wrong power, and one of the two sweeps amplifies it.
+The powers fit the smallest range on the way: that of float16, wherever autocast has put it. So there are 97
+pairs of powers, or 17 in float16. Two samples that share a pair may meet unseen; which samples these are
+changes from pass to pass. An output's shape can hold N samples in several ways; packprop takes the first one
+that passes. If none passes, the samples are mixed between the use and the loss. The check costs two sweeps. It
+holds for the values of this pass; NOTE [Hidden mixing] tells whether it holds for all, so that packprop may
+keep its result.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ from packprop.engine.tensors.layout import Layout, layout_of_rows, possible_layo
 from packprop.engine.tensors.traced import decided, note_undecided
 
 
-def levels(samples: int, largest: float) -> Tensor:
-    """Return exponents of two, as different as the precision allows, and no more of them than samples."""
-    reach = 24 if largest > 1e30 else 4
+def levels(samples: int, largest: float, sweeps: int = 1) -> Tensor:
+    """Return exponents of two, as different as sweeps can make them, and no more of them than samples."""
+    reach = sweeps * (24 if largest > 1e30 else 4)
     return torch.linspace(-reach, reach, min(samples, 2 * reach + 1), dtype=torch.float64, device="cpu").round()
 
 
@@ -49,26 +51,33 @@ def differ(up: Tensor, down: Tensor, powers: Tensor, tolerance: float, smallest:
     """Tell whether the size of some row differs between two sweeps.
 
     Args:
-        up: Sizes ``[n]`` of rows that were fed ``2^powers``, divided by ``2^powers``.
-        down: Sizes ``[n]`` of rows that were fed ``2^-powers``, divided by ``2^-powers``.
-        powers: One for each sample.
+        up: Sizes ``[n]`` of rows in one sweep, divided by the powers of two that they were fed.
+        down: The same in the other sweep.
+        powers: The larger exponent of each sample, without its sign.
         tolerance: The largest relative difference that may be rounding.
         smallest: The smallest normal number; sizes that may have been smaller in one sweep do not count.
     """
     larger = torch.maximum(up, down)
-    known = larger * torch.exp2(-powers.abs()) >= 16 * smallest
+    known = larger * torch.exp2(-powers) >= 16 * smallest
     return bool((known & ((up - down).abs() > tolerance * larger)).any())
 
 
-def separate(graph: Graph, feed: Feed, samples: int) -> tuple[Fitting, list[ReachedUse]]:
+def separate(graph: Graph, feed: Feed, samples: int, turn: int = 0) -> tuple[Fitting, list[ReachedUse], bool]:
     """Find layouts of all uses that keep the samples apart; see NOTE [Separation].
 
+    Args:
+        graph: The graph of the pass.
+        feed: The places where samples are fed in.
+        samples: Number of samples.
+        turn: A number that changes from pass to pass, and with it the powers of the samples.
+
     Returns:
-        All layouts that do so at the outputs of each use; and the uses that have none, nearest to the loss
-        first.
+        All layouts that do so at the outputs of each use; the uses that have none, nearest to the loss first;
+        and whether rows of the layouts to take leave a doubt: they were too large, or differ by very little, or
+        are too small to count.
     """
     if samples == 1:
-        return {use: [[WHOLE]] * len(use.shapes) for use in graph.uses}, []
+        return {use: [[WHOLE]] * len(use.shapes) for use in graph.uses}, [], False
     fitting = {
         use: [admitted_layouts(use, index, samples) for index in range(len(use.shapes))] for use in graph.uses
     }
@@ -76,7 +85,7 @@ def separate(graph: Graph, feed: Feed, samples: int) -> tuple[Fitting, list[Reac
     # float16 also counts if it occurs behind the outputs: its range is the smallest
     dtypes = {output.dtype for output in feed.outputs} | (behind & {torch.float16})
     largest = min(torch.finfo(dtype).max for dtype in dtypes)
-    powers = random_powers(samples, largest)
+    powers = random_powers(samples, largest, turn)
     noise = feed.noise()  # as large as the inputs of the losses: there is only one copy at any time
 
     def scaled_by(exponents: Tensor) -> Sizes:
@@ -85,20 +94,26 @@ def separate(graph: Graph, feed: Feed, samples: int) -> tuple[Fitting, list[Reac
         feed.scale(noise, torch.exp2(-exponents))
         return {place: rows * torch.exp2(-exponents) for place, rows in sizes.items()}
 
-    first, second = scaled_by(powers), scaled_by(-powers)
+    first, second = map(scaled_by, powers)
+    reach = torch.maximum(*(each.abs() for each in powers))
     tolerance = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
     dtypes |= {leaf.dtype for leaf in graph.leaves()}
     smallest = max(torch.finfo(dtype).tiny for dtype in dtypes)
+    doubted = []
     for (use, index, layout), up in first.items():
         down = second.get((use, index, layout), up)
         known = up.isfinite() & down.isfinite()
-        if differ(up[known], down[known], powers[known], tolerance, smallest):
+        sizes = up[known], down[known], reach[known]
+        if differ(*sizes, tolerance, smallest):
             fitting[use][index].remove(layout)
+        elif not bool(known.all()) or differ(*sizes, tolerance, 0.0) or differ(*sizes, tolerance**2, smallest):
+            doubted.append((use, index, layout))
     unfit = [use for use, layouts in fitting.items() if not all(layouts)]
     if unfit or any(use.reordered for use in graph.uses):
         search = RowSearch(feed, noise, samples, levels(samples, largest), tolerance, graph.documents)
         _add_layouts_of_rows(fitting, unfit, search)
-    return fitting, [use for use, layouts in fitting.items() if not all(layouts)]
+    is_doubtful = any(layout in fitting[use][index][:1] for use, index, layout in doubted)
+    return fitting, [use for use, layouts in fitting.items() if not all(layouts)], is_doubtful
 
 
 def _add_layouts_of_rows(fitting: Fitting, unfit: Sequence[ReachedUse], search: RowSearch) -> None:
@@ -121,8 +136,9 @@ def _add_layouts_of_rows(fitting: Fitting, unfit: Sequence[ReachedUse], search: 
     for use, index, layout in search.layouts(places):
         assert layout.rows is not None
         own = layout.rows.sample_of
-        places_of = (plain.sample_of(own.device) for plain in fitting[use][index] if plain.axis == layout.axis)
-        if not any(torch.equal(own, each) for each in places_of):  # else it is among them already
+        plain = admitted_layouts(use, index, search.samples)
+        places_of = (each.sample_of(own.device) for each in plain if each.axis == layout.axis)
+        if not any(torch.equal(own, each) for each in places_of):  # else it is known or mixed
             fitting[use][index].append(layout)
 
 
@@ -205,7 +221,7 @@ def places_at(graph: Graph, edges: Sequence[GradientEdge]) -> list[Place] | int:
 
 def _found_layouts(unknown: Graph, graph: Graph) -> list[list[Layout]] | int:
     """Return the layouts of a graph's samples at uses of another one, or the index of the first unfit use."""
-    fitting, unfit = separate(
+    fitting, unfit, _ = separate(
         unknown, Feed(model_outputs(graph), graph.source_layouts, unknown.uses), graph.samples
     )
     if any(len(layouts) > 1 for (layouts,) in fitting.values()):  # for example if only zeros come back
@@ -236,8 +252,13 @@ def _is_admitted(use: ReachedUse, index: int, layout: Layout) -> bool:
     )
 
 
-def random_powers(samples: int, largest: float) -> Tensor:
-    """Return an exponent of two for each sample, as different as the precision allows, in random order."""
-    spread = levels(samples, largest)
+def random_powers(samples: int, largest: float, turn: int = 0) -> tuple[Tensor, Tensor]:
+    """Return exponents of two ``[n]`` for two sweeps, in an order that changes with the turn.
+
+    Samples differ by the difference between their exponents, as far as the precision allows.
+    """
+    spread = levels(samples, largest, sweeps=2) / 2
     spread = spread[torch.arange(samples, device="cpu") % len(spread)]
-    return spread[torch.randperm(samples, generator=torch.Generator().manual_seed(samples), device="cpu")]
+    generator = torch.Generator().manual_seed(samples + 65537 * turn)
+    spread = spread[torch.randperm(samples, generator=generator, device="cpu")]
+    return spread.ceil(), -spread.floor()

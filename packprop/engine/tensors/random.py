@@ -77,7 +77,8 @@ def random_numbers_from(states: RandomStates) -> Iterator[None]:
 class Draws:
     """Calls functions with random states of their own, which go on from call to call.
 
-    packprop calls backward functions more often than autograd does, and what they draw is no draw of the user's.
+    packprop calls backward functions of the user's more often than autograd does, which would change what is
+    drawn later.
     """
 
     def __init__(self) -> None:

@@ -85,7 +85,9 @@ class Draws:
         self._states: RandomStates | None = None
 
     def call(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Return what a function returns, and leave the random states as they are."""
+        """Return what a function returns, and leave the random states as they are, unless a pass is traced."""
+        if is_traced():
+            return function(*given)
         before = random_states()
         if self._states is not None:
             set_random_states(self._states)

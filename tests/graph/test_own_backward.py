@@ -166,10 +166,29 @@ def now_and_then(g: Tensor, _: Tensor) -> Tensor:
     return 2 * g
 
 
+class Scaled(torch.autograd.Function):
+    """Takes a parameter, so that packprop calls it for each sample."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        torch.rand(())
+        return g * weight, (g * x).sum(0)
+
+
+@pytest.mark.parametrize("takes_a_parameter", [False, True])
 @pytest.mark.parametrize("make", MADE)
-def test_what_a_backward_function_draws_is_drawn_once(make: Any) -> None:
+def test_what_a_backward_function_draws_is_drawn_once(make: Any, takes_a_parameter: bool) -> None:
     """In the user's own pass: packprop's sweeps leave the random state alone."""
     model, loss, x, y = problem(now_and_then)
+    if takes_a_parameter:
+        model.weight = nn.Parameter(torch.randn(2).double())
+        model.register_forward_hook(lambda module, given, out: Scaled.apply(out, module.weight))
     before = torch.get_rng_state()
     loss(model(x), y).backward()
     once = torch.get_rng_state()

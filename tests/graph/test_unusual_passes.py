@@ -82,6 +82,42 @@ def test_a_parameter_that_is_an_input() -> None:
         loss.backward()
 
 
+def distances(h: Tensor, places: Tensor, first: bool = False) -> Tensor:
+    h, places = (h[None], places[:, None]) if first else (h[:, None], places[None])
+    found = F.mse_loss(*torch.broadcast_tensors(h, places), reduction="none").sum(-1)
+    return -found.T if first else -found
+
+
+INNER: dict[str, Callable[[Apply, Tensor], Tensor]] = {
+    "prototypes": lambda m, x: distances(m.body(x), m.last.weight),
+    "prototypes first": lambda m, x: distances(m.body(x), m.last.weight, True),
+    "radial basis functions": lambda m, x: m.last(distances(m.body(x), m.body.weight.detach()).exp()),
+    "twice": lambda m, x: distances(distances(m.body(x), m.last.weight), m.last.weight),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_a_loss_function_inside_of_the_model(name: str) -> None:
+    """A distance is no loss of the pass, whatever function computes it; in later passes either."""
+    model = double(Apply(INNER[name], body=nn.Linear(3, 3), last=nn.Linear(3, 3)))
+    if name != "radial basis functions":
+        model.last.bias = None
+    for _ in range(3):
+        check(model, torch.randn(4, 3).double())
+
+
+def test_a_loss_that_another_one_takes_as_well() -> None:
+    """It is a loss all the same, as in a model that learns to foretell its loss."""
+    model = double(
+        Apply(lambda m, x: (m.head(x), m.guess(x)[:, 0]), head=nn.Linear(3, 2), guess=nn.Linear(3, 1))
+    )
+    out, guess = model(torch.randn(4, 3).double())
+    losses = F.cross_entropy(out, torch.tensor([0, 1, 1, 0]), reduction="none")
+    terms = losses + (guess - losses).square()
+    loss = losses.sum() + F.mse_loss(guess, losses, reduction="sum")
+    assert_rows_of_terms(terms, loss, model.parameters())
+
+
 def test_functional_call() -> None:
     model = packprop.extend(double(nn.Linear(3, 2)))
     swapped = {k: nn.Parameter(2 * p.detach()) for k, p in model.named_parameters()}

@@ -29,6 +29,7 @@ from packprop.engine.functions.operands import facts_of, is_sparse
 from packprop.engine.functions.saved import keeps_elsewhere, saved_again, saved_tensor
 from packprop.engine.functions.verdicts import Verdicts
 from packprop.engine.tensors.dry import is_dry_run
+from packprop.engine.tensors.random import Draws
 from packprop.engine.tensors.traced import is_traced
 from packprop.errors import PackpropError
 
@@ -292,7 +293,7 @@ class NodeCall:
         if isinstance(
             node, BackwardCFunction
         ):  # it runs the user's code, which takes zeros for missing cotangents
-            run, place = node.apply, _place_of_gradient(node, place)
+            run, place = functools.partial(Draws().call, node.apply), _place_of_gradient(node, place)
             given = [first.new_zeros(s) if c is None else c for c, s in zip(given, self.shapes, strict=False)]
         with saved_again(node):
             out = run(*given)

@@ -23,7 +23,7 @@ def hooks_on(nodes: Iterable[Node], tensors: Iterable[Tensor]) -> Hooks:
     Hooks on nodes of leaves are left out: they run in the user's pass alone.
     """
     chosen = hooked(tensors)
-    dictionaries, doers, own = [], [], []
+    dictionaries, doers, own = [], [], list[Node]()
     for node in nodes:
         if hasattr(node, "variable"):
             continue

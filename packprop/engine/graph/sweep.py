@@ -101,7 +101,10 @@ class Watch:
             return
         self._visiting = True
         try:
-            with self._hooks.quiet():
+            if self._hooks.are_any:
+                with self._hooks.quiet():
+                    self._visit(use, cotangents)
+            else:
                 self._visit(use, cotangents)
         finally:
             self._visiting = False

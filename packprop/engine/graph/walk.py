@@ -181,6 +181,12 @@ def _read_losses(graph: Graph, trail: Trail) -> None:
         if "inplace operation" in str(error):  # PyTorch's own error says which tensor was changed
             raise
         raise freed("the first pass freed the graph, and what the loss was given") from error
+    if len(graph.losses) > 1:  # what only another loss takes is a function of the model, such as a distance
+        nodes = {loss.node for loss in graph.losses}
+        starts = {root.grad_fn for root in graph.roots}
+        after = nodes_above(starts - nodes, nodes)
+        outer = starts.union(*(trail.neighbours[node] for node in after))
+        graph.losses = [loss for loss in graph.losses if loss.node in outer or LOSS in marks_of(loss.node)]
 
 
 def _drop_inner_outputs(graph: Graph) -> None:

@@ -176,7 +176,8 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
     """Plan a pass after its forward part: run the model once more, without data.
 
     Raises:
-        BadInput: If the pass is not one call of one model followed by one loss, or no choice of chunks fits.
+        BadInput: If the pass is not one call of one model followed by one loss; if its inputs are in containers
+            of other classes than tuple, list and dictionary; or if no choice of chunks fits.
     """
     calls = [forward for forward in graph.forwards if forward.has_parameters]
     model = calls[0].module() if len(calls) == 1 else None

@@ -28,7 +28,7 @@ from packprop.engine.functions.losses.read import loss_of_node
 from packprop.engine.functions.nodes import name_of_node, number_of_node
 from packprop.engine.tensors.dry import TensorSpec, is_dry_run
 from packprop.engine.tensors.hooks import dictionary_of
-from packprop.engine.tensors.nesting import tensors_of_call
+from packprop.engine.tensors.nesting import tensors_in, tensors_of_call
 from packprop.engine.tensors.state import storage_of, version
 
 LOSS, TOLD, OUTPUT, HOOKS, RETAINS = (
@@ -75,11 +75,14 @@ def _copied_handles(module: nn.Module | None, handles: list[RemovableHandle]) ->
 
 
 def tensors_of_user(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors in what a user's function takes or returns; none if its containers cannot be read."""
+    """Return the tensors in what a user's function takes or returns, up to a container that cannot be read."""
+    found: list[Tensor] = []
     try:
-        return tensors_of_call(args, kwargs)
-    except Exception:  # their methods may raise anything
-        return []
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            found += (value,) if isinstance(value, Tensor) else tensors_in(value)
+    except Exception:  # methods of containers may raise anything
+        pass
+    return found
 
 
 def _described(value: Any) -> Any:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from packprop.engine.tensors.random import Draws
 from packprop.engine.tensors.state import version
-from packprop.engine.tensors.traced import is_traced, not_traceable
+from packprop.engine.tensors.traced import not_traceable
 from packprop.errors import PackpropError
 
 HookDictionary = MutableMapping[int, Any]
@@ -138,7 +138,7 @@ class Hooks:
 
     def quiet(self) -> AbstractContextManager[None]:
         """Silence every hook inside, and take back what own backward functions draw."""
-        has_some = self.are_any or (self._own and not is_traced())
+        has_some = self.are_any or self._own
         return self._switched(True) if has_some and self._quieted is None else NOTHING
 
     def heard(self) -> AbstractContextManager[None]:

@@ -77,14 +77,17 @@ def random_numbers_from(states: RandomStates) -> Iterator[None]:
 class Draws:
     """Calls functions with random states of their own, which go on from call to call.
 
-    packprop calls backward functions more often than autograd does, and what they draw is no draw of the user's.
+    packprop calls backward functions of the user's more often than autograd does, which would change what is
+    drawn later.
     """
 
     def __init__(self) -> None:
         self._states: RandomStates | None = None
 
     def call(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Return what a function returns, and leave the random states as they are."""
+        """Return what a function returns, and leave the random states as they are, unless a pass is traced."""
+        if is_traced():
+            return function(*given)
         before = random_states()
         if self._states is not None:
             set_random_states(self._states)

@@ -227,6 +227,37 @@ def test_a_batch_that_fails(tmp_path: Path) -> None:
     assert same(found, compute(model, loss, batches, *asked))
 
 
+class Failing(Stateful):
+    """A loader that fails, or is interrupted, while it makes a batch that it has counted."""
+
+    def __init__(self, error: type[BaseException] | None, left: int) -> None:
+        super().__init__(*samples())
+        self.error, self.left = error, left
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in super().__iter__():
+            self.left -= 1  # written by the code, as the error below: so neither is an option
+            error, self.error = (self.error, None) if self.left == 0 else (None, self.error)
+            if error is not None:
+                raise error
+            yield batch
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("batch", [4, 9])  # of the first reading, and of the second one
+@pytest.mark.parametrize("every", [2, "1h"])
+def test_a_loader_with_a_state_that_fails(
+    every: Any, batch: int, error: type[BaseException], tmp_path: Path
+) -> None:
+    """It has counted the batch that it did not make, which must not be lost."""
+    alone, _, _ = run("with a state", data=Failing(None, 0))
+    with pytest.raises((BadInput, KeyboardInterrupt)):
+        run("with a state", data=Failing(error, batch), checkpoint=tmp_path, every=every)
+    found, _, _ = run("with a state", data=Failing(None, 0), checkpoint=tmp_path, every=every)
+    assert found.samples == SAMPLES
+    assert same(found, alone)
+
+
 @pytest.mark.parametrize("change", ["order", "values", "fewer"])
 def test_other_data_are_noticed(change: str, tmp_path: Path) -> None:
     model, (x, y) = small(SAMPLES)

@@ -52,6 +52,7 @@ class Batches:
     Attributes:
         count: Batches of this reading so far.
         ended: True if this reading has come to its end.
+        looks_ahead: True if the data have been asked for a batch that is not taken, or not there yet.
         current: The current batch, as the data yielded it, or one of another rank; messages name it.
         watched: True to update ``digest``, which shows if another reading yields other batches.
         digest: A digest of the batches of this reading so far, if they are watched.
@@ -65,6 +66,7 @@ class Batches:
         self.watched, self.digest = False, ""
         self.current: Any = None
         self._first: list[Any] = []
+        self.looks_ahead = False
         self.source = source_of(asked, data, batch_size, whole)
         self._rest: Iterator[Any] | None = None
         self._rank, self._world = 0, 1
@@ -284,14 +286,17 @@ class Batches:
         if self._rest is None:
             self._open(0)
         assert self._rest is not None
+        self.looks_ahead = True
         with self._reading():
             batch = next(self._rest, END)
         self.ended = batch is END
+        self.looks_ahead = not self.ended
         return batch
 
     def _taken(self, batch: Any) -> None:
         self.current = batch
         self.count += 1
+        self.looks_ahead = False
         if self.watched and isinstance(self.source, Given):
             self.digest = bytes_digest((self.digest + spot_check(batch)).encode())  # of all, in their order
 

@@ -265,9 +265,9 @@ class Run:
         """Write a checkpoint of the last moment between two batches, if possible and not yet done."""
         if self._checkpoint is None:
             return
-        taken = self._batches.count != self._moment.place["batches"]
-        if self._checkpoint.lacks(self._moment.steps) and not (taken and self._batches.source.has_state):
-            self._keep()  # a loader's own position would be behind that moment
+        moved = self._batches.looks_ahead or self._batches.count != self._moment.place["batches"]
+        if self._checkpoint.lacks(self._moment.steps) and not (moved and self._batches.source.has_state):
+            self._keep()  # a loader's own position may be behind that moment
 
     def _keep(self) -> None:
         """Write a checkpoint of the last moment between two batches, of all ranks, if the run has one."""

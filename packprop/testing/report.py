@@ -108,6 +108,7 @@ HINTS = {
     "gets the number of all samples; let the rule of a loss return the divisor of this call",
     "subsampling": "let the value depend on the chosen samples alone, in their order",
     "reference": "find out which of the two values is right",
+    "double backward": "say linear=True only if the factor does not depend on the parameter",
     "differentiable": "use torch functions alone: no detach(), .data, item() or in-place changes",
 }
 """Advice for each broken law."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,16 @@ class JsonLines:
             )
 
     def __call__(self, values: Values, step: int) -> None:
-        """Write a line."""
+        """Write a line; begin a new one if the file ends within one, as a kill or a full disk leaves it."""
         line = json.dumps({"step": step, **values}, default=_written, allow_nan=False)
+        cut = self._path.is_file() and not _ends_with_a_line(self._path)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write("\n" * cut + line + "\n")
+
+
+def _ends_with_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        return not file.seek(0, os.SEEK_END) or (file.seek(-1, os.SEEK_END) >= 0 and file.read() == b"\n")
 
 
 def _written(name: Any) -> Any:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from packprop.engine.tensors import named_parameters
 from packprop.errors import BadInput
@@ -27,15 +29,17 @@ def packprop_version() -> str | None:
 
 
 def described_extension(extension: Extension) -> dict[str, Any]:
-    """Return name, attribute and options of an extension, as values of JSON."""
-    options: dict[str, Any] = {}
-    if dataclasses.is_dataclass(extension):
-        options = {
-            field.name: _plain(getattr(extension, field.name))
-            for field in dataclasses.fields(extension)
-            if field.init
-        }
-    return {"name": extension.name, "attribute": extension.savefield, "options": options}
+    """Return name, attribute, options and degrees of an extension, as values of JSON."""
+    options = _plain(_parts(extension))
+    attribute, degrees = extension.savefield, [float(degree) for degree in extension.degrees]
+    return {"name": extension.name, "attribute": attribute, "options": options, "degrees": degrees}
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    """Return the options of a dataclass by name, or the attributes of another object."""
+    if not dataclasses.is_dataclass(value):
+        return getattr(value, "__dict__", {})
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
 
 
 def described_model(model: nn.Module) -> dict[str, ParameterFacts]:
@@ -107,6 +111,14 @@ def _plain(value: Any) -> Any:
         return {"generator": value.initial_seed()}
     if isinstance(value, (list, tuple, range)):
         return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, Extension):
         return described_extension(value)
-    return type(value).__name__
+    if isinstance(value, (Tensor, np.ndarray)):
+        entries = torch.as_tensor(value).detach().cpu().contiguous().reshape(-1)
+        content = entries.view(torch.uint8).numpy().tobytes() if len(entries) else b""
+        return {"shape": [*value.shape], "dtype": str(value.dtype), "checksum": zlib.crc32(content)}
+    if isinstance(value, (torch.dtype, torch.device, complex, slice, np.generic)):
+        return str(value)
+    return getattr(value, "__qualname__", type(value).__name__)

@@ -66,7 +66,7 @@ def check_laws(ledger: Ledger, problem: Problem, extension: Extension) -> None:
         finished(extension, scaled, samples),
         f"{FACTOR:g} times the loss",
     )
-    _check_batches(ledger, problem, extension, value)
+    check_batches(ledger, problem, extension, value)
     if takes_subsampling(extension):
         _check_subsampling(ledger, problem, extension, value)
 
@@ -79,12 +79,15 @@ def require_all(ledger: Ledger, extension: Extension, value: Named, loops: Loops
         raise ledger.failed("saved on every parameter", where, "there is no value")
 
 
-def _check_batches(ledger: Ledger, problem: Problem, extension: Extension, value: Named) -> None:
+def check_batches(ledger: Ledger, problem: Problem, extension: Extension, value: Named) -> None:
     """Compare the merged value of two batches of different sizes with the value of one batch."""
     single = any(row.whole or row.seed.mc_samples is not None for row in extension.rows)
     cut = problem.samples - 1
+    if single or extension.subsampling is not None or cut == 0:
+        return
     batches = problem.batches(cut)
-    if single or extension.subsampling is not None or batches is None or cut == 0:
+    if batches is None:
+        ledger.notes.append("not compared over a data set: some tensor has no axis 0 of samples to cut")
         return
     try:
         result = compute(problem.model, problem.loss, batches, [extension], progress=False)

@@ -12,7 +12,7 @@ from packprop import extensions as catalogue
 from packprop.engine.functions import trusting_rules
 from packprop.engine.graph import Graph
 from packprop.errors import PackpropError
-from packprop.testing.laws import check_laws, require_all
+from packprop.testing.laws import check_batches, check_laws, require_all
 from packprop.testing.loops import Loops
 from packprop.testing.passes import columns_at_outputs, graph_of, saved
 from packprop.testing.problem import Problem, double_precision
@@ -59,7 +59,8 @@ def check_model(
     The check works on copies, and does not change your model or data. Its time grows with the number of samples
     times the number of outputs. It tests an extension without a known loop by the laws of ``check_extension``.
     By default it also compares the loss's Monte Carlo draws with its Hessian: they may differ by six standard
-    errors plus 1 % of the largest entry.
+    errors plus 1 % of the largest entry. Two batches of a data set must give the value of one, which tests the
+    divisor that a rule of the loss declares.
 
     Args:
         model: The model, in the mode in which you use it.
@@ -89,6 +90,8 @@ def check_model(
             compare(ledger, problem, chosen)
             return ledger.report()
         compare(ledger, problem, [kind() for kind in FIRST_ORDER])
+        squares = catalogue.SumGradSquared()  # its factor in a batch is the square of the divisor's
+        check_batches(ledger, problem, squares, saved(problem, squares))
         curved = [*(kind() for kind in DIAGONALS), catalogue.SqrtGGNExact()]
         try:
             saved(problem, curved[0])

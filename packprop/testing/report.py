@@ -105,9 +105,10 @@ HINTS = {
     "scales with the loss": "give the row the degree with which its statistic grows with the loss: "
     "2 for squares of gradients, 1 for squares of columns",
     "batches of a data set": "let over_n and degree make one value of several batches; finish() "
-    "gets the number of all samples",
+    "gets the number of all samples; let the rule of a loss return the divisor of this call",
     "subsampling": "let the value depend on the chosen samples alone, in their order",
     "reference": "find out which of the two values is right",
+    "double backward": "say linear=True only if the factor does not depend on the parameter",
     "differentiable": "use torch functions alone: no detach(), .data, item() or in-place changes",
 }
 """Advice for each broken law."""

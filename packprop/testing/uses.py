@@ -12,10 +12,13 @@ from torch import Tensor
 from packprop import extensions as catalogue
 from packprop.engine.functions import rule_for, trusting_rules
 from packprop.engine.graph import Graph
+from packprop.engine.recording import disable
+from packprop.errors import PackpropError
 from packprop.testing.example import Example, Make, make_example, name_of
 from packprop.testing.host import Host
+from packprop.testing.loops import gradients_in
 from packprop.testing.models import compare, require_samples
-from packprop.testing.passes import graph_of
+from packprop.testing.passes import graph_of, saved
 from packprop.testing.problem import Problem, double_precision
 from packprop.testing.reference import check_reference
 from packprop.testing.report import TOLERANCE, CheckFailed, Comparison, Ledger, Report
@@ -115,7 +118,32 @@ def _check_in_a_model(ledger: Ledger, examples: Sequence[Example]) -> None:
     gradients = catalogue.BatchGrad()
     compare(inside, problem, [gradients, catalogue.SqrtGGNExact()])
     check_reference(inside, problem, gradients, lambda rows: rows[0])
+    _check_hessian(inside, problem)
     ledger.comparisons += [Comparison(law, f"{c.law}, {c.where}", c.error) for c in inside.comparisons]
+    ledger.notes += inside.notes
+
+
+def _check_hessian(ledger: Ledger, problem: Problem) -> None:
+    """Compare the Hessian's diagonal with double backward: packprop believes the ``linear=True`` of a rule."""
+    try:
+        value = saved(problem, catalogue.DiagHessian())
+        with disable():
+            leaves = [*problem.parameters.values()]
+            slopes = gradients_in(leaves, [problem.outputs_and_loss()[1]], create_graph=True)
+            diagonals = [_diagonal(slope, leaf) for slope, leaf in zip(slopes, leaves, strict=True)]
+    except (PackpropError, NotImplementedError) as refusal:
+        ledger.notes.append(f"no Hessian: {getattr(refusal, 'why', refusal)}")
+        return
+    expected = dict(zip(problem.parameters, diagonals, strict=True))
+    ledger.same("double backward", value, {name: expected[name] for name in value})
+
+
+def _diagonal(slope: Tensor, leaf: Tensor) -> Tensor:
+    """Return the derivative of each entry of a gradient in the same entry of its parameter."""
+    if not slope.requires_grad:
+        return torch.zeros_like(leaf)
+    rows = [gradients_in([leaf], [entry])[0].flatten() for entry in slope.flatten()]
+    return torch.stack(rows).diagonal().view_as(leaf)
 
 
 def _squared_error(outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import packprop
 from packprop import PackpropError, StoreWriter, extensions
@@ -127,6 +127,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     x, y = samples()
     first = rank == 0
     padded = DataLoader(TensorDataset(x, y), SIZE, sampler=DistributedSampler(range(23), world, rank))  # type: ignore[arg-type]  # a range is a data set
+    inside = DataLoader(padded.dataset, batch_sampler=BatchSampler(padded.sampler, SIZE, False))
     wide = nn.Linear(3, 2).double() if first else network()
 
     def broken() -> Iterator[Any]:
@@ -148,6 +149,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
             [(x[:9], y[:9]) if first else (x[9:], y[9:])], loss=by_size, given=[mean]
         ),
         "sampler that pads": lambda: computed(padded),
+        "sampler that pads inside": lambda: computed(inside),
         "unknown ranks": lambda: computed((x, y), ranks="some"),
         "nothing": lambda: computed([]),
     }

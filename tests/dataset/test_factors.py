@@ -139,6 +139,36 @@ def test_other_options_are_refused(name: str, sizes: tuple[int, ...]) -> None:
         packprop.compute(model, OPTIONS[name], split(x, y, sizes), BatchL2Grad())
 
 
+def images(f: Tensor, y: Tensor, positives: Tensor) -> Tensor:
+    given, hot = (each[:, :, None, None].expand(-1, 3, 2, 2) for each in (f, F.one_hot(y, 3).to(f)))
+    return F.binary_cross_entropy_with_logits(given, hot, pos_weight=positives)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (3, 1, 1), (1, 3, 1, 1)], ids=str)
+def test_weights_of_classes_with_several_axes(shape: tuple[int, ...]) -> None:
+    model, x, y = case()
+
+    def loss(f: Tensor, y: Tensor) -> Tensor:
+        hot = F.one_hot(y, 3).to(f)
+        positives = (hot * f.detach()).sum(0).view(shape)
+        if shape != (1, 3):
+            return images(f, y, positives)
+        return F.binary_cross_entropy_with_logits(f, hot, pos_weight=positives)
+
+    with pytest.raises(PackpropError, match="an option of a loss function"):
+        packprop.compute(model, loss, split(x, y, (4, 3, 2)), BatchL2Grad(), progress=False)
+
+
+def test_weights_of_samples_may_differ() -> None:
+    model, x, y = case()
+
+    def loss(f: Tensor, y: Tensor) -> Tensor:
+        return images(f, y, F.one_hot(y, 3).to(f)[:, :, None, None] + 1)
+
+    for sizes in SPLITS.values():
+        assert packprop.compute(model, loss, split(x, y, sizes), BatchL2Grad(), progress=False)["batch_l2"]
+
+
 @pytest.mark.parametrize("sizes", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("matrix", ["ggn", "hessian"])
 def test_products_refuse_them(matrix: Literal["ggn", "hessian"], sizes: tuple[int, ...]) -> None:

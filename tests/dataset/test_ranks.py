@@ -74,6 +74,7 @@ SAID = {
     "other reductions": ("by its reduction of the loss: mean there, sum here",) * 2,
     "other factors": ("multiplies the loss by",) * 2,
     "sampler that pads": ("it gives 1 of them twice",) * 2,
+    "sampler that pads inside": ("it gives 1 of them twice",) * 2,
     "unknown ranks": ("it does not say which samples",) * 2,
     "nothing": ("the data hold no sample",) * 2,
     "and goes on": ("23", "23"),

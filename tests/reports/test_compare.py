@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from packprop import BadInput, Profile
 from packprop.applications.reports import cli
@@ -72,6 +73,23 @@ def made_of(gradients: Tensor) -> Profile:
     layer = Layer("layer", "Linear", 5, norm, signal_to_noise=norm**2 / noise)
     tensors = {"sample_gradient_norm/layer": norms, "sample_ggn_trace/layer": norms.square()}
     return Profile([layer], layer, 1.0, len(norms), 1, {"loss": "own"}, 0.0, tensors)
+
+
+def test_a_complete_checkpoint_keeps_which_samples_they_were(tmp_path: Path) -> None:
+    """A call that reads no batch tells other data as well."""
+    model, data = network()
+
+    def found(name: str | None, data: tuple[Tensor, ...]) -> Profile:
+        folder = None if name is None else tmp_path / name
+        loader = DataLoader(TensorDataset(*data), 5)
+        return quiet(model, LOSS, loader, curvature=False, outliers=0, checkpoint=folder)
+
+    other = network()[1]
+    fresh = found(None, data)
+    for _ in range(2):
+        own, others = found("own", data), found("other", other)
+        assert compare(fresh, own).paired
+        assert not compare(own, others).paired
 
 
 def test_equal_distributions_are_seldom_told_apart() -> None:

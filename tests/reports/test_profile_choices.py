@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from packprop import PackpropError, PackpropWarning, Profile
+from packprop import BadInput, PackpropError, PackpropWarning, Profile
 from packprop.applications.reports.page.findings import findings_of
 from packprop.applications.reports.profile.layers import Layer, Spectrum, spectrum_of
 from tests.reports.profiled import ALL, Expected, network, quiet
@@ -40,6 +40,15 @@ def test_without_curvature() -> None:
     model.eval()
     norm = Expected.of(model, *data, ALL).gradients.mean(0).norm().item()
     assert found.total.gradient_norm == pytest.approx(norm, rel=1e-10)
+
+
+def test_a_checkpoint_of_another_seed_is_refused(tmp_path: Path) -> None:
+    model, data = network()
+    first = quiet(model, nn.CrossEntropyLoss(), data, outliers=0, checkpoint=tmp_path)
+    with pytest.raises(BadInput, match="0 there, 1 here"):
+        quiet(model, nn.CrossEntropyLoss(), data, outliers=0, checkpoint=tmp_path, seed=1)
+    again = quiet(model, nn.CrossEntropyLoss(), data, outliers=0, checkpoint=tmp_path)
+    assert torch.equal(again.tensors["kfac/head.weight/B"], first.tensors["kfac/head.weight/B"])
 
 
 def test_losses_without_curvature_say_how_to_leave_it_out() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,37 @@ def test_older_files_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "profile.json").write_text("old")
     quiet(model, nn.CrossEntropyLoss(), data, curvature=False).save(tmp_path)
     assert Profile.load(tmp_path).samples == SIZE
+
+
+def test_a_save_that_ends_between_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk leaves the old profile; a kill may leave files of two, which are refused."""
+    model, data = network()
+    first = quiet(model, nn.CrossEntropyLoss(), data, curvature=False)
+    second = quiet(model, nn.CrossEntropyLoss(), network()[1], curvature=False)
+    first.save(tmp_path)
+
+    def failing(allowed: int, real: Callable[..., Any]) -> Callable[..., Any]:
+        left = iter(range(allowed))
+
+        def call(*args: Any) -> Any:
+            if next(left, None) is None:
+                raise OSError(28, "No space left on device")
+            return real(*args)
+
+        return call
+
+    for owner, name, allowed in ((Path, "write_bytes", 1), (os, "replace", 0)):
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+            patched.setattr(owner, name, failing(allowed, getattr(owner, name)))
+            second.save(tmp_path)
+        assert Profile.load(tmp_path) == first
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(os, "replace", failing(1, os.replace))
+        second.save(tmp_path)
+    with pytest.raises(BadInput, match="they belong to two profiles"):
+        Profile.load(tmp_path)
+    second.save(tmp_path)
+    assert Profile.load(tmp_path) == second
 
 
 def test_folders_that_cannot_be_written_to(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import packprop
-from packprop import BadInput
+from packprop import BadInput, PackpropWarning
 from packprop.applications.reports import cli
 from packprop.applications.reports.page.training import findings_of, outlying_samples, read_lines, training_page
-from packprop.monitor import QUANTITIES
+from packprop.monitor import QUANTITIES, JsonLines
 from tests.reports.pages import read_page
 
 
@@ -109,6 +109,24 @@ def test_a_step_that_was_run_again_counts_once(tmp_path: Path) -> None:
         '{"step": 2, "gradient_norm": 1}\n{"step": 4, "gradient_norm": 2}\n\n{"step": 2, "gradient_norm": 3}\n'
     )
     assert [(line["step"], line["gradient_norm"]) for line in read_lines(path)] == [(2, 3), (4, 2)]
+
+
+def test_lines_that_were_cut_off_are_left_out(tmp_path: Path) -> None:
+    """A run that was killed while it wrote a line, and goes on."""
+    path = tmp_path / "run.jsonl"
+    log = JsonLines(path)
+    for step in range(3):
+        log({"gradient_norm": float(step)}, step)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.warns(PackpropWarning, match="leaves out 1 line of .*run.jsonl' that a kill"):
+        assert [line["step"] for line in read_lines(path)] == [0, 1]
+    log({"gradient_norm": 5.0}, 2)
+    with pytest.warns(PackpropWarning, match="leaves out 1 line"):
+        assert [(line["step"], line["gradient_norm"]) for line in read_lines(path)] == [(0, 0), (1, 1), (2, 5)]
+    assert path.read_text().count("\n") == 4
+    path.write_text(path.read_text() + '{"st')
+    with pytest.warns(PackpropWarning, match="leaves out 2 lines"):
+        assert len(read_lines(path)) == 3
 
 
 @pytest.mark.parametrize("text", [None, "", "{", '{"loss": 3}\n', "[1]\n", "3\n"])

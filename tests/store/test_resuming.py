@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,11 @@ from torch import nn
 
 import packprop
 from packprop import Store, StoreWriter
+from packprop.engine.algebra import CAT
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchGrad
 from packprop.store.folder import ShardHeader
+from packprop.types import GRADIENT, Extension, Row
 from tests.references.running import assert_near
 from tests.selection import thorough
 from tests.store.small import problem, rows_one_by_one, write_batch, written
@@ -198,6 +201,47 @@ def test_shards_of_different_stores(tmp_path: Path) -> None:
     replace(header, shard=1, extensions=[]).save(folder / "shard-00001")
     with pytest.raises(BadInput, match="different stores: these differ in their extensions"):
         Store(folder)
+
+
+class Power(Extension):
+    """An extension whose options are attributes, as no dataclass has them."""
+
+    savefield = "power"
+
+    def __init__(self, power: int, along: Any = None) -> None:
+        self.power, self.along = power, along
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return (Row(GRADIENT, lambda structure: structure.rows[0], over_n=CAT[0], degree=self.power),)
+
+
+@dataclass(frozen=True, eq=False)
+class Along(Extension):
+    direction: Any
+    savefield = "along"
+    rows = (Row(GRADIENT, lambda structure: structure.rows[0], over_n=CAT[0]),)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Power(1), Power(2)),
+        (Power(1, torch.ones(3)), Power(1, -torch.ones(3))),
+        (Along(torch.ones(3)), Along(-torch.ones(3))),
+        (Along(np.ones(3)), Along(np.ones(3, np.float32))),
+        (Along({"to": torch.float32}), Along({"to": torch.float64})),
+        (Along(torch.sin), Along(torch.cos)),
+    ],
+)
+def test_other_options_of_an_extension_of_ones_own(
+    tmp_path: Path, first: Extension, second: Extension
+) -> None:
+    model, *_ = problem()
+    StoreWriter(tmp_path, model, [first]).close()
+    StoreWriter(tmp_path, model, [first], resume=True).close()
+    with pytest.raises(BadInput, match="extensions"):
+        StoreWriter(tmp_path, model, [second], resume=True)
 
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:

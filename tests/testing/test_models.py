@@ -172,6 +172,21 @@ def test_a_wrong_loss_is_seen_in_a_model(root: Callable[..., Root], text: str) -
     assert caught.value.error == pytest.approx(0.96, abs=0.1)
 
 
+@pytest.mark.parametrize("root", [None, bernoulli_root])
+def test_a_wrong_divisor_is_seen_in_a_model(root: Callable[..., Root] | None) -> None:
+    """Without a root nothing in one batch needs the divisor."""
+    model, _, x, _ = classifier()
+
+    @packprop.register_loss(F.binary_cross_entropy_with_logits)
+    def rule(input, target, *args, **kwargs):
+        return Loss(None, 1.0, 1.0, root)
+
+    with pytest.raises(CheckFailed) as caught:
+        check_model(model, nn.BCEWithLogitsLoss(), x, torch.rand(3, 3))
+    assert root is not None or "batches of a data set" in str(caught.value)
+    assert root is not None or "divisor" in caught.value.instead
+
+
 def test_a_model_that_mixes_or_draws() -> None:
     _, loss, x, y = classifier()
     with pytest.raises(packprop.PackpropError, match="BatchNorm1d"):

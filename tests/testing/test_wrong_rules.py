@@ -70,6 +70,10 @@ WRONG_RULES = {
         lambda call: scaled(call, lambda: right_factor(call)().detach()),
         ("in a model that calls it once: differentiable", "parameter 'weight'"),
     ),
+    "not linear": (
+        lambda call: scaled(call, right_factor(call), linear=True),
+        ("in a model that calls it once: double backward", "parameter 'weight'", "linear=True"),
+    ),
     "no rows": (
         lambda call: Entry(call.operand.tensor, "Dense", lambda *_: Dense(None)),
         ("one sample at a time", "the structure has no rows"),

@@ -183,7 +183,7 @@ class Batches:
 
     def end_at(self, place: Mapping[str, Any], number: int) -> None:
         """Restore the place of a complete run of ``number`` batches."""
-        self.count, self._start = number, place["start"]
+        self.count, self.digest, self._start = number, place["digest"], place["start"]
         self._draw_from(place["generators"])
 
     def leave_undrawn(self, before: Sequence[Tensor]) -> None:

@@ -31,7 +31,7 @@ from packprop.applications.dataset.result import Result
 from packprop.applications.dataset.run import Run
 from packprop.applications.dataset.sharded import is_sharded_over, require_same_shards
 from packprop.applications.dataset.shards import results_of, take_up_shards
-from packprop.applications.dataset.sources import Samples
+from packprop.applications.dataset.sources import Samples, samplers_of
 from packprop.applications.dataset.stored import stored_results
 from packprop.applications.dataset.stream import BatchStream, ChunkSizesByBatch
 from packprop.engine.algebra import SINGLE
@@ -281,9 +281,10 @@ def _require_shards(batches: Batches, ranks: Ranks) -> None:
     Raises:
         BadInput: If the data come from such a sampler.
     """
-    sampler = getattr(batches.source.data, "sampler", None)
-    if ranks.world == 1 or not isinstance(sampler, DistributedSampler):
+    found = [each for each in samplers_of(batches.source.data) if isinstance(each, DistributedSampler)]
+    if ranks.world == 1 or not found:
         return
+    sampler = found[0]
     samples = len(sampler.dataset)  # type: ignore[arg-type]  # it has asked for the length itself
     if sampler.total_size > samples:
         raise BadInput(

@@ -34,6 +34,7 @@ from packprop.engine.graph import Graph, walk
 from packprop.engine.passes import reduction_and_divisor
 from packprop.engine.recording import RecordedLoss, record
 from packprop.engine.tensors import (
+    Layout,
     LossFunction,
     accumulation_dtype,
     map_tensors,
@@ -237,7 +238,7 @@ def loss_terms(graph: Graph) -> LossTerms:
             factor = (factor.to(accumulation_dtype(factor.dtype)) * divisor / own).to(factor)
         weights.append(factor.to(graph.roots[0].device))
     ends = torch.stack(torch.stack(weights).aminmax())
-    return LossTerms(reduction, divisor, {TERMS: ends, **_options(calls, ends), **_penalties(graph)})
+    return LossTerms(reduction, divisor, {TERMS: ends, **_options(graph, ends), **_penalties(graph)})
 
 
 def _penalties(graph: Graph) -> dict[str, Tensor]:
@@ -250,18 +251,17 @@ def _penalties(graph: Graph) -> dict[str, Tensor]:
     return {PENALTIES: torch.stack([each.to(home) for each in norms]).norm()} if norms else {}
 
 
-def _options(calls: Sequence[RecordedLoss], like: Tensor) -> dict[str, Tensor]:
+def _options(graph: Graph, like: Tensor) -> dict[str, Tensor]:
     """Return numbers ``[2, o]`` that stand for options of loss functions, except for values of samples."""
     by_function: dict[str, list[Tensor]] = {}
-    for call in calls:
-        numbers = _options_of(call, like)
-        if numbers:
-            name = f"{getattr(call.function, '__name__', '')} {len(numbers)}"
+    for loss in graph.losses:
+        if numbers := _options_of(loss.call, loss.layout, like):
+            name = f"{getattr(loss.call.function, '__name__', '')} {len(numbers)}"
             by_function.setdefault(name, []).append(torch.stack(numbers))
     return {name: torch.stack(torch.stack(found).aminmax(dim=0)) for name, found in by_function.items()}
 
 
-def _options_of(call: RecordedLoss, like: Tensor) -> list[Tensor]:
+def _options_of(call: RecordedLoss, layout: Layout, like: Tensor) -> list[Tensor]:
     given = {str(place): value for place, value in enumerate(call.args[1:])} | call.kwargs
     with contextlib.suppress(ValueError, TypeError):  # of a function without a signature
         given = inspect.signature(call.function).bind(*call.args, **call.kwargs).arguments
@@ -269,11 +269,16 @@ def _options_of(call: RecordedLoss, like: Tensor) -> list[Tensor]:
     for name, value in given.items():
         if isinstance(value, (bool, int, float)):
             found.append(torch.full((), float(value), dtype=like.dtype, device=like.device))
-        elif name in OF_CLASSES and isinstance(value, Tensor) and value.dim() < 2 and value.shape != call.shape:
+        elif name in OF_CLASSES and isinstance(value, Tensor) and _is_shared(value, call.shape, layout):
             flat = value.detach().flatten().to(like)
-            places = torch.arange(1, 1 + len(flat), dtype=like.dtype, device=like.device)
-            found += [flat.sum(), (flat * places.sqrt()).sum()]
+            found += [flat.sum(), (flat * torch.arange(1, 1 + len(flat)).to(like).sqrt()).sum()]
     return found
+
+
+def _is_shared(weights: Tensor, shape: torch.Size, layout: Layout) -> bool:
+    """Tell whether all samples have the same weights, which are broadcast against a loss's input ``shape``."""
+    sizes, axes = (*[1] * (len(shape) - weights.dim()), *weights.shape), layout.axes or (0,)
+    return weights.shape != shape and (weights.dim() < 2 or all(sizes[a] == 1 != shape[a] for a in axes))
 
 
 def is_scaled(graph: Graph) -> bool:

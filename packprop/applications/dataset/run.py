@@ -64,7 +64,7 @@ class Run:
         self._drawn_outside: list[Tensor] = []
         self._stand_in: Any = None  # a batch for passes in which other ranks need this one
         batches.share(ranks)
-        batches.watched = checkpoint is not None
+        batches.watched |= checkpoint is not None
         self._draws = RunDraws(generators_of(stream.step.extensions), ranks)
         self._note_moment()
 

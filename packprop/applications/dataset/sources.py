@@ -72,6 +72,13 @@ class Samples:
         return -(-len(self.data) // self.size)
 
 
+def samplers_of(data: Any) -> list[Any]:
+    """Return the samplers of a data loader, with the one inside of its batch sampler; none for other data."""
+    found = [getattr(data, "sampler", None), getattr(data, "batch_sampler", None)]
+    found.append(getattr(found[1], "sampler", None))
+    return [each for each in found if each is not None]
+
+
 @dataclass(frozen=True)
 class Given:
     """Batches as the user's own loader yields them.
@@ -94,10 +101,7 @@ class Given:
 
     def generators(self) -> list[torch.Generator]:
         """Return generators that a data loader and its samplers draw from, each once."""
-        loader: Any = self.data
-        samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
-        samplers.append(getattr(samplers[1], "sampler", None))
-        found = [getattr(each, "generator", None) for each in (loader, *samplers)]
+        found = [getattr(each, "generator", None) for each in (self.data, *samplers_of(self.data))]
         return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
     def facts(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from packprop.applications.reports.page.libraries import require_libraries
 from packprop.applications.reports.page.templating import template
 from packprop.applications.reports.profile.table import counted, number_text
 from packprop.applications.reports.profile.uncertainty import interval_text, range_text, rounded_text
-from packprop.errors import BadInput
+from packprop.errors import BadInput, PackpropWarning
 
 ASKED = "The page of a training run was asked for."
 INSTEAD = "give a file that packprop.Monitor(model, log='run.jsonl') has written"
@@ -57,19 +58,29 @@ Outlying = tuple[str, int, int, float]
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
     """Return the last line of each step in a monitor's file, in the order of steps.
 
+    Lines that a kill or a full disk has cut off are left out, with a warning.
+
     Raises:
         BadInput: If there is no such file, it has no lines, or a monitor did not write one of them.
     """
-    where = f"the file {str(path)!r}"
+    where, lines, cut = f"the file {str(path)!r}", [], 0
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+        for line in filter(str.strip, Path(path).read_text(encoding="utf-8").splitlines()):
+            try:
+                lines.append(json.loads(line))
+            except json.JSONDecodeError:
+                if not '{"step": '.startswith(line[:9]):
+                    raise
+                cut += 1
         by_step = {int(line["step"]): line for line in lines}
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"it cannot be read as lines of a monitor ({type(error).__name__}: {error})"
         raise BadInput(ASKED, where, why, INSTEAD) from error
     if not by_step:
         raise BadInput(ASKED, where, "it has no lines", INSTEAD)
+    if cut:
+        said = f"The page leaves out {counted(cut, 'line')} of {str(path)!r} that a kill or a full disk cut off."
+        warnings.warn(said, PackpropWarning, stacklevel=2)
     return [by_step[step] for step in sorted(by_step)]
 
 

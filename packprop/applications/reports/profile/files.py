@@ -6,6 +6,7 @@ import json
 import math
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from packprop.applications.dataset.digests import bytes_digest
 from packprop.errors import BadInput
 
 FORMAT = "profile of a network, format 2"
@@ -54,11 +56,22 @@ def check_folder(folder: str | Path) -> None:
     )
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that at any time either the old file or the new one is there, complete."""
-    scratch = path.with_name(path.name + ".part")
-    scratch.write_bytes(content)
-    os.replace(scratch, path)
+def replace_files(contents: Mapping[Path, bytes]) -> None:
+    """Write files, so that each is at any time the old or the new one, complete; if a disk is full, all are old."""
+    parts = {path.with_name(path.name + ".part"): path for path in contents}
+    for part, path in parts.items():
+        part.write_bytes(contents[path])
+    for part, path in parts.items():
+        os.replace(part, path)
+
+
+def replace_profile(folder: Path, text: str, tensors: Mapping[str, Tensor]) -> tuple[Path, Path]:
+    """Write the files of a profile; the second one holds a digest of the first, to tell those of two profiles."""
+    facts, values = folder / NAMES[0], folder / NAMES[1]
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    told = {NAMES[0]: bytes_digest(text.encode())}
+    replace_files({facts: text.encode(), values: safetensors.torch.save(whole, told)})
+    return facts, values
 
 
 def json_ready(value: Any) -> Any:
@@ -85,8 +98,11 @@ def read_files(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if missing:
         raise BadInput(asked, "the folder", f"it lacks {' and '.join(missing)}", again)
     try:
-        saved = json.loads(paths[0].read_text(encoding="utf-8"))
+        text = paths[0].read_bytes()
+        saved = json.loads(text)
         tensors = safetensors.torch.load_file(paths[1])
+        with safetensors.safe_open(paths[1], "pt") as file:
+            told = (file.metadata() or {}).get(NAMES[0])
     except (OSError, ValueError, SafetensorError) as error:
         why = f"it cannot be read: {str(error).splitlines()[0]}"
         raise BadInput(asked, "a file in the folder", why, "make the profile again") from error
@@ -97,6 +113,9 @@ def read_files(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         by = "another version of packprop" if version is None else f"packprop {version}"
         why = f"{by} wrote it as {saved.get('format', 'an unnamed format')!r}; this version reads {FORMAT!r}"
         raise BadInput(asked, paths[0].name, why, "make the profile again, or read it with that version")
+    if told not in (None, bytes_digest(text)):
+        why = "they belong to two profiles, or one was changed: the second has the digest of another first"
+        raise BadInput(asked, " and ".join(NAMES), why, "make the profile again")
     del saved["format"]
     return saved, tensors
 
@@ -108,7 +127,7 @@ def write_page(path: str | Path, text: str) -> Path:
         BadInput: If the file cannot be written.
     """
     try:
-        replace_file(Path(path), text.encode())
+        replace_files({Path(path): text.encode()})
     except OSError as error:
         raise BadInput(
             f"A page was to be written to {str(path)!r}.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from packprop.applications.dataset.batches import Batches
-from packprop.applications.dataset.digests import spot_check
 from packprop.applications.dataset.messages import explanation
 from packprop.applications.dataset.sources import Samples
 from packprop.applications.reports.profile.said import said_of
@@ -87,24 +85,26 @@ class ReadableBatches(Batches):
     def __init__(self, asked: str, data: Any, batch_size: int | None = None, whole: bool = False) -> None:
         super().__init__(asked, data, batch_size, whole)
         self._extents: list[list[int]] = []
-        self._spots: list[str] = []
-        self._again = False
+        self._digests: list[str] = []
+        self._again, self.watched = False, True
 
     def _taken(self, batch: Any) -> None:
         super()._taken(batch)
         if self._again or isinstance(self.source, Samples):
             return
-        batch = apart(batch)
-        self._extents.append(extents_of(inputs_and_targets(batch, self._whole)))
-        self._spots.append(spot_check(batch))
+        self._extents.append(extents_of(inputs_and_targets(apart(batch), self._whole)))
+        self._digests.append(self.digest)
 
     @property
     def stamp(self) -> str | None:
-        """Return a digest of some values of the data, in their order; ``None`` if it is not known."""
+        """Return a digest of some values of the data, in their order; ``None`` if it is not known.
+
+        A checkpoint keeps that of batches which this call does not read.
+        """
         if isinstance(self.source, Samples):
             known: str | None = self.source.facts()["some values"]
             return known
-        return hashlib.blake2b("".join(self._spots).encode(), digest_size=8).hexdigest()
+        return self.digest
 
     def samples_at(self, places: list[int], samples: int) -> dict[int, tuple[Any, Any]]:
         """Return inputs and targets of some samples, each with a leading axis of one sample.
@@ -132,7 +132,7 @@ class ReadableBatches(Batches):
         self._again, found, begin, shared = True, {}, 0, shared_among(self._extents)
         self.begin_again()
         for number, batch in enumerate(self):
-            if number == len(self._spots) or spot_check(self.current) != self._spots[number]:
+            if number == len(self._digests) or self.digest != self._digests[number]:
                 why = "they differ from one reading to the next"
                 raise _not_found(why, "give a Dataset, or a loader that gives the same batches again")
             end = begin + sizes[number]

@@ -95,9 +95,13 @@ class SampleGGNTrace(Extension):
 
 @dataclass(frozen=True, eq=False)
 class BoundedKFAC(KFAC):
-    """``KFAC`` without its large factors: an empty tensor ``[0, size]`` stands in for each of them."""
+    """``KFAC`` without its large factors: an empty tensor ``[0, size]`` stands in for each of them.
+
+    ``drawn_from`` is the seed of the generator, so that a checkpoint of other draws belongs to another run.
+    """
 
     largest: int = LARGEST_FACTOR
+    drawn_from: int = 0
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -134,7 +138,7 @@ def extensions_of(
     extensions: dict[str, Extension] = {"gradient": GradientMoments(), "norms": BatchL2Grad()}
     if curvature:
         generator = torch.Generator(device=device).manual_seed(seed)
-        kfac = BoundedKFAC(draws, generator=generator, largest=largest_factor)
+        kfac = BoundedKFAC(draws, generator=generator, largest=largest_factor, drawn_from=seed)
         extensions |= {"monte_carlo": SampleGGNTrace(kfac.rows[0].seed), "kfac": kfac}
     if curvature and exact:
         extensions["exact"] = SampleGGNTrace(EXACT)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
@@ -17,7 +16,7 @@ from packprop.applications.reports.profile.costs import MemoryUse
 from packprop.applications.reports.profile.files import (
     check_folder,
     read_files,
-    replace_file,
+    replace_profile,
 )
 from packprop.applications.reports.profile.layers import Layer
 from packprop.applications.reports.profile.outlying import OutlyingSample
@@ -42,11 +41,7 @@ class Profile(ProfileValues):
         check_folder(folder)
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
-        paths = target / "profile.json", target / "profile.safetensors"
-        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
-        replace_file(paths[0], self.to_json().encode())
-        replace_file(paths[1], safetensors.torch.save(tensors))
-        return paths
+        return replace_profile(target, self.to_json(), self.tensors)
 
     @classmethod
     def load(cls, folder: str | Path) -> Profile:

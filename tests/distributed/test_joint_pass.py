@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -339,6 +340,30 @@ def clipped_by_each_rank(rank: int) -> None:
         torch.testing.assert_close(parameter.grad, torch.stack(each).mean(0))
 
 
+def several_models_of_equal_names(rank: int) -> None:
+    """One that a rank has not called, or whose call no hook sees, is not taken for another."""
+    loss = packprop.extend(nn.MSELoss(reduction="sum"))
+    x, _ = data((4, 4))[rank]
+    for alone in (0, 1):
+        torch.manual_seed(3)
+        models = [packprop.extend(nn.Linear(4, 4).double()) for _ in range(3)]
+
+        def value(x: Tensor, whose: int, models: list[nn.Linear] = models, alone: int = alone) -> Tensor:
+            first, second, _ = models
+            out = models[alone].forward(x) if whose else second(first(x).tanh())
+            return loss(out, torch.ones_like(out))  # type: ignore[no-any-return]  # a module's
+
+        with packprop.backpack(extensions.SumGradSquared(), ranks="all"):
+            value(x, rank).backward()
+        terms = [value(row[None], whose) for whose, (x, _) in enumerate(data((4, 4))) for row in x]
+        for model in models[:2]:
+            found = [
+                torch.autograd.grad(term, model.weight, retain_graph=True, allow_unused=True) for term in terms
+            ]
+            expected = torch.stack([g.square() for (g,) in found if g is not None]).sum(0)
+            torch.testing.assert_close(model.weight.sum_grad_squared, expected)
+
+
 RIGHT = [
     clipped_by_each_rank,
     unequal_batches,
@@ -355,10 +380,13 @@ RIGHT = [
     several_losses,
 ]
 
+OF_TWO = [several_models_of_equal_names]
+
 
 @thorough
 def test_values_are_those_of_one_process() -> None:
     in_processes(run_each, 3, RIGHT)
+    in_processes(run_each, 2, OF_TWO)
 
 
 def refused(run: Callable[[], None]) -> str:
@@ -402,10 +430,24 @@ def refusals(rank: int) -> dict[str, str]:
             (loss(out, y) + cross_entropy(reduction="sum")(out, y)).backward()
 
     found["sums and means"] = refused(sums_and_means)
+
+    def of_no_model(made: nn.Module) -> Callable[[], None]:
+        def run() -> None:
+            with packprop.backpack(norms(), ranks="all"):
+                loss(made(x), y).backward()
+
+        return run
+
+    found["not extended"] = refused(of_no_model(network().double()))
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    found["copies"] = refused(of_no_model(copies[rank % 2]))
     parameters = [*model.parameters()]
     assert not any(hasattr(p, "batch_l2") for p in parameters)
     one_pass(norms())  # and all goes on
     assert model[0].weight.batch_l2.shape == (len(x),)
+    if rank == 1:
+        built()
+    found["more models"] = refused(lambda: one_pass(norms()))
     return found
 
 
@@ -422,6 +464,10 @@ def test_what_cannot_be_put_together_is_refused_on_every_rank() -> None:
     assert "the batch has 2 samples" in others[0]["one refuses"]
     assert "by hand" in first["by hand"]
     assert "share" in first["own loss"]
+    assert "in no extended model" in first["not extended"]
+    assert "several models" in first["copies"]
+    assert "rank 1" in first["more models"]
+    assert "same order" in first["more models"]
     for name in ("BatchDotGrad", "EKFAC", "HMP", "KFRA"):
         assert name in first[name]
         assert "ranks='own'" in first[name]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -114,12 +114,13 @@ class JointPass:
             PackpropError: On every rank, if a rank cannot take part, or if statements do not fit together.
         """
         own = Statement(asked=described(self._ranks, self._extensions))
-        self._own = dict(_parameters(graph))
+        self._own, several = _parameters()
+        own = replace(own, models=EXTENDED.numbered)
         if request is not None:
             require_possible(request, tasks_by_seed(self._extensions))
-            self._names = _names(graph.leaves(), self._own)
-            own = Statement(
-                asked=own.asked,
+            self._names = _names(graph, self._own, several)
+            own = replace(
+                own,
                 samples=graph.samples,
                 counts=tuple(
                     graph.samples if each.subsampling is None else len(each.subsampling)
@@ -130,7 +131,6 @@ class JointPass:
                 has_penalties=bool(graph.terms) and any(each.takes_hessian for each in self._extensions),
                 leaves={self._names[id(leaf)]: leaf.numel() for leaf in graph.leaves()},
             )
-            self._own |= {self._names[id(leaf)]: leaf for leaf in graph.leaves()}
         rank = torch.distributed.get_rank(self._ranks.group)
         told = self._statements = []  # from here on no rank waits for this one
         told += agreed(self._ranks, own)
@@ -221,26 +221,37 @@ def _unmergeable(extension: Extension) -> tuple[str, str] | None:
     return None
 
 
-def _parameters(graph: Graph) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and parameter, of called modules, or else of all extended ones; ranks share these names."""
-    seen: set[str] = set()
-    for module in graph.modules or list(EXTENDED):
+def _parameters() -> tuple[dict[str, Tensor], set[str]]:
+    """Return the parameters of all extended models by names that ranks share, and names that several share."""
+    found: dict[str, Tensor] = {}
+    several: set[str] = set()
+    for module, title in list(EXTENDED.items()):
+        own: dict[str, Tensor] = {}
         for name, parameter in (*named_wholes(module), *named_parameters(module)):
-            if name not in seen:
-                seen.add(name)
-                yield name, parameter
+            own.setdefault(f"{name} of {title}", parameter)
+        several |= own.keys() & found.keys()
+        found = own | found
+    return found, several
 
 
-def _names(leaves: Sequence[Tensor], parameters: dict[str, Tensor]) -> dict[int, str]:
-    """Name each leaf: by its parameter, or by a number in the order in which the pass meets the leaves."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    for module in list(EXTENDED):
-        for name, parameter in named_parameters(module):
-            names.setdefault(id(parameter), f"{type(module).__name__}.{name}")
-    found: dict[int, str] = {}
-    times: Counter[str] = Counter()
-    for leaf in leaves:
-        name = names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}")
-        times[name] += 1
-        found[id(leaf)] = name if times[name] == 1 else f"{name} ({times[name]})"
-    return found
+def _names(graph: Graph, parameters: dict[str, Tensor], several: set[str]) -> dict[int, str]:
+    """Name each leaf as all ranks name it: after the first extended model that it is a parameter of.
+
+    Raises:
+        PackpropError: If a leaf has no such name, or one that parameters of several models share.
+    """
+    names: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        names.setdefault(id(parameter), name)
+    for leaf in graph.leaves():
+        name = names.get(id(leaf))
+        if name is None or name in several:
+            raise PackpropError(
+                ASKED,
+                graph.name(leaf),
+                "no name tells the ranks which parameter it is: "
+                + ("it is in no extended model" if name is None else f"several models have the name {name!r}"),
+                "call packprop.extend(model) on every rank, with it among the model's parameters; for a copy of "
+                "an extended model, packprop.extend(packprop.restore(copy))",
+            )
+    return names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -339,6 +340,60 @@ def clipped_by_each_rank(rank: int) -> None:
         torch.testing.assert_close(parameter.grad, torch.stack(each).mean(0))
 
 
+def several_models_of_equal_names(rank: int) -> None:
+    """One that a rank has not called, or whose call no hook sees, is not taken for another."""
+    loss = packprop.extend(nn.MSELoss(reduction="sum"))
+    x, _ = data((4, 4))[rank]
+    for alone in (0, 1):
+        torch.manual_seed(3)
+        models = [packprop.extend(nn.Linear(4, 4).double()) for _ in range(3)]
+
+        def value(x: Tensor, whose: int, models: list[nn.Linear] = models, alone: int = alone) -> Tensor:
+            first, second, _ = models
+            out = models[alone].forward(x) if whose else second(first(x).tanh())
+            return loss(out, torch.ones_like(out))  # type: ignore[no-any-return]  # a module's
+
+        with packprop.backpack(extensions.SumGradSquared(), ranks="all"):
+            value(x, rank).backward()
+        terms = [value(row[None], whose) for whose, (x, _) in enumerate(data((4, 4))) for row in x]
+        for model in models[:2]:
+            expected = torch.stack([row_of(term, model.weight).square() for term in terms]).sum(0)
+            torch.testing.assert_close(model.weight.sum_grad_squared, expected)
+
+
+def row_of(term: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient of one term, of zeros if the parameter is not in it."""
+    (row,) = torch.autograd.grad(term, parameter, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(parameter) if row is None else row
+
+
+def zeros_of_unused_parameters(rank: int) -> None:
+    """A rank that has not used a parameter adds zeros for its chosen samples, or for its tokens that count."""
+    model, loss = built(Branching), packprop.extend(nn.CrossEntropyLoss(reduction="sum"))
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(2, 4, 3, 4, generator=generator, dtype=torch.float64)
+    targets = torch.randint(3, (2, 4, 3), generator=generator)
+    targets[1, 0, 1:] = -100
+
+    def value(whose: int, n: slice = slice(None), t: slice = slice(None)) -> Tensor:
+        out = model(inputs[whose, n, t], detour=whose == 0)
+        return loss(out.transpose(1, 2), targets[whose, n, t])  # type: ignore[no-any-return]  # a module's
+
+    weight, chosen = model.second.weight, [[0, 1], [2]]
+    terms = [value(whose, slice(n, n + 1)) for whose in (0, 1) for n in chosen[whose]]
+    rows = torch.stack([row_of(term, weight) for term in terms])
+    counted = [*(targets >= 0).nonzero().tolist()]
+    terms = [value(whose, slice(n, n + 1), slice(t, t + 1)) for whose, n, t in counted]
+    of_tokens = torch.stack([row_of(term, weight) for term in terms])
+    for gather in (True, False):
+        asked = [make(subsampling=chosen[rank]) for make in (extensions.Variance, extensions.BatchGrad)]
+        with packprop.backpack(*asked, extensions.Variance(per="token"), ranks=AllRanks(gather=gather)):
+            value(rank).backward()
+        torch.testing.assert_close(weight.variance, rows.var(0, correction=0))
+        torch.testing.assert_close(weight.grad_batch, rows if gather else rows.split([2, 1])[rank])
+        torch.testing.assert_close(weight.variance_token, of_tokens.var(0, correction=0))
+
+
 RIGHT = [
     clipped_by_each_rank,
     unequal_batches,
@@ -355,10 +410,13 @@ RIGHT = [
     several_losses,
 ]
 
+OF_TWO = [several_models_of_equal_names, zeros_of_unused_parameters]
+
 
 @thorough
 def test_values_are_those_of_one_process() -> None:
     in_processes(run_each, 3, RIGHT)
+    in_processes(run_each, 2, OF_TWO)
 
 
 def refused(run: Callable[[], None]) -> str:
@@ -402,10 +460,24 @@ def refusals(rank: int) -> dict[str, str]:
             (loss(out, y) + cross_entropy(reduction="sum")(out, y)).backward()
 
     found["sums and means"] = refused(sums_and_means)
+
+    def of_no_model(made: nn.Module) -> Callable[[], None]:
+        def run() -> None:
+            with packprop.backpack(norms(), ranks="all"):
+                loss(made(x), y).backward()
+
+        return run
+
+    found["not extended"] = refused(of_no_model(network().double()))
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    found["copies"] = refused(of_no_model(copies[rank % 2]))
     parameters = [*model.parameters()]
     assert not any(hasattr(p, "batch_l2") for p in parameters)
     one_pass(norms())  # and all goes on
     assert model[0].weight.batch_l2.shape == (len(x),)
+    if rank == 1:
+        built()
+    found["more models"] = refused(lambda: one_pass(norms()))
     return found
 
 
@@ -422,6 +494,10 @@ def test_what_cannot_be_put_together_is_refused_on_every_rank() -> None:
     assert "the batch has 2 samples" in others[0]["one refuses"]
     assert "by hand" in first["by hand"]
     assert "share" in first["own loss"]
+    assert "in no extended model" in first["not extended"]
+    assert "several models" in first["copies"]
+    assert "rank 1" in first["more models"]
+    assert "same order" in first["more models"]
     for name in ("BatchDotGrad", "EKFAC", "HMP", "KFRA"):
         assert name in first[name]
         assert "ranks='own'" in first[name]

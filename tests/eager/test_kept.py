@@ -21,6 +21,14 @@ def test_lower_precision_halves_what_is_kept() -> None:
         assert_same(ours, plain, 0.02)
 
 
+@pytest.mark.parametrize("chunks", [None, 3])
+def test_a_gradient_that_a_lower_precision_cannot_hold(chunks: int | None) -> None:
+    _, x = network(dtype=torch.float32)
+    with pytest.raises(PackpropError, match="this precision ends at") as error:
+        eager_backward(lambda x: 1e5 * x.sum(), x, keep=torch.float16, chunks=chunks)
+    assert "torch.bfloat16" in error.value.instead
+
+
 @pytest.mark.parametrize(
     ("memory", "dtypes", "count"),
     [
@@ -52,6 +60,12 @@ def test_memory_recomputes_where_only_that_is_right() -> None:
     value = eager_backward(per_sample_shared, x, memory="1GB")
     plain = per_sample_shared(x)
     assert_same(gradients(alpha @ value, leaf, WEIGHT), gradients(alpha @ plain, leaf, WEIGHT))
+
+
+def test_complex_gradients_are_not_rounded_and_count_whole() -> None:
+    z = torch.ones(10, dtype=torch.complex64, requires_grad=True)
+    with pytest.raises(PackpropError, match="80 bytes"):
+        eager_backward(lambda z: z.abs().sum(), z, memory=60)
 
 
 def test_memory_that_is_too_small() -> None:

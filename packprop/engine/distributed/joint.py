@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from packprop.engine.algebra.monoid import SINGLE, lift, nothing_like, rescale
+from packprop.engine.algebra.monoid import MOMENTS, SINGLE, lift, nothing_like, rescale
 from packprop.engine.distributed.merging import RefusedElsewhere, in_buckets, merge_over_ranks, require_well
 from packprop.engine.distributed.statement import (
     ASKED,
@@ -51,6 +51,7 @@ class JointPass:
     def __init__(self, ranks: AllRanks, extensions: Sequence[Extension]) -> None:
         self._ranks, self._extensions = ranks, extensions
         self._results: dict[str, dict[Extension, list[Any]]] = {}
+        self._counts: dict[tuple[int, int], Any] = {}  # the rows of each result: samples that count, or tokens
         self._names: dict[int, str] = {}
         self._own: dict[str, Tensor] = {}
         self._statements: list[Statement] | None = None
@@ -114,12 +115,13 @@ class JointPass:
             PackpropError: On every rank, if a rank cannot take part, or if statements do not fit together.
         """
         own = Statement(asked=described(self._ranks, self._extensions))
-        self._own = dict(_parameters(graph))
+        self._own, several = _parameters()
+        own = replace(own, models=EXTENDED.numbered)
         if request is not None:
             require_possible(request, tasks_by_seed(self._extensions))
-            self._names = _names(graph.leaves(), self._own)
-            own = Statement(
-                asked=own.asked,
+            self._names = _names(graph, self._own, several)
+            own = replace(
+                own,
                 samples=graph.samples,
                 counts=tuple(
                     graph.samples if each.subsampling is None else len(each.subsampling)
@@ -130,7 +132,6 @@ class JointPass:
                 has_penalties=bool(graph.terms) and any(each.takes_hessian for each in self._extensions),
                 leaves={self._names[id(leaf)]: leaf.numel() for leaf in graph.leaves()},
             )
-            self._own |= {self._names[id(leaf)]: leaf for leaf in graph.leaves()}
         rank = torch.distributed.get_rank(self._ranks.group)
         told = self._statements = []  # from here on no rank waits for this one
         told += agreed(self._ranks, own)
@@ -162,6 +163,12 @@ class JointPass:
     def keep(self, leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
         """Keep the results of a leaf until the pass is over."""
         self._results[self._names[id(leaf)]] = results
+        for place, extension in enumerate(self._extensions):
+            for index, (row, value) in enumerate(zip(extension.rows, results.get(extension, []), strict=False)):
+                if row.over_n is MOMENTS and value is not None:
+                    self._counts[place, index] = value.samples
+                elif row.over_n.axis is not None and value is not None:
+                    self._counts[place, index] = value.shape[row.over_n.axis]
 
     def hand_over(self, saver: ResultSaver) -> None:
         """Merge the results of all ranks, and save them, even on parameters that this rank has not used."""
@@ -170,13 +177,15 @@ class JointPass:
         counts = merged_counts(self._statements, self._extensions)
         for place, names in enumerate(self._groups, 1):
             own = {key: value for name in names for key, value in self._partial(name)}
+            keys = ((name, *which) for name in names for which in self._counts)
+            absent = {key: int(self._counts[key[1:]]) for key in keys if key not in own}
             self._require_well()
             merged = merge_over_ranks(
                 own,
                 lambda key: self._extensions[key[1]].rows[key[2]].over_n,
                 group=self._ranks.group,
                 gather=self._ranks.gather,
-                absent=len(self.rows),
+                absent=absent,
             )
             self._others_wait = place < len(self._groups)  # the other ranks hear of a hook that fails
             for name in names:
@@ -221,26 +230,37 @@ def _unmergeable(extension: Extension) -> tuple[str, str] | None:
     return None
 
 
-def _parameters(graph: Graph) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and parameter, of called modules, or else of all extended ones; ranks share these names."""
-    seen: set[str] = set()
-    for module in graph.modules or list(EXTENDED):
+def _parameters() -> tuple[dict[str, Tensor], set[str]]:
+    """Return the parameters of all extended models by names that ranks share, and names that several share."""
+    found: dict[str, Tensor] = {}
+    several: set[str] = set()
+    for module, title in list(EXTENDED.items()):
+        own: dict[str, Tensor] = {}
         for name, parameter in (*named_wholes(module), *named_parameters(module)):
-            if name not in seen:
-                seen.add(name)
-                yield name, parameter
+            own.setdefault(f"{name} of {title}", parameter)
+        several |= own.keys() & found.keys()
+        found = own | found
+    return found, several
 
 
-def _names(leaves: Sequence[Tensor], parameters: dict[str, Tensor]) -> dict[int, str]:
-    """Name each leaf: by its parameter, or by a number in the order in which the pass meets the leaves."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    for module in list(EXTENDED):
-        for name, parameter in named_parameters(module):
-            names.setdefault(id(parameter), f"{type(module).__name__}.{name}")
-    found: dict[int, str] = {}
-    times: Counter[str] = Counter()
-    for leaf in leaves:
-        name = names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}")
-        times[name] += 1
-        found[id(leaf)] = name if times[name] == 1 else f"{name} ({times[name]})"
-    return found
+def _names(graph: Graph, parameters: dict[str, Tensor], several: set[str]) -> dict[int, str]:
+    """Name each leaf as all ranks name it: after the first extended model that it is a parameter of.
+
+    Raises:
+        PackpropError: If a leaf has no such name, or one that parameters of several models share.
+    """
+    names: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        names.setdefault(id(parameter), name)
+    for leaf in graph.leaves():
+        name = names.get(id(leaf))
+        if name is None or name in several:
+            raise PackpropError(
+                ASKED,
+                graph.name(leaf),
+                "no name tells the ranks which parameter it is: "
+                + ("it is in no extended model" if name is None else f"several models have the name {name!r}"),
+                "call packprop.extend(model) on every rank, with it among the model's parameters; for a copy "
+                "of an extended model, packprop.extend(packprop.restore(copy))",
+            )
+    return names

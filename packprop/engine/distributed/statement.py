@@ -136,6 +136,7 @@ class Statement:
     Args:
         refused: The reason why this rank cannot take part; empty if it can.
         asked: Its extensions, and how it puts values together.
+        models: The number of models that ``extend`` was called on.
         samples: Its number of samples.
         counts: The number of samples that each extension takes.
         losses: Its loss functions, in the order of their calls.
@@ -146,6 +147,7 @@ class Statement:
 
     refused: str = ""
     asked: tuple[str, ...] = ()
+    models: int = 0
     samples: int = 0
     counts: tuple[int, ...] = ()
     losses: tuple[LossTerms, ...] = ()
@@ -202,6 +204,14 @@ def agreed(ranks: AllRanks, own: Statement) -> list[Statement]:
                 raise _different(rank, mine, other)
         if len(statement.asked) != len(statements[0].asked):
             raise _different(rank, ", ".join(statements[0].asked), ", ".join(statement.asked))
+        if statement.models != statements[0].models:
+            raise PackpropError(
+                ASKED,
+                f"rank {rank}",
+                f"it has extended {statement.models} models, and rank 0 {statements[0].models}: ranks name a "
+                "parameter by the number of the call of packprop.extend for its model",
+                "call packprop.extend for the same models in the same order on every rank",
+            )
     return statements
 
 

@@ -13,6 +13,7 @@ from packprop.engine.eager.choices import ASKED, Keep, bad, choose_keep, to_keep
 from packprop.engine.eager.pieces import Job, surroundings
 from packprop.engine.eager.reach import Key, clock, reached, tensors_of
 from packprop.engine.memory.bytes import byte_count
+from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.hooks import undisturbed
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.engine.tensors.random import random_states
@@ -66,7 +67,15 @@ class Sweep:
             return gradient
         # A sum over pieces is of a wider dtype than its terms.
         rounded = gradient if isinstance(self.keep, torch.dtype) else gradient.to(like.dtype)
-        return to_keep(rounded, self.keep)
+        kept = to_keep(rounded, self.keep)
+        if kept.dtype != like.dtype and not is_dry_run() and kept.isinf().any():
+            raise PackpropError(
+                ASKED,
+                f"keep={self.keep}, for a gradient of shape {list(kept.shape)}",
+                f"an entry of it is infinite: this precision ends at {torch.finfo(kept.dtype).max:.3g}",
+                "keep=torch.bfloat16, which has the range of float32; or leave out keep",
+            )
+        return kept
 
     def _piece(self, start: int, length: int, piece: list[Tensor]) -> None:
         # Locals of this function must be gone before the next piece is evaluated.
@@ -81,7 +90,7 @@ class Sweep:
                 instead = "compute it without detach, .data and no_grad, or call fn by itself"
                 raise bad(job.where, why, instead)
             return
-        sources, doubt = reached(output, since, self.known, job.fn)
+        sources, doubt = reached(output, since, self.known, job)
         own = {key: n for n in self._trained if (key := (id(piece[n]), 0)) in sources}
         outside = {key: tensor for key, tensor in sources.items() if key not in own}
         if self.cotangent is None:
@@ -111,11 +120,12 @@ class Sweep:
         whole = [piece[n] for n in own.values() if n not in job.rows] if job.rows else []
         shared = [*whole, *outside.values()] if job.rows else []
         if self.budget is not None:
-            targets = [self.leaves[n] for n in own.values()] + list(outside.values())
+            # those of earlier pieces, too: the choice moves on to forms that keep less
+            numbers = {**self.inputs, **dict.fromkeys(own.values())}
+            targets = [self.leaves[n] for n in numbers] + list((self.outside | outside).values())
             self.keep = choose_keep(byte_count(self.budget) or 0, self.leaves, targets, bool(shared))
-            self.budget = None
         if shared and self.keep != "recompute":
-            names = {id(tensor): name for name, tensor in tensors_of(job.fn)}
+            names = {id(tensor): name for name, tensor in tensors_of(job)}
             tensor = shared[0]
             raise PackpropError(
                 ASKED,

@@ -41,7 +41,32 @@ HANDLES, AXIS = "_packprop_handles", "_packprop_sample_axis"
 """Attributes of an extended module: the handles of its hooks; the declared axis of samples, if there is one."""
 
 
-EXTENDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+class Extended(weakref.WeakKeyDictionary[nn.Module, str]):
+    """Extended modules in the order in which they were extended, each with a title that ranks share.
+
+    Ranks call ``extend`` for the same models in the same order. So the title is the number of that call: what a
+    rank has called since, and which modules are gone, makes no difference.
+    """
+
+    numbered = 0
+    """The number of models with parameters that the user has extended."""
+
+    def number(self, module: nn.Module) -> None:
+        """Add a module that the user extends."""
+        if module not in self and next(module.parameters(), None) is not None:
+            self[module] = f"model {self.numbered}"
+            self.numbered += 1
+
+    def add(self, module: nn.Module, title: str = "") -> None:
+        """Add a module, unless it is there."""
+        self.setdefault(module, title or type(module).__name__)
+
+    def discard(self, module: nn.Module) -> None:
+        """Remove a module if it is there."""
+        self.pop(module, None)
+
+
+EXTENDED = Extended()
 """Modules that ``extend`` was called on, and their copies: a pass must not miss any of their parameters."""
 
 
@@ -65,12 +90,14 @@ class Handles(list[RemovableHandle]):
         self.walks = Walks()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _copied_handles, (None if self._module is None else self._module(), [*self])
+        module = None if self._module is None else self._module()
+        title = "" if module is None else f"copy of {EXTENDED.get(module, '')}"
+        return _copied_handles, (module, [*self], title)
 
 
-def _copied_handles(module: nn.Module | None, handles: list[RemovableHandle]) -> Handles:
+def _copied_handles(module: nn.Module | None, handles: list[RemovableHandle], title: str = "") -> Handles:
     if module is not None:
-        EXTENDED.add(module)
+        EXTENDED.add(module, title)
     return Handles(module, handles)
 
 

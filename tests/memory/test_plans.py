@@ -222,6 +222,16 @@ def test_a_plan_is_not_good_for_other_options_or_another_fan_in() -> None:
         step(wide, (torch.randn(4, 5000), batch[1]), extensions.BatchGrad(), memory=plan)
 
 
+def test_a_plan_is_not_good_for_more_parameters() -> None:
+    """A bias that was frozen when the plan was made comes last: no other fact differs."""
+    model, batch, asked = nn.Linear(1, 2000), (torch.randn(8, 1), torch.arange(8)), extensions.BatchGrad()
+    model.bias.requires_grad_(False)
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, asked)
+    model.bias.requires_grad_(True)
+    with pytest.raises(BadInput, match="trainable parameters: 2; planned was 1"):
+        step(model, batch, asked, memory=plan)
+
+
 @one_in(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("make", [extensions.SumGradSquared, extensions.KFLR], ids=lambda make: make.__name__)

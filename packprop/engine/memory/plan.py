@@ -210,6 +210,7 @@ def facts_of(graph: Graph, extensions: Sequence[Extension], device: str) -> Iter
         names: list[str] = [option.name for option in fields(extension)] if is_dataclass(extension) else []
         options = dict(options_of(extension))  # a generator counts as None
         yield from ((f"{extension.name} with {name} ", options.get(name, "None")) for name in names)
+    yield "trainable parameters: ", str(len(graph.leaves()))
     for leaf, (shape, dtype) in zip(graph.leaves(), leaf_shapes(graph), strict=True):
         yield f"parameter {graph.name(leaf)!r} ", f"{[*shape]} {dtype}"
 

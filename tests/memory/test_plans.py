@@ -215,6 +215,9 @@ def test_a_plan_is_not_good_for_other_options_or_another_fan_in() -> None:
     step(network(), data(), extensions.KFAC(mc_samples=1, generator=torch.Generator()), memory=plan)
     with pytest.raises(BadInput, match="KFAC with mc_samples 50; planned was 1"):
         step(network(), data(), extensions.KFAC(mc_samples=50), memory=plan)
+    refused = pytest.raises(BadInput, match="with norms products; planned was None")
+    with refused, packprop.algorithms(norms="products"):
+        step(network(), data(), few, memory=plan)
     narrow, wide = nn.Linear(5, 6), nn.Linear(5000, 6)
     batch = torch.randn(4, 5), torch.randint(6, (4,))
     plan = packprop.plan(narrow, loss, batch, [extensions.BatchGrad()], memory="8MiB")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from packprop.engine.algebra.choices import CHOICES, forced_algorithm
 from packprop.engine.algebra.structures import Outer, Statistical
 from packprop.engine.graph.graph import Graph, ReachedUse
 from packprop.engine.memory.bytes import byte_text
@@ -202,6 +203,8 @@ def facts_of(graph: Graph, extensions: Sequence[Extension], device: str) -> Iter
     """Yield words and values that a pass must share with its plan; errors name the first that differs."""
     yield "extensions ", ", ".join(extension.name for extension in extensions)
     yield "parameters on ", device
+    yield from ((f"algorithms(...) with {kind} ", str(forced_algorithm(kind))) for kind in CHOICES)
+    yield "a graph that backward() ", "retains" if graph.kept else "frees"
     yield "uses of parameters: ", str(sum(len(use.shapes) for use in graph.uses))
     for use in graph.uses:
         yield from (("", f"{use.name} {[*shape]}") for shape in use.shapes)

@@ -244,6 +244,7 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
         leaves[0].device,
         gradients=True,
         accumulated=gradients_are_there(leaves),
+        retains_graph=graph.kept,
     )
     return choose_plan(step, budget, lambda plan: plan.beside("between model and loss", unseen))
 
@@ -265,7 +266,7 @@ def chunk_sizes_of_pass(graph: Graph, extensions: Sequence[Extension], budget: i
     known = _CHOSEN.setdefault(graph.modules[0], {})
     asked = tuple((type(extension), options_of(extension)) for extension in extensions)
     forced = tuple(map(forced_algorithm, CHOICES))
-    key = (graph.signature, leaf_shapes(graph), asked, budget, forced, gradients_are_there(graph.leaves()))
+    key = (graph.signature, leaf_shapes(graph), asked, budget, forced, gradients_are_there(graph.leaves()), graph.kept)
     if key not in known:
         known[key] = plan_again(graph, extensions, budget).chunk_sizes
     return known[key]

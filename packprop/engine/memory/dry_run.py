@@ -38,6 +38,7 @@ from packprop.engine.memory.plan import (
     Plan,
     facts_of,
     forms_gradients,
+    inputs_of,
     line_of,
 )
 from packprop.engine.passes.backward_pass import BackwardPass
@@ -180,6 +181,7 @@ class DryRun:
             kept, results = peaks.saved_alive(), peaks.saved_bytes
             samples = graph.samples
             facts = tuple(value for _, value in facts_of(graph, step.extensions, step.device.type))
+            inputs = inputs_of(graph)
             if step.gradients and not step.freed:
                 again = [forward, *self._before_results]
                 if is_order_of_data(graph):  # then each step locates the samples anew
@@ -209,6 +211,7 @@ class DryRun:
             step.accumulated,
             facts,
             step.mesh,
+            inputs,
         )
 
     def _run_step(self, model: nn.Module) -> tuple[list[Peak], Peak, Graph]:

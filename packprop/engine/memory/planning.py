@@ -18,6 +18,7 @@ from packprop.engine.memory.plan import (
     RESULTS_BEFORE,
     Plan,
     gradients_are_there,
+    inputs_of,
     leaf_shapes,
     options_of,
 )
@@ -266,7 +267,10 @@ def chunk_sizes_of_pass(graph: Graph, extensions: Sequence[Extension], budget: i
     known = _CHOSEN.setdefault(graph.modules[0], {})
     asked = tuple((type(extension), options_of(extension)) for extension in extensions)
     forced = tuple(map(forced_algorithm, CHOICES))
-    key = (graph.signature, leaf_shapes(graph), asked, budget, forced, gradients_are_there(graph.leaves()), graph.kept)
+    given = [(t.shape, t.dtype) for loss in graph.losses for t in tensors_in((loss.call.args, loss.call.kwargs))]
+    taken = tuple(inputs_of(graph).items()), tuple(given), tuple(use.recomputed for use in graph.uses)
+    before = gradients_are_there(graph.leaves())
+    key = (graph.signature, leaf_shapes(graph), asked, budget, forced, before, graph.kept, taken)
     if key not in known:
         known[key] = plan_again(graph, extensions, budget).chunk_sizes
     return known[key]

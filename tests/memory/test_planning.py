@@ -56,6 +56,39 @@ def test_a_budget_is_planned_anew_for_what_changes_it_and_not_for_other_samples(
     assert len(made) == 3
 
 
+def test_a_budget_and_a_plan_know_autocast_of_the_forward_pass(made: list[packprop.Plan]) -> None:
+    """PyTorch advises to call backward() outside of it. Copies of frozen weights in low precision are large."""
+    model, loss, asked = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 9)), nn.CrossEntropyLoss(), extensions.BatchL2Grad()
+    model[0].weight.requires_grad_(False)
+    packprop.extend(model)
+    x, y = torch.randn(8, 300), torch.arange(8)
+
+    def run(memory: Any, forward: bool, backward: bool) -> int:
+        model.zero_grad()
+        live = LiveBytes()
+        live.own([*model.parameters(), x, y], "there before")
+        with live:
+            with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+                value = loss(model(x), y)
+            with torch.autocast("cpu", torch.bfloat16, enabled=backward), packprop.backpack(asked, memory=memory):
+                value.backward()
+        return live.peak
+
+    plain = packprop.plan(model, loss, (x, y), asked)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = packprop.plan(model, loss, (x, y), asked)
+    assert cast.peak > 1.2 * plain.peak
+    assert run(cast, forward=True, backward=False) <= 1.01 * cast.peak
+    with pytest.raises(BadInput, match="autocast to torch.bfloat16; planned was"):
+        run(plain, forward=True, backward=False)
+    budget = int(1.1 * plain.peak)
+    assert run(budget, forward=False, backward=False) <= budget
+    with pytest.raises(BudgetTooSmall):
+        run(budget, forward=True, backward=False)
+    assert run(budget, forward=False, backward=True) <= budget
+    assert len(made) == 1
+
+
 class Pooled(nn.Module):
     """Pools its inputs before the first parameter, and recomputes its layer on request."""
 

@@ -227,13 +227,14 @@ def facts_of(graph: Graph, extensions: Sequence[Extension], device: str) -> Iter
 
 
 def inputs_of(graph: Graph) -> dict[str, str]:
-    """Return the shapes and precisions of the inputs of each extended model, by the name of its class."""
+    """Return shapes and precisions of the inputs of each extended model, and autocast, by the name of its class."""
     found: dict[str, list[str]] = {}
     for forward in graph.forwards:
         specs: list[TensorSpec] = []
         map_instances(TensorSpec, specs.append, (forward.args, forward.kwargs))
         texts = found.setdefault(type(forward.module()).__name__, [])
         texts += sorted(f"{[*spec.shape]} {spec.dtype}" for spec in specs)
+        texts += [f"autocast to {dtype}" for _, dtype, _ in forward.autocast.regions]
     return {model: ", ".join(texts) for model, texts in found.items()}
 
 

@@ -27,6 +27,7 @@ from packprop.engine.passes.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.recording.marks import LOSS, marks_of, nodes_above
 from packprop.engine.recording.recorder import mark_loss
 from packprop.engine.recording.switch import OwnLoss, extend, record
+from packprop.engine.tensors.autocast import AutocastRegions
 from packprop.engine.tensors.calling import (
     LABELS,
     LossFunction,
@@ -189,7 +190,7 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
             "a budget alone suffices for one call of one model followed by one loss",
             "make a plan of the step, packprop.plan(...), and give that as memory",
         )
-    args, kwargs = calls[0].args, calls[0].kwargs
+    args, kwargs, autocast = calls[0].args, calls[0].kwargs, calls[0].autocast
     if args is None:
         raise BadInput(
             "backpack(memory=...) was entered.",
@@ -217,7 +218,7 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
         alive[:] = [function]
         others = fake(loss_args[1:])
         options = fake({name: value for name, value in loss_kwargs.items() if name != "input"})
-        with record():
+        with record(), AutocastRegions.now().switched(False), autocast.switched(True):
             outputs = list(tensors_in(copied(*given, **named)))
             if returns_loss:
                 return next(t for t in outputs if t.shape == graph.roots[0].shape and t.requires_grad)

@@ -188,6 +188,13 @@ class Backpack:
         if not self._options.are_any or call.is_plain:
             return backward()
         self._seen = True
+        if call.create_graph and self._options.memory is not None:
+            raise BadInput(
+                f"{self.call}(memory=...) was entered.",
+                "backward(create_graph=True)",
+                "a plan does not count the graph of the gradient and of the values",
+                "leave memory out, or call backward() without create_graph",
+            )
         if self._options.ranks is None:
             return self._pass(call, backward, None)
         with JointPass(self._options.ranks, self.extensions) as joint:

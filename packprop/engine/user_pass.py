@@ -266,6 +266,7 @@ class _Pass:
             extensions, groups = by_groups(graph, options.probes, extensions, self._is_plain)
         if options.clipping is not None:
             clip = settled(options.clipping, graph, self._is_plain, groups)
+        graph.kept = self.call.keeps_graph  # a plan counts it
         sizes = chunk_sizes(graph)
         request = Request(graph, extensions, sizes, self.call.create_graph, drawn, groups=groups, clip=clip)
         if joint is not None:

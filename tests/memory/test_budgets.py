@@ -15,6 +15,7 @@ import packprop
 from packprop import extensions
 from packprop.engine.algebra import kernels
 from packprop.engine.memory.bytes import byte_text
+from packprop.engine.memory.live import LiveBytes
 from packprop.engine.memory.plan import BudgetTooSmall
 from packprop.engine.memory.search import HELD, choices, looser
 from packprop.engine.passes import chunks
@@ -308,6 +309,35 @@ def test_the_least_of_a_data_set_counts_the_results_of_the_batches_before() -> N
         run(caught.value.floor)
         with pytest.raises(BudgetTooSmall):
             run(caught.value.floor - 1)
+
+
+def test_a_budget_counts_a_retained_graph() -> None:
+    """The graph that backward() would free along the way is still there when the last results are made."""
+    model = packprop.extend(nn.Sequential(*[each for _ in range(5) for each in (nn.Linear(64, 64), nn.Tanh())]))
+    (x, y), asked = (torch.randn(64, 64), torch.arange(64)), extensions.BatchL2Grad()
+    freed = packprop.plan(model, nn.CrossEntropyLoss(), (x, y), asked)
+
+    def run(memory: Any, **options: Any) -> int:
+        model.zero_grad()
+        live = LiveBytes()
+        results = [p.batch_l2 for p in model.parameters() if hasattr(p, "batch_l2")]
+        live.own([*model.parameters(), x, y, *results], "there before")
+        with live:
+            loss = nn.functional.cross_entropy(model(x), y)
+            with packprop.backpack(asked, memory=memory):
+                loss.backward(**options)
+        return live.peak
+
+    assert run(freed.peak) <= 1.02 * freed.peak
+    with pytest.raises(BudgetTooSmall) as caught:
+        run(freed.peak, retain_graph=True)
+    assert caught.value.floor > 1.2 * freed.peak
+    assert run(caught.value.floor, retain_graph=True) <= 1.01 * caught.value.floor
+    with pytest.raises(BadInput, match="retains; planned was frees"):
+        run(freed, retain_graph=True)
+    for memory in (freed, "1GiB"):
+        with pytest.raises(BadInput, match="create_graph=True"):
+            run(memory, create_graph=True)
 
 
 def test_more_is_given_back_from_the_most_to_what_there_is() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
@@ -19,7 +20,7 @@ from packprop.engine.memory.peaks import PeakRecorder
 from packprop.engine.memory.plan import BudgetTooSmall
 from packprop.engine.memory.planning import plan_again
 from packprop.engine.tensors.dry import storage_key
-from packprop.errors import PackpropError, PackpropWarning
+from packprop.errors import BadInput, PackpropError, PackpropWarning
 from tests.memory.steps import MIB, PLANNED, data, network, step
 from tests.references.running import assert_all_near, backward, forward, results
 from tests.selection import one_in, thorough
@@ -52,6 +53,74 @@ def test_a_budget_is_planned_anew_for_what_changes_it_and_not_for_other_samples(
     model.zero_grad()
     with packprop.algorithms(products="batched"):
         step(model, (inputs.double(), targets), extensions.BatchGrad(subsampling=[0, 3]), memory="64MiB")
+    assert len(made) == 3
+
+
+def test_a_budget_and_a_plan_know_autocast_of_the_forward_pass(made: list[packprop.Plan]) -> None:
+    """PyTorch advises to call backward() outside of it. Copies of frozen weights in low precision are large."""
+    model, loss, asked = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 9)), nn.CrossEntropyLoss(), extensions.BatchL2Grad()
+    model[0].weight.requires_grad_(False)
+    packprop.extend(model)
+    x, y = torch.randn(8, 300), torch.arange(8)
+
+    def run(memory: Any, forward: bool, backward: bool) -> int:
+        model.zero_grad()
+        live = LiveBytes()
+        live.own([*model.parameters(), x, y], "there before")
+        with live:
+            with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+                value = loss(model(x), y)
+            with torch.autocast("cpu", torch.bfloat16, enabled=backward), packprop.backpack(asked, memory=memory):
+                value.backward()
+        return live.peak
+
+    plain = packprop.plan(model, loss, (x, y), asked)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = packprop.plan(model, loss, (x, y), asked)
+    assert cast.peak > 1.2 * plain.peak
+    assert run(cast, forward=True, backward=False) <= 1.01 * cast.peak
+    with pytest.raises(BadInput, match="autocast to torch.bfloat16; planned was"):
+        run(plain, forward=True, backward=False)
+    budget = int(1.1 * plain.peak)
+    assert run(budget, forward=False, backward=False) <= budget
+    with pytest.raises(BudgetTooSmall):
+        run(budget, forward=True, backward=False)
+    assert run(budget, forward=False, backward=True) <= budget
+    assert len(made) == 1
+
+
+class Pooled(nn.Module):
+    """Pools its inputs before the first parameter, and recomputes its layer on request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.recomputes = nn.Sequential(nn.Linear(20, 10), nn.Tanh()), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = F.adaptive_avg_pool1d(x * 2, 20)
+        output: Tensor = checkpoint(self.layer, pooled, use_reentrant=False) if self.recomputes else self.layer(pooled)
+        return output
+
+
+def test_a_budget_is_planned_anew_for_other_inputs_and_without_checkpoints(made: list[packprop.Plan]) -> None:
+    """Nothing at the uses tells them apart; a plan is refused for them."""
+    model, y, asked = Pooled(), torch.arange(8), extensions.BatchL2Grad()
+    model.recomputes = True
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), (torch.randn(8, 100), y), asked)
+    for count in (1, 1, 2):
+        model.zero_grad()
+        step(model, (torch.randn(8, 100 * count), y), asked, memory=2**20)
+        assert len(made) == count
+    with pytest.raises(BadInput, match=r"inputs of Pooled: \[8, 200\] torch.float32; planned was \[8, 100\]"):
+        step(model, (torch.randn(8, 200), y), asked, memory=plan)
+    step(model, (torch.randn(8, 100), y), asked, memory=plan)
+    with pytest.raises(BudgetTooSmall):
+        step(model, (torch.randn(8, 10**5), y), asked, memory=2**20)
+    model.recomputes = False
+    with pytest.raises(BadInput, match="planned was linear .* in a checkpoint"):
+        step(model, (torch.randn(8, 100), y), asked, memory=plan)
+    model.zero_grad()
+    step(model, (torch.randn(8, 100), y), asked, memory=2**20)
     assert len(made) == 3
 
 

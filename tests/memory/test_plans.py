@@ -215,11 +215,24 @@ def test_a_plan_is_not_good_for_other_options_or_another_fan_in() -> None:
     step(network(), data(), extensions.KFAC(mc_samples=1, generator=torch.Generator()), memory=plan)
     with pytest.raises(BadInput, match="KFAC with mc_samples 50; planned was 1"):
         step(network(), data(), extensions.KFAC(mc_samples=50), memory=plan)
+    refused = pytest.raises(BadInput, match="with norms products; planned was None")
+    with refused, packprop.algorithms(norms="products"):
+        step(network(), data(), few, memory=plan)
     narrow, wide = nn.Linear(5, 6), nn.Linear(5000, 6)
     batch = torch.randn(4, 5), torch.randint(6, (4,))
     plan = packprop.plan(narrow, loss, batch, [extensions.BatchGrad()], memory="8MiB")
     with pytest.raises(BadInput, match=r"'weight' \[6, 5000\] torch.float32; planned was \[6, 5\]"):
         step(wide, (torch.randn(4, 5000), batch[1]), extensions.BatchGrad(), memory=plan)
+
+
+def test_a_plan_is_not_good_for_more_parameters() -> None:
+    """A bias that was frozen when the plan was made comes last: no other fact differs."""
+    model, batch, asked = nn.Linear(1, 2000), (torch.randn(8, 1), torch.arange(8)), extensions.BatchGrad()
+    model.bias.requires_grad_(False)
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, asked)
+    model.bias.requires_grad_(True)
+    with pytest.raises(BadInput, match="trainable parameters: 2; planned was 1"):
+        step(model, batch, asked, memory=plan)
 
 
 @one_in(3)

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule
 from packprop.applications.compiled.costs import peak_of, seconds_in_turns
 from packprop.applications.compiled.parts import put_together
 from packprop.engine.memory import byte_text
-from packprop.engine.passes import AutocastRegions
+from packprop.engine.tensors import AutocastRegions
 
 Backend = str | Callable[..., Any]
 Run = Callable[..., Sequence[Tensor]]

@@ -38,6 +38,7 @@ from packprop.engine.memory.plan import (
     Plan,
     facts_of,
     forms_gradients,
+    inputs_of,
     line_of,
 )
 from packprop.engine.passes.backward_pass import BackwardPass
@@ -72,6 +73,7 @@ class PlannedStep:
         freed: Says that an extension hook removes the values of each parameter as soon as they are saved.
         accumulated: Says that ``.grad`` holds gradients of an earlier pass when the step begins.
         mesh: The mesh that shards the model, if there is one.
+        retains_graph: Says that ``backward()`` does not free the graph, as under ``retain_graph=True``.
     """
 
     model: nn.Module
@@ -82,6 +84,7 @@ class PlannedStep:
     freed: bool = False
     accumulated: bool = False
     mesh: Mesh | None = None
+    retains_graph: bool = False
 
     def of_fewer(self, samples: int, number: int) -> PlannedStep:
         """Return the step for ``number`` of ``samples`` samples, which lie on the leading axes of its inputs.
@@ -178,6 +181,7 @@ class DryRun:
             kept, results = peaks.saved_alive(), peaks.saved_bytes
             samples = graph.samples
             facts = tuple(value for _, value in facts_of(graph, step.extensions, step.device.type))
+            inputs = inputs_of(graph)
             if step.gradients and not step.freed:
                 again = [forward, *self._before_results]
                 if is_order_of_data(graph):  # then each step locates the samples anew
@@ -207,6 +211,7 @@ class DryRun:
             step.accumulated,
             facts,
             step.mesh,
+            inputs,
         )
 
     def _run_step(self, model: nn.Module) -> tuple[list[Peak], Peak, Graph]:
@@ -220,6 +225,7 @@ class DryRun:
         forward = peaks.end_part()
         peaks.live.phase = "temporary"
         graph = walk([loss], [None], None)
+        graph.kept = step.retains_graph or any(extension.keeps_graph for extension in step.extensions)
         settle_loss_inputs(graph, step.extensions)
         check_graph(graph, not all(extension.of_batch for extension in step.extensions))
         locating = peaks.end_part()
@@ -275,7 +281,7 @@ class DryRun:
         self._peaks.partial_results = backward_pass.results.tensors
 
         def backward(leaves: Sequence[Tensor] | None) -> None:
-            torch.autograd.backward([loss], inputs=leaves)
+            torch.autograd.backward([loss], retain_graph=graph.kept, inputs=leaves)
 
         try:
             backward_pass.run(backward if self._step.gradients else None)

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from packprop.engine.algebra.choices import CHOICES, forced_algorithm
 from packprop.engine.algebra.structures import Outer, Statistical
 from packprop.engine.graph.graph import Graph, ReachedUse
 from packprop.engine.memory.bytes import byte_text
 from packprop.engine.memory.mesh import Mesh
 from packprop.engine.passes.chunks import ChunkSizes
+from packprop.engine.tensors.dry import TensorSpec
+from packprop.engine.tensors.nesting import map_instances
 from packprop.engine.tensors.plain_text import import_rich, plain_text
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.errors import BadInput, PackpropWarning
@@ -120,6 +123,7 @@ class Plan:
         accumulated: Says that it counts gradients of an earlier pass, which are in memory when a step begins.
         facts: The facts that a pass must share with the plan; see ``facts_of``.
         mesh: The mesh that shards the model, if there is one: then the plan is that of one device.
+        inputs: The inputs of each extended model that a pass must share with the plan; see ``inputs_of``.
     """
 
     peak: int
@@ -136,6 +140,7 @@ class Plan:
     accumulated: bool
     facts: tuple[str, ...] = field(repr=False)
     mesh: Mesh | None = None
+    inputs: dict[str, str] = field(default_factory=dict, repr=False)
 
     def beside(self, kind: str, size: int) -> Plan:
         """Return the same plan, plus ``size`` bytes that stay in memory throughout."""
@@ -154,6 +159,9 @@ class Plan:
         difference = next(
             (f"{of}{it}; planned was {planned}" for (of, it), planned in pairs if it != planned), None
         )
+        for model, given in inputs_of(graph).items():
+            if difference is None and given != self.inputs.get(model, given):
+                difference = f"inputs of {model}: {given}; planned was {self.inputs[model]}"
         if self.freed and not hooked:
             difference = "no extension hook; planned was one that removes values"
         if difference is not None:
@@ -202,16 +210,32 @@ def facts_of(graph: Graph, extensions: Sequence[Extension], device: str) -> Iter
     """Yield words and values that a pass must share with its plan; errors name the first that differs."""
     yield "extensions ", ", ".join(extension.name for extension in extensions)
     yield "parameters on ", device
+    yield from ((f"algorithms(...) with {kind} ", str(forced_algorithm(kind))) for kind in CHOICES)
+    yield "a graph that backward() ", "retains" if graph.kept else "frees"
     yield "uses of parameters: ", str(sum(len(use.shapes) for use in graph.uses))
     for use in graph.uses:
-        yield from (("", f"{use.name} {[*shape]}") for shape in use.shapes)
+        again = " in a checkpoint" if use.recomputed else ""
+        yield from (("", f"{use.name} {[*shape]}{again}") for shape in use.shapes)
     for extension in extensions:
         # attributes of other classes need not be options: they may keep what they have seen
         names: list[str] = [option.name for option in fields(extension)] if is_dataclass(extension) else []
         options = dict(options_of(extension))  # a generator counts as None
         yield from ((f"{extension.name} with {name} ", options.get(name, "None")) for name in names)
+    yield "trainable parameters: ", str(len(graph.leaves()))
     for leaf, (shape, dtype) in zip(graph.leaves(), leaf_shapes(graph), strict=True):
         yield f"parameter {graph.name(leaf)!r} ", f"{[*shape]} {dtype}"
+
+
+def inputs_of(graph: Graph) -> dict[str, str]:
+    """Return shapes and precisions of the inputs of each extended model, and autocast, by the name of its class."""
+    found: dict[str, list[str]] = {}
+    for forward in graph.forwards:
+        specs: list[TensorSpec] = []
+        map_instances(TensorSpec, specs.append, (forward.args, forward.kwargs))
+        texts = found.setdefault(type(forward.module()).__name__, [])
+        texts += sorted(f"{[*spec.shape]} {spec.dtype}" for spec in specs)
+        texts += [f"autocast to {dtype}" for _, dtype, _ in forward.autocast.regions]
+    return {model: ", ".join(texts) for model, texts in found.items()}
 
 
 def leaf_shapes(graph: Graph) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:

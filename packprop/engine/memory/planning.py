@@ -18,6 +18,7 @@ from packprop.engine.memory.plan import (
     RESULTS_BEFORE,
     Plan,
     gradients_are_there,
+    inputs_of,
     leaf_shapes,
     options_of,
 )
@@ -26,6 +27,7 @@ from packprop.engine.passes.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.recording.marks import LOSS, marks_of, nodes_above
 from packprop.engine.recording.recorder import mark_loss
 from packprop.engine.recording.switch import OwnLoss, extend, record
+from packprop.engine.tensors.autocast import AutocastRegions
 from packprop.engine.tensors.calling import (
     LABELS,
     LossFunction,
@@ -189,7 +191,7 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
             "a budget alone suffices for one call of one model followed by one loss",
             "make a plan of the step, packprop.plan(...), and give that as memory",
         )
-    args, kwargs = calls[0].args, calls[0].kwargs
+    args, kwargs, autocast = calls[0].args, calls[0].kwargs, calls[0].autocast
     if args is None:
         raise BadInput(
             "backpack(memory=...) was entered.",
@@ -217,7 +219,7 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
         alive[:] = [function]
         others = fake(loss_args[1:])
         options = fake({name: value for name, value in loss_kwargs.items() if name != "input"})
-        with record():
+        with record(), AutocastRegions.now().switched(False), autocast.switched(True):
             outputs = list(tensors_in(copied(*given, **named)))
             if returns_loss:
                 return next(t for t in outputs if t.shape == graph.roots[0].shape and t.requires_grad)
@@ -245,6 +247,7 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
         leaves[0].device,
         gradients=True,
         accumulated=gradients_are_there(leaves),
+        retains_graph=graph.kept,
     )
     return choose_plan(step, budget, lambda plan: plan.beside("between model and loss", unseen))
 
@@ -266,7 +269,10 @@ def chunk_sizes_of_pass(graph: Graph, extensions: Sequence[Extension], budget: i
     known = _CHOSEN.setdefault(graph.modules[0], {})
     asked = tuple((type(extension), options_of(extension)) for extension in extensions)
     forced = tuple(map(forced_algorithm, CHOICES))
-    key = (graph.signature, leaf_shapes(graph), asked, budget, forced, gradients_are_there(graph.leaves()))
+    given = [(t.shape, t.dtype) for loss in graph.losses for t in tensors_in((loss.call.args, loss.call.kwargs))]
+    taken = tuple(inputs_of(graph).items()), tuple(given), tuple(use.recomputed for use in graph.uses)
+    before = gradients_are_there(graph.leaves())
+    key = (graph.signature, leaf_shapes(graph), asked, budget, forced, before, graph.kept, taken)
     if key not in known:
         known[key] = plan_again(graph, extensions, budget).chunk_sizes
     return known[key]

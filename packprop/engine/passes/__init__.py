@@ -1,7 +1,6 @@
 """One backward pass: the order of its sweeps, and the merging of results at leaves."""
 
 from packprop.engine.passes.accumulator import Log
-from packprop.engine.passes.autocast import AutocastRegions
 from packprop.engine.passes.backward_pass import BackwardPass, long_work_of
 from packprop.engine.passes.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.passes.gradient import changed_gradient
@@ -18,7 +17,6 @@ from packprop.engine.passes.saving import (
 )
 
 __all__ = [
-    "AutocastRegions",
     "BackwardPass",
     "ChunkSizes",
     "Hook",

@@ -14,7 +14,7 @@ from packprop.engine.curvature.seeds import columns
 from packprop.engine.functions.entry import ArrivedCotangents
 from packprop.engine.functions.saved import explaining_checkpoints
 from packprop.engine.passes.accumulator import Accumulator, Done, Log
-from packprop.engine.passes.autocast import AutocastRegions
+from packprop.engine.tensors.autocast import AutocastRegions
 from packprop.engine.passes.collector import Collector
 from packprop.engine.passes.column_sweeps import ColumnSweeps, groups_of_uses
 from packprop.engine.passes.gradient import Backward, GradientPass

@@ -25,7 +25,7 @@ from packprop.engine.functions.entry import ArrivedCotangents
 from packprop.engine.graph.graph import ReachedUse
 from packprop.engine.graph.sweep import Watch
 from packprop.engine.passes.accumulator import Accumulator, for_grad, written_in_place
-from packprop.engine.passes.autocast import AutocastRegions
+from packprop.engine.tensors.autocast import AutocastRegions
 from packprop.engine.passes.backward_pass import made_columns, share_exact_columns
 from packprop.engine.passes.chunks import ChunkSizes
 from packprop.engine.passes.column_sweeps import are_one_sweep, sweep_chunk

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from packprop.engine.functions.losses.description import input_of
 from packprop.engine.functions.losses.read import loss_of_node
 from packprop.engine.functions.nodes import name_of_node, number_of_node
+from packprop.engine.tensors.autocast import AutocastRegions
 from packprop.engine.tensors.dry import TensorSpec, is_dry_run
 from packprop.engine.tensors.hooks import dictionary_of
 from packprop.engine.tensors.nesting import tensors_in, tensors_of_call
@@ -142,6 +143,7 @@ class ForwardCall:
         kwargs: The keyword arguments, likewise.
         leaves: Inputs that are leaves and require gradients: they are data, not parameters.
         storages: The memory of the inputs, which autograd need not keep.
+        autocast: The regions that the call ran in.
     """
 
     module: Callable[[], nn.Module | None]
@@ -150,6 +152,7 @@ class ForwardCall:
     kwargs: Any = field(default_factory=dict)
     leaves: list[weakref.ref[Tensor]] = field(default_factory=list, init=False)
     storages: list[weakref.ref[UntypedStorage]] = field(default_factory=list, init=False)
+    autocast: AutocastRegions = field(default_factory=AutocastRegions.now, init=False)
 
     def __post_init__(self) -> None:
         has_data = not is_dry_run()

@@ -21,8 +21,8 @@ class AutocastRegions(NamedTuple):
     regions: tuple[tuple[str, torch.dtype, bool], ...]
 
     @classmethod
-    def now(cls, devices: Iterable[str]) -> AutocastRegions:
-        """Return the active regions."""
+    def now(cls, devices: Iterable[str] = ("cpu", "cuda", "xpu", "mps")) -> AutocastRegions:
+        """Return the active regions of some types of devices."""
         regions = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
             for kind in devices

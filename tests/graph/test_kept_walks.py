@@ -370,12 +370,13 @@ def test_other_shapes_and_options(asked: str, served: Served, monkeypatch: pytes
 
 
 def test_an_input_that_is_a_buffer_of_the_model(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a constant is data is asked in each pass: a buffer is none."""
+    """Whether a constant is data is asked in each pass: the sweeps decide on a buffer."""
     run = Run(ASKED["norms"])
     for _ in range(FIRST):
         run.step()
     before = served.kept
     run.check(monkeypatch, x=run.model.get_buffer("mask"))
+    run.check(monkeypatch)
     assert served.kept == before
     run.check(monkeypatch)
     assert served.kept == before + 1

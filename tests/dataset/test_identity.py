@@ -271,7 +271,7 @@ CHANGES: list[tuple[str, str, str, str, str]] = [
     ("return self.by * x", "return self.by + x", "Factor.__rmul__: its code differs", DATA, ""),
     ("ered(x):\n    return x * 1.0", "ered(x):\n    return x * 2.0", "remembered: wrapped: ", DATA, ""),
     ("atched(x):\n    return x * 1.0", "atched(x):\n    return x * 2.0", "dispatched: ", DATA, ""),
-    ("counted.by = 0, 1.0", "counted.by = 0, 2.0", "counted: attributes: by: 1.0 there, 2.0 here", DATA, ""),
+    ("counted.by = 0, 1.0", "counted.by = 0, 2.0", "counted: by: 1.0 there, 2.0 here", DATA, ""),
     ("Factor(), 1.0\n", "Factor(), 2.0\n", "_far: 1.0 there, 2.0 here", DATA, ""),
 ]  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 import packprop
 from packprop import BadInput
 from packprop.applications.dataset.code import code_of
+from packprop.applications.dataset.describing import Describer
 from packprop.applications.dataset.identity import describer_of
 from packprop.extensions import SumGradSquared
 
@@ -241,3 +244,101 @@ def test_a_class_whose_entries_a_loss_reads(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(Settings, "temperature", 3.0)
     with pytest.raises(BadInput, match=r"temperature: 1.0 there, 3.0 here"):
         run()
+
+
+def replacing(factor: float) -> nn.Module:
+    """A module whose installed ``forward`` calls a method of the user's."""
+
+    class Turned(nn.Conv1d):
+        def _conv_forward(self, x: Tensor, weight: Tensor, bias: Any) -> Tensor:
+            COUNTS[0] += 1
+            return super()._conv_forward(x, factor * weight, bias)
+
+    return Turned(2, 2, 1)
+
+
+def replacing_a_value(factor: float) -> Any:
+    class Sorted(BaseException):
+        args = (factor,)
+
+    return Sorted()
+
+
+def wrapping(factor: float) -> Any:
+    @functools.wraps(mse_loss)
+    def inner(f: Tensor, y: Tensor) -> Tensor:
+        return mse_loss(f * factor, y)
+
+    return inner
+
+
+def wrapping_a_forward(factor: float) -> Any:
+    model = nn.Linear(2, 2)
+    forward = model.forward
+    model.forward = functools.wraps(forward)(lambda x: factor * forward(x))  # type: ignore[method-assign]
+    return model
+
+
+def wrapped_by_installed_code(factor: float) -> Any:
+    wrapper = torch.no_grad()(lambda x: factor * x)
+    wrapper.__module__ = "torch"
+    del wrapper.__wrapped__
+    return wrapper
+
+
+def with_attributes_of_our_names(factor: float) -> Any:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.methods, self.hooks = ("a", "b"), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return factor * x
+
+    return Named()
+
+
+CHANGED = [
+    *(replacing, replacing_a_value, wrapping, wrapping_a_forward, wrapped_by_installed_code),
+    with_attributes_of_our_names,
+]
+
+
+@pytest.mark.parametrize("made", CHANGED, ids=lambda made: made.__name__)
+def test_changed_code_is_seen(made: Any) -> None:
+    described = []
+    for factor in (1.0, 1.0, 2.0):
+        torch.manual_seed(0)
+        described.append(Describer().of(made(factor), "it"))
+    assert described[0] == described[1]
+    assert described[0] != described[2]
+
+
+def test_a_module_and_its_child_of_our_names_are_told_apart() -> None:
+    child = nn.Sequential()
+    child.add_module("class", nn.Tanh())
+    child.add_module("methods", nn.ReLU())
+    assert all(name in str(Describer().of(child, "it")) for name in ("Sequential", "Tanh", "ReLU"))
+
+
+def test_methods_that_installed_code_may_call_change_something_around_them() -> None:
+    assert describer_of(replacing(1.0), nn.CrossEntropyLoss()).changes
+
+
+def test_what_only_such_methods_write_stays_an_option() -> None:
+    class Scaled(nn.Linear):
+        def reset_parameters(self) -> None:
+            super().reset_parameters()
+            self.scale = 1.0
+
+    assert "scale" in str(Describer().of(Scaled(2, 2), "it"))
+
+
+def scripted(f: Tensor, y: Tensor) -> Tensor:
+    return (f - y).square().mean()
+
+
+def test_code_that_is_not_pythons_cannot_be_told() -> None:
+    describer = Describer()
+    assert "square" in str(describer.of(torch.jit.script(scripted), "the loss"))  # type: ignore[no-untyped-call]
+    assert describer.untold == ["the loss"]

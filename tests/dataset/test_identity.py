@@ -9,17 +9,22 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import rich.text
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from packprop import BadInput, PackpropWarning
 from packprop.applications.dataset.code import version_of
+from packprop.applications.dataset.data_facts import loader_facts
 from packprop.applications.dataset.describing import Describer
+from packprop.applications.dataset.identity import difference
 from tests.selection import often, one_in, thorough
 
 PROGRAM = '''
@@ -271,7 +276,7 @@ CHANGES: list[tuple[str, str, str, str, str]] = [
     ("return self.by * x", "return self.by + x", "Factor.__rmul__: its code differs", DATA, ""),
     ("ered(x):\n    return x * 1.0", "ered(x):\n    return x * 2.0", "remembered: wrapped: ", DATA, ""),
     ("atched(x):\n    return x * 1.0", "atched(x):\n    return x * 2.0", "dispatched: ", DATA, ""),
-    ("counted.by = 0, 1.0", "counted.by = 0, 2.0", "counted: attributes: by: 1.0 there, 2.0 here", DATA, ""),
+    ("counted.by = 0, 1.0", "counted.by = 0, 2.0", "counted: by: 1.0 there, 2.0 here", DATA, ""),
     ("Factor(), 1.0\n", "Factor(), 2.0\n", "_far: 1.0 there, 2.0 here", DATA, ""),
 ]  # fmt: skip
 
@@ -364,6 +369,50 @@ def test_modes_of_hidden_modules_count() -> None:
     hidden.train()[0].eval()
     described.append(Describer().of([hidden], "it"))
     assert all(first != second for first, second in itertools.combinations(described, 2))
+
+
+class Shortened(DataLoader[Any]):
+    """A loader of the user's with options of its own."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(TensorDataset(torch.zeros(2000, 3)), batch_size=4)
+        self.most, self.begun = most, 0
+
+    def __iter__(self) -> Any:
+        self.begun += 1
+        return itertools.islice(super().__iter__(), self.most)
+
+
+def loading(**options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.zeros(2000, 3)), **options)
+
+
+ROWS = [*range(1500)]
+LOADERS: dict[str, Callable[[int], DataLoader[Any]]] = {
+    "sampler, a list": lambda last: loading(sampler=[*ROWS, last]),
+    "sampler, a range": lambda last: loading(sampler=range(last)),
+    "sampler, an array": lambda last: loading(sampler=np.array([0, last])),
+    "batch_sampler, a list": lambda last: loading(batch_sampler=[[1, 2], [3, last]]),
+    "indices of a sampler": lambda last: loading(sampler=SubsetRandomSampler([*ROWS, last, *ROWS])),
+    "a loader of one's own": Shortened,
+}
+
+
+@pytest.mark.parametrize("which", LOADERS)
+def test_options_of_loaders_are_compared(which: str) -> None:
+    """As wholes: not by some entries of a long list."""
+    loaders = [LOADERS[which](last) for last in (7, 7, 8)]
+    [*loaders[1]]  # what a loader counts is no option
+    one, same, other = ({"batches": loader_facts(each, Describer())} for each in loaders)
+    assert difference(one, same) is None
+    assert difference(one, other) is not None
+
+
+def test_loaders_and_samplers_of_other_packages_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shortened, "__module__", "rich.text")
+    describer = Describer()
+    loader_facts(Shortened(7), describer)
+    assert describer.untold == ["the loader"]
 
 
 def test_random_states_are_left_alone(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from packprop.applications.dataset.digests import bytes_digest
@@ -29,6 +29,15 @@ BY_TEXT = {"eval", "exec", "globals"}
 
 ALL_NAMES = {"__dict__", "getattr", "vars"}
 """Names in code that may read any attribute."""
+
+
+NOT_CALLED = {
+    *("__init__", "__new__", "__post_init__", "__del__", "__init_subclass__", "__set_name__", "__annotate__"),
+    *("__repr__", "__str__", "__format__", "__dir__", "__sizeof__", "__class_getitem__", "__rich_repr__"),
+    *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__copy__"),
+    *("__deepcopy__",),
+}
+"""Special methods of Python that change no value in a pass: they make, copy or show objects."""
 
 
 @dataclass
@@ -58,6 +67,11 @@ class Code:
     def options(self) -> set[str]:
         """The attributes that it reads and leaves unchanged."""
         return self.read - self.written - self.filled
+
+    @property
+    def reads_all(self) -> bool:
+        """Tell whether it may read attributes whose names it does not contain."""
+        return bool(ALL_NAMES & (self.read | self.scope))
 
     def take_in(self, other: Code) -> None:
         """Add the references of other code."""
@@ -202,8 +216,11 @@ def _constant(value: Any) -> str:
 def package_of(thing: Any) -> str | None:
     """Return the installed package of a class or function; ``None`` for the user's own.
 
-    Name and version identify installed code, so packprop does not look into it.
+    Name and version identify installed code, so packprop does not look into it. A wrapper made by
+    ``functools.wraps`` has the module of what it wraps, so the module where its code stands counts as well.
     """
+    if isinstance(thing, FunctionType) and package_at(str(thing.__globals__.get("__name__"))) is None:
+        return None
     home = getattr(thing, "__module__", None)
     if isinstance(home, str):
         return package_at(home)
@@ -245,3 +262,21 @@ def own_spaces(owner: type | ModuleType) -> Iterator[type | ModuleType]:
     if isinstance(owner, type):
         return own_classes(owner)
     return iter(() if package_at(owner.__name__) else (owner,))
+
+
+def is_special(name: str) -> bool:
+    """Tell whether Python calls a method of this name by itself, for an operator and the like."""
+    return name.startswith("__") and name.endswith("__") and name not in NOT_CALLED
+
+
+def is_code(kind: type, name: str) -> bool:
+    """Tell whether a member of a class is code of the user."""
+    return any(name in vars(each) and next(functions_in(vars(each)[name]), None) for each in own_classes(kind))
+
+
+def functions_in(member: Any) -> Iterator[FunctionType]:
+    """Yield the user's functions in a member of a class, such as a method or a property."""
+    inside = (getattr(member, name, None) for name in ("__func__", "fget", "func", "__wrapped__"))
+    for part in (member, *inside):
+        if isinstance(part, FunctionType) and package_of(part) is None:
+            yield part

@@ -23,6 +23,9 @@ SAMPLER_OPTIONS = (
 )
 """Attributes of PyTorch's samplers that determine the samples and their order."""
 
+KNOWN = ("torch", "torchdata")
+"""Packages whose loaders and samplers have no other options than these."""
+
 SECONDS = 0.03
 """Seconds after which packprop reads no further sample."""
 
@@ -55,8 +58,12 @@ def loader_facts(loader: Any, describer: Describer) -> dict[str, Any]:
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         # with workers, read no sample: each worker has to open the data set's files itself
         of_data_set = data_set_facts(loader.dataset, describer, is_read=loader.num_workers == 0)
+        package = package_of(type(loader))
+        if package not in (None, *KNOWN):
+            describer.untold.append("the loader")
         return {
             "class": type(loader).__name__,
+            "loader": describer.of(loader, "the loader", {"batch_size"}) if package is None else None,
             "batch size": loader.batch_size,
             "sampler": _sampler_facts(sampler, describer),
             "collate_fn": describer.of(loader.collate_fn, "collate_fn"),
@@ -73,8 +80,14 @@ def loader_facts(loader: Any, describer: Describer) -> dict[str, Any]:
 
 
 def _sampler_facts(sampler: Any, describer: Describer) -> Any:
-    if package_of(type(sampler)) is None:
+    if isinstance(sampler, (list, tuple, range, np.ndarray, torch.Tensor)):  # of indices, or of batches of them
+        listed = [each.tolist() if hasattr(each, "tolist") else each for each in sampler]
+        return describer.of(json.dumps(listed, default=str), "the sampler")
+    package = package_of(type(sampler))
+    if package is None:
         return describer.of(sampler, "the sampler")
+    if package not in KNOWN:
+        describer.untold.append("the sampler")
     found = {"class": type(sampler).__name__}
     for name in SAMPLER_OPTIONS:
         with contextlib.suppress(Exception):  # this sampler does not have the option, or not yet

@@ -15,6 +15,7 @@ import math
 import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import replace
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
@@ -24,9 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from packprop.applications.dataset.code import (
-    ALL_NAMES,
     Code,
     code_of,
+    functions_in,
+    is_code,
+    is_special,
     own_classes,
     own_spaces,
     package_at,
@@ -51,14 +54,6 @@ CALLED = (
 )
 """The methods that Python, PyTorch and packprop call on an object, beside operators and the like."""
 
-NOT_CALLED = {
-    *("__init__", "__new__", "__post_init__", "__del__", "__init_subclass__", "__set_name__", "__annotate__"),
-    *("__repr__", "__str__", "__format__", "__dir__", "__sizeof__", "__class_getitem__", "__rich_repr__"),
-    *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__copy__"),
-    *("__deepcopy__",),
-}
-"""Special methods of Python that change no value in a pass: they make, copy or show objects."""
-
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of modules that hold their hooks."""
 
@@ -69,7 +64,7 @@ OF_MODULE = {*vars(nn.Module()), "training"}
 """Attributes that every module has."""
 
 PLAIN = (torch.dtype, torch.layout, torch.memory_format, torch.Size, range, slice, complex, type(...))
-WITHOUT_VALUES = (torch.device, logging.Logger, type(threading.Lock()))
+WITHOUT_VALUES = (torch.device, logging.Logger, type(threading.Lock()), type(vars(Set)["_abc_impl"]))
 
 
 class Describer:
@@ -164,11 +159,15 @@ class Describer:
         if isinstance(value, MethodType):
             return self._method(value, where)
         if isinstance(value, FunctionType):
-            return self._function(value, where) if package_of(value) is None else self._name(value)
+            if package_of(value) is None:
+                return self._function(value, where)
+            wrapped = {name: each for name, each in cells(value) if callable(each)}  # may be the user's
+            held = {name: self.of(each, where) for name, each in wrapped.items()}
+            return {"name": self._name(value), "names": held} if held else self._name(value)
         if isinstance(value, type):
             self._note_inside(value, read)
             names = (name for each in own_classes(value) for name in vars(each))
-            told = [name for name in names if _is_code(value, name) or name in (read or ())]
+            told = [name for name in names if is_code(value, name) or name in (read or ())]
             return self._class(value, told, where)[0]
         if isinstance(value, nn.Module):
             return self._whole_module(value, where)
@@ -215,6 +214,8 @@ class Describer:
             return sorted((self.of(each, where) for each in entries), key=json.dumps)
         if len(entries) <= SPOTS:
             return [self.of(each, where) for each in entries]
+        if {*map(type, entries)} <= {int, float}:  # indices of samples, and the like: all count
+            return f"{len(entries)} entries {bytes_digest(json.dumps(entries).encode())}"
         left, self._left = self._left, MOST
         some = [self.of(each, where) for each in entries[:: len(entries) // 100]]
         self._left = left
@@ -278,14 +279,30 @@ class Describer:
         return {name: self.of(vars(module)[name], name, read) for name in sorted(read) if name in vars(module)}
 
     def _class(self, kind: type, called: Iterable[str], where: str) -> tuple[dict[str, Any], Code]:
-        """Describe the user's methods of a class that are called; return what their code refers to as well."""
-        names = dict.fromkeys(called)
-        key = kind, *names
+        """Describe the user's methods of a class that are called; return what their code refers to as well.
+
+        These are the methods that code of the user reaches, and members in place of those of installed bases,
+        which installed code may reach. Attributes that only the latter write stay options: they may never run.
+        """
+        key = kind, *dict.fromkeys(called)
         if key in self._classes:
             return self._classes[key]
         held = {name for each in own_classes(kind) for name in vars(each)}
-        by_text = {name for name in held if _is_code(kind, name) and not name.startswith("__")}
-        names |= dict.fromkeys(sorted(name for name in held if _is_special(name) and _is_code(kind, name)))
+        special = sorted(name for name in held if is_special(name) and is_code(kind, name))
+        methods, found = self._members(kind, [*called, *special], where)
+        installed = {name for each in kind.__mro__ if package_of(each) is not None for name in vars(each)}
+        replaced = sorted(name for name in held & installed if not name.startswith("__"))
+        others, code = self._members(kind, replaced, where)
+        found.take_in(replace(code, written=set(), filled=set()))
+        methods = others | methods
+        described = {"class": self._name(kind), **({"methods": methods} if methods else {})}
+        return self._classes.setdefault(key, (described, found))
+
+    def _members(self, kind: type, called: Iterable[str], where: str) -> tuple[dict[str, Any], Code]:
+        """Describe the user's members of a class with some names, and those that their code names."""
+        names = dict.fromkeys(called)
+        held = {name for each in own_classes(kind) for name in vars(each)}
+        by_text = {name for name in held if is_code(kind, name) and not name.startswith("__")}
         found, methods = Code(), {}
         todo = [*names]
         for name in todo:  # grows
@@ -293,19 +310,18 @@ class Describer:
                 if name not in vars(each):
                     continue
                 member = vars(each)[name]
-                parts = [*_functions(member)]
+                parts = [*functions_in(member)]
                 for part in parts:
                     code = code_of(part.__code__)
                     found.take_in(code)
-                    read = code.read | (by_text if self._by_text and _reads_all(code) else set())
+                    read = code.read | (by_text if self._by_text and code.reads_all else set())
                     todo += sorted(read - names.keys())
                     names |= dict.fromkeys(sorted(read))
                 if not parts:
                     self._note_around(vars(each), {name}, set())
                 own = [self._function(part, where) for part in parts]
                 methods[f"{each.__name__}.{name}"] = own or self.of(member, where)
-        described = {"class": self._name(kind), **({"methods": methods} if methods else {})}
-        return self._classes.setdefault(key, (described, found))
+        return methods, found
 
     def module(self, module: nn.Module, where: str) -> dict[str, Any]:
         """Describe the class and the options of a module, without its mode, its tensors and its submodules."""
@@ -314,10 +330,10 @@ class Describer:
         described, code = self._class(kind, CALLED, where)
         attributes = {name: each for name, each in vars(module).items() if name not in OF_MODULE}
         own = package_of(kind) is None
-        known = {AXIS, *(code.read if own else ()), *(attributes if own and _reads_all(code) else ())}
+        known = {AXIS, *(code.read if own else ()), *(attributes if own and code.reads_all else ())}
         counted = {name: each for name, each in attributes.items() if name[0] != "_" or name in known}
         self._note_generators(attributes.values(), where)
-        described = described | self._attributes(counted, code, where)
+        described = described | {"attributes": self._attributes(counted, code, where)}
         hooks = [each for name in HOOKS for each in vars(module).get(name, {}).values()]
         hooks = [each for each in hooks if package_of(getattr(each, "func", each)) is None]
         return described | ({"hooks": self.of(hooks, f"hooks of {where}")} if hooks else {})
@@ -327,8 +343,10 @@ class Describer:
         children = dict(named_modules(module))
         return {
             **self._module_with_mode(children.pop(""), where),
-            **{name: self._module_with_mode(each, f"{where}.{name}") for name, each in children.items()},
-            **{name: f"{kind_of(tensor)} {self.digest(tensor)}" for name, tensor in tensors.items()},
+            "modules": {
+                name: self._module_with_mode(each, f"{where}.{name}") for name, each in children.items()
+            },
+            "values": {name: f"{kind_of(tensor)} {self.digest(tensor)}" for name, tensor in tensors.items()},
         }
 
     def _module_with_mode(self, module: nn.Module, where: str) -> dict[str, Any]:
@@ -343,20 +361,23 @@ class Describer:
         attributes = dict(attributes_of(value))
         described, code = self._class(kind, (*called, *(read or ())), where)
         own, known = package_of(kind) is None, code.read | (read or set())
-        if not own or known.isdisjoint(attributes) or _reads_all(code):
+        if not own or known.isdisjoint(attributes) or code.reads_all:
             known |= {name for name in attributes if name[0] != "_"}
         counted = {name: each for name, each in attributes.items() if name in known}
         has_none = not attributes and not hasattr(value, "__dict__") and kind is not object
         if has_none or (not own and attributes and not counted):
             self._cannot_tell(where)
         self._note_generators(attributes.values(), where)
-        return described | self._attributes(counted, code, where)
+        return described | {"attributes": self._attributes(counted, code, where)}
 
     def _built_in(self, value: Any, where: str) -> Any:
         """Describe a value that is not written in Python: its name, its object, and the value that it wraps."""
         owner, wrapped = getattr(value, "__self__", None), getattr(value, "__wrapped__", None)
         if wrapped is not None:
             return {"name": self._name(value), "wrapped": self.of(wrapped, where)}
+        if package_of(value) is None or isinstance(value, torch.jit.ScriptFunction):  # its code is not Python's
+            self._cannot_tell(where)
+            return {"name": self._name(value), "code": self.of(getattr(value, "code", None), where)}
         if owner is None or isinstance(owner, (type, ModuleType)):
             return self._name(value)
         return {"name": self._name(value), "of": self.of(owner, where)}
@@ -374,25 +395,3 @@ def _is_option(name: str, value: Any, code: Code) -> bool:
     """Tell whether code leaves a named value unchanged; return False for Python's own ``__names__``."""
     filled = name in code.filled and isinstance(value, CONTAINERS)
     return name not in code.written and not filled and not name.startswith("__")
-
-
-def _is_special(name: str) -> bool:
-    """Tell whether Python calls a method of this name by itself, for an operator and the like."""
-    return name.startswith("__") and name.endswith("__") and name not in NOT_CALLED
-
-
-def _reads_all(code: Code) -> bool:
-    """Tell whether code may read attributes whose names it does not contain."""
-    return bool(ALL_NAMES & (code.read | code.scope))
-
-
-def _is_code(kind: type, name: str) -> bool:
-    return any(name in vars(each) and next(_functions(vars(each)[name]), None) for each in own_classes(kind))
-
-
-def _functions(member: Any) -> Iterator[FunctionType]:
-    """Yield the user's functions in a member of a class, such as a method or a property."""
-    inside = (getattr(member, name, None) for name in ("__func__", "fget", "func", "__wrapped__"))
-    for part in (member, *inside):
-        if isinstance(part, FunctionType) and package_of(part) is None:
-            yield part

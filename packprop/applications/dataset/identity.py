@@ -168,7 +168,8 @@ def _difference(saved: Any, asked: Any) -> str | None:
             there, here = _sides(key, saved, asked)
             found = _difference(there, here)
             if found is not None:
-                return "its code differs" if key == "code" and there and here else f"{key}: {found}"
+                said = found if key in ("attributes", "values") else f"{key}: {found}"
+                return "its code differs" if key == "code" and there and here else said
         return None
     if isinstance(saved, list) and isinstance(asked, list) and len(saved) == len(asked):
         return next(filter(None, map(_difference, saved, asked)), None)

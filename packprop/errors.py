@@ -71,7 +71,10 @@ def require_number(asked: str, name: str, number: object, what: str = "positive 
         BadInput: With name and value.
     """
     if type(number) is not int or number < 1:
-        raise BadInput(asked, f"{name}={number!r}", f"it is no {what}", "give a whole number of at least 1")
+        instead = "give a whole number of at least 1"
+        if type(number) is not int and hasattr(number, "__index__"):
+            instead += f", as an int: {name}=int({name})"
+        raise BadInput(asked, f"{name}={number!r}", f"it is no {what}", instead)
 
 
 def require_seed(asked: str, seed: object) -> None:

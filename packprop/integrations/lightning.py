@@ -47,6 +47,10 @@ class MonitorCallback(Callback):  # type: ignore[misc,unused-ignore]  # the libr
         """The values of the last monitored step; ``None`` before the first."""
         return None if self._between.monitor is None else self._between.monitor.last
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Forget the number of the last step, which may have failed: a run may begin with the same number."""
+        self._number = -1
+
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin to monitor a step at its first batch."""
         if self._number != trainer.global_step:

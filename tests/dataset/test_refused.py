@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,6 +44,15 @@ def test_losses_whose_divisor_is_not_known(loss: Callable[[Tensor, Tensor], Tens
     model, data = small()
     with pytest.raises(PackpropError, match="what it is divided by is not known"):
         compute(model, loss, data, extensions.BatchGrad(), batch_size=3)
+
+
+def test_reasons_and_remedies_are_those_of_the_call() -> None:
+    model, data = small()
+    with pytest.raises(BadInput, match=re.escape("batch_size=int(batch_size)")):
+        compute(model, nn.CrossEntropyLoss(), data, extensions.BatchGrad(), batch_size=np.int64(2))
+    with pytest.raises(PackpropError, match="no parameter that requires gradients") as caught:
+        compute(model.requires_grad_(False), nn.CrossEntropyLoss(), data, extensions.BatchGrad())
+    assert "requires_grad=True" in caught.value.instead
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")

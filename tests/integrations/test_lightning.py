@@ -88,3 +88,20 @@ def test_losses_that_a_scaler_scales(tmp_path: Path) -> None:
         for name, value in plain.items():
             if isinstance(value, float):
                 assert scaled[name] == pytest.approx(value, rel=1e-3), name
+
+
+def test_the_first_step_of_a_run_after_one_that_failed_in_its_first(tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+
+    from packprop.integrations.lightning import MonitorCallback
+
+    class Failing(pl.Callback):
+        def on_before_zero_grad(self, *given: Any) -> None:
+            raise OSError("the disk is gone")
+
+    callback = MonitorCallback(every=100)
+    with pytest.raises(OSError, match="gone"):
+        trained(tmp_path, [callback, Failing()])
+    assert callback.last is None
+    trained(tmp_path, [callback])
+    assert callback.last is not None

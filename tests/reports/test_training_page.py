@@ -118,7 +118,7 @@ def test_lines_that_were_cut_off_are_left_out(tmp_path: Path) -> None:
     for step in range(3):
         log({"gradient_norm": float(step)}, step)
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.warns(PackpropWarning, match="leaves out 1 line of .*run.jsonl' that a kill"):
+    with pytest.warns(PackpropWarning, match="leaves out 1 line of .*run.jsonl', cut off by a kill"):
         assert [line["step"] for line in read_lines(path)] == [0, 1]
     log({"gradient_norm": 5.0}, 2)
     with pytest.warns(PackpropWarning, match="leaves out 1 line"):

@@ -234,9 +234,7 @@ class Along(Extension):
         (Along(torch.sin), Along(torch.cos)),
     ],
 )
-def test_other_options_of_an_extension_of_ones_own(
-    tmp_path: Path, first: Extension, second: Extension
-) -> None:
+def test_other_options_of_an_extension_of_ones_own(tmp_path: Path, first: Extension, second: Extension) -> None:
     model, *_ = problem()
     StoreWriter(tmp_path, model, [first]).close()
     StoreWriter(tmp_path, model, [first], resume=True).close()

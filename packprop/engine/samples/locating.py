@@ -112,11 +112,15 @@ def check_graph(graph: Graph, of_samples: bool = True) -> None:
     """
     if not graph.uses:
         require_complete(graph)
+        why, instead = f"no use of a parameter is known: {UNKNOWN_LOSS}", MARK_THE_LOSS
+        if not any(root.requires_grad for root in graph.roots):
+            why = "it depends on no parameter that requires gradients"
+            instead = "set requires_grad=True on the parameters to be differentiated"
         raise PackpropError(
             "A backward pass with extensions was started.",
             "the tensor that backward() was called on",
-            f"no use of a parameter is known: {UNKNOWN_LOSS}",
-            MARK_THE_LOSS,
+            why,
+            instead,
         )
     if of_samples:
         require_separable(graph)

@@ -79,7 +79,7 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     if not by_step:
         raise BadInput(ASKED, where, "it has no lines", INSTEAD)
     if cut:
-        said = f"The page leaves out {counted(cut, 'line')} of {str(path)!r} that a kill or a full disk cut off."
+        said = f"The page leaves out {counted(cut, 'line')} of {str(path)!r}, cut off by a kill or a full disk."
         warnings.warn(said, PackpropWarning, stacklevel=2)
     return [by_step[step] for step in sorted(by_step)]
 

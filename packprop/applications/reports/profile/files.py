@@ -57,7 +57,7 @@ def check_folder(folder: str | Path) -> None:
 
 
 def replace_files(contents: Mapping[Path, bytes]) -> None:
-    """Write files, so that each is at any time the old or the new one, complete; if a disk is full, all are old."""
+    """Write files, each at any time the old or the new one, complete; if the disk is full, all are old."""
     parts = {path.with_name(path.name + ".part"): path for path in contents}
     for part, path in parts.items():
         part.write_bytes(contents[path])
@@ -66,7 +66,7 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
 
 
 def replace_profile(folder: Path, text: str, tensors: Mapping[str, Tensor]) -> tuple[Path, Path]:
-    """Write the files of a profile; the second one holds a digest of the first, to tell those of two profiles."""
+    """Write the files of a profile; the second holds a digest of the first, to tell those of two profiles."""
     facts, values = folder / NAMES[0], folder / NAMES[1]
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     told = {NAMES[0]: bytes_digest(text.encode())}

@@ -357,11 +357,41 @@ def several_models_of_equal_names(rank: int) -> None:
             value(x, rank).backward()
         terms = [value(row[None], whose) for whose, (x, _) in enumerate(data((4, 4))) for row in x]
         for model in models[:2]:
-            found = [
-                torch.autograd.grad(term, model.weight, retain_graph=True, allow_unused=True) for term in terms
-            ]
-            expected = torch.stack([g.square() for (g,) in found if g is not None]).sum(0)
+            expected = torch.stack([row_of(term, model.weight).square() for term in terms]).sum(0)
             torch.testing.assert_close(model.weight.sum_grad_squared, expected)
+
+
+def row_of(term: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient of one term, of zeros if the parameter is not in it."""
+    (row,) = torch.autograd.grad(term, parameter, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(parameter) if row is None else row
+
+
+def zeros_of_unused_parameters(rank: int) -> None:
+    """A rank that has not used a parameter adds zeros for its chosen samples, or for its tokens that count."""
+    model, loss = built(Branching), packprop.extend(nn.CrossEntropyLoss(reduction="sum"))
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(2, 4, 3, 4, generator=generator, dtype=torch.float64)
+    targets = torch.randint(3, (2, 4, 3), generator=generator)
+    targets[1, 0, 1:] = -100
+
+    def value(whose: int, n: slice = slice(None), t: slice = slice(None)) -> Tensor:
+        out = model(inputs[whose, n, t], detour=whose == 0)
+        return loss(out.transpose(1, 2), targets[whose, n, t])  # type: ignore[no-any-return]  # a module's
+
+    weight, chosen = model.second.weight, [[0, 1], [2]]
+    terms = [value(whose, slice(n, n + 1)) for whose in (0, 1) for n in chosen[whose]]
+    rows = torch.stack([row_of(term, weight) for term in terms])
+    counted = [*(targets >= 0).nonzero().tolist()]
+    terms = [value(whose, slice(n, n + 1), slice(t, t + 1)) for whose, n, t in counted]
+    of_tokens = torch.stack([row_of(term, weight) for term in terms])
+    for gather in (True, False):
+        asked = [make(subsampling=chosen[rank]) for make in (extensions.Variance, extensions.BatchGrad)]
+        with packprop.backpack(*asked, extensions.Variance(per="token"), ranks=AllRanks(gather=gather)):
+            value(rank).backward()
+        torch.testing.assert_close(weight.variance, rows.var(0, correction=0))
+        torch.testing.assert_close(weight.grad_batch, rows if gather else rows.split([2, 1])[rank])
+        torch.testing.assert_close(weight.variance_token, of_tokens.var(0, correction=0))
 
 
 RIGHT = [
@@ -380,7 +410,7 @@ RIGHT = [
     several_losses,
 ]
 
-OF_TWO = [several_models_of_equal_names]
+OF_TWO = [several_models_of_equal_names, zeros_of_unused_parameters]
 
 
 @thorough
@@ -465,7 +495,7 @@ def test_what_cannot_be_put_together_is_refused_on_every_rank() -> None:
     assert "by hand" in first["by hand"]
     assert "share" in first["own loss"]
     assert "in no extended model" in first["not extended"]
-    assert "several models" in first["copies"]
+    assert "several models have" in first["copies"]
     assert "rank 1" in first["more models"]
     assert "same order" in first["more models"]
     for name in ("BatchDotGrad", "EKFAC", "HMP", "KFRA"):

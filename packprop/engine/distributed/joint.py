@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.engine.algebra.monoid import SINGLE, lift, nothing_like, rescale
+from packprop.engine.algebra.monoid import MOMENTS, SINGLE, lift, nothing_like, rescale
 from packprop.engine.distributed.merging import RefusedElsewhere, in_buckets, merge_over_ranks, require_well
 from packprop.engine.distributed.statement import (
     ASKED,
@@ -51,6 +51,7 @@ class JointPass:
     def __init__(self, ranks: AllRanks, extensions: Sequence[Extension]) -> None:
         self._ranks, self._extensions = ranks, extensions
         self._results: dict[str, dict[Extension, list[Any]]] = {}
+        self._counts: dict[tuple[int, int], Any] = {}  # the rows of each result: samples that count, or tokens
         self._names: dict[int, str] = {}
         self._own: dict[str, Tensor] = {}
         self._statements: list[Statement] | None = None
@@ -162,6 +163,12 @@ class JointPass:
     def keep(self, leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
         """Keep the results of a leaf until the pass is over."""
         self._results[self._names[id(leaf)]] = results
+        for place, extension in enumerate(self._extensions):
+            for index, (row, value) in enumerate(zip(extension.rows, results.get(extension, []), strict=False)):
+                if row.over_n is MOMENTS and value is not None:
+                    self._counts[place, index] = value.samples
+                elif row.over_n.axis is not None and value is not None:
+                    self._counts[place, index] = value.shape[row.over_n.axis]
 
     def hand_over(self, saver: ResultSaver) -> None:
         """Merge the results of all ranks, and save them, even on parameters that this rank has not used."""
@@ -170,13 +177,15 @@ class JointPass:
         counts = merged_counts(self._statements, self._extensions)
         for place, names in enumerate(self._groups, 1):
             own = {key: value for name in names for key, value in self._partial(name)}
+            keys = ((name, *which) for name in names for which in self._counts)
+            absent = {key: int(self._counts[key[1:]]) for key in keys if key not in own}
             self._require_well()
             merged = merge_over_ranks(
                 own,
                 lambda key: self._extensions[key[1]].rows[key[2]].over_n,
                 group=self._ranks.group,
                 gather=self._ranks.gather,
-                absent=len(self.rows),
+                absent=absent,
             )
             self._others_wait = place < len(self._groups)  # the other ranks hear of a hook that fails
             for name in names:
@@ -244,14 +253,14 @@ def _names(graph: Graph, parameters: dict[str, Tensor], several: set[str]) -> di
     for name, parameter in parameters.items():
         names.setdefault(id(parameter), name)
     for leaf in graph.leaves():
-        name = names.get(id(leaf))
-        if name is None or name in several:
+        known = names.get(id(leaf))
+        if known is None or known in several:
             raise PackpropError(
                 ASKED,
                 graph.name(leaf),
                 "no name tells the ranks which parameter it is: "
-                + ("it is in no extended model" if name is None else f"several models have the name {name!r}"),
-                "call packprop.extend(model) on every rank, with it among the model's parameters; for a copy of "
-                "an extended model, packprop.extend(packprop.restore(copy))",
+                + ("it is in no extended model" if known is None else f"several models have {known!r}"),
+                "call packprop.extend(model) on every rank, with it among the model's parameters; for a copy "
+                "of an extended model, packprop.extend(packprop.restore(copy))",
             )
     return names

@@ -48,7 +48,7 @@ def merge_over_ranks(
     *,
     group: Group = None,
     gather: bool = True,
-    absent: int = 0,
+    absent: int | Mapping[Key, int] = 0,
 ) -> dict[Key, Any]:
     """Merge the partial results of all ranks; every rank of the group must call it.
 
@@ -58,8 +58,8 @@ def merge_over_ranks(
         monoid_of: The monoid of the partial result under a key.
         group: The ranks; ``None`` for all.
         gather: Join results with a row for each sample, in the order of ranks; else each rank keeps its own.
-        absent: The number of this rank's samples: it adds as many rows of zeros to results that only other
-            ranks have.
+        absent: The number of rows of zeros that this rank adds to results that only other ranks have: its
+            number of samples, or a number for each key.
 
     Returns:
         A partial result under every key that any rank has, the same on all ranks, except rows not gathered.
@@ -76,7 +76,7 @@ def merged_in_turn(
     *,
     group: Group = None,
     gather: bool = True,
-    absent: int = 0,
+    absent: int | Mapping[Key, int] = 0,
 ) -> Iterator[tuple[Key, Any]]:
     """Merge as ``merge_over_ranks`` does, a few results at a time, so that there is no second copy of all."""
     own = {key: _form(monoid_of(key), value) for key, value in partial.items()}
@@ -86,8 +86,11 @@ def merged_in_turn(
     }
     for key, of_ranks in known.items():
         _require_same(key, of_ranks, gather)
-    lacking = [number for _, number in forms]
     found = [(key, partial.get(key), of_ranks) for key, of_ranks in known.items()]
+
+    def lacking(key: Key) -> list[int]:
+        return [each if isinstance(each, int) else each.get(key, 0) for _, each in forms]
+
     for bucket in in_buckets(found, lambda each: _entries(each[2]), BUCKET):
         yield from _merged(bucket, monoid_of, group, gather, lacking)
 
@@ -169,7 +172,7 @@ def _merged(
     monoid_of: Callable[[Key], Monoid],
     group: Group,
     gather: bool,
-    lacking: Sequence[int],
+    lacking: Callable[[Key], list[int]],
 ) -> Iterator[tuple[Key, Any]]:
     """Merge some results: sums together, moments together, all others one by one."""
     device = _device(bucket, group)
@@ -180,19 +183,20 @@ def _merged(
     for key, value, of_ranks in bucket:
         monoid = monoid_of(key)
         form = next(form for form in of_ranks if form is not None)
-        lengths = [lacking[r] if form is None else form.length for r, form in enumerate(of_ranks)]
+        zero_rows = lacking(key)
+        lengths = [zero_rows[r] if each is None else each.length for r, each in enumerate(of_ranks)]
         known = [length for length in lengths if length is not None]
         zeros = functools.partial(torch.zeros, dtype=form.dtype, device=device)
         if monoid is SUM and form.dtype is not None:
             sums[key] = zeros(form.shape) if value is None else value
         elif monoid is MOMENTS:
             if value is None:
-                value = Moments(lacking[rank], zeros(form.shape), zeros(form.shape))
+                value = Moments(zero_rows[rank], zeros(form.shape), zeros(form.shape))
             moments[key] = value
             numbers.append(sum(known) if len(known) == len(lengths) else None)
         elif monoid.axis is not None:
             if value is None:
-                value = [zeros((*form.shape[: monoid.axis], lacking[rank], *form.shape[monoid.axis :]))]
+                value = [zeros((*form.shape[: monoid.axis], zero_rows[rank], *form.shape[monoid.axis :]))]
             yield key, _gathered(value, monoid.axis, known, group) if gather else value
         else:
             there = [each for each in exchanged((value is not None, value), group) if each[0]]

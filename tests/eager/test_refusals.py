@@ -290,6 +290,25 @@ def test_an_input_to_recompute_from_that_was_changed_or_freed() -> None:
     assert "freed after the call" in error.value.why
 
 
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_constant_that_was_changed_before_the_function_is_evaluated_again(kind: str) -> None:
+    leaf, x = network()
+    critic = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval()).double().requires_grad_(False)
+    constant = critic[0].weight if kind == "parameter" else critic[1].running_var
+
+    def fn(x: Tensor) -> Tensor:
+        return critic(x).pow(2).sum()  # type: ignore[no-any-return]  # a module's
+
+    value, plain = eager_backward(fn, x, keep="recompute"), fn(x)
+    critic[1].num_batches_tracked.add_(1)
+    assert_same(gradients(value, leaf), gradients(plain, leaf))
+    value = eager_backward(fn, x, keep="recompute")
+    constant.mul_(2)
+    with pytest.raises(PackpropError, match="changed in place after the call") as error:
+        value.backward()
+    assert ("critic.0.weight" if kind == "parameter" else "critic.1.running_var") in error.value.where
+
+
 def test_a_function_that_reaches_other_tensors_when_recomputed() -> None:
     _, x = network()
     reach_for = [WEIGHT[0].detach().requires_grad_(), WEIGHT[1].detach().requires_grad_()]

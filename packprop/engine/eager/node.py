@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,12 @@ from torch import Tensor
 
 from packprop.engine.eager.choices import ASKED, Hook, bad
 from packprop.engine.eager.pieces import Job, freed
-from packprop.engine.eager.reach import key_of
+from packprop.engine.eager.reach import key_of, tensors_of
 from packprop.engine.eager.sweep import Sweep
 from packprop.engine.recording.marks import graph_is_kept
 from packprop.engine.tensors.hooks import undisturbed
 from packprop.engine.tensors.random import random_numbers_from, random_states
+from packprop.engine.tensors.state import version
 from packprop.errors import PackpropError
 
 
@@ -24,6 +26,7 @@ def attach(job: Job, leaves: list[Tensor]) -> Tensor:
     choices = job.choices
     may_recompute = choices["keep"] == "recompute" or choices["memory"] is not None
     random = random_states({leaf.device for leaf in leaves}) if may_recompute else {}
+    constants = _constants(job) if may_recompute else []
     sweep = Sweep(job, leaves)
     value = sweep.run()
     shared = [sweep.outside[key] for key in sweep.shared]
@@ -38,12 +41,24 @@ def attach(job: Job, leaves: list[Tensor]) -> Tensor:
         hook=choices["hook"],
     )
     if sweep.keep == "recompute":
-        record.recompute = _Recomputation(job, random, list(sweep.inputs), shared)
+        record.recompute = _Recomputation(job, random, list(sweep.inputs), shared, constants)
         saved = leaves + shared
     else:
         saved = [*sweep.inputs.values(), *sweep.shared.values()]
     result: Tensor = Eager.apply(record, (value, saved), *sources)  # type: ignore[no-untyped-call]  # torch's own
     return result
+
+
+def _constants(job: Job) -> list[tuple[str, weakref.ref[Tensor], int]]:
+    """Return the names, versions and weak references of the constants that names in a function lead to.
+
+    Whole numbers, such as counts of batches, do not count.
+    """
+    return [
+        (name, weakref.ref(tensor), version(tensor))
+        for name, tensor in tensors_of(job.fn)
+        if not tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+    ]
 
 
 @dataclass
@@ -54,6 +69,7 @@ class _Recomputation:
     random: dict[torch.device, Tensor]
     inputs: list[int]
     shared: list[Tensor]
+    constants: list[tuple[str, weakref.ref[Tensor], int]]
 
     def __call__(self, saved: Sequence[Tensor], cotangent: Tensor, create_graph: bool) -> list[Tensor | None]:
         job = self.job
@@ -65,6 +81,15 @@ class _Recomputation:
                     f"an input of {job.where}, of shape {list(leaf.shape)}",
                     "its memory was freed after the call, and keep='recompute' needs it again",
                     "free it after the backward pass; or leave out keep='recompute'",
+                )
+        for name, constant, before in self.constants:
+            tensor = constant()
+            if tensor is not None and version(tensor) != before:
+                raise PackpropError(
+                    ASKED,
+                    f"{name}, a constant that names in {job.where} lead to",
+                    "it was changed in place after the call, and keep='recompute' evaluates the function again",
+                    "change it after the backward pass; or leave out keep='recompute'",
                 )
         with random_numbers_from(self.random), torch.enable_grad():
             if create_graph:

@@ -21,6 +21,14 @@ def test_lower_precision_halves_what_is_kept() -> None:
         assert_same(ours, plain, 0.02)
 
 
+@pytest.mark.parametrize("chunks", [None, 3])
+def test_a_gradient_that_a_lower_precision_cannot_hold(chunks: int | None) -> None:
+    _, x = network(dtype=torch.float32)
+    with pytest.raises(PackpropError, match="this precision ends at") as error:
+        eager_backward(lambda x: 1e5 * x.sum(), x, keep=torch.float16, chunks=chunks)
+    assert "torch.bfloat16" in error.value.instead
+
+
 @pytest.mark.parametrize(
     ("memory", "dtypes", "count"),
     [

@@ -13,6 +13,7 @@ from packprop.engine.eager.choices import ASKED, Keep, bad, choose_keep, to_keep
 from packprop.engine.eager.pieces import Job, surroundings
 from packprop.engine.eager.reach import Key, clock, reached, tensors_of
 from packprop.engine.memory.bytes import byte_count
+from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.hooks import undisturbed
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.engine.tensors.random import random_states
@@ -66,7 +67,15 @@ class Sweep:
             return gradient
         # A sum over pieces is of a wider dtype than its terms.
         rounded = gradient if isinstance(self.keep, torch.dtype) else gradient.to(like.dtype)
-        return to_keep(rounded, self.keep)
+        kept = to_keep(rounded, self.keep)
+        if kept.dtype != like.dtype and not is_dry_run() and kept.isinf().any():
+            raise PackpropError(
+                ASKED,
+                f"keep={self.keep}, for a gradient of shape {list(kept.shape)}",
+                f"an entry of it is infinite: this precision ends at {torch.finfo(kept.dtype).max:.3g}",
+                "keep=torch.bfloat16, which has the range of float32; or leave out keep",
+            )
+        return kept
 
     def _piece(self, start: int, length: int, piece: list[Tensor]) -> None:
         # Locals of this function must be gone before the next piece is evaluated.

@@ -72,6 +72,21 @@ def test_a_parameter_that_only_one_piece_reaches() -> None:
     assert_same(gradients(value, leaf, WEIGHT), gradients(plain, leaf, WEIGHT))
 
 
+@pytest.mark.parametrize(("memory", "recomputes"), [("1MiB", False), (130, True)])
+def test_a_budget_counts_what_every_piece_reaches(memory: int | str, recomputes: bool) -> None:
+    leaf, x = network(dtype=torch.float32)
+    experts = [nn.Parameter(torch.full((D,), 1.0 + n)) for n in range(N)]
+
+    def fn(x: Tensor, which: Tensor) -> Tensor:
+        return torch.stack([(row * experts[n]).sum().exp() for row, n in zip(x, which, strict=True)]).sum()
+
+    value = eager_backward(
+        fn, x, torch.arange(N), memory=memory, chunks=N
+    )  # inputs: 120 bytes; experts: 12 each
+    assert (value.grad_fn.record.recompute is not None) == recomputes
+    assert_same(gradients(value, leaf, *experts), gradients(fn(x, torch.arange(N)), leaf, *experts), 1e-6)
+
+
 def test_pieces_are_summed_in_single_precision() -> None:
     x = torch.full((512, 2), 1 + 2**-6, dtype=torch.bfloat16, requires_grad=True)
     w = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))

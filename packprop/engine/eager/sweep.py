@@ -120,9 +120,10 @@ class Sweep:
         whole = [piece[n] for n in own.values() if n not in job.rows] if job.rows else []
         shared = [*whole, *outside.values()] if job.rows else []
         if self.budget is not None:
-            targets = [self.leaves[n] for n in own.values()] + list(outside.values())
+            # those of earlier pieces, too: the choice moves on to forms that keep less
+            numbers = {**self.inputs, **dict.fromkeys(own.values())}
+            targets = [self.leaves[n] for n in numbers] + list((self.outside | outside).values())
             self.keep = choose_keep(byte_count(self.budget) or 0, self.leaves, targets, bool(shared))
-            self.budget = None
         if shared and self.keep != "recompute":
             names = {id(tensor): name for name, tensor in tensors_of(job.fn)}
             tensor = shared[0]

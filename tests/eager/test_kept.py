@@ -62,6 +62,12 @@ def test_memory_recomputes_where_only_that_is_right() -> None:
     assert_same(gradients(alpha @ value, leaf, WEIGHT), gradients(alpha @ plain, leaf, WEIGHT))
 
 
+def test_complex_gradients_are_not_rounded_and_count_whole() -> None:
+    z = torch.ones(10, dtype=torch.complex64, requires_grad=True)
+    with pytest.raises(PackpropError, match="80 bytes"):
+        eager_backward(lambda z: z.abs().sum(), z, memory=60)
+
+
 def test_memory_that_is_too_small() -> None:
     _, x = network(dtype=torch.float32)
     with pytest.raises(PackpropError) as error:

@@ -73,7 +73,8 @@ def choose_keep(budget: int, leaves: list[Tensor], targets: list[Tensor], shared
     """
 
     def size(tensors: list[Tensor], entry_bytes: int = 16) -> int:
-        return sum(tensor.numel() * min(tensor.element_size(), entry_bytes) for tensor in tensors)
+        sizes = [t.element_size() if t.is_complex() else min(t.element_size(), entry_bytes) for t in tensors]
+        return sum(tensor.numel() * size for tensor, size in zip(tensors, sizes, strict=True))
 
     offers: list[tuple[int, Keep]] = [(size(targets), "exact")]
     if any(tensor.device.type != "cpu" for tensor in targets):

@@ -85,6 +85,21 @@ def test_a_hook_changes_the_gradient_on_its_way(keep: str) -> None:
     assert_same(gradients(alpha @ value, leaf), [plain])
 
 
+@pytest.mark.parametrize("chunks", [None, 2])
+def test_a_hook_that_fails_may_be_tried_again(chunks: int | None) -> None:
+    leaf, x = network()
+    errors = [ValueError("once")]
+
+    def hook(gradient: Tensor) -> None:
+        if errors:
+            raise errors.pop()
+
+    value = eager_backward(scalar, x, chunks=chunks, hook=hook)
+    with pytest.raises(ValueError, match="once"):
+        (0.5 * value).backward()
+    assert_same(gradients(0.5 * value, leaf), gradients(0.5 * scalar(x), leaf))
+
+
 def test_a_hook_sees_inputs_only_and_may_leave_them() -> None:
     leaf, x = network()
     seen = []

@@ -167,8 +167,9 @@ class Eager(torch.autograd.Function):
                 "eager_backward(..., keep='recompute')",
             )
         else:
-            # the last pass may scale the kept gradient in place, which saves the memory of a second one
-            consume = record.owned and not graph_is_kept()
+            # the last pass may scale the kept gradient in place, which saves the memory of a second one; if a
+            # hook fails, it is not the last
+            consume = record.owned and record.hook is None and not graph_is_kept()
             entries = zip(saved, record.like, record.rows, strict=True)
             gradients = [_scaled(kept, like, cotangent, rows, consume) for kept, like, rows in entries]
         if record.hook is not None:

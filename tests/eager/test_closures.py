@@ -34,6 +34,16 @@ class Attached(nn.Module):
         return (self.layer(x) * self.activation).pow(2).sum()
 
 
+class ByGlobal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return by_global(x)
+
+
+class Called:
+    def __call__(self, x: Tensor) -> Tensor:
+        return product(x, GLOBAL)
+
+
 def product(x: Tensor, other: Tensor) -> Tensor:
     return (x * other).pow(2).sum()
 
@@ -51,6 +61,9 @@ WAYS: dict[str, Callable[[Tensor], Callable[[Tensor], Tensor]]] = {
     "container in a cell": lambda h: (lambda pair: lambda x: product(x, pair[1]["h"]))((0, {"h": h})),
     "function in a cell": lambda h: (lambda g: lambda x: g(x).sum())(lambda x: (x * h).pow(2)),
     "default": lambda h: lambda x, h=h: product(x, h),
+    "keyword default": lambda h: lambda x, *, h=h: product(x, h),
+    "called object": lambda h: Called(),
+    "forward of a module": lambda h: ByGlobal(),
     "partial": lambda h: functools.partial(product, other=h),
     "method": lambda h: Holder(h).penalty,
     "module": Attached,
@@ -71,6 +84,13 @@ def test_tensors_of_the_outer_graph_are_found(way: str, keep: str, chunks: int |
     assert_same(gradients(3 * value, leaf, source), gradients(3 * fn(x), leaf, source))
     # The graph around is as whole as it was.
     assert_same(gradients(h.sum(), source), [h])
+
+
+def test_a_tensor_of_an_object_that_is_an_argument() -> None:
+    leaf, x = network()
+    holder = Holder(leaf.exp())
+    fn = lambda x, holder: holder.penalty(x)  # noqa: E731  # as users write it
+    assert_same(gradients(eager_backward(fn, x, holder), leaf), gradients(fn(x, Holder(leaf.exp())), leaf))
 
 
 def test_a_tensor_of_the_outer_graph_that_cannot_be_found_is_refused() -> None:

@@ -56,7 +56,7 @@ def _constants(job: Job) -> list[tuple[str, weakref.ref[Tensor], int]]:
     """
     return [
         (name, weakref.ref(tensor), version(tensor))
-        for name, tensor in tensors_of(job.fn)
+        for name, tensor in tensors_of(job)
         if not tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
     ]
 

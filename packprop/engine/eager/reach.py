@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.engine.eager.choices import ASKED
+from packprop.engine.eager.pieces import Job
 from packprop.engine.functions.nodes import number_of_node
 from packprop.engine.tensors.nesting import cells
 from packprop.errors import PackpropError
@@ -45,7 +46,7 @@ def clock() -> int:
 
 
 def reached(
-    output: Tensor, since: int, known: Mapping[Key, Tensor], fn: Callable[..., Any]
+    output: Tensor, since: int, known: Mapping[Key, Tensor], job: Job
 ) -> tuple[dict[Key, Tensor], bool]:
     """Return the tensors that a branch starts from: its leaves, and tensors of the graph around it.
 
@@ -53,7 +54,7 @@ def reached(
         output: The value of the branch.
         since: The `clock` before it was computed.
         known: Tensors outside of the branch.
-        fn: The function that computed it; packprop searches its names for tensors outside.
+        job: Its job; packprop searches names for tensors outside.
 
     Returns:
         The tensors, and whether to keep the graph after its differentiation, because the end of the branch is
@@ -64,7 +65,7 @@ def reached(
     """
     if threading.get_ident() != threading.main_thread().ident:
         # Nodes of another thread are numbered by that thread's count: look for tensors by name instead.
-        known = {key_of(tensor): tensor for _, tensor in tensors_of(fn)} | dict(known)
+        known = {key_of(tensor): tensor for _, tensor in tensors_of(job)} | dict(known)
     root: Any = output.grad_fn
     if root is None:
         return {key_of(output): output}, False
@@ -85,10 +86,10 @@ def reached(
                 seen.add(node)
                 stack.append(node.next_functions)
         if outside and not stack:
-            sources |= _by_name(outside, known, fn)
+            sources |= _by_name(outside, known, job)
             lost = outside - sources.keys()
             if lost and not _has_threads(output.device):
-                raise _hidden(lost.pop()[0], fn)
+                raise _hidden(lost.pop()[0], job)
             # These nodes belong to the branch if it differentiates; if not, the graph is kept, which they need.
             doubt = doubt or bool(lost)
             seen |= {node for node, _ in lost}
@@ -102,29 +103,31 @@ def _has_threads(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _by_name(edges: Collection[Key], known: Mapping[Key, Tensor], fn: Callable[..., Any]) -> dict[Key, Tensor]:
+def _by_name(edges: Collection[Key], known: Mapping[Key, Tensor], job: Job) -> dict[Key, Tensor]:
     """Return the tensors at edges out of a branch, if they are known or a name leads to them."""
     found = {edge: known[edge] for edge in edges if edge in known}
     if len(found) < len(edges):
-        for _, tensor in tensors_of(fn):
+        for _, tensor in tensors_of(job):
             if (key := key_of(tensor)) in edges:
                 found.setdefault(key, tensor)
     return found
 
 
-def _hidden(node: Any, fn: Callable[..., Any]) -> PackpropError:
+def _hidden(node: Any, job: Job) -> PackpropError:
     return PackpropError(
         ASKED,
-        f"a tensor that {node.name()} made outside of {getattr(fn, '__qualname__', type(fn).__name__)}",
+        f"a tensor that {node.name()} made outside of {job.where}",
         "the function uses it, the graph outside holds it, and no name leads to it: neither the "
         "function's closure, globals, arguments nor attributes",
         "pass it to eager_backward as an input",
     )
 
 
-def tensors_of(fn: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors that a function can reach, nearest first."""
-    queue: deque[tuple[str, Any]] = deque([("", fn)])
+def tensors_of(job: Job) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors that a function can reach, or objects among its arguments, nearest first."""
+    fn: Any = job.fn
+    code = fn.forward if isinstance(fn, nn.Module) else fn.__call__  # a method, whose names lead on
+    queue: deque[tuple[str, Any]] = deque([("", fn), ("", code), ("inputs", job.specs)])
     seen: set[int] = set()
     while queue and len(seen) < SEARCH_LIMIT:
         name, thing = queue.popleft()
@@ -144,6 +147,7 @@ def _parts(name: str, thing: Any) -> Iterable[tuple[str, Any]]:
         scope = thing.__globals__
         yield from ((key, scope[key]) for key in _names(thing.__code__) if key in scope)
         yield from _numbered(name, thing.__defaults__ or ())
+        yield from (thing.__kwdefaults__ or {}).items()
         yield from vars(thing).items()
     elif isinstance(thing, MethodType):
         yield name, thing.__func__

@@ -90,7 +90,7 @@ class Sweep:
                 instead = "compute it without detach, .data and no_grad, or call fn by itself"
                 raise bad(job.where, why, instead)
             return
-        sources, doubt = reached(output, since, self.known, job.fn)
+        sources, doubt = reached(output, since, self.known, job)
         own = {key: n for n in self._trained if (key := (id(piece[n]), 0)) in sources}
         outside = {key: tensor for key, tensor in sources.items() if key not in own}
         if self.cotangent is None:
@@ -125,7 +125,7 @@ class Sweep:
             targets = [self.leaves[n] for n in numbers] + list((self.outside | outside).values())
             self.keep = choose_keep(byte_count(self.budget) or 0, self.leaves, targets, bool(shared))
         if shared and self.keep != "recompute":
-            names = {id(tensor): name for name, tensor in tensors_of(job.fn)}
+            names = {id(tensor): name for name, tensor in tensors_of(job)}
             tensor = shared[0]
             raise PackpropError(
                 ASKED,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -122,13 +123,15 @@ class Extension:
         if chosen is None:
             return
         is_list = isinstance(chosen, (list, tuple, range)) and len(chosen) > 0
-        if not is_list or any(isinstance(i, bool) or not isinstance(i, int) for i in chosen):
+        if not is_list or any(isinstance(i, bool) or not isinstance(i, Integral) for i in chosen):
             raise BadInput(
                 f"{self.name}(subsampling={chosen!r}) was asked for.",
                 "subsampling",
                 "it is not a list of the indices of at least one sample",
                 "give whole numbers, as in subsampling=[0, 3, 5]",
             )
+        if any(type(i) is not int for i in chosen):  # those of numpy
+            object.__setattr__(self, "subsampling", [int(i) for i in chosen])
 
     @property
     def rows(self) -> tuple[Row, ...]:

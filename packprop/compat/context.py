@@ -63,13 +63,14 @@ class disable:  # noqa: N801  # the older library's name
     """``packprop.disable`` as a class."""
 
     def __init__(self) -> None:
-        self._stack = contextlib.ExitStack()
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
-        self._stack.enter_context(switch.disable())
+        self._entered.append(switch.disable())
+        self._entered[-1].__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.close()
+        self._entered.pop().__exit__(*error)
 
     @staticmethod
     def should_store_io() -> bool:

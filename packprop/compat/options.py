@@ -68,23 +68,25 @@ class weight_jac_t_save_memory:  # noqa: N801  # the older library's name
     packprop bounds temporary memory either way, and values are equal.
 
     Args:
-        save_memory: Do not unfold inputs of convolutions; if false, packprop chooses.
+        save_memory: Do not unfold inputs of convolutions; if false, a context around it or packprop chooses.
     """
 
     _SAVE_MEMORY = False
 
     def __init__(self, save_memory: bool = True) -> None:
-        self._chosen, self._stack = save_memory, ExitStack()
+        self._chosen = save_memory
+        self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
-        kind = weight_jac_t_save_memory
-        self._stack.callback(setattr, kind, "_SAVE_MEMORY", kind._SAVE_MEMORY)
+        kind, stack = weight_jac_t_save_memory, ExitStack()
+        self._entered.append(stack)
+        stack.callback(setattr, kind, "_SAVE_MEMORY", kind._SAVE_MEMORY)
         kind._SAVE_MEMORY = self._chosen
         if self._chosen:
-            self._stack.enter_context(algorithms(convolutions="groups"))
+            stack.enter_context(algorithms(convolutions="groups"))
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.close()
+        self._entered.pop().close()
 
     @staticmethod
     def is_saving() -> bool:

@@ -88,6 +88,10 @@ def test_disable() -> None:
     Fourth()
     model, (x, y) = extend(mlp()), vectors()
     switch = disable()
+    with switch:
+        with switch:  # one object, entered twice
+            pass
+        assert not disable.should_store_io()
     assert disable.should_store_io()
     for _ in range(2):
         with switch:
@@ -146,6 +150,12 @@ def test_the_choice_for_convolutions() -> None:
         found.append(flat(p.grad_batch for p in model.parameters()))
     assert not weight_jac_t_save_memory.is_saving()
     near(*found)
+    saving = weight_jac_t_save_memory()
+    with saving:
+        with saving:
+            pass
+        assert weight_jac_t_save_memory.is_saving()
+    assert not weight_jac_t_save_memory.is_saving()
 
 
 @installed

@@ -107,6 +107,17 @@ def test_gradients_are_kept_in_the_dtype_of_their_tensors() -> None:
             assert_same(gradients(value, x, w), [2 * torch.ones_like(x), 16 * torch.ones_like(w)])
 
 
+@pytest.mark.parametrize("keep", ["exact", "recompute"])
+def test_a_piece_whose_value_depends_on_no_input(keep: str) -> None:
+    leaf, x = network()
+
+    def fn(x: Tensor) -> Tensor:
+        return sum((row.pow(2).sum() for row in x if row[0] > x0), torch.zeros((), dtype=x.dtype))
+
+    x0 = x[:, 0].median()
+    assert_same(gradients(eager_backward(fn, x, chunks=N, keep=keep), leaf), gradients(fn(x), leaf))
+
+
 def test_no_samples_at_all() -> None:
     x = torch.zeros(0, D, requires_grad=True)
     for chunks in (None, 3):

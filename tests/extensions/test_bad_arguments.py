@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -75,6 +76,12 @@ def test_subsampling_that_is_no_list_of_integers(row: Row, kept: Any) -> None:
     with pytest.raises(ValueError, match="subsampling") as caught:
         row.make(subsampling=kept)
     check(caught.value, row.name)
+
+
+def test_subsampling_takes_numbers_of_numpy() -> None:
+    chosen = extensions.BatchGrad(subsampling=[*np.arange(2)]).subsampling
+    assert chosen == [0, 1]
+    assert all(type(index) is int for index in chosen)
 
 
 def test_an_unknown_approximation() -> None:

@@ -253,13 +253,13 @@ def _names(graph: Graph, parameters: dict[str, Tensor], several: set[str]) -> di
     for name, parameter in parameters.items():
         names.setdefault(id(parameter), name)
     for leaf in graph.leaves():
-        name = names.get(id(leaf))
-        if name is None or name in several:
+        known = names.get(id(leaf))
+        if known is None or known in several:
             raise PackpropError(
                 ASKED,
                 graph.name(leaf),
                 "no name tells the ranks which parameter it is: "
-                + ("it is in no extended model" if name is None else f"several models have the name {name!r}"),
+                + ("it is in no extended model" if known is None else f"several models have {known!r}"),
                 "call packprop.extend(model) on every rank, with it among the model's parameters; for a copy "
                 "of an extended model, packprop.extend(packprop.restore(copy))",
             )

@@ -76,7 +76,7 @@ def eager_backward(
         check: Check that samples do not mix and that pieces add up; costs time and memory.
 
     Returns:
-        A scalar or `[n]`, of the dtype that `fn` returned.
+        A scalar or `[n]`, of the dtype that `fn` returned, or of its product with `weights`.
 
     Raises:
         BadInput: An argument is wrong, an input was freed, or `fn` returns a tensor of another shape, not

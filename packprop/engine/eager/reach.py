@@ -125,8 +125,9 @@ def _hidden(node: Any, job: Job) -> PackpropError:
 
 def tensors_of(job: Job) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors that a function can reach, or objects among its arguments, nearest first."""
-    code = job.fn.forward if isinstance(job.fn, nn.Module) else job.fn.__call__  # names that its code reads
-    queue: deque[tuple[str, Any]] = deque([("", job.fn), ("", code), ("inputs", job.specs)])
+    fn: Any = job.fn
+    code = fn.forward if isinstance(fn, nn.Module) else fn.__call__  # a method, whose names lead on
+    queue: deque[tuple[str, Any]] = deque([("", fn), ("", code), ("inputs", job.specs)])
     seen: set[int] = set()
     while queue and len(seen) < SEARCH_LIMIT:
         name, thing = queue.popleft()

@@ -45,6 +45,7 @@ class Sweep:
         self.shared: dict[Key, Tensor] = {}
         self.outside: dict[Key, Tensor] = {}
         self.values: list[Tensor] = []
+        self._is_attached = False
 
     def run(self) -> Tensor:
         """Go through all pieces; return the value."""
@@ -57,6 +58,10 @@ class Sweep:
             self._piece(start, length, piece)
             if check and number == 1:
                 self._compare(detached, before)
+        if self._trained and not self._is_attached:
+            why = "it returned a detached value, but there are inputs that require a gradient"
+            instead = "compute it without detach, .data and no_grad, or call fn by itself"
+            raise bad(self.job.where, why, instead)
         self.inputs = {n: self._final(self.inputs[n], self.leaves[n]) for n in sorted(self.inputs)}
         self.shared = {key: self._final(g, self.outside[key]) for key, g in self.shared.items()}
         return self.job.join(self.values)
@@ -85,11 +90,8 @@ class Sweep:
         output = job.evaluate(piece, length)
         self.values.append(output.detach().clone())
         if not output.requires_grad:
-            if self._trained:
-                why = "it returned a detached value, but there are inputs that require a gradient"
-                instead = "compute it without detach, .data and no_grad, or call fn by itself"
-                raise bad(job.where, why, instead)
             return
+        self._is_attached = True
         sources, doubt = reached(output, since, self.known, job)
         own = {key: n for n in self._trained if (key := (id(piece[n]), 0)) in sources}
         outside = {key: tensor for key, tensor in sources.items() if key not in own}

@@ -144,7 +144,8 @@ class Plan:
 
     def beside(self, kind: str, size: int) -> Plan:
         """Return the same plan, plus ``size`` bytes that stay in memory throughout."""
-        return replace(self, peak=self.peak + size, parts={**self.parts, kind: size}) if size else self
+        parts = dict(sorted({**self.parts, kind: size}.items(), key=lambda part: -part[1]))
+        return replace(self, peak=self.peak + size, parts=parts) if size else self
 
     def require_fit(self, graph: Graph, extensions: Sequence[Extension], hooked: bool = False) -> None:
         """Refuse a pass that does not fit the plan; ``hooked`` says that the pass has an extension hook.

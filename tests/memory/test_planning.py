@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -54,6 +56,30 @@ def test_a_budget_is_planned_anew_for_what_changes_it_and_not_for_other_samples(
     with packprop.algorithms(products="batched"):
         step(model, (inputs.double(), targets), extensions.BatchGrad(subsampling=[0, 3]), memory="64MiB")
     assert len(made) == 3
+
+
+class Watched(nn.Module):
+    """Draws numbers from Python and NumPy, as a model does that skips layers at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        random.random(), np.random.rand()
+        return output
+
+
+def test_plans_and_coverage_leave_all_random_states() -> None:
+    model, batch = Watched(), (torch.randn(4, 3), torch.arange(4) % 2)
+    loss = packprop.extend(nn.CrossEntropyLoss())(packprop.extend(model)(batch[0]), batch[1])
+    before = random.getstate(), np.random.get_state()[2]
+    packprop.plan(model, nn.CrossEntropyLoss(), batch, extensions.BatchGrad())
+    packprop.coverage(model, batch[0])
+    with packprop.backpack(extensions.BatchGrad(), memory="1GiB"):
+        loss.backward()
+    assert (random.getstate(), np.random.get_state()[2]) == before
 
 
 def test_a_budget_and_a_plan_know_autocast_of_the_forward_pass(made: list[packprop.Plan]) -> None:

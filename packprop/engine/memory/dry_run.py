@@ -50,6 +50,7 @@ from packprop.engine.tensors.dry import TensorSpec, dry_run, storage_key
 from packprop.engine.tensors.names import named_parameters
 from packprop.engine.tensors.nesting import map_instances, map_tensors, tensors_in
 from packprop.engine.tensors.precision import accumulation_dtype
+from packprop.engine.tensors.random import python_random_unchanged
 from packprop.engine.tensors.repeated import counting_repeated
 from packprop.errors import PackpropError, PackpropWarning
 from packprop.types import Extension
@@ -166,6 +167,7 @@ class DryRun:
         """Run the step; return a plan of its memory, which also names the budget."""
         step, peaks = self._step, self._peaks
         with ExitStack() as stack:
+            stack.enter_context(python_random_unchanged())
             stack.enter_context(dry_run(step.device.type, peaks.live.of_batch))
             peaks.live.repeated = stack.enter_context(counting_repeated())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -71,6 +71,48 @@ class Watched(nn.Module):
         return output
 
 
+def test_plans_run_no_backward_hooks() -> None:
+    """A hook that stores gradients would keep tensors without data."""
+    seen: list[Tensor] = []
+    model, batch = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), (torch.randn(4, 3), torch.randn(4, 2))
+    model[1].register_full_backward_hook(lambda module, into, out: seen.append(out[0]))
+    model[0].register_full_backward_pre_hook(lambda module, out: seen.append(out[0]))
+    packprop.plan(model, nn.MSELoss(), batch, extensions.BatchGrad())
+    assert not seen
+    loss = packprop.extend(nn.MSELoss())(packprop.extend(model)(batch[0]), batch[1])
+    with packprop.backpack(extensions.BatchGrad(), memory="1GiB"):
+        loss.backward()
+    assert [type(gradient) for gradient in seen] == [Tensor, Tensor]
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_plans_refuse_compressed_sparse_tensors_by_name(layout: torch.layout, is_buffer: bool) -> None:
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.register_buffer("matrix", torch.eye(3).to_sparse(layout=layout))
+
+        def forward(self, x: Tensor, matrix: Tensor | None = None) -> Tensor:
+            output: Tensor = self.layer((matrix if matrix is not None else self.matrix).matmul(x.T).T)
+            return output
+
+    model = Mixing()
+    given = (torch.randn(4, 3),) if is_buffer else (torch.randn(4, 3), model.matrix)
+    if not is_buffer:
+        del model.matrix
+    is_compressed = layout != torch.sparse_coo
+    refused = pytest.raises(PackpropError, match=f"layout {layout}") if is_compressed else contextlib.nullcontext()
+    with refused:
+        packprop.plan(model, nn.MSELoss(), (given, torch.randn(4, 2)), extensions.BatchGrad())
+    packprop.extend(model)
+    loss = nn.functional.mse_loss(model(*given), torch.randn(4, 2))
+    with pytest.raises(PackpropError) if is_compressed else contextlib.nullcontext():
+        with packprop.backpack(extensions.BatchGrad(), memory="1GiB"):
+            loss.backward()
+
+
 def test_plans_and_coverage_leave_all_random_states() -> None:
     model, batch = Watched(), (torch.randn(4, 3), torch.arange(4) % 2)
     loss = packprop.extend(nn.CrossEntropyLoss())(packprop.extend(model)(batch[0]), batch[1])

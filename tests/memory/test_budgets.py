@@ -348,7 +348,7 @@ def test_a_budget_counts_results_of_other_extensions() -> None:
     model.zero_grad()
     step(model, (x, y), extensions.BatchGrad())
     model.zero_grad()
-    with pytest.raises(BudgetTooSmall, match="results of other passes 52.5 KiB"):
+    with pytest.raises(BudgetTooSmall, match=r"results of other passes 52\.5 KiB"):
         step(model, (x, y), extensions.BatchL2Grad(), memory=budget)
     step(model, (x, y), extensions.BatchL2Grad(), memory=budget + 64 * 210 * 4)
 

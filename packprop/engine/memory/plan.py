@@ -228,7 +228,7 @@ def facts_of(graph: Graph, extensions: Sequence[Extension], device: str) -> Iter
 
 
 def inputs_of(graph: Graph) -> dict[str, str]:
-    """Return shapes and precisions of the inputs of each extended model, and autocast, by the name of its class."""
+    """Return shapes and precisions of the inputs of each extended model, and autocast, by the model's class."""
     found: dict[str, list[str]] = {}
     for forward in graph.forwards:
         specs: list[TensorSpec] = []

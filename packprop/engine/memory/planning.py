@@ -286,7 +286,9 @@ def chunk_sizes_of_pass(graph: Graph, extensions: Sequence[Extension], budget: i
     known = _CHOSEN.setdefault(graph.modules[0], {})
     asked = tuple((type(extension), options_of(extension)) for extension in extensions)
     forced = tuple(map(forced_algorithm, CHOICES))
-    given = [(t.shape, t.dtype) for loss in graph.losses for t in tensors_in((loss.call.args, loss.call.kwargs))]
+    given = [
+        (t.shape, t.dtype) for loss in graph.losses for t in tensors_in((loss.call.args, loss.call.kwargs))
+    ]
     taken = tuple(inputs_of(graph).items()), tuple(given), tuple(use.recomputed for use in graph.uses)
     before = gradients_are_there(graph.leaves())
     others = bytes_of_others(graph, extensions)

@@ -16,7 +16,6 @@ from packprop.engine.tensors.sharding import is_distributed
 from packprop.engine.tensors.state import version
 from packprop.errors import BadInput
 
-
 TABLES = (dict, OrderedDict, set, list)
 """Classes of attributes whose entries are restored, such as the tables of a module's buffers and submodules."""
 

@@ -340,6 +340,19 @@ def test_a_budget_counts_a_retained_graph() -> None:
             run(memory, create_graph=True)
 
 
+def test_a_budget_counts_results_of_other_extensions() -> None:
+    """An earlier pass left them on the parameters, where they stay throughout."""
+    model, (x, y) = packprop.extend(nn.Linear(20, 10)), (torch.randn(64, 20), torch.arange(64) % 10)
+    budget = 2 * packprop.plan(model, nn.CrossEntropyLoss(), (x, y), extensions.BatchL2Grad()).peak
+    step(model, (x, y), extensions.BatchL2Grad(), memory=budget)
+    model.zero_grad()
+    step(model, (x, y), extensions.BatchGrad())
+    model.zero_grad()
+    with pytest.raises(BudgetTooSmall, match=r"results of other passes 52\.5 KiB"):
+        step(model, (x, y), extensions.BatchL2Grad(), memory=budget)
+    step(model, (x, y), extensions.BatchL2Grad(), memory=budget + 64 * 210 * 4)
+
+
 def test_more_is_given_back_from_the_most_to_what_there_is() -> None:
     whole, least = ChunkSizes(2**23, 2**26), ChunkSizes(0, 2**20, 0)
     scratch = [chunk_sizes.scratch for chunk_sizes in looser(least, whole, "scratch")]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,9 +58,81 @@ def test_a_budget_is_planned_anew_for_what_changes_it_and_not_for_other_samples(
     assert len(made) == 3
 
 
+class Watched(nn.Module):
+    """Draws numbers from Python and NumPy, as a model does that skips layers at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        random.random(), np.random.rand()  # noqa: NPY002  # the state that all share
+        return output
+
+
+def test_plans_run_no_backward_hooks() -> None:
+    """A hook that stores gradients would keep tensors without data."""
+    seen: list[Tensor] = []
+    model, batch = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), (torch.randn(4, 3), torch.randn(4, 2))
+    model[1].register_full_backward_hook(lambda module, into, out: seen.append(out[0]))
+    model[0].register_full_backward_pre_hook(lambda module, out: seen.append(out[0]))
+    packprop.plan(model, nn.MSELoss(), batch, extensions.BatchGrad())
+    assert not seen
+    loss = packprop.extend(nn.MSELoss())(packprop.extend(model)(batch[0]), batch[1])
+    with packprop.backpack(extensions.BatchGrad(), memory="1GiB"):
+        loss.backward()
+    assert [type(gradient) for gradient in seen] == [Tensor, Tensor]
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_plans_refuse_compressed_sparse_tensors_by_name(layout: torch.layout, is_buffer: bool) -> None:
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.register_buffer("matrix", torch.eye(3).to_sparse(layout=layout))
+
+        def forward(self, x: Tensor, matrix: Tensor | None = None) -> Tensor:
+            output: Tensor = self.layer((matrix if matrix is not None else self.matrix).matmul(x.T).T)
+            return output
+
+    model = Mixing()
+    given = (torch.randn(4, 3),) if is_buffer else (torch.randn(4, 3), model.matrix)
+    if not is_buffer:
+        del model.matrix
+    is_compressed = layout != torch.sparse_coo
+    refused = (
+        pytest.raises(PackpropError, match=f"layout {layout}") if is_compressed else contextlib.nullcontext()
+    )
+    with refused:
+        packprop.plan(model, nn.MSELoss(), (given, torch.randn(4, 2)), extensions.BatchGrad())
+    packprop.extend(model)
+    loss = nn.functional.mse_loss(model(*given), torch.randn(4, 2))
+    refused = pytest.raises(PackpropError) if is_compressed else contextlib.nullcontext()
+    with refused, packprop.backpack(extensions.BatchGrad(), memory="1GiB"):
+        loss.backward()
+
+
+def test_plans_and_coverage_leave_all_random_states() -> None:
+    model, batch = Watched(), (torch.randn(4, 3), torch.arange(4) % 2)
+    loss = packprop.extend(nn.CrossEntropyLoss())(packprop.extend(model)(batch[0]), batch[1])
+    before = random.getstate(), np.random.get_state()[2]  # noqa: NPY002
+    packprop.plan(model, nn.CrossEntropyLoss(), batch, extensions.BatchGrad())
+    packprop.coverage(model, batch[0])
+    with packprop.backpack(extensions.BatchGrad(), memory="1GiB"):
+        loss.backward()
+    assert (random.getstate(), np.random.get_state()[2]) == before  # noqa: NPY002
+
+
 def test_a_budget_and_a_plan_know_autocast_of_the_forward_pass(made: list[packprop.Plan]) -> None:
     """PyTorch advises to call backward() outside of it. Copies of frozen weights in low precision are large."""
-    model, loss, asked = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 9)), nn.CrossEntropyLoss(), extensions.BatchL2Grad()
+    model, loss, asked = (
+        nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 9)),
+        nn.CrossEntropyLoss(),
+        extensions.BatchL2Grad(),
+    )
     model[0].weight.requires_grad_(False)
     packprop.extend(model)
     x, y = torch.randn(8, 300), torch.arange(8)
@@ -70,7 +144,10 @@ def test_a_budget_and_a_plan_know_autocast_of_the_forward_pass(made: list[packpr
         with live:
             with torch.autocast("cpu", torch.bfloat16, enabled=forward):
                 value = loss(model(x), y)
-            with torch.autocast("cpu", torch.bfloat16, enabled=backward), packprop.backpack(asked, memory=memory):
+            with (
+                torch.autocast("cpu", torch.bfloat16, enabled=backward),
+                packprop.backpack(asked, memory=memory),
+            ):
                 value.backward()
         return live.peak
 
@@ -79,7 +156,7 @@ def test_a_budget_and_a_plan_know_autocast_of_the_forward_pass(made: list[packpr
         cast = packprop.plan(model, loss, (x, y), asked)
     assert cast.peak > 1.2 * plain.peak
     assert run(cast, forward=True, backward=False) <= 1.01 * cast.peak
-    with pytest.raises(BadInput, match="autocast to torch.bfloat16; planned was"):
+    with pytest.raises(BadInput, match=r"autocast to torch\.bfloat16; planned was"):
         run(plain, forward=True, backward=False)
     budget = int(1.1 * plain.peak)
     assert run(budget, forward=False, backward=False) <= budget
@@ -98,7 +175,9 @@ class Pooled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         pooled = F.adaptive_avg_pool1d(x * 2, 20)
-        output: Tensor = checkpoint(self.layer, pooled, use_reentrant=False) if self.recomputes else self.layer(pooled)
+        output: Tensor = (
+            checkpoint(self.layer, pooled, use_reentrant=False) if self.recomputes else self.layer(pooled)
+        )
         return output
 
 
@@ -117,7 +196,7 @@ def test_a_budget_is_planned_anew_for_other_inputs_and_without_checkpoints(made:
     with pytest.raises(BudgetTooSmall):
         step(model, (torch.randn(8, 10**5), y), asked, memory=2**20)
     model.recomputes = False
-    with pytest.raises(BadInput, match="planned was linear .* in a checkpoint"):
+    with pytest.raises(BadInput, match=r"planned was linear .* in a checkpoint"):
         step(model, (torch.randn(8, 100), y), asked, memory=plan)
     model.zero_grad()
     step(model, (torch.randn(8, 100), y), asked, memory=2**20)

@@ -22,9 +22,8 @@ from packprop.applications.compiled.facts import (
     facts_of,
     plain_fact,
 )
-from packprop.engine.tensors import AutocastRegions
 from packprop.engine.recording import declared_around, is_recording_disabled
-from packprop.engine.tensors import PLAIN, attributes_of, has_late_hooks, is_hooked, tensors_in
+from packprop.engine.tensors import PLAIN, AutocastRegions, attributes_of, has_late_hooks, is_hooked, tensors_in
 
 REGISTERED = ("_parameters", "_buffers")
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -50,6 +51,7 @@ from packprop.engine.tensors.dry import TensorSpec, dry_run, storage_key
 from packprop.engine.tensors.names import named_parameters
 from packprop.engine.tensors.nesting import map_instances, map_tensors, tensors_in
 from packprop.engine.tensors.precision import accumulation_dtype
+from packprop.engine.tensors.random import python_random_unchanged
 from packprop.engine.tensors.repeated import counting_repeated
 from packprop.errors import PackpropError, PackpropWarning
 from packprop.types import Extension
@@ -58,6 +60,10 @@ Forward = Callable[[nn.Module, Callable[[Any], Any]], Tensor]
 """Computes the loss, given a copy of the model and a function that turns ``TensorSpec`` into tensors.
 
 Shapes that depend on the number of samples also go through the function."""
+
+
+BACKWARD_HOOKS = "_backward_hooks", "_backward_pre_hooks"
+"""Names of the tables of a module's backward hooks: they run in your own pass alone."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ class PlannedStep:
 def copy_without_data(
     model: nn.Module, fake: Callable[[Any], Any], known: Sequence[tuple[nn.Module, nn.Module]] = ()
 ) -> nn.Module:
-    """Return a copy of a module whose tensors have no data.
+    """Return a copy of a module whose tensors have no data, and which has none of your backward hooks.
 
     ``known`` pairs modules with their copies, which are used in place of new ones.
     """
@@ -128,6 +134,7 @@ def copy_without_data(
         seen.add(id(item))
         if isinstance(item, nn.Module):
             stack += vars(item).values()
+            memo |= {id(vars(item)[name]): OrderedDict() for name in BACKWARD_HOOKS if name in vars(item)}
             for tensor in tensors_in([*vars(item).values()]):
                 made = fake(TensorSpec.of(tensor))
                 parameter = isinstance(tensor, nn.Parameter)
@@ -166,6 +173,7 @@ class DryRun:
         """Run the step; return a plan of its memory, which also names the budget."""
         step, peaks = self._step, self._peaks
         with ExitStack() as stack:
+            stack.enter_context(python_random_unchanged())
             stack.enter_context(dry_run(step.device.type, peaks.live.of_batch))
             peaks.live.repeated = stack.enter_context(counting_repeated())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -255,7 +263,8 @@ class DryRun:
                 ASKED,
                 f"the forward pass of {type(self._step.model).__name__}, or its loss",
                 f"it cannot be run without data: {type(error).__name__}: {said}",
-                "plan a part of it that does not depend on values of data, or leave the budget out",
+                "plan a part of it that does not depend on values of data, take off forward hooks that read "
+                "them, or leave the budget out",
             ) from error
 
     def _warn_of_unknown(self) -> None:

@@ -144,7 +144,8 @@ class Plan:
 
     def beside(self, kind: str, size: int) -> Plan:
         """Return the same plan, plus ``size`` bytes that stay in memory throughout."""
-        return replace(self, peak=self.peak + size, parts={**self.parts, kind: size}) if size else self
+        parts = dict(sorted({**self.parts, kind: size}.items(), key=lambda part: -part[1]))
+        return replace(self, peak=self.peak + size, parts=parts) if size else self
 
     def require_fit(self, graph: Graph, extensions: Sequence[Extension], hooked: bool = False) -> None:
         """Refuse a pass that does not fit the plan; ``hooked`` says that the pass has an extension hook.
@@ -227,7 +228,7 @@ def facts_of(graph: Graph, extensions: Sequence[Extension], device: str) -> Iter
 
 
 def inputs_of(graph: Graph) -> dict[str, str]:
-    """Return shapes and precisions of the inputs of each extended model, and autocast, by the name of its class."""
+    """Return shapes and precisions of the inputs of each extended model, and autocast, by the model's class."""
     found: dict[str, list[str]] = {}
     for forward in graph.forwards:
         specs: list[TensorSpec] = []

@@ -39,6 +39,7 @@ from packprop.engine.tensors.calling import (
 from packprop.engine.tensors.device import keep_freed_pages
 from packprop.engine.tensors.dry import TensorSpec
 from packprop.engine.tensors.nesting import map_tensors, tensors_in
+from packprop.engine.tensors.state import storage_of
 from packprop.errors import BadInput
 from packprop.types import Extension, Extensions, check_extensions
 
@@ -249,7 +250,24 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
         accumulated=gradients_are_there(leaves),
         retains_graph=graph.kept,
     )
-    return choose_plan(step, budget, lambda plan: plan.beside("between model and loss", unseen))
+    others = bytes_of_others(graph, extensions)
+    return choose_plan(
+        step,
+        budget,
+        lambda plan: plan.beside("between model and loss", unseen).beside("results of other passes", others),
+    )
+
+
+def bytes_of_others(graph: Graph, extensions: Sequence[Extension]) -> int:
+    """Return the bytes of tensors kept on parameters, beside gradients and the results of these extensions."""
+    parameters = [parameter for module in graph.modules for parameter in module.parameters()]
+    own = {extension.savefield for extension in extensions}
+    kept = tensors_in([value for each in parameters for name, value in vars(each).items() if name not in own])
+    sizes = {storage_of(each): each.untyped_storage().nbytes() for each in kept if storage_of(each)}
+    for each in parameters:
+        for tensor in (each, each.grad):
+            sizes.pop(0 if tensor is None else storage_of(tensor), None)
+    return sum(sizes.values())
 
 
 def chunk_sizes_of_pass(graph: Graph, extensions: Sequence[Extension], budget: int) -> ChunkSizes:
@@ -269,10 +287,13 @@ def chunk_sizes_of_pass(graph: Graph, extensions: Sequence[Extension], budget: i
     known = _CHOSEN.setdefault(graph.modules[0], {})
     asked = tuple((type(extension), options_of(extension)) for extension in extensions)
     forced = tuple(map(forced_algorithm, CHOICES))
-    given = [(t.shape, t.dtype) for loss in graph.losses for t in tensors_in((loss.call.args, loss.call.kwargs))]
+    given = [
+        (t.shape, t.dtype) for loss in graph.losses for t in tensors_in((loss.call.args, loss.call.kwargs))
+    ]
     taken = tuple(inputs_of(graph).items()), tuple(given), tuple(use.recomputed for use in graph.uses)
     before = gradients_are_there(graph.leaves())
-    key = (graph.signature, leaf_shapes(graph), asked, budget, forced, before, graph.kept, taken)
+    others = bytes_of_others(graph, extensions)
+    key = (graph.signature, leaf_shapes(graph), asked, budget, forced, before, graph.kept, taken, others)
     if key not in known:
         known[key] = plan_again(graph, extensions, budget).chunk_sizes
     return known[key]

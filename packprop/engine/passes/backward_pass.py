@@ -14,13 +14,13 @@ from packprop.engine.curvature.seeds import columns
 from packprop.engine.functions.entry import ArrivedCotangents
 from packprop.engine.functions.saved import explaining_checkpoints
 from packprop.engine.passes.accumulator import Accumulator, Done, Log
-from packprop.engine.tensors.autocast import AutocastRegions
 from packprop.engine.passes.collector import Collector
 from packprop.engine.passes.column_sweeps import ColumnSweeps, groups_of_uses
 from packprop.engine.passes.gradient import Backward, GradientPass
 from packprop.engine.passes.hessian import add_hessian, add_without_sweep
 from packprop.engine.passes.partial_results import Begin, cubes_of_factors
 from packprop.engine.passes.request import Request, Task, require_possible, tasks_by_seed
+from packprop.engine.tensors.autocast import AutocastRegions
 from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.long_work import expect, long_work
 from packprop.errors import PackpropError

@@ -25,7 +25,6 @@ from packprop.engine.functions.entry import ArrivedCotangents
 from packprop.engine.graph.graph import ReachedUse
 from packprop.engine.graph.sweep import Watch
 from packprop.engine.passes.accumulator import Accumulator, for_grad, written_in_place
-from packprop.engine.tensors.autocast import AutocastRegions
 from packprop.engine.passes.backward_pass import made_columns, share_exact_columns
 from packprop.engine.passes.chunks import ChunkSizes
 from packprop.engine.passes.column_sweeps import are_one_sweep, sweep_chunk
@@ -34,6 +33,7 @@ from packprop.engine.passes.finite import FiniteCheck
 from packprop.engine.passes.gradient import Backward, hand_over, summed_leaves
 from packprop.engine.passes.request import Request, Task, tasks_by_seed
 from packprop.engine.passes.saving import ResultSaver
+from packprop.engine.tensors.autocast import AutocastRegions
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.errors import OfParameter
 from packprop.types import GRADIENT, INPUTS, Extension, Row, Seed

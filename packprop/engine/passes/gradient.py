@@ -15,12 +15,12 @@ from packprop.engine.graph.hooks import refusing_changed_sums
 from packprop.engine.graph.site import Site
 from packprop.engine.graph.sweep import SweepOptions, Watch, sweep
 from packprop.engine.passes.accumulator import Accumulator
-from packprop.engine.tensors.autocast import AutocastRegions
 from packprop.engine.passes.clipped_sums import ClippedSums
 from packprop.engine.passes.clipping import ASKED, Clip
 from packprop.engine.passes.collector import Collector
 from packprop.engine.passes.contributions import extents_of
 from packprop.engine.passes.request import Request, Task
+from packprop.engine.tensors.autocast import AutocastRegions
 from packprop.engine.tensors.hooks import NOTHING
 from packprop.errors import PackpropError
 

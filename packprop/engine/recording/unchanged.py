@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.engine.recording.switch import extend, extended
-from packprop.engine.tensors.random import random_states, set_random_states
+from packprop.engine.tensors.random import python_random_unchanged, random_states, set_random_states
 from packprop.engine.tensors.sharding import is_distributed
 from packprop.engine.tensors.state import version
 from packprop.errors import BadInput
@@ -52,7 +52,7 @@ def unchanged(model: nn.Module, asked: str) -> Iterator[None]:
         for name, buffer in buffers.items():
             setattr(module, name, copies.setdefault(id(buffer), buffer.detach().clone()))
     try:
-        with extended(model):
+        with extended(model), python_random_unchanged():
             yield
     finally:
         for module, attributes, buffers in before:

@@ -14,6 +14,7 @@ from torch import Tensor
 from packprop.engine.tensors.setting import setting
 from packprop.engine.tensors.state import storage_of
 from packprop.engine.tensors.traced import is_traced, note_fault
+from packprop.errors import PackpropError
 
 
 class _DryRun(NamedTuple):
@@ -37,7 +38,18 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """Return the description of a tensor."""
+        """Return the description of a tensor.
+
+        Raises:
+            PackpropError: For a sparse tensor in compressed form.
+        """
+        if tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+            raise PackpropError(
+                "A plan was asked for.",
+                f"a tensor of shape {list(tensor.shape)} and layout {tensor.layout}",
+                "packprop cannot make such a tensor without its data",
+                "give the tensor in COO form (it counts as a dense one), or leave the budget out",
+            )
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
     def make(self, device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -55,6 +56,19 @@ def set_random_states(states: RandomStates) -> None:
 
 
 @contextmanager
+def python_random_unchanged() -> Iterator[None]:
+    """Restore the states of Python's and NumPy's generators afterwards, which models may also draw from."""
+    numpy = sys.modules.get("numpy.random")
+    state, of_numpy = random.getstate(), None if numpy is None else numpy.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.set_state(of_numpy)
+
+
+@contextmanager
 def random_numbers_from(states: RandomStates) -> Iterator[None]:
     """Draw random numbers from ``states`` inside; afterwards it is as if nothing had been drawn.
 
@@ -67,11 +81,12 @@ def random_numbers_from(states: RandomStates) -> Iterator[None]:
             "it is evaluated again with the numbers that it drew, which a graph cannot draw twice",
         )
     before = random_states(states)
-    try:
-        set_random_states(states)
-        yield
-    finally:
-        set_random_states(before)
+    with python_random_unchanged():
+        try:
+            set_random_states(states)
+            yield
+        finally:
+            set_random_states(before)
 
 
 class Draws:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import packprop
 from packprop import Checkpoint
@@ -81,6 +83,35 @@ def test_one_checkpoint_is_influence(tmp_path: Path) -> None:
     assert_near(found.largest.products, alone.largest.products, "products", 1e-12)
     once = iter([(x[QUERIES], y[QUERIES])])
     packprop.tracin([last], model, LOSS, once)
+
+
+class Turning:
+    """Batches that come in another order each time."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.batches = [(x[:1], y[:1]), (x[1:], y[1:])]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.batches = self.batches[::-1]
+        return iter(self.batches)
+
+
+def test_queries_have_the_same_order_at_all_checkpoints(tmp_path: Path) -> None:
+    (model, x, y), checkpoints, _ = trained(tmp_path, "sgd")
+
+    def products(queries: Any, number: int) -> Tensor:
+        found = packprop.tracin(checkpoints[:number], model, LOSS, queries, k=SIZE)
+        return found.largest.products
+
+    def shuffled() -> Any:
+        source = torch.Generator().manual_seed(1)
+        return DataLoader(TensorDataset(x, y), 2, shuffle=True, generator=source)
+
+    [*batches] = shuffled()
+    assert torch.equal(products(shuffled(), 3), products(batches, 3))
+    products(Turning(x, y), 1)
+    with pytest.raises(BadInput, match="in another order"):
+        products(Turning(x, y), 2)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

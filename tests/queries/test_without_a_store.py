@@ -15,6 +15,7 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SubsetRandomSampler,
     TensorDataset,
 )
@@ -223,6 +224,8 @@ def test_refusals() -> None:
         {"shuffle": True},
         {"sampler": SubsetRandomSampler(range(SIZE))},
         {"sampler": DistributedSampler(data, 2, 0)},
+        {"sampler": type("Own", (RandomSampler,), {})(data)},
+        {"sampler": type("Own", (Sampler,), {"__module__": "rich.text"})()},  # as torchdata's
         {"batch_sampler": BatchSampler(RandomSampler(data), 4, drop_last=False), "batch_size": 1},
     ):
         with pytest.raises(BadInput, match="which shuffle"):

@@ -14,9 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from packprop.applications.dataset.batches import Batches
+from packprop.applications.dataset.code import package_of
 from packprop.applications.dataset.digests import digest
 from packprop.applications.dataset.given import Objective
 from packprop.applications.dataset.identity import BATCHES, identity_of, keep_generators
@@ -34,6 +43,9 @@ from packprop.store.reading import BLOCK, Store
 from packprop.store.schema import checksum_of
 from packprop.store.search import Found, bytes_of_a_row, extremes_and_sums, products_of_rows
 from packprop.types import GRADIENT, Extension, Row
+
+SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+"""Samplers whose subclasses change the order of the samples, too."""
 
 
 class Ends(NamedTuple):
@@ -237,7 +249,7 @@ Candidates = StoredSamples | ReadSamples
 
 
 def _require_order(asked: str, data: Any) -> None:
-    """Refuse a loader with a sampler of PyTorch that may change the order of the samples.
+    """Refuse a loader with a sampler of a package, or a subclass of PyTorch's, that may change the order.
 
     Raises:
         BadInput: With the name of the sampler.
@@ -247,7 +259,8 @@ def _require_order(asked: str, data: Any) -> None:
         kept = getattr(sampler, "shuffle", True) is False or isinstance(
             sampler, (SequentialSampler, BatchSampler)
         )
-        if isinstance(sampler, Sampler) and type(sampler).__module__.startswith("torch.") and not kept:
+        is_known = isinstance(sampler, SHUFFLING) or package_of(type(sampler)) is not None
+        if isinstance(sampler, Sampler) and is_known and not kept:
             raise BadInput(
                 asked,
                 f"data {described(data)}, which shuffle: {type(sampler).__name__}",

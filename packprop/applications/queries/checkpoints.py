@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from packprop.applications.dataset.batches import Batches, Data
 from packprop.applications.dataset.result import Result
+from packprop.applications.dataset.sources import Given
 from packprop.applications.queries.checks import numbers_of_groups
 from packprop.applications.queries.influence import influence
 from packprop.applications.queries.result import Influence
@@ -82,7 +83,8 @@ def tracin(
 
     Raises:
         BadInput: For no checkpoints, values that do not fit the model, a rate that is no number, stores of
-            different samples, queries that packprop can read only once; and as ``influence`` does.
+            different samples, queries that packprop can read only once, or that come in another order when it
+            reads them again; and as ``influence`` does.
         PackpropError: As ``influence`` does.
     """
     given = [*checkpoints]
@@ -93,6 +95,8 @@ def tracin(
     if len(given) > 1:
         batches = Batches(ASKED, queries, batch_size, whole=loss is None)
         batches.require_rereadable("queries", f"{len(given)} checkpoints read them")
+        if isinstance(batches.source, Given):
+            queries = _SameBatches(batches)
     moment = copy.deepcopy(model)
     each_alone = torch.arange(stores[0].samples, device="cpu")
     sums, found = torch.zeros((), device="cpu"), list[Influence]()
@@ -117,6 +121,25 @@ def tracin(
         groups=by_group,
         checkpoints=len(found),
     )
+
+
+class _SameBatches:
+    """Batches of a loader, the same in each reading: products of different queries are never added up."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches, self._digest = batches, ""
+        batches.watched = True
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = self._batches
+        if self._digest:
+            batches.begin_again()
+        for _ in batches:
+            yield batches.current
+        if self._digest not in ("", batches.digest):
+            why = "another reading, for another checkpoint, gave other batches, or gave them in another order"
+            raise BadInput(ASKED, "queries", why, "read them without shuffling, or give a list of batches")
+        self._digest = batches.digest
 
 
 def _require_fitting(checkpoints: Sequence[Checkpoint], stores: Sequence[Store]) -> None:

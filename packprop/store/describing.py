@@ -116,7 +116,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Extension):
         return described_extension(value)
     if isinstance(value, (Tensor, np.ndarray)):
-        entries = torch.as_tensor(value).detach().cpu().contiguous().reshape(-1)
+        entries = torch.as_tensor(value, device="cpu").detach().contiguous().reshape(-1)
         content = entries.view(torch.uint8).numpy().tobytes() if len(entries) else b""
         return {"shape": [*value.shape], "dtype": str(value.dtype), "checksum": zlib.crc32(content)}
     if isinstance(value, (torch.dtype, torch.device, complex, slice, np.generic)):

@@ -271,7 +271,8 @@ def _options_of(call: RecordedLoss, layout: Layout, like: Tensor) -> list[Tensor
             found.append(torch.full((), float(value), dtype=like.dtype, device=like.device))
         elif name in OF_CLASSES and isinstance(value, Tensor) and _is_shared(value, call.shape, layout):
             flat = value.detach().flatten().to(like)
-            found += [flat.sum(), (flat * torch.arange(1, 1 + len(flat)).to(like).sqrt()).sum()]
+            places = torch.arange(1, 1 + len(flat), dtype=like.dtype, device=like.device)
+            found += [flat.sum(), (flat * places.sqrt()).sum()]
     return found
 
 

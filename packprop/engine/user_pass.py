@@ -261,12 +261,11 @@ class _Pass:
     def request(self, drawn: dict[Seed, list[Columns]], chunk_sizes: Callable[[Graph], ChunkSizes]) -> Request:
         """Return the request of a pass through a graph whose samples have been located."""
         options, graph, joint = self.options, self.graph, self.joint
-        extensions, groups, clip = options.extensions, None, None
+        extensions, groups, clip, graph.kept = options.extensions, None, None, self.call.keeps_graph
         if options.probes is not None:
             extensions, groups = by_groups(graph, options.probes, extensions, self._is_plain)
         if options.clipping is not None:
             clip = settled(options.clipping, graph, self._is_plain, groups)
-        graph.kept = self.call.keeps_graph  # a plan counts it
         sizes = chunk_sizes(graph)
         request = Request(graph, extensions, sizes, self.call.create_graph, drawn, groups=groups, clip=clip)
         if joint is not None:

@@ -196,6 +196,7 @@ def planned_and_measured(case: Case, rows: Sequence[Row]) -> tuple[int, packprop
     loss = forward(problem)
     graph = walk([loss], [None], None)
     check_graph(graph)
+    graph.kept = False  # backward() will free it
     try:
         plan = plan_again(graph, asked, None)
     except PackpropError as error:

@@ -118,12 +118,12 @@ def test_plans_refuse_compressed_sparse_tensors_by_name(layout: torch.layout, is
 def test_plans_and_coverage_leave_all_random_states() -> None:
     model, batch = Watched(), (torch.randn(4, 3), torch.arange(4) % 2)
     loss = packprop.extend(nn.CrossEntropyLoss())(packprop.extend(model)(batch[0]), batch[1])
-    before = random.getstate(), np.random.get_state()[2]  # noqa: NPY002
+    before = random.getstate(), np.random.get_state()[2]  # noqa: NPY002  # the state that all share
     packprop.plan(model, nn.CrossEntropyLoss(), batch, extensions.BatchGrad())
     packprop.coverage(model, batch[0])
     with packprop.backpack(extensions.BatchGrad(), memory="1GiB"):
         loss.backward()
-    assert (random.getstate(), np.random.get_state()[2]) == before  # noqa: NPY002
+    assert (random.getstate(), np.random.get_state()[2]) == before  # noqa: NPY002  # the state that all share
 
 
 def test_a_budget_and_a_plan_know_autocast_of_the_forward_pass(made: list[packprop.Plan]) -> None:

@@ -233,9 +233,9 @@ class DryRun:
         forward = peaks.end_part()
         peaks.live.phase = "temporary"
         graph = walk([loss], [None], None)
-        graph.kept = step.retains_graph or any(extension.keeps_graph for extension in step.extensions)
         settle_loss_inputs(graph, step.extensions)
         check_graph(graph, not all(extension.of_batch for extension in step.extensions))
+        graph.kept = step.retains_graph or any(each.keeps_graph for each in step.extensions)
         locating = peaks.end_part()
         self._backward(graph, loss)
         return [forward, locating, *self._before_results, peaks.end_part()], forward, graph

@@ -199,13 +199,13 @@ def test_results_that_were_made_up(tmp_path: Path, notes: dict[str, str]) -> Non
     [
         ((0, 0, "a", [1], torch.ones(2)), "1 of its entries are in no file"),
         ((0, 0, "a", [2**61], torch.ones(3)), "3 of its entries are in no file"),
-        ((0, 0, "a", [0, 0], torch.ones(3)), "no part of a tensor"),
-        ((0, 0, "a", [0, 0], torch.ones(3, 3)), "no part of a tensor"),
-        ((0, 0, "b", [0], torch.ones(3)), "no part of a tensor"),
-        ((0, 0, "a", [0], None), "no part of a tensor"),
-        ((0, 0, "a", [0], Moments(3, torch.ones(3), None)), "no part of a tensor"),  # type: ignore[arg-type]  # made up
-        ((1, 0, "a", [0], torch.ones(3)), "no part of a tensor"),
-        ((0, 1, "a", [0], torch.ones(3)), "no part of a tensor"),
+        ((0, 0, "a", [0, 0], torch.ones(3)), "not part of a tensor"),
+        ((0, 0, "a", [0, 0], torch.ones(3, 3)), "not part of a tensor"),
+        ((0, 0, "b", [0], torch.ones(3)), "not part of a tensor"),
+        ((0, 0, "a", [0], None), "not part of a tensor"),
+        ((0, 0, "a", [0], Moments(3, torch.ones(3), None)), "not part of a tensor"),  # type: ignore[arg-type]  # made up
+        ((1, 0, "a", [0], torch.ones(3)), "not part of a tensor"),
+        ((0, 1, "a", [0], torch.ones(3)), "not part of a tensor"),
     ],
     ids=str,
 )

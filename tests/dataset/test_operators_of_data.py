@@ -306,7 +306,7 @@ def test_bad_input() -> None:
         operators.of_data(model, loss, data, wrong)
     with pytest.raises(BadInput, match="counted twice"):
         operators.of_data(model, loss, data, parameters=[first, first])
-    with pytest.raises(BadInput, match="from outside the model"):
+    with pytest.raises(BadInput, match="that is not in the model"):
         operators.of_data(model, loss, data, parameters=[nn.Parameter(torch.ones(2))])
     with pytest.raises(BadInput, match="a parameter with requires_grad=False"):
         operators.of_data(model, loss, data, parameters=[first.requires_grad_(False)])

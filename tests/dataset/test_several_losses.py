@@ -311,7 +311,7 @@ def test_a_loss_that_takes_no_sample_more_is_mentioned(size: int | None) -> None
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         compute(model, loss, data, extensions.BatchL2Grad(), batch_size=size)
-    found = ["computed with its last sample twice (RuntimeError: " in str(each.message) for each in said]
+    found = ["computed with its last sample repeated (RuntimeError: " in str(each.message) for each in said]
     assert found == ([True] if size else [])  # one batch is not split
 
 

@@ -99,7 +99,7 @@ def test_the_default_keeps_diagonals_and_says_so_once(make: Any) -> None:
 @pytest.mark.usefixtures("small")
 def test_over_a_data_set_the_default_says_so() -> None:
     with pytest.warns(
-        PackpropWarning, match=r"kept as their diagonals, for 'positions', 'head.weight', 'head.bias'"
+        PackpropWarning, match=r"kept as their diagonals, of 'positions', 'head.weight', 'head.bias'"
     ):
         packprop.compute(Words(), nn.CrossEntropyLoss(), batch(), kfac(), progress=False, batch_size=3)
 

@@ -121,7 +121,7 @@ def test_over_a_data_set_of_several_lengths() -> None:
 
     batches = [(torch.randn(2, t, 3), torch.randint(CLASSES, (2, t))) for t in (4, 5)]
     packprop.compute(Flat(), loss, batches, [extensions.Variance(per="token")], progress=False)
-    with pytest.raises(PackpropError, match="other lengths"):
+    with pytest.raises(PackpropError, match="different lengths"):
         packprop.compute(Flat(), loss, batches, [extensions.BatchL2Grad(per="token")], progress=False)
 
 
@@ -165,7 +165,7 @@ REFUSED = {
         F.mse_loss(out, torch.zeros_like(out), reduction="none").sum((1, 2)).exp().sum()
     ),
     "at different positions": lambda out: F.l1_loss(out, torch.zeros_like(out)),
-    "in turn": lambda out: sum(
+    "several losses share the rows": lambda out: sum(
         F.mse_loss(piece, torch.zeros_like(piece)) for piece in out.flatten(0, 1).split(3)
     ),
 }

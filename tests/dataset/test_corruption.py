@@ -130,7 +130,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[dict[str, An
     "shards of what is not there": (
         same,
         state("shards", [{"tuple": [0, 0, "x", [3], {"tensor": 0}]}]),
-        "shards of parameter 'x'(.|\n)*one is no part",
+        "shards of parameter 'x'(.|\n)*one of them is not part",
     ),
 }
 

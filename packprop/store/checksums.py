@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from packprop.errors import PackpropError
 from packprop.store.marks import Mark
@@ -37,6 +39,11 @@ def checksum(rows: np.ndarray) -> int:
     split = height * 8 * COLUMNS
     sums = np.add.reduce(entries[:split].view("<u8").reshape(height, COLUMNS), 0)
     return zlib.crc32(entries[split:].data, zlib.crc32(sums.data))
+
+
+def checksum_of_tensor(tensor: Tensor) -> int:
+    """Return the checksum of the bytes of a tensor on the CPU."""
+    return checksum(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def rows_of_a_block(rows: np.ndarray) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from packprop.engine.tensors import named_parameters
 from packprop.errors import BadInput
 from packprop.extensions.arguments import require_own_savefields
+from packprop.store.checksums import checksum_of_tensor
 from packprop.store.folder import ParameterFacts
 from packprop.store.plain import name_of
 from packprop.types import Extension
@@ -116,9 +116,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Extension):
         return described_extension(value)
     if isinstance(value, (Tensor, np.ndarray)):
-        entries = torch.as_tensor(value, device="cpu").detach().contiguous().reshape(-1)
-        content = entries.view(torch.uint8).numpy().tobytes() if len(entries) else b""
-        return {"shape": [*value.shape], "dtype": str(value.dtype), "checksum": zlib.crc32(content)}
+        content = checksum_of_tensor(torch.as_tensor(value, device="cpu").detach())
+        return {"shape": [*value.shape], "dtype": str(value.dtype), "checksum": content}
     if isinstance(value, (torch.dtype, torch.device, complex, slice, np.generic)):
         return str(value)
     return getattr(value, "__qualname__", type(value).__name__)

@@ -269,6 +269,11 @@ def is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__") and name not in NOT_CALLED
 
 
+def own_names(kind: type) -> list[str]:
+    """Return the names that the user's classes among a class and its bases hold."""
+    return [name for each in own_classes(kind) for name in vars(each)]
+
+
 def is_code(kind: type, name: str) -> bool:
     """Tell whether a member of a class is code of the user."""
     return any(name in vars(each) and next(functions_in(vars(each)[name]), None) for each in own_classes(kind))

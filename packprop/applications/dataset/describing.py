@@ -31,6 +31,7 @@ from packprop.applications.dataset.code import (
     is_code,
     is_special,
     own_classes,
+    own_names,
     own_spaces,
     package_at,
     package_of,
@@ -166,8 +167,7 @@ class Describer:
             return {"name": self._name(value), "names": held} if held else self._name(value)
         if isinstance(value, type):
             self._note_inside(value, read)
-            names = (name for each in own_classes(value) for name in vars(each))
-            told = [name for name in names if is_code(value, name) or name in (read or ())]
+            told = [name for name in own_names(value) if is_code(value, name) or name in (read or ())]
             return self._class(value, told, where)[0]
         if isinstance(value, nn.Module):
             return self._whole_module(value, where)
@@ -287,7 +287,7 @@ class Describer:
         key = kind, *dict.fromkeys(called)
         if key in self._classes:
             return self._classes[key]
-        held = {name for each in own_classes(kind) for name in vars(each)}
+        held = {*own_names(kind)}
         special = sorted(name for name in held if is_special(name) and is_code(kind, name))
         methods, found = self._members(kind, [*called, *special], where)
         installed = {name for each in kind.__mro__ if package_of(each) is not None for name in vars(each)}
@@ -301,7 +301,7 @@ class Describer:
     def _members(self, kind: type, called: Iterable[str], where: str) -> tuple[dict[str, Any], Code]:
         """Describe the user's members of a class with some names, and those that their code names."""
         names = dict.fromkeys(called)
-        held = {name for each in own_classes(kind) for name in vars(each)}
+        held = {*own_names(kind)}
         by_text = {name for name in held if is_code(kind, name) and not name.startswith("__")}
         found, methods = Code(), {}
         todo = [*names]

@@ -19,7 +19,7 @@ from packprop.engine.algebra import Eigen
 from packprop.engine.passes import ChunkSizes
 from packprop.engine.tensors import accumulation_dtype, is_distributed, map_tensors, tensors_in, whole_tensor
 from packprop.errors import Absent, BadInput
-from packprop.store.checksums import checksum
+from packprop.store.checksums import checksum_of_tensor
 from packprop.store.files import written_whole
 from packprop.store.schema import Unfit, checksum_of, fitted, parsed
 from packprop.types import Extension
@@ -202,10 +202,7 @@ class _Notes:
 
 def _checksum(notes: Mapping[str, str], tensors: Iterable[Tensor]) -> int:
     """Return the checksum of the whole content of a file."""
-    kinds = []
-    for tensor in tensors:
-        entries = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-        kinds.append([str(tensor.dtype), [*tensor.shape], checksum(entries)])
+    kinds = [[str(each.dtype), [*each.shape], checksum_of_tensor(each)] for each in tensors]
     return checksum_of([dict(notes), kinds])
 
 

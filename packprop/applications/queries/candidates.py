@@ -30,6 +30,7 @@ from packprop.applications.dataset.digests import digest
 from packprop.applications.dataset.given import Objective
 from packprop.applications.dataset.identity import BATCHES, identity_of, keep_generators
 from packprop.applications.dataset.messages import described, no_samples
+from packprop.applications.dataset.sources import samplers_of
 from packprop.applications.dataset.stored import of_summed_loss
 from packprop.applications.dataset.stream import is_empty
 from packprop.applications.queries.checks import gradients_in, numbers_of_groups, require_same_model
@@ -254,8 +255,7 @@ def _require_order(asked: str, data: Any) -> None:
     Raises:
         BadInput: With the name of the sampler.
     """
-    by_batch = getattr(data, "batch_sampler", None)
-    for sampler in (getattr(data, "sampler", None), by_batch, getattr(by_batch, "sampler", None)):
+    for sampler in samplers_of(data):
         kept = getattr(sampler, "shuffle", True) is False or isinstance(
             sampler, (SequentialSampler, BatchSampler)
         )

@@ -200,7 +200,7 @@ def _empirical_column(loss: ReachedLoss, factor: Tensor | None) -> Columns:
         )
     front = canonical(loss_gradient(loss, call.edge, factor), layout, rule.class_axis)
     scale = _scale(loss, factor, front)
-    counted = scale != 0
+    counted = scale > 0
     inverse_root = torch.where(counted, scale, 1.0).rsqrt() * counted
     column = from_canonical((front * inverse_root[..., None])[None], call.shape, layout, rule.class_axis)
     return Columns([call.edge], 1, lambda start, stop: [column])

@@ -29,8 +29,8 @@ from packprop.engine.functions.nodes import name_of_node, number_of_node
 from packprop.engine.tensors.autocast import AutocastRegions
 from packprop.engine.tensors.dry import TensorSpec, is_dry_run
 from packprop.engine.tensors.hooks import dictionary_of
-from packprop.engine.tensors.nesting import tensors_in, tensors_of_call
-from packprop.engine.tensors.state import storage_of, version
+from packprop.engine.tensors.nesting import tensors_of_call
+from packprop.engine.tensors.state import memory_of, version
 
 LOSS, TOLD, OUTPUT, HOOKS, RETAINS = (
     f"packprop.{mark}" for mark in ("loss", "told", "output", "hooks", "retains")
@@ -102,17 +102,6 @@ def _copied_handles(module: nn.Module | None, handles: list[RemovableHandle], ti
     return Handles(module, handles)
 
 
-def tensors_of_user(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors in what a user's function takes or returns, up to a container that cannot be read."""
-    found: list[Tensor] = []
-    try:
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            found += (value,) if isinstance(value, Tensor) else tensors_in(value)
-    except Exception:  # methods of containers may raise anything
-        pass
-    return found
-
-
 def _described(value: Any) -> Any:
     """Return the same nesting of tuples, lists and dictionaries, with specifications in place of tensors.
 
@@ -156,9 +145,10 @@ class ForwardCall:
 
     def __post_init__(self) -> None:
         has_data = not is_dry_run()
-        for tensor in tensors_of_user(self.args, self.kwargs):
-            if has_data and storage_of(tensor):
-                self.storages.append(weakref.ref(tensor.untyped_storage()))
+        for tensor in tensors_of_call(self.args, self.kwargs, as_far_as_readable=True):
+            memory = memory_of(tensor) if has_data else None
+            if memory is not None:
+                self.storages.append(weakref.ref(memory))
             if tensor.requires_grad and tensor.is_leaf:
                 self.leaves.append(weakref.ref(tensor))
         try:

@@ -27,16 +27,8 @@ from packprop.engine.functions.losses.description import LOSSES, input_of, outpu
 from packprop.engine.functions.losses.read import tells_its_loss
 from packprop.engine.functions.losses.rules import COMPOSITES, body_of, has_parts
 from packprop.engine.functions.nodes import number_of_node
-from packprop.engine.recording.marks import (
-    LOSS,
-    OUTPUT,
-    TOLD,
-    ForwardCall,
-    RecordedLoss,
-    marks_of,
-    tensors_of_user,
-)
-from packprop.engine.tensors.nesting import tensors_in
+from packprop.engine.recording.marks import LOSS, OUTPUT, TOLD, ForwardCall, RecordedLoss, marks_of
+from packprop.engine.tensors.nesting import tensors_in, tensors_of_call
 from packprop.engine.tensors.state import version
 
 
@@ -221,7 +213,7 @@ def mark_loss(
 def mark_outputs(module: nn.Module, declared: int | None, args: Any, kwargs: Any, output: Any) -> None:
     """Mark the outputs of a call of an extended model; not inside ``vmap``, where any axis may hold samples."""
     forward = None
-    for tensor in tensors_of_user((output,), {}):
+    for tensor in tensors_of_call((output,), {}, as_far_as_readable=True):
         node = tensor.grad_fn
         if forward is None:
             forward = ForwardCall(weakref.ref(module), declared, args, kwargs)

@@ -57,14 +57,23 @@ def _fields_of(item: Any) -> dict[str, Any]:
     return {name: getattr(item, name) for name in names if hasattr(item, name)}
 
 
-def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors in the arguments of a call, as a list; fast for tensors and plain values."""
-    found = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif type(value) not in PLAIN:
-            found += tensors_in(value)
+def tensors_of_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], as_far_as_readable: bool = False
+) -> list[Tensor]:
+    """Return the tensors in the arguments of a call, as a list; fast for tensors and plain values.
+
+    ``as_far_as_readable``: end at a container whose methods raise an error, rather than raise it.
+    """
+    found: list[Tensor] = []
+    try:
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif type(value) not in PLAIN:
+                found += tensors_in(value)
+    except Exception:  # methods of a user's container may raise anything
+        if not as_far_as_readable:
+            raise
     return found
 
 

@@ -60,11 +60,18 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
         return True
 
 
-def storage_of(tensor: Tensor) -> int:
-    """Return the address of the memory that a tensor shares with its views; 0 if PyTorch does not know it."""
+def memory_of(tensor: Tensor) -> UntypedStorage | None:
+    """Return the memory that a tensor shares with its views; ``None`` if there is none that PyTorch knows."""
     if type(tensor) not in (Tensor, nn.Parameter):  # others stand for tensors, or hold several
-        return 0
+        return None
     try:
-        return tensor.untyped_storage().data_ptr()
+        memory = tensor.untyped_storage()
+        return memory if memory.data_ptr() else None
     except (RuntimeError, NotImplementedError):
-        return 0
+        return None
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of ``memory_of`` a tensor; 0 if there is none."""
+    memory = memory_of(tensor)
+    return 0 if memory is None else memory.data_ptr()

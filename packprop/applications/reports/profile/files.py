@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from packprop.applications.dataset.digests import bytes_digest
 from packprop.errors import BadInput
+from packprop.store.files import written_whole
 
 FORMAT = "profile of a network, format 2"
 """The name of the format, as a file states it."""
@@ -58,11 +60,9 @@ def check_folder(folder: str | Path) -> None:
 
 def replace_files(contents: Mapping[Path, bytes]) -> None:
     """Write files, each at any time the old or the new one, complete; if the disk is full, all are old."""
-    parts = {path.with_name(path.name + ".part"): path for path in contents}
-    for part, path in parts.items():
-        part.write_bytes(contents[path])
-    for part, path in parts.items():
-        os.replace(part, path)
+    with contextlib.ExitStack() as stack:
+        for path, content in contents.items():
+            stack.enter_context(written_whole(path)).write_bytes(content)
 
 
 def replace_profile(folder: Path, text: str, tensors: Mapping[str, Tensor]) -> tuple[Path, Path]:

@@ -26,7 +26,7 @@ class AutocastRegions(NamedTuple):
         regions = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
             for kind in devices
-            if torch.is_autocast_enabled(kind) and torch.amp.is_autocast_available(kind)
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         ]
         return cls(tuple(regions))
 

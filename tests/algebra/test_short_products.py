@@ -19,6 +19,7 @@ from packprop.engine.functions import building
 from packprop.engine.tensors import tensors_in
 from packprop.engine.tensors.device import multiplies_wide
 from packprop.engine.tensors.dry import dry_run
+from tests.selection import thorough
 
 
 class Tied(nn.Module):
@@ -108,6 +109,7 @@ def test_clipped_gradients_are_rounded_as_those_of_a_plain_pass() -> None:
         torch.testing.assert_close(mine.float(), other.float(), rtol=0.02, atol=bound)
 
 
+@thorough
 def test_a_traced_step_multiplies_sixteen_bits() -> None:
     index = torch.randint(7, (5, 9))
 

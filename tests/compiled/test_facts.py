@@ -92,6 +92,7 @@ def check(step: Any, model: nn.Module, x: Any, y: Any, loss: Any = F.cross_entro
         torch.testing.assert_close(step(x, y), expected.detach())
 
 
+@one_in(4)
 @pytest.mark.parametrize("name", HELD)
 def test_values_of_attributes(name: str) -> None:
     torch.manual_seed(0)
@@ -139,7 +140,7 @@ IN_PLACE: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[A
 }
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.parametrize("place", ["attribute", "private", "private list", "closure", "hook"])
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_values_that_change_in_place(name: str, place: str) -> None:
@@ -197,7 +198,7 @@ REPLACED: dict[str, tuple[Callable[[float], Any], Callable[[Any], float]]] = {
 }
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize("name", ["held", "_held"])
 @pytest.mark.parametrize("kind", REPLACED)
 def test_values_of_classes_of_their_own(kind: str, name: str) -> None:
@@ -358,6 +359,7 @@ CHANGES: dict[str, Callable[[Model], None]] = {
 }
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_of_a_model(name: str) -> None:
     torch.manual_seed(0)
@@ -403,6 +405,7 @@ class Targets:
     weight: float
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     "make",
     [

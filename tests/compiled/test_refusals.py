@@ -22,7 +22,7 @@ from packprop.applications.compiled import replayer
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from tests.compiled.steps import batch, check_call, compiled, network, quietly, replays, settle
 from tests.distributed.processes import in_processes, needs_groups
-from tests.selection import one_in
+from tests.selection import one_in, thorough
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -281,6 +281,7 @@ def in_parallel(rank: int) -> list[str]:
     return said
 
 
+@thorough
 @needs_groups
 def test_models_that_exchange_tensors_are_not_traced() -> None:
     (parallel, by_hand), _ = in_processes(in_parallel, 2)

@@ -14,6 +14,7 @@ import packprop
 from packprop import extensions
 from packprop.engine.tensors.names import named_modules, named_parameters
 from tests.distributed.processes import in_processes, needs_groups
+from tests.selection import thorough
 
 NAMES = ["0.weight", "0.bias", "module.weight", "module.bias"]
 PROJECTED = extensions.Projected.savefield
@@ -78,6 +79,7 @@ def compared(rank: int, folder: Path) -> None:
         packprop.compute(wrapped, LOSS, data, asked, **options)  # goes on with what the model itself began
 
 
+@thorough
 @needs_groups
 def test_wrappers_change_no_name(tmp_path: Path) -> None:
     in_processes(compared, 1, tmp_path)

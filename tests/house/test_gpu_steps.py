@@ -11,10 +11,12 @@ import torch
 from benchmarks.gpu.__main__ import main, read, run_cases, write
 from benchmarks.gpu.device import Options
 from benchmarks.gpu.page import tables
+from tests.selection import thorough
 
 SMALL = ["--device", "cpu", "--small"]
 
 
+@thorough
 def test_a_call_goes_on_where_the_last_one_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kernels.json"
     threads = torch.get_num_threads()

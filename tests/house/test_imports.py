@@ -145,6 +145,7 @@ def test_threads_may_ask_for_names_at_once() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@thorough
 def test_imports_on_the_way_draw_nothing() -> None:
     """Libraries for output are imported where they are first needed, and rich draws a number then."""
     program = """

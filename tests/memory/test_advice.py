@@ -12,6 +12,7 @@ import packprop
 from packprop import extensions
 from packprop.engine.memory.plan import BudgetTooSmall
 from tests.memory.steps import data, network, step
+from tests.selection import often, thorough
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -28,7 +29,7 @@ def refused(model: nn.Module, batch: tuple[Tensor, Tensor], memory: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("memory", ["1.9 MiB", "2.5 MiB"])
+@pytest.mark.parametrize("memory", [pytest.param("1.9 MiB", marks=thorough), "2.5 MiB"])
 def test_a_smaller_batch_is_advised_only_if_it_fits(memory: str) -> None:
     """What a weight takes whatever the batch stands in no proportion to the samples."""
     text = refused(wide(), data(64), memory)
@@ -39,6 +40,7 @@ def test_a_smaller_batch_is_advised_only_if_it_fits(memory: str) -> None:
         packprop.plan(wide(), LOSS, data(int(found[1])), extensions.Variance(), memory=memory)
 
 
+@thorough
 def test_both_happen() -> None:
     said = ["a batch of" in refused(wide(), data(64), memory) for memory in ("1.9 MiB", "2.5 MiB")]
     assert said == [False, True]
@@ -53,6 +55,7 @@ def test_a_pass_gives_the_same_advice() -> None:
     step(model, data(int(found[1])), extensions.Variance(), memory="2.5 MiB")
 
 
+@often(lambda samples: samples == 17)
 @pytest.mark.parametrize("samples", [3, 16, 17, 40, 64])
 def test_the_budget_that_is_named_fits(samples: int) -> None:
     """It is rounded up, so that you can copy it."""

@@ -48,6 +48,7 @@ def test_a_budget_is_kept_and_changes_no_number(row: Row) -> None:
         assert_all_near(found, expected, row.attribute, 1e-4)
 
 
+@thorough
 @often(lambda name: name == "grad_batch")
 @pytest.mark.parametrize("name", ["grad_batch", "diag_ggn_exact_batch", "kflr"])
 def test_the_smallest_budget_is_kept_in_low_precision(name: str) -> None:

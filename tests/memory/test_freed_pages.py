@@ -14,6 +14,7 @@ import packprop
 from packprop.engine.samples import feeding
 from packprop.engine.tensors.device import return_freed_pages
 from packprop.extensions import BatchL2Grad
+from tests.selection import thorough
 
 RESIDENT = """
 import ctypes, torch
@@ -30,6 +31,7 @@ print(before - resident_now())
 """
 
 
+@thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc keeps freed memory")
 def test_freed_pages_return_to_the_system() -> None:
     """350 MiB are free, below blocks that are not."""

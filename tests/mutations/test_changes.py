@@ -9,6 +9,7 @@ import pytest
 
 from tests.mutations.__main__ import KINDS, ROOT, chosen
 from tests.mutations.changes import changes_of
+from tests.selection import thorough
 
 SOURCE = '''
 """a - b"""
@@ -50,6 +51,7 @@ def test_a_change_changes_one_place(file: Path) -> None:
         assert [n for n, (a, b) in enumerate(zip(before, after, strict=True), 1) if a != b] == [change.line]
 
 
+@thorough
 def test_a_seed_draws_the_same_changes_of_all_kinds() -> None:
     drawn = chosen(ROOT, 8, 0)
     assert drawn == chosen(ROOT, 8, 0)

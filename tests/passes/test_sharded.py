@@ -96,6 +96,7 @@ def are_refused(rank: int) -> None:
         assert all(parameter.grad is not None for parameter in packprop.restore(model).parameters())
 
 
+@thorough
 def test_sharded_parameters_are_refused() -> None:
     in_processes(are_refused, 1)
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import packprop
 from packprop import extensions
 from packprop.types import Extension
-from tests.selection import one_in
+from tests.selection import one_in, thorough
 
 EXTENSIONS = [
     extensions.BatchGrad(),
@@ -527,6 +527,7 @@ for hooked in (False, True):
 """
 
 
+@thorough
 def test_hooks_of_models_that_were_never_extended() -> None:
     """In a process of its own: nothing was extended there."""
     subprocess.run([sys.executable, "-c", UNEXTENDED], check=True, timeout=120)

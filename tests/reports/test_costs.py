@@ -91,6 +91,7 @@ def test_the_page_shows_them(profile: Profile) -> None:
     assert "Peak of each part: forward pass" in page.text
 
 
+@thorough
 def test_without_a_timeline_nothing_is_measured() -> None:
     model = nn.Linear(3, 2)
     found = quiet(model, nn.CrossEntropyLoss(), (torch.randn(9, 3), torch.randint(2, (9,))))

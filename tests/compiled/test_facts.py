@@ -253,6 +253,7 @@ TABLES: dict[str, tuple[Any, Any]] = {
 }
 
 
+@one_in(4)
 @pytest.mark.parametrize("name", TABLES)
 def test_large_tables_that_change_in_place(name: str) -> None:
     torch.manual_seed(0)

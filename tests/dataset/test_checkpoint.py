@@ -29,7 +29,7 @@ from tests.dataset.kills import same
 from tests.dataset.small import compute, small
 from tests.dataset.test_forms import Pairs
 from tests.distributed.processes import needs_groups
-from tests.selection import often, thorough
+from tests.selection import often, one_in, thorough
 
 SAMPLES, SIZE = 23, 5
 
@@ -243,6 +243,7 @@ class Failing(Stateful):
             yield batch
 
 
+@one_in(4)
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("batch", [4, 9])  # of the first reading, and of the second one
 @pytest.mark.parametrize("every", [2, "1h"])

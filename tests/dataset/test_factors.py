@@ -15,6 +15,7 @@ import packprop
 from packprop import PackpropError, operators
 from packprop.extensions import EKFAC, BatchL2Grad, DiagGGNExact, DiagHessian, Variance
 from tests.references.running import assert_near
+from tests.selection import one_in
 
 Loss = Callable[[Any, Tensor], Tensor]
 
@@ -91,6 +92,7 @@ def split(x: Tensor, y: Tensor, sizes: tuple[int, ...]) -> list[tuple[Tensor, Te
     return list(zip(x.split(sizes), y.split(sizes), strict=True))
 
 
+@one_in(3)
 @pytest.mark.parametrize("sizes", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("name", SAME)
 def test_any_split_gives_the_same_values(name: str, sizes: tuple[int, ...]) -> None:

@@ -504,6 +504,7 @@ def rounded(h: Tensor, mixes: bool) -> Tensor:
     return h + torch._fake_quantize_learnable_per_tensor_affine(given, torch.ones(1), zero, -5, 5)
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "function",
     [

@@ -31,6 +31,7 @@ from packprop.engine.graph.sweep import Watch
 from packprop.engine.passes.direct import DirectPass
 from packprop.types import GRADIENT, Extension, Row
 from tests.references.running import assert_near
+from tests.selection import one_in
 
 FIRST = 3
 """The pass that is direct, if passes of one structure follow each other."""
@@ -267,6 +268,7 @@ CHANGES: dict[str, Callable[[Run], None]] = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize("asked", ["norms", "rows", "exact GGN", "Hessian"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_between_passes(

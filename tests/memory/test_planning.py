@@ -392,6 +392,7 @@ LINKED: dict[str, Any] = {
 """Losses that take a function of the model's output."""
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("name", "recording"),
     [

@@ -340,6 +340,22 @@ def test_two_losses_of_the_same_rows() -> None:
         assert_near(both, 2 * alone, "same rows")
 
 
+@pytest.mark.parametrize("take", [lambda w, ids: w[ids], lambda w, ids: w.index_select(0, ids)])
+def test_two_losses_of_rows_of_one_table(take: Callable[..., Tensor]) -> None:
+    """The rows of the table are no samples."""
+    table, targets = nn.Parameter(torch.randn(D, C)), torch.randn(2, N, C)
+    ids = torch.tensor([[1, 4, 1], [0, 3, 1]])
+
+    def loss(at: slice) -> Tensor:
+        pairs = zip(ids[:, at], targets[:, at], strict=True)
+        return torch.stack([F.mse_loss(take(table, own), y, reduction="sum") for own, y in pairs]).sum()
+
+    rows = [torch.autograd.grad(loss(slice(n, n + 1)), table)[0] for n in range(N)]
+    with packprop.record(), packprop.backpack(extensions.BatchGrad()):
+        loss(slice(N)).backward()
+    assert_near(table.grad_batch, torch.stack(rows), "table")
+
+
 def test_one_step_that_is_squeezed() -> None:
     """A linear layer flattens ``[1, n, d]`` inside of itself: that says nothing of the samples."""
     x = torch.randn(1, N, D).double()

@@ -92,6 +92,7 @@ def followed(
             continue
         seen.add(place)
         further = [] if edge.node in parameters else _further(rows, edge, shape, given)
+        further = [each for each in further if each[1].node not in parameters]  # rows of a table are no samples
         if rows.merged:  # the nearest reshape is known: only parts count from here on
             further = further[:1]
         if not further:

@@ -55,6 +55,7 @@ ONE_OF_EACH: list[Case] = [
             "divide",
             "divide-reversed",
             "embedding-by-index",
+            "embedding-index-select",
             "class-token",
             "tensordot",
         ),

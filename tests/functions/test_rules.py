@@ -82,6 +82,7 @@ EXAMPLES: list[tuple[Callable[..., Any], Make]] = [
     (F.conv_transpose2d, lambda n: (R(n, 2, 3, 3), p(2, 3, 2, 2), p(3), 2)),
     (F.embedding, lambda n: (torch.randint(5, (n, 3)), p(5, 2), -1)),
     (F.embedding, lambda n: {"input": torch.randint(5, (n,)), "weight": p(5, 2), "sparse": True}),
+    (torch.index_select, lambda n: {"input": p(5, 2), "dim": 0, "index": torch.randint(5, (n,))}),
     (torch.add, lambda n: {"input": p(2, 3), "other": R(n, 2, 3), "alpha": 2}),
     (torch.add, lambda n: {"input": R(n, 2, 3), "other": p(2, 3), "alpha": 2}),
     (Tensor.__radd__, lambda n: (R(n, 3), p(3))),
@@ -135,6 +136,7 @@ FALLBACKS: list[tuple[Callable[..., Any], Make]] = [
     (torch.cdist, lambda n: (R(n, 2, 3), p(4, 3))),
     (with_turned_bias, lambda n: (R(n, 3), p(3, 1))),
     (torch.addmm, lambda n: {"input": R(4, n), "mat1": p(4, 3), "mat2": R(3, n), "alpha": 0.5}),
+    (torch.index_select, lambda n: {"input": p(2, 5), "dim": 1, "index": torch.randint(5, (n,))}),
     (F.embedding_bag, lambda n: {"input": torch.randint(5, (n, 3)), "weight": p(5, 2), "mode": "sum"}),
     (F.embedding_bag, lambda n: {"input": torch.randint(5, (n, 3)), "weight": p(5, 2), "mode": "max"}),
 ]

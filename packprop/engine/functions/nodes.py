@@ -329,6 +329,7 @@ READABLE_NAMES: dict[str, str] = {
     "FusedRmsNorm": "rms_norm",
     "GroupedMm": "grouped_mm",
     "EmbeddingBag": "embedding_bag",
+    "IndexSelect": "index_select",
     "MkldnnRnnLayer": "lstm",
     "CudnnRnn": "recurrent layer",
     "MiopenRnn": "recurrent layer",

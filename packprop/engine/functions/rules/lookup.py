@@ -31,11 +31,23 @@ SCALED_BY_COUNTS = (
 def _embedding(call: NodeCall) -> Entry:
     if call.option("scale_grad_by_freq"):
         return _called(call)
+    return _rows_of_table(call, call.saved("indices"), _build(call, call.option("padding_idx")))
+
+
+@rule_of("IndexSelect", form="shape")
+def _index_select(call: NodeCall) -> Entry | None:
+    """Return the entry of a table ``[e, o]`` that the node takes whole rows of."""
+    if len(call.operand.shape) != 2 or call.option("dim") not in (0, -2):
+        return None
+    return _rows_of_table(call, call.saved("index"), _build(call))
+
+
+def _rows_of_table(call: NodeCall, indices: Callable[[], Tensor], build: Callable[..., Lookup]) -> Entry:
     last = len(call.shape) - 1
     return Entry(
         call.operand.tensor,
         "Lookup",
-        rowwise(_build(call), call.saved("indices")),
+        rowwise(build, indices),
         admits=lambda axis: axis != last,
         features=last,
         scratch=Scratch(math.prod(call.operand.shape)),
@@ -44,10 +56,10 @@ def _embedding(call: NodeCall) -> Entry:
     )
 
 
-def _build(call: NodeCall) -> Callable[[Tensor | None, Tensor], Lookup]:
+def _build(call: NodeCall, padding: int = -1) -> Callable[[Tensor | None, Tensor], Lookup]:
     """Return a function that builds a structure from cotangents ``[v, n, *s, o]`` and indices ``[n, *s]``."""
     entries, width = call.operand.shape
-    padding, dtype = call.option("padding_idx"), accumulation_dtype(call.operand.tensor.dtype)
+    dtype = accumulation_dtype(call.operand.tensor.dtype)
 
     def build(cotangent: Tensor | None, index: Tensor) -> Lookup:
         index = index.reshape(index.shape[0], -1)
@@ -78,7 +90,7 @@ def of_table(call: NodeCall, entry: Entry) -> Entry:
     table = NodeCall(slot, 0, operand_at(slot, 0, "shape"), shapes, call.holds)
     if isinstance(table.operand.tensor, Computed) or table.option("scale_grad_by_freq"):
         return entry
-    build, indices = _build(table), table.saved("indices")
+    build, indices = _build(table, table.option("padding_idx")), table.saved("indices")
 
     def of_rows(structure_of: StructureOf, way: Sequence[Callable[[Tensor], Tensor]]) -> StructureOf:
         def of_shared(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:

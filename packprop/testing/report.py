@@ -129,15 +129,15 @@ class Ledger:
         notes = tuple(dict.fromkeys(self.notes))
         return Report(self.subject, tuple(self.comparisons), self.structures, notes)
 
-    def same(self, law: str, actual: Named, expected: Named, how: str = "") -> None:
-        """Compare values by parameter name with the expected ones.
+    def same(self, law: str, actual: Named, expected: Named, how: str = "", least: float = 0.0) -> None:
+        """Compare values by parameter name with the expected ones; ``least``: the least scale of their errors.
 
         Raises:
             CheckFailed: If a value is missing, has another shape, or is off by more than the tolerance.
         """
         flat = {name: numbers(value) for name, value in expected.items()}
         sizes = [t.abs().amax().item() for ts in flat.values() for t in ts if t.numel()]
-        largest = max(filter(math.isfinite, sizes), default=0.0)
+        floor = max(least, FLOOR * max(filter(math.isfinite, sizes), default=0.0))
         for name, tensors in flat.items():
             where = f"parameter {name!r}{', ' if how else ''}{how}"
             if name not in actual:
@@ -151,7 +151,7 @@ class Ledger:
                 if one.shape != other.shape:
                     why = f"the shapes are {list(one.shape)} and {list(other.shape)}"
                     raise self.failed(law, where, why)
-                error = relative_error(one, other, FLOOR * largest)
+                error = relative_error(one, other, floor)
                 if not error <= self.tolerance:
                     why = f"the largest relative error is {error:.3g}"
                     raise self.failed(law, where, f"{why}; {self.tolerance:.0e} is allowed", error)

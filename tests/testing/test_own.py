@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from packprop.engine.algebra.statistics import sq_norm
 from packprop.testing import check_extension, check_use
+from packprop.types import GRADIENT, Extension, Row
 from tests.distributed.processes import script
 from tests.selection import thorough
 from tests.testing.registered import Gate, gates, write_a_use, write_an_extension
@@ -32,6 +36,23 @@ def test_an_extension_of_ones_own() -> None:
     assert report.error < 1e-13
     laws = {"chunks of samples", "columns at once", "overwritten", "scales with the loss", "reference"}
     assert laws | {"batches of a data set", "differentiable"} <= set(report.laws)
+
+
+@dataclass(frozen=True, eq=False)
+class NormShare(Extension):
+    """The share of each sample's norm in their sum, a constant for a single sample."""
+
+    savefield = "norm_share"
+    rows = (Row(GRADIENT, lambda structure: _share(sq_norm(structure)), whole=True, degree=0),)
+
+
+def _share(squares: Tensor) -> Tensor:
+    return squares.sqrt() / squares.sqrt().sum()
+
+
+def test_values_that_are_constant_for_a_single_sample() -> None:
+    report = check_extension(NormShare(), lambda rows: _share(rows[0].flatten(1).square().sum(1)))
+    assert "differentiable" in report.laws
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -197,6 +199,29 @@ def test_what_a_backward_function_draws_is_drawn_once(make: Any, takes_a_paramet
     with packprop.backpack(make(generator=torch.Generator()) if is_sampled else make()):
         loss(model(x), y).backward()
     assert torch.equal(torch.get_rng_state(), once)
+
+
+def test_what_a_backward_function_draws_from_python_and_numpy_is_drawn_once() -> None:
+    def drawing(g: Tensor, _: Tensor) -> Tensor:
+        return 2 * g * float(random.random() < 2) * float(np.random.rand() < 2)
+
+    model, loss, x, y = problem(drawing)
+    random.seed(0)
+    np.random.seed(0)
+    expected = [(random.random(), np.random.rand()) for _ in range(2)]
+    random.seed(0)
+    np.random.seed(0)
+    with packprop.backpack(extensions.BatchGrad()):
+        loss(model(x), y).backward()
+    assert (random.random(), np.random.rand()) == expected[1]
+
+
+@pytest.mark.parametrize("draw", [lambda g: random.random(), lambda g: np.random.rand()])
+def test_a_backward_function_that_scales_by_numbers_of_python_or_numpy_is_refused(draw: Any) -> None:
+    model, loss, x, y = problem(lambda g, _: g * draw(g))
+    with pytest.raises(PackpropError) as caught, packprop.backpack(extensions.BatchGrad()):
+        loss(model(x), y).backward()
+    assert_named(caught)
 
 
 @pytest.mark.parametrize("make", MADE)

@@ -117,7 +117,8 @@ def differentiating_twice(
         PackpropError: With the name of PyTorch's function.
     """
     try:
-        yield
+        with torch.inference_mode(False):  # it would leave derivatives out of the graph, in silence
+            yield
     except PackpropError:
         raise
     except RuntimeError as error:

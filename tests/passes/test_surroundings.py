@@ -161,5 +161,8 @@ def test_second_derivatives_inside_inference_mode() -> None:
 def test_gradients_of_too_few_roots_are_left_to_torch() -> None:
     model, (x, y) = packprop.extend(network()), batch()
     losses = [F.cross_entropy(model(x), y), F.cross_entropy(model(x), y)]
-    with pytest.raises(RuntimeError, match="2 tensors and 1 gradients"), packprop.backpack(extensions.BatchGrad()):
+    with (
+        pytest.raises(RuntimeError, match="2 tensors and 1 gradients"),
+        packprop.backpack(extensions.BatchGrad()),
+    ):
         torch.autograd.backward(losses, [torch.ones(()).double()])

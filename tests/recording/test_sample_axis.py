@@ -210,3 +210,33 @@ def test_a_loss_with_an_axis_counts_for_the_documents_around_it() -> None:
     with packprop.backpack(extensions.BatchGrad()):
         value.backward()
     assert len(model.weight.grad_batch) == 20
+
+
+class Step(nn.Module):
+    """Calls the loss itself, as modules of training loops do."""
+
+    def __init__(self, model: nn.Module, flattens: bool) -> None:
+        super().__init__()
+        self.model, self.flattens = model, flattens
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.model(x)
+        return F.mse_loss(out.flatten(0, 1), y.flatten(0, 1)) if self.flattens else F.mse_loss(out, y)
+
+
+@pytest.mark.parametrize("how", ["returns", "calls-the-loss", "calls-the-loss-on-rows"])
+@pytest.mark.parametrize("sample_axis", [None, 0])
+def test_the_axis_of_a_model_holds_in_an_extended_module_around_it(how: str, sample_axis: int | None) -> None:
+    """Unless this module declares another one: monitors, ``compute`` and others extend what they get."""
+    model = packprop.extend(nn.Linear(3, 2).double(), sample_axis=1)
+    x, y = torch.randn(4, 5, 3).double(), torch.randn(4, 5, 2).double()
+    if how == "returns":
+        outer: nn.Module = packprop.extend(nn.Sequential(model), sample_axis=sample_axis)
+        loss = F.mse_loss(outer(x), y)
+    else:
+        outer = packprop.extend(Step(model, how.endswith("rows")), sample_axis=sample_axis)
+        loss = outer(x, y)
+    for retain in (True, False):
+        with packprop.backpack(extensions.BatchGrad()):
+            loss.backward(retain_graph=retain)
+        assert len(model.weight.grad_batch) == (5 if sample_axis is None else 4)

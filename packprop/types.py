@@ -197,6 +197,13 @@ def check_extensions(asked: str, *given: Any) -> tuple[Extension, ...]:
                 "it is not an extension",
                 "give instances from packprop.extensions, or of your own subclass of Extension",
             )
+        if type(extension).__hash__ is None:
+            raise BadInput(
+                asked,
+                f"extension {extension.name}",
+                "its class has no hash, as a dataclass whose fields may change",
+                "decorate the class with @dataclass(frozen=True)",
+            )
     once = tuple(dict.fromkeys(extensions))  # an extension that is given twice counts once
     if len(once) > 1:
         warn_of_shared_attributes(once)

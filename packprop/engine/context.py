@@ -177,7 +177,8 @@ class Backpack:
         call.keeps_graph |= any(map(KEEPS_GRAPH, self.extensions))
         self.is_running = True
         try:
-            self._backward(call, call.run)
+            with torch.inference_mode(False):  # which leaves derivatives out of the graph, in silence
+                self._backward(call, call.run)
         finally:
             self.is_running = False
             self._drawn.clear()  # a failed pass has not taken all columns

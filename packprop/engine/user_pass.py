@@ -371,7 +371,7 @@ class BackwardCall:
     @property
     def is_plain(self) -> bool:
         """Tell whether to leave the call to torch: torch refuses it, or a root is an edge, not a tensor."""
-        if not self.roots:
+        if not self.roots or len(self.gradients) != len(self.roots):
             return True
         for root, given in zip(self.roots, self.gradients, strict=True):
             if not (isinstance(root, Tensor) and root.requires_grad) or (root.numel() != 1 and given is None):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from packprop.engine.tensors import accumulation_dtype
+from packprop.engine.tensors import AutocastRegions, accumulation_dtype
 from packprop.errors import BadInput, PackpropError
 
 
@@ -45,7 +45,8 @@ def products_of_rows(
         for name, array in arrays.items():
             block = array.lent(start, start + step).to(flat[name].dtype)
             block = block.reshape(len(block), flat[name].shape[1])
-            part = flat[name] @ block.mT
+            with AutocastRegions.now().switched(False):
+                part = flat[name] @ block.mT
             del block
             products = part if products is None else products.add_(part)
         assert products is not None

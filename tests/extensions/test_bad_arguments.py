@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import nn
 
 import packprop
 from packprop import extensions
+from packprop.types import Extension
 from tests.cases.models.wrapping import Raw
 from tests.references.refusals import batch, check, each_row, network, refused
 from tests.references.running import ROWS, Row
@@ -33,6 +35,16 @@ def test_something_that_is_no_extension(wrong: Any) -> None:
     with pytest.raises(ValueError, match="extension") as caught:
         packprop.backpack(extensions.BatchGrad(), wrong)
     check(caught.value, type(wrong).__name__)
+
+
+def test_an_extension_without_a_hash() -> None:
+    @dataclass
+    class Mine(Extension):
+        factor: float = 2.0
+
+    with pytest.raises(ValueError, match="Mine") as caught:
+        packprop.backpack(Mine())
+    check(caught.value, "Mine", "frozen=True")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -197,6 +200,33 @@ def test_what_a_backward_function_draws_is_drawn_once(make: Any, takes_a_paramet
     with packprop.backpack(make(generator=torch.Generator()) if is_sampled else make()):
         loss(model(x), y).backward()
     assert torch.equal(torch.get_rng_state(), once)
+
+
+def of_numpy() -> float:
+    return float(np.random.rand())  # noqa: NPY002  # as users do
+
+
+def test_what_a_backward_function_draws_from_python_and_numpy_is_drawn_once() -> None:
+    def drawing(g: Tensor, _: Tensor) -> Tensor:
+        return 2 * g * float(random.random() < 2) * float(of_numpy() < 2)
+
+    model, loss, x, y = problem(drawing)
+    followed = []
+    for context in (nullcontext(), packprop.backpack(extensions.BatchGrad())):
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002  # as above
+        with context:
+            loss(model(x), y).backward()
+        followed.append((random.random(), of_numpy()))
+    assert followed[0] == followed[1]
+
+
+@pytest.mark.parametrize("draw", [random.random, of_numpy])
+def test_a_backward_function_that_scales_by_numbers_of_python_or_numpy_is_refused(draw: Any) -> None:
+    model, loss, x, y = problem(lambda g, _: g * draw())
+    with pytest.raises(PackpropError) as caught, packprop.backpack(extensions.BatchGrad()):
+        loss(model(x), y).backward()
+    assert_named(caught)
 
 
 @pytest.mark.parametrize("make", MADE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import packprop
-from packprop import extensions
+from packprop import extensions, operators
 from tests.cases.models.attention import Attention, VisionTransformer
 from tests.cases.models.language import LanguageModel
 from tests.distributed.processes import in_processes, needs_groups
@@ -136,3 +137,32 @@ def test_a_hook_on_the_output_changes_the_gradient_of_samples_but_no_curvature(b
         found.append((model[0].weight.grad_batch, model[0].weight.diag_ggn_exact))
     assert torch.allclose(found[1][0], 3 * found[0][0])
     assert torch.allclose(found[1][1], found[0][1])
+
+
+def test_second_derivatives_inside_inference_mode() -> None:
+    """Where PyTorch records no graph: they were left out without an error."""
+    model, (x, y) = packprop.extend(network()), batch()
+    made = [extensions.DiagHessian, extensions.DiagGGNExact, extensions.BatchDiagHessian, extensions.PCHMP]
+    parameter, found = model[0].weight, []
+    vectors = torch.randn(2, parameter.numel()).double()
+    for context in (contextlib.nullcontext, torch.inference_mode):
+        loss = F.cross_entropy(model(x), y)
+        with context():
+            with packprop.backpack(*(make() for make in made)):
+                loss.backward()
+            product = parameter.pchmp(vectors.view(2, *parameter.shape))
+            hessian = operators.hessian(lambda: F.cross_entropy(model(x), y), [parameter]) @ vectors.T
+        values = [getattr(parameter, make.savefield) for make in made[:-1]]
+        found.append([value.clone() for value in (*values, product, hessian)])
+    for plain, inside in zip(*found, strict=True):
+        assert_near(inside, plain, "inference", 1e-9)
+
+
+def test_gradients_of_too_few_roots_are_left_to_torch() -> None:
+    model, (x, y) = packprop.extend(network()), batch()
+    losses = [F.cross_entropy(model(x), y), F.cross_entropy(model(x), y)]
+    with (
+        pytest.raises(RuntimeError, match="2 tensors and 1 gradients"),
+        packprop.backpack(extensions.BatchGrad()),
+    ):
+        torch.autograd.backward(losses, [torch.ones(()).double()])

@@ -112,6 +112,21 @@ def test_an_interrupt_in_a_loss_declares_nothing_for_others(inside: bool) -> Non
     assert len(layer.weight.grad_batch) == 4
 
 
+def test_an_interrupt_in_a_loss_inside_another_one() -> None:
+    inner = packprop.extend(Interrupted(), sample_axis=1)
+    outer = packprop.extend(nn.Sequential())
+    outer.forward = inner.__call__
+    x, y = torch.randn(4, 5, 3).double(), torch.randn(4, 5, 3).double().softmax(1)
+    layer = packprop.extend(nn.Linear(3, 3).double())
+    with pytest.raises(KeyboardInterrupt):
+        outer(layer(x), y)
+    value = packprop.extend(nn.CrossEntropyLoss(label_smoothing=0.1))(layer(x), y)
+    assert not torch.overrides._get_current_function_mode_stack()
+    with packprop.backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        value.backward()
+    assert len(layer.weight.grad_batch) == 4
+
+
 def test_an_error_in_the_backward_pass_leaves_nothing_on() -> None:
     model = packprop.extend(network())
     x, y = batch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -168,3 +169,74 @@ def test_a_context_that_extends_a_model_leaves_parts_alone_that_were_extended() 
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
     assert model not in EXTENDED
     assert head in EXTENDED
+
+
+class Doubled(nn.Module):
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        return 2 * self.loss(out, target)
+
+
+class Squares(nn.Module):
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        return (out - target).square().sum()
+
+
+@pytest.mark.parametrize("make", [nn.MSELoss, Squares])
+@pytest.mark.parametrize("around", ["nothing", "record", "record-with-axis", "loss"])
+def test_the_axis_of_a_loss_holds_whatever_its_call_is_inside(around: str, make: Callable[[], Any]) -> None:
+    loss = packprop.extend(make(), sample_axis=1)
+    model = packprop.extend(nn.Linear(3, 2).double())
+    x, y = torch.randn(4, 5, 3).double(), torch.randn(4, 5, 2).double()
+    if around == "loss":
+        loss = packprop.extend(Doubled(loss))
+    context = {"record": packprop.record(), "record-with-axis": packprop.record(sample_axis=0)}
+    with context.get(around, nullcontext()):
+        value = loss(model(x), y)
+    with packprop.backpack(extensions.BatchGrad()):
+        value.backward()
+    assert len(model.weight.grad_batch) == 5
+
+
+def test_a_loss_with_an_axis_counts_for_the_documents_around_it() -> None:
+    loss = packprop.extend(Squares(), sample_axis=1)
+    model = packprop.extend(nn.Linear(3, 2).double())
+    x, y = torch.randn(4, 5, 3).double(), torch.randn(4, 5, 2).double()
+    with packprop.record(documents=torch.arange(20).view(4, 5)):
+        value = loss(model(x), y)
+    with packprop.backpack(extensions.BatchGrad()):
+        value.backward()
+    assert len(model.weight.grad_batch) == 20
+
+
+class Step(nn.Module):
+    """Calls the loss itself, as modules of training loops do."""
+
+    def __init__(self, model: nn.Module, flattens: bool) -> None:
+        super().__init__()
+        self.model, self.flattens = model, flattens
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.model(x)
+        return F.mse_loss(out.flatten(0, 1), y.flatten(0, 1)) if self.flattens else F.mse_loss(out, y)
+
+
+@pytest.mark.parametrize("how", ["returns", "calls-the-loss", "calls-the-loss-on-rows"])
+@pytest.mark.parametrize("sample_axis", [None, 0])
+def test_the_axis_of_a_model_holds_in_an_extended_module_around_it(how: str, sample_axis: int | None) -> None:
+    """Unless this module declares another one: monitors, ``compute`` and others extend what they get."""
+    model = packprop.extend(nn.Linear(3, 2).double(), sample_axis=1)
+    x, y = torch.randn(4, 5, 3).double(), torch.randn(4, 5, 2).double()
+    if how == "returns":
+        outer: nn.Module = packprop.extend(nn.Sequential(model), sample_axis=sample_axis)
+        loss = F.mse_loss(outer(x), y)
+    else:
+        outer = packprop.extend(Step(model, how.endswith("rows")), sample_axis=sample_axis)
+        loss = outer(x, y)
+    for retain in (True, False):
+        with packprop.backpack(extensions.BatchGrad()):
+            loss.backward(retain_graph=retain)
+        assert len(model.weight.grad_batch) == (5 if sample_axis is None else 4)

@@ -21,6 +21,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from packprop.engine.tensors.autocast import outside_autocast
+
 Rows = Callable[[Tensor], Tensor]
 """A function from vectors ``[m, p]`` to products with a symmetric matrix ``[m, p]``."""
 
@@ -92,7 +94,11 @@ class ConjugateGradients:
         directions = self._directions
         if not len(directions):
             return
-        products = product(directions)
+        self._improve(directions, product(directions))
+
+    @outside_autocast
+    def _improve(self, directions: Tensor, products: Tensor) -> None:
+        """Take a block of directions, and find the directions after it."""
         inverse = _inverse(_inner(directions, products), products.dtype)
         share = inverse @ _inner(directions, self._rests)
         self.solutions.addmm_(share[:, : len(self.solutions)].mT.to(directions), directions)
@@ -162,6 +168,7 @@ def _inverse(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return inverse
 
 
+@outside_autocast
 def _orthonormal(rows: Tensor) -> Tensor:
     """Return orthonormal rows that span some rows, without directions that are only rounding."""
     norms = _norms(rows)

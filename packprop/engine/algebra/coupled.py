@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.algebra.kronecker import Eigen, combined, coordinates
+from packprop.engine.tensors.autocast import outside_autocast
 
 
 class Coupled(NamedTuple):
@@ -43,6 +44,7 @@ class Coupled(NamedTuple):
     coupling: Tensor
     complement: Tensor
 
+    @outside_autocast
     def solve(self, weights: Tensor, biases: Tensor) -> tuple[Tensor, Tensor]:
         """Multiply vectors ``[v, *p]`` of the weight and ``[v, o]`` of the bias by the inverse."""
         of_weight = coordinates("solve", self.weight, weights)
@@ -53,6 +55,7 @@ class Coupled(NamedTuple):
         return combined(self.weight, of_weight, weights), combined(self.bias, of_bias, biases)
 
 
+@outside_autocast
 def coupled(weight: Eigen, bias: Eigen, damping: float) -> Coupled | None:
     """Return the inverse for a weight and its bias; ``None`` without correlations, or if blocks do not fit."""
     size = len(weight.vectors[0])

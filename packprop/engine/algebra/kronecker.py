@@ -19,6 +19,7 @@ from torch import Tensor
 
 from packprop.engine.algebra.decompositions import eigh, eigvalsh, inverted, require_finite, singular
 from packprop.engine.algebra.order import EntryOrder
+from packprop.engine.tensors.autocast import outside_autocast
 from packprop.engine.tensors.dry import has_fault, is_dry_run
 from packprop.engine.tensors.precision import accumulation_dtype, at_least, result_dtype
 from packprop.engine.tensors.traced import is_traced
@@ -296,6 +297,7 @@ def _inverted(factor: Tensor) -> Tensor:
     return _reciprocals(factor, 0.0) if factor.dim() == 1 else inverted(factor)
 
 
+@outside_autocast
 def _applied(factors: Factors, matrices: Tensor) -> Tensor:
     """Return ``B V A^T`` of factors ``[B, A]`` for matrices V ``[v, o, i]``, or ``B V`` if there is no A."""
     left, *rest = factors

@@ -352,7 +352,7 @@ def _evaluated(value: Any) -> tuple[Any, Callable[[], AbstractContextManager[Any
     if not callable(value) or isinstance(value, Tensor):
         return value, nullcontext
     kernels = functools.partial(sdpa_kernel, SDPBackend.MATH)
-    with torch.enable_grad(), kernels():
+    with torch.inference_mode(False), torch.enable_grad(), kernels():
         return value(), kernels
 
 

@@ -30,6 +30,7 @@ from packprop.engine.graph.own_backward import require_linear_backward, starts_o
 from packprop.engine.graph.pull import derivatives, pull_columns
 from packprop.engine.graph.search import nodes_above
 from packprop.engine.recording.unrecorded import NOT_REENTRANT, REENTRANT
+from packprop.engine.tensors.autocast import AutocastRegions
 from packprop.engine.tensors.dry import are_finite, is_dry_run
 from packprop.errors import PackpropError, PackpropWarning
 
@@ -117,7 +118,9 @@ def differentiating_twice(
         PackpropError: With the name of PyTorch's function.
     """
     try:
-        yield
+        # inference mode would leave derivatives out of the graph in silence, and autocast would round them
+        with torch.inference_mode(False), AutocastRegions.now().switched(False):
+            yield
     except PackpropError:
         raise
     except RuntimeError as error:

@@ -68,7 +68,7 @@ def walk(
     trail = _follow(graph, starts)
     require_alive(graph)
     _read_losses(graph, trail)
-    _drop_inner_outputs(graph)
+    _drop_inner_outputs(graph, trail)
     _read_uses(graph, trail, wanted)
     _note_order(graph, trail)
     require_derivatives(graph, [node for node, name in trail.names.items() if name == WITHOUT_DERIVATIVE])
@@ -189,12 +189,23 @@ def _read_losses(graph: Graph, trail: Trail) -> None:
         graph.losses = [loss for loss in graph.losses if loss.node in outer or LOSS in marks_of(loss.node)]
 
 
-def _drop_inner_outputs(graph: Graph) -> None:
-    """Drop outputs of models that are parts of other called models."""
+def _drop_inner_outputs(graph: Graph, trail: Trail) -> None:
+    """Drop outputs of models that are parts of other called models.
+
+    If such a model calls the loss, and declares no axis of samples, the axis that the part declared counts.
+    """
     modules = graph.modules
     if len(modules) > 1:
         parts = {id(child) for module in modules for child in module.modules() if child is not module}
+        inner = [forward for _, forward, _ in graph.outputs if id(forward.module()) in parts]
         graph.outputs = [each for each in graph.outputs if id(each[1].module()) not in parts]
+        declared = {forward.declared for forward in inner} - {None}
+        if len(declared) == 1:
+            losses = {loss.node for loss in graph.losses}
+            after = losses | trail.below(losses)
+            for edge, forward, _ in graph.outputs:
+                if forward.declared is None and edge.node in after:
+                    (forward.declared,) = declared
 
 
 def _read_uses(graph: Graph, trail: Trail, wanted: Sequence[Tensor] | None) -> None:

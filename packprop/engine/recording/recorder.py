@@ -218,4 +218,7 @@ def mark_outputs(module: nn.Module, declared: int | None, args: Any, kwargs: Any
         if forward is None:
             forward = ForwardCall(weakref.ref(module), declared, args, kwargs)
         if node is not None and not (tensor.is_nested and tensor.layout == torch.strided):
-            marks_of(node).setdefault(OUTPUT, {})[tensor.output_nr] = forward, tensor.shape
+            marks = marks_of(node).setdefault(OUTPUT, {})
+            if forward.declared is None and tensor.output_nr in marks:  # a wrapper returns what is inside it
+                forward.declared = marks[tensor.output_nr][0].declared
+            marks[tensor.output_nr] = forward, tensor.shape

@@ -210,24 +210,24 @@ def _mark_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def _begin_loss(module: nn.Module, args: tuple[Any, ...]) -> None:
     if _is_left_alone():
         return
-    if current.recorder is not None:
-        _drop_stale_recording()
-    if current.recorder is None:
+    _drop_stale_recording()
+    axis = module.__dict__.get(AXIS)
+    if axis is None:  # else it holds for this call alone, whatever is declared around it
         with unseen():
-            if AXIS not in module.__dict__ and leaves_its_node(module, args):
+            if current.recorder is not None or leaves_its_node(module, args):
                 return
-        LossRecorder(sys._getframe(1), module.__dict__.get(AXIS), module=module).start()
+    LossRecorder(sys._getframe(1), axis, module=module).start()
 
 
 def _end_loss(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     recorder = current.recorder
     if recorder is None or _is_left_alone():
         return
-    if recorder.module is module:  # not a loss inside the one that started it
-        recorder.stop()
     if output is not None:
         with unseen():
             _record_own_loss(recorder, module, args, kwargs, output)
+    if recorder.module is module:  # not a loss inside the one that started it
+        recorder.stop()
 
 
 def _record_own_loss(recorder: LossRecorder, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -272,7 +272,7 @@ def _has_loss(out: Tensor, loss_input: Tensor) -> bool:
 
 
 def _drop_stale_recording() -> None:
-    if current.recorder is not None and current.recorder.is_stale:
+    while current.recorder is not None and current.recorder.is_stale:
         current.recorder.stop()
 
 

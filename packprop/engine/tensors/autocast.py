@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from packprop.engine.tensors.hooks import NOTHING
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class AutocastRegions(NamedTuple):
@@ -51,3 +55,14 @@ class AutocastRegions(NamedTuple):
             for kind, dtype, cached in self.regions:
                 stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=cached))
             yield
+
+
+def outside_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function leave the active regions, which would round the products of matrices in it."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        with AutocastRegions.now().switched(False):
+            return function(*args, **kwargs)
+
+    return called

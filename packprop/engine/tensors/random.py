@@ -55,17 +55,26 @@ def set_random_states(states: RandomStates) -> None:
             torch.get_device_module(device).set_rng_state(state, device)
 
 
+def _python_states() -> tuple[Any, Any]:
+    """Return the states of Python's and NumPy's generators; ``None`` for NumPy's if it is not loaded."""
+    numpy = sys.modules.get("numpy.random")
+    return random.getstate(), None if numpy is None else numpy.get_state()
+
+
+def _set_python_states(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy.random"].set_state(states[1])
+
+
 @contextmanager
 def python_random_unchanged() -> Iterator[None]:
     """Restore the states of Python's and NumPy's generators afterwards, which models may also draw from."""
-    numpy = sys.modules.get("numpy.random")
-    state, of_numpy = random.getstate(), None if numpy is None else numpy.get_state()
+    states = _python_states()
     try:
         yield
     finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.set_state(of_numpy)
+        _set_python_states(states)
 
 
 @contextmanager
@@ -97,20 +106,25 @@ class Draws:
     """
 
     def __init__(self) -> None:
-        self._states: RandomStates | None = None
+        self._states: tuple[RandomStates, tuple[Any, Any]] | None = None
 
     def call(self, function: Callable[..., Any], *given: Any) -> Any:
         """Return what a function returns, and leave the random states as they are, unless a pass is traced."""
         if is_traced():
             return function(*given)
-        before = random_states()
+        before = random_states(), _python_states()
         if self._states is not None:
-            set_random_states(self._states)
+            self._set(self._states)
         try:
             return function(*given)
         finally:
-            self._states = random_states()
-            set_random_states(before)
+            self._states = random_states(), _python_states()
+            self._set(before)
+
+    @staticmethod
+    def _set(states: tuple[RandomStates, tuple[Any, Any]]) -> None:
+        set_random_states(states[0])
+        _set_python_states(states[1])
 
 
 def _cuda_devices() -> list[torch.device]:

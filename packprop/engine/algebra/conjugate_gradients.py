@@ -21,6 +21,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from packprop.engine.tensors.autocast import outside_autocast
+
 Rows = Callable[[Tensor], Tensor]
 """A function from vectors ``[m, p]`` to products with a symmetric matrix ``[m, p]``."""
 
@@ -88,11 +90,15 @@ class ConjugateGradients:
             NotPositive: If A turns out to have a negative eigenvalue; this changes nothing.
         """
         if self._directions is None:
-            self._directions = _orthonormal(self._precondition(self._rests[self._open]))
+            self._directions = outside_autocast(_orthonormal)(self._precondition(self._rests[self._open]))
         directions = self._directions
         if not len(directions):
             return
-        products = product(directions)
+        self._improve(directions, product(directions))
+
+    @outside_autocast
+    def _improve(self, directions: Tensor, products: Tensor) -> None:
+        """Improve all solutions along directions, given their products; choose the next directions."""
         inverse = _inverse(_inner(directions, products), products.dtype)
         share = inverse @ _inner(directions, self._rests)
         self.solutions.addmm_(share[:, : len(self.solutions)].mT.to(directions), directions)

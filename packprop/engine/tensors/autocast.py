@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from packprop.engine.tensors.hooks import NOTHING
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class AutocastRegions(NamedTuple):
@@ -51,3 +54,14 @@ class AutocastRegions(NamedTuple):
             for kind, dtype, cached in self.regions:
                 stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=cached))
             yield
+
+
+def outside_autocast(function: Function) -> Function:
+    """Return the function, which leaves autocast regions: its products have the digits of its arguments."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with AutocastRegions.now().switched(False):
+            return function(*args, **kwargs)
+
+    return called  # type: ignore[return-value]  # it has the same arguments and results

@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler
 from packprop.applications.dataset.batch_pass import BatchPass
 from packprop.applications.dataset.batches import Batches, Data
 from packprop.applications.dataset.checkpoint import Checkpoint, Every, Told
-from packprop.applications.dataset.given import device_of
+from packprop.applications.dataset.given import device_of, require_graphs
 from packprop.applications.dataset.identity import (
     OF_RANK,
     RANKS,
@@ -128,7 +128,7 @@ def compute(
     with contextlib.ExitStack() as stack:
 
         def checked() -> tuple[tuple[Extension, ...], Batches, bool]:
-            _require_graphs()
+            require_graphs(ASKED)
             require_model(ASKED, model)
             require_loss(ASKED, loss)
             chosen = check_extensions(ASKED, extensions, *more)
@@ -223,21 +223,6 @@ def _warn_of_diagonals(
 def _in_order(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values in the order of the model's parameters; a backward pass ends with the first layer."""
     return {name: values[name] for name in names if name in values} | dict(values)
-
-
-def _require_graphs() -> None:
-    """Refuse a call where a forward pass makes no graph.
-
-    Raises:
-        BadInput: Inside ``torch.inference_mode()``.
-    """
-    if torch.is_inference_mode_enabled():
-        raise BadInput(
-            ASKED,
-            "torch.inference_mode()",
-            "tensors that are made inside never have a graph; torch.no_grad() does no harm",
-            "call it outside, with data that were made outside",
-        )
 
 
 def _require_mergeable(extensions: Sequence[Extension]) -> None:

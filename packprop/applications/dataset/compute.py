@@ -167,6 +167,8 @@ def compute(
             stored = stored_results(ASKED, store, model, chosen, resume=told is not None, losses=losses)
             if stored is not None and stored.writer is not store:
                 stack.enter_context(stored.writer)
+            if stored is not None and group.world > 1 and isinstance(batches.source, Samples):
+                stored.indices = batches.source.indices  # ranks take one batch each in turn
             merged = [each for each in chosen if stored is None or each not in stored.extensions]
             step = BatchPass(ASKED, model, loss, results_of(model, merged, sharded), chosen, stored)
             step.sharded = group if sharded else None

@@ -130,7 +130,7 @@ def require_held(asked: str, place: Path, marks: Marks, held: int, samples: int,
 def file_name(quantity: str, parameter: str, used: set[str]) -> str:
     """Return a path for an array that every file system allows, and add it to ``used`` in lower case."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "_", parameter)[:150] or "values"
-    folder = re.sub(r"[^A-Za-z0-9._-]|^\.+$", "_", quantity)[:100]
+    folder = re.sub(r"[^A-Za-z0-9._-]|^\.+$", "_", quantity)[:100] or "values"
     name = f"{folder}/{plain}.npy"
     number = 2
     while name.lower() in used:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from packprop.engine.tensors import AutocastRegions, accumulation_dtype
+from packprop.engine.tensors import accumulation_dtype, outside_autocast
 from packprop.errors import BadInput, PackpropError
 
 
@@ -41,17 +41,23 @@ def products_of_rows(
     flat = _flat(asked, arrays, queries)
     step = max(1, memory // bytes_of_a_row(arrays, len(next(iter(flat.values())))))
     for start in range(0, max(1, len(next(iter(arrays.values())))), step):
-        products: Tensor | None = None
-        for name, array in arrays.items():
-            block = array.lent(start, start + step).to(flat[name].dtype)
-            block = block.reshape(len(block), flat[name].shape[1])
-            with AutocastRegions.now().switched(False):
-                part = flat[name] @ block.mT
-            del block
-            products = part if products is None else products.add_(part)
-        assert products is not None
+        products = _products(arrays, flat, start, start + step)
         _require_finite(asked, products, start)
         yield start, products
+
+
+@outside_autocast
+def _products(arrays: Mapping[str, Any], flat: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
+    """Return inner products of rows from ``start`` to ``stop`` with queries ``[q, n]``."""
+    products: Tensor | None = None
+    for name, array in arrays.items():
+        block = array.lent(start, stop).to(flat[name].dtype)
+        block = block.reshape(len(block), flat[name].shape[1])
+        part = flat[name] @ block.mT
+        del block
+        products = part if products is None else products.add_(part)
+    assert products is not None
+    return products
 
 
 def extremes_and_sums(

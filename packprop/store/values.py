@@ -39,6 +39,7 @@ def taken_from(
         PackpropError: For a parameter without values, or with those of another pass than others.
     """
     taken: dict[Key, Tensor] = {}
+    moments: dict[str, int] = {}
     for extension in extensions:
         degree = extension.degrees[0]
         if terms != 1 and set(extension.degrees) != {degree}:
@@ -48,16 +49,15 @@ def taken_from(
                 "its parts grow with different powers of the loss, so no single factor rescales all of them",
                 "leave terms out, and give all batches the same size",
             )
-        missing, moments = [], dict[str, int]()
+        missing = []
         for name, parameter in named_parameters(model):
             value = vars(parameter).get(extension.savefield)
             if value is not None:
                 put(taken, extension, name, value, dtype or value.dtype, terms**degree)
                 if (moment := moment_of(value)) is not None:
-                    moments[name] = moment
+                    moments[f"parameter {name!r}, with {extension.savefield}"] = moment
             elif parameter.requires_grad:
                 missing.append(name)
-        _require_one_pass(extension, moments)
         none = not any(key[0] == extension.savefield for key in taken)
         if missing and (none or not unused_are_zero):
             raise PackpropError(
@@ -67,18 +67,20 @@ def taken_from(
                 "call backward() inside `with packprop.backpack(*writer.extensions)` before each write; give "
                 "unused_are_zero=True if the batch does not use the parameter",
             )
+    _require_one_pass(moments)
     return taken
 
 
-def _require_one_pass(extension: Extension, moments: Mapping[str, int]) -> None:
-    """Refuse values of several passes, given the moments of their passes by parameter."""
+def _require_one_pass(moments: Mapping[str, int]) -> None:
+    """Refuse values of several passes, given the moment of the pass of each value."""
     first, last = (choose(moments, key=moments.__getitem__, default="") for choose in (min, max))
     if first and moments[first] != moments[last]:
         raise PackpropError(
-            f"Values of {extension.name} were to be stored.",
-            f"parameter {first!r}, with {extension.savefield} of an earlier pass than that of {last!r}",
-            "rows of a batch come from one pass, and that of the batch has not reached this parameter",
-            f"remove what earlier passes have left before the pass: `del parameter.{extension.savefield}`",
+            "Values of single samples were to be stored.",
+            f"{first} of an earlier pass than that of {last}",
+            "rows of a batch come from one pass, and that of the batch has not made this value",
+            "ask for all extensions of the writer in each pass, and remove what earlier passes have left, such "
+            "as `del parameter.grad_batch`",
         )
 
 

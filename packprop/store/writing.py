@@ -78,7 +78,7 @@ class StoreWriter:
         extensions: The extensions to store. Each must have rows of samples.
         dtype: Precision of stored floating-point values, such as ``torch.float16``; ``None``: as computed.
         identify: For ``compute``: maps a batch, as the data yield it, to whole numbers ``[n]``, one for each
-            sample; without it samples are numbered in the order in which they come.
+            sample; without it by the order in which they come, or by index if ranks divide a data set.
         shard: Number of this writer's part of the store, one for each process; ``None``: its rank, if
             ``torch.distributed`` runs, else 0.
         shards: The number of parts; ``None``: the number of ranks, or 1.

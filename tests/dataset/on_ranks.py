@@ -310,3 +310,9 @@ def fails_when_due(rank: int, world: int, folder: Path) -> dict[str, tuple[str, 
         setattr(owner, name, really)
         found[where] = said, computed((x, y), given=[extensions.Variance()])[1]
     return found
+
+
+def stores(rank: int, world: int, folder: Path) -> None:
+    for size in (2, 100):
+        options: dict[str, Any] = {"batch_size": size, "store": folder / str(size)}
+        computed(samples(), given=[extensions.BatchGrad()], **options)

@@ -16,7 +16,7 @@ from torch import nn
 from packprop import BadInput, PackpropError, PackpropWarning, extensions
 from packprop.applications.dataset import folder as files
 from packprop.applications.dataset.batches import Batches
-from packprop.applications.dataset.digests import digest
+from packprop.applications.dataset.digests import digest, spot_check
 from packprop.applications.dataset.folder import Damaged, Folder
 from packprop.applications.dataset.identity import identity_of
 from packprop.engine.algebra.monoid import SUM
@@ -348,3 +348,12 @@ def test_drafts_are_not_written_through(name: str, tmp_path: Path) -> None:
     asked = [extensions.Variance(), extensions.KFAC(mc_samples=2)]
     compute(model, nn.CrossEntropyLoss(), split(x, y), *asked, checkpoint=tmp_path / "kept", every=1)
     assert {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()} == files
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
+def test_digests_of_sparse_tensors(layout: torch.layout) -> None:
+    tensor = torch.eye(3)
+    moved, scaled = (each.to_sparse(layout=layout) for each in (tensor.roll(1, 0), 2 * tensor))
+    for stands_for in (digest, spot_check):
+        assert stands_for(tensor.to_sparse(layout=layout)) == stands_for(tensor.to_sparse(layout=layout))
+        assert len({stands_for(each) for each in (tensor.to_sparse(layout=layout), moved, scaled)}) == 3

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from packprop import Store
+from packprop.extensions import BatchGrad
 from tests.dataset import on_ranks
 from tests.dataset.on_ranks import SIZE, computed, samples
 from tests.distributed.processes import in_processes, needs_groups, outcomes_of
@@ -164,3 +166,13 @@ def test_no_rank_waits_for_one_that_fails_when_a_checkpoint_is_due(world: int, t
         for where, (said, count) in found.items():
             assert ("builtins.object" if where == "state" else "the disk is gone") in said, (where, said)
             assert count == 23
+
+
+@thorough
+def test_ranks_store_samples_under_their_indices(tmp_path: Path) -> None:
+    in_processes(on_ranks.stores, 2, 2, tmp_path)
+    expected = computed(samples(), "sum", given=[BatchGrad()])[0]["grad_batch"]["0.weight"]
+    for size in (2, 100):
+        store = Store(tmp_path / str(size))
+        assert store.identifiers.sort().values.tolist() == list(range(23))
+        assert_near(store["grad_batch", "0.weight"].torch(), expected[store.identifiers])

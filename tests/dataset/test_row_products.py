@@ -95,3 +95,33 @@ def test_products_without_gradients_of_samples(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(products, "row_product", refused)
     assert_near(matrix_of(model, data), expected, "matrix", 1e-9)
+
+
+class Scaled(nn.Module):
+    """A model with a parameter of no axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = nn.Conv2d(1, 3, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3)
+        self.inner, self.scale = nn.Sequential(*layers), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.inner(x)  # type: ignore[no-any-return]  # a tensor
+
+
+def test_a_parameter_without_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = convolutions()[1]
+    model, routes = Scaled().double(), Routes(monkeypatch)
+    expected = dense("ggn", model, nn.CrossEntropyLoss(), data)
+    assert_near(matrix_of(model, data), expected, "by rows", 1e-9)
+    assert routes.taken == [True, True, True]
+
+
+def test_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, y) = convolutions()
+    model, data, routes = model.float(), (x.float(), y), Routes(monkeypatch)
+    expected = matrix_of(model, data)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = matrix_of(model, data)
+    assert routes.taken == [True] * 6
+    assert_near(found, expected, "by rows", 0.05)

@@ -191,3 +191,18 @@ def test_refusals_of_optimizers() -> None:
         packprop.optimizer_curvature(model, torch.optim.SGD([model.weight], lr=0.1))
     with pytest.raises(BadInput, match="maximize"):
         packprop.optimizer_curvature(model, torch.optim.SGD(model.parameters(), lr=0.1, maximize=True))
+
+
+def test_optimizers_that_have_made_no_step() -> None:
+    """Their state may be there."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(BadInput, match="has made no step with it"):
+        packprop.optimizer_curvature(model, torch.optim.Adagrad(model.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint64], ids=str)
+def test_groups_of_every_whole_number(tmp_path: Path, dtype: torch.dtype) -> None:
+    problem, _ = written(tmp_path / "store")
+    found = influence(tmp_path / "store", problem, groups=GROUPS.to(dtype))
+    assert found.groups is not None
+    assert found.groups.shape == (3, 5)

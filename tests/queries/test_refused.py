@@ -162,3 +162,22 @@ def test_losses_with_parameters(tmp_path: Path) -> None:
             packprop.token_influence(model, loss, (x, y), (x[:2], y[:2]))
     scaled.requires_grad_(False)
     packprop.influence((x, y), model, scaled, (x[:2], y[:2]))
+
+
+def test_a_scale_that_depends_on_the_number_of_queries(tmp_path: Path) -> None:
+    """All of them are in one batch."""
+    model, x, y = problem()
+    packprop.compute(model, LOSS, (x, y), [BatchGrad()], store=tmp_path / "store", progress=False)
+
+    def divided(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, targets, reduction="sum") / len(targets)
+
+    for samples in (tmp_path / "store", (x, y)):
+        with pytest.raises(PackpropError, match="it multiplies the loss by"):
+            packprop.influence(samples, model, divided, (x[:3], y[:3]))
+
+
+def test_inference_mode() -> None:
+    model, x, y = problem()
+    with torch.inference_mode(), pytest.raises(BadInput, match=r"torch.inference_mode\(\)"):
+        packprop.influence((x, y), model, LOSS, (x[:2], y[:2]))

@@ -275,3 +275,20 @@ def test_second_order_rows(tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         assert_near(store["diag_ggn_exact_batch", name].torch(), parameter.diag_ggn_exact_batch, name)
         assert_near(store["batch_l2", name].torch(), parameter.batch_l2, name)
+
+
+def test_values_of_two_passes_are_not_those_of_a_batch(tmp_path: Path) -> None:
+    """Each extension has values of one pass."""
+    model, x, y = problem()
+    with StoreWriter(tmp_path / "store", model, [BatchGrad(), BatchL2Grad()]) as writer:
+        for asked in (writer.extensions, writer.extensions[:1]):
+            with packprop.backpack(*asked):
+                nn.functional.cross_entropy(model(x), y).backward()
+        with pytest.raises(PackpropError, match="with batch_l2 of an earlier pass than that of"):
+            writer.write(terms=7)
+
+
+def test_values_without_a_name(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "store", nn.Linear(1, 1), []) as writer:
+        writer.write(**{"": torch.ones(2), "a": torch.zeros(2)})
+    assert Store(tmp_path / "store")[""].torch().tolist() == [1, 1]

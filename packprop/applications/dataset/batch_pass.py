@@ -274,7 +274,7 @@ class BatchPass:
             self.merged.count_again(samples, terms)
             return
         if self.stored is not None:
-            self.stored.end_batch(self.batch, samples, terms)
+            self.stored.end_batch(self.batch, self.number, samples, terms)
         self.merged.count(self.number, samples, terms, loss, reduction)
         if self.merged.samples > samples:
             self.merged.settle_penalties()

@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler
 from packprop.applications.dataset.batch_pass import BatchPass
 from packprop.applications.dataset.batches import Batches, Data
 from packprop.applications.dataset.checkpoint import Checkpoint, Every, Told
-from packprop.applications.dataset.given import device_of
+from packprop.applications.dataset.given import device_of, require_graphs
 from packprop.applications.dataset.identity import (
     OF_RANK,
     RANKS,
@@ -128,7 +128,7 @@ def compute(
     with contextlib.ExitStack() as stack:
 
         def checked() -> tuple[tuple[Extension, ...], Batches, bool]:
-            _require_graphs()
+            require_graphs(ASKED)
             require_model(ASKED, model)
             require_loss(ASKED, loss)
             chosen = check_extensions(ASKED, extensions, *more)
@@ -167,6 +167,8 @@ def compute(
             stored = stored_results(ASKED, store, model, chosen, resume=told is not None, losses=losses)
             if stored is not None and stored.writer is not store:
                 stack.enter_context(stored.writer)
+            if stored is not None and group.world > 1 and isinstance(batches.source, Samples):
+                stored.indices = batches.source.indices  # ranks take one batch each in turn
             merged = [each for each in chosen if stored is None or each not in stored.extensions]
             step = BatchPass(ASKED, model, loss, results_of(model, merged, sharded), chosen, stored)
             step.sharded = group if sharded else None
@@ -223,21 +225,6 @@ def _warn_of_diagonals(
 def _in_order(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values in the order of the model's parameters; a backward pass ends with the first layer."""
     return {name: values[name] for name in names if name in values} | dict(values)
-
-
-def _require_graphs() -> None:
-    """Refuse a call where a forward pass makes no graph.
-
-    Raises:
-        BadInput: Inside ``torch.inference_mode()``.
-    """
-    if torch.is_inference_mode_enabled():
-        raise BadInput(
-            ASKED,
-            "torch.inference_mode()",
-            "tensors that are made inside never have a graph; torch.no_grad() does no harm",
-            "call it outside, with data that were made outside",
-        )
 
 
 def _require_mergeable(extensions: Sequence[Extension]) -> None:

@@ -23,10 +23,11 @@ def digest(tensor: Tensor) -> str:
     For a ``DTensor``, all ranks must call it together, and get the same digest.
     """
     found = hashlib.blake2b(digest_size=8)
-    flat = whole_tensor(tensor.detach()).contiguous().view(-1)
-    step = max(1, PIECE // max(1, flat.element_size()))
-    for start in range(0, len(flat), step):
-        found.update(_bytes_of(flat[start : start + step]))
+    for part in _dense_parts(whole_tensor(tensor.detach())):
+        flat = part.contiguous().view(-1)
+        step = max(1, PIECE // max(1, flat.element_size()))
+        for start in range(0, len(flat), step):
+            found.update(_bytes_of(flat[start : start + step]))
     return found.hexdigest()
 
 
@@ -38,8 +39,9 @@ def spot_check(values: Any) -> str:
     found = hashlib.blake2b(digest_size=8)
     for tensor in tensors_in(apart(values)):
         found.update(kind_of(tensor).encode())
-        flat = tensor.detach().reshape(-1)
-        found.update(_bytes_of(flat[:: max(1, len(flat) // SPOTS)]))
+        for part in _dense_parts(tensor.detach()):
+            flat = part.reshape(-1)
+            found.update(_bytes_of(flat[:: max(1, len(flat) // SPOTS)]))
     return found.hexdigest()
 
 
@@ -57,6 +59,14 @@ def kind_of(tensor: Tensor) -> str:
     """Return shape and precision of a tensor, and whether it is trained."""
     trained = ", trained" if tensor.requires_grad else ""
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{trained}"
+
+
+def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return a dense tensor itself, and indices and values of a sparse one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    sparse = tensor.to_sparse().coalesce()
+    return sparse.indices(), sparse.values()
 
 
 def _bytes_of(flat: Tensor) -> Any:

@@ -52,9 +52,25 @@ def objective_of(asked: str, model: Any, loss: Any, device: torch.device | str |
         BadInput: If the model is no module with trained parameters, or has parameters that are divided between
             processes; if the loss cannot be called.
     """
+    require_graphs(asked)
     require_model_and_loss(asked, model, loss, "multiplied")
     require_whole_parameters(asked, model)
     return Objective(asked, model, loss, device_of(model, device))
+
+
+def require_graphs(asked: str) -> None:
+    """Refuse a call where a forward pass makes no graph.
+
+    Raises:
+        BadInput: Inside ``torch.inference_mode()``.
+    """
+    if torch.is_inference_mode_enabled():
+        raise BadInput(
+            asked,
+            "torch.inference_mode()",
+            "tensors that are made inside never have a graph; torch.no_grad() does no harm",
+            "call it outside, with data that were made outside",
+        )
 
 
 def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device | str:

@@ -128,6 +128,9 @@ class DataProduct:
                 advance(merged.samples)
         if not merged.samples:
             raise no_samples(self._asked, "data")
+        if not merged.terms:
+            why, instead = "it is a mean over no terms", "give targets that it does not ignore"
+            raise BadInput(self._asked, "the loss of all data", why, instead)
         self.readings += 1
         return [each.div_(merged.terms) for each in sums]
 

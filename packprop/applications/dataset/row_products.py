@@ -21,7 +21,7 @@ from packprop.engine.algebra import CAT, per_sample_grad
 from packprop.engine.curvature import Columns, Product, Vectors, columns
 from packprop.engine.graph import Graph
 from packprop.engine.passes import BackwardPass, Request, default_chunk_sizes
-from packprop.engine.tensors import accumulation_dtype
+from packprop.engine.tensors import accumulation_dtype, outside_autocast
 from packprop.types import EXACT, Extension, Row
 
 
@@ -54,6 +54,7 @@ def row_product(graph: Graph, parameters: Sequence[Tensor], count: int, room: in
     if not step:
         return None
 
+    @outside_autocast
     def product(vectors: Vectors) -> list[Tensor]:
         wide = [vector.to(accumulation_dtype(vector.dtype)) for vector in vectors]
         sums = [torch.zeros_like(vector) for vector in wide]
@@ -61,17 +62,22 @@ def row_product(graph: Graph, parameters: Sequence[Tensor], count: int, room: in
             for start, stop in group.chunks(step):
                 rows = _rows(graph, group, start, stop)
                 pairs = [
-                    (rows[id(parameter)].flatten(2).flatten(0, 1).to(vector.dtype), vector, total)
+                    (_flat(rows[id(parameter)].flatten(0, 1)).to(vector.dtype), _flat(vector), _flat(total))
                     for parameter, vector, total in zip(parameters, wide, sums, strict=True)
                     if id(parameter) in rows
                 ]
                 if pairs:
-                    along = torch.stack([row @ vector.flatten(1).mT for row, vector, _ in pairs]).sum(0)
+                    along = torch.stack([row @ vector.mT for row, vector, _ in pairs]).sum(0)
                     for row, _, total in pairs:
-                        total.flatten(1).addmm_(along.mT, row)
+                        total.addmm_(along.mT, row)
         return sums
 
     return product
+
+
+def _flat(rows: Tensor) -> Tensor:
+    """Return a view ``[n, p]`` of rows ``[n, *p]``, which may have no axes."""
+    return rows.unsqueeze(-1).flatten(1)
 
 
 def _rows(graph: Graph, group: Columns, start: int, stop: int) -> dict[int, Tensor]:

@@ -59,6 +59,10 @@ class Samples:
         indices = range(len(self.data))
         return iter(DataLoader(self.data, batch_sampler=([*indices[at : at + self.size]] for at in starts)))
 
+    def indices(self, number: int) -> range:
+        """Return the indices of the samples in the batch with this number among those of all ranks."""
+        return range(number * self.size, min((number + 1) * self.size, len(self.data)))
+
     def facts(self) -> dict[str, Any]:
         """Return facts that tell these data from others, without reading them all."""
         spots = None if self.tensors is None else spot_check(self.tensors)

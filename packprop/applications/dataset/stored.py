@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ class StoredResults:
         writer: The writer of the store.
         extensions: All extensions.
         losses: Also store the loss of each sample.
+
+    Attributes:
+        indices: Returns the indices of a batch's samples in the data, by its number; ``None`` to count samples.
     """
 
     def __init__(self, writer: StoreWriter, extensions: Sequence[Extension], losses: bool = False) -> None:
@@ -38,6 +41,7 @@ class StoredResults:
         stored = [described_extension(extension) for extension in writer.extensions]
         self.extensions = [extension for extension in extensions if described_extension(extension) in stored]
         self._values: dict[tuple[str, str], Tensor] = {}
+        self.indices: Callable[[int], range] | None = None
 
     def take(
         self, name: str, dtype: torch.dtype, samples: int, terms: float, results: dict[Part, list[Any]]
@@ -77,10 +81,13 @@ class StoredResults:
         self._values = {}
         self.writer.resume_at(*place)
 
-    def end_batch(self, batch: Any, samples: int, terms: float) -> None:
-        """Store the kept results of a batch."""
+    def end_batch(self, batch: Any, number: int, samples: int, terms: float) -> None:
+        """Store the kept results of a batch, given its number among those of all ranks."""
         values, self._values = self._values, {}
-        self.writer.add(values, samples, terms, self._identified(batch))
+        identifiers = self._identified(batch)
+        if identifiers is None and self.indices is not None and len(indices := self.indices(number)) == samples:
+            identifiers = indices
+        self.writer.add(values, samples, terms, identifiers)
 
     def _identified(self, batch: Any) -> Any:
         """Return the identifiers of a batch's samples; ``None`` to number them.

@@ -118,13 +118,14 @@ def numbers_of_groups(
     Raises:
         BadInput: If they are no whole numbers from 0 on, or if there is not one for each row.
     """
-    found = tensor_of(groups).cpu()
-    are_numbers = found.dtype != torch.bool and not (found.is_floating_point() or found.is_complex())
+    given = tensor_of(groups).cpu()
+    are_numbers = given.dtype != torch.bool and not (given.is_floating_point() or given.is_complex())
+    found = given.long() if are_numbers else given
     if found.shape != (samples,) or not are_numbers or (samples and int(found.min()) < 0):
         raise BadInput(
             asked,
-            f"groups of shape {list(found.shape)} and {found.dtype}",
+            f"groups of shape {list(given.shape)} and {given.dtype}",
             f"{there_are} {samples} rows, and each needs the number of its group, from 0 on",
             "give whole numbers [n] in the order of the rows",
         )
-    return found.long()
+    return found

@@ -18,7 +18,7 @@ from packprop.applications.queries.preconditioning import Preconditioner, togeth
 from packprop.engine.algebra import KEEP, Dense, EntryOrder, Projection, entry_order_of, projected
 from packprop.engine.memory import chunk_sizes_over_data, step_over_data
 from packprop.engine.recording import SameForEachPass
-from packprop.engine.tensors import accumulation_dtype, moved
+from packprop.engine.tensors import accumulation_dtype, moved, outside_autocast
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchGrad, Projected
 from packprop.store.reading import StoredArray
@@ -60,6 +60,7 @@ class PassesApart:
         each.chunk_sizes = chunk_sizes_over_data(step, None)
         with self._same.around():
             found = each.run_alone(inputs, targets)
+        each.merged.weights.require_any_size()  # all queries may be in one batch
         for name in found.rows.keys() - self._trained.keys():
             raise BadInput(
                 each.asked,
@@ -171,11 +172,11 @@ class QueryGradients:
 
     @property
     def names(self) -> list[str]:
-        """The parameters whose gradients count: those of the store, if rows are not projected."""
+        """The parameters whose gradients count: those of the store, unless rows are raw or projected."""
         return [name for name in self._trained if self._counts(name)]
 
     def _counts(self, name: str) -> bool:
-        return self._projection is not None or name in self._arrays
+        return self._raw or self._projection is not None or name in self._arrays
 
     @property
     def _expected(self) -> dict[str, torch.Size]:
@@ -184,6 +185,7 @@ class QueryGradients:
             return {name: self._trained[name].shape for name in self.names}
         return {name: torch.Size(array.shape[1:]) for name, array in self._arrays.items()}
 
+    @outside_autocast
     def projected_rows(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Project rows of queries by parameter and release them, or return them if there is no projection."""
         if self._projection is None:
@@ -199,6 +201,7 @@ class QueryGradients:
             return rows
         return projected(Dense(rows[None]), self._projection, name, rows.shape[1:])
 
+    @outside_autocast
     def _put(self, rows: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
         """Precondition and project gradients of parameters that share a block, and put them into the rows."""
         if self._raw or self._preconditioner is not None:

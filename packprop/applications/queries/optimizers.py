@@ -53,7 +53,7 @@ def optimizer_curvature(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
         if not parameter.requires_grad:
             continue
         group, state = groups.get(id(parameter), {"lr": 0}), optimizer.state.get(parameter, {})
-        if not float(group["lr"]) or (kind in ADAPTIVE and ADAPTIVE[kind] not in state):
+        if not float(group["lr"]) or (kind in ADAPTIVE and not float(state.get("step", 0))):
             why = "the optimizer does not hold it, has made no step with it, or has a learning rate of 0 for it"
             instead = "give the optimizer as it was in training, or set requires_grad=False on the parameter"
             raise BadInput(ASKED, f"parameter {name!r}", why, instead)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from packprop.applications.queries.blocks import Curvature, blocks_of
 from packprop.engine.algebra import Coupled, Eigen, EntryOrder, coupled, kronecker
-from packprop.engine.tensors import accumulation_dtype, map_tensors
+from packprop.engine.tensors import accumulation_dtype, map_tensors, outside_autocast
 from packprop.errors import BadInput, naming
 
 Inverse = Tensor | Eigen | list[Tensor] | Coupled
@@ -50,6 +50,7 @@ class Preconditioner:
     as_factors: frozenset[str]
     biases: Mapping[str, str]
 
+    @outside_autocast
     def __call__(
         self, asked: str, rows: Mapping[str, Tensor], orders: Mapping[str, EntryOrder | None]
     ) -> dict[str, Tensor]:
@@ -102,6 +103,7 @@ def together(preconditioner: Preconditioner | None, names: Iterable[str]) -> lis
     return [[name, biases[name]] if name in biases else [name] for name in names if name not in joined]
 
 
+@outside_autocast
 def preconditioner_of(
     asked: str, curvature: Curvature, damping: float | None, factored: bool, shapes: Mapping[str, torch.Size]
 ) -> Preconditioner:

@@ -153,7 +153,7 @@ class Refiner:
         Raises:
             PackpropError: If the matrix is indefinite.
         """
-        right = torch.cat([rows.pop(name).flatten(1).to(self._device, self._dtype) for name in [*rows]], 1)
+        right = torch.cat([_flat(rows.pop(name)).to(self._device, self._dtype) for name in [*rows]], 1)
         precondition = None if self._preconditioner is None else lambda flat: self._preconditioned(flat, orders)
         refinement = self._refinement
         beside = max(0, min(refinement.width, most) - len(right))
@@ -176,14 +176,14 @@ class Refiner:
 
     def _damped(self, directions: Tensor) -> Tensor:
         products = self._product([*self._apart(directions).values()])
-        flat = torch.cat([product.flatten(1) for product in products], 1).to(directions)
+        flat = torch.cat([_flat(product) for product in products], 1).to(directions)
         return flat.add_(directions, alpha=self._damping)
 
     def _apart(self, flat: Tensor) -> dict[str, Tensor]:
         """Return views ``[v, *p]`` of flat vectors, by parameter."""
         pieces = flat.split([parameter.numel() for parameter in self.parameters.values()], 1)
         named = zip(self.parameters.items(), pieces, strict=True)
-        return {name: piece.reshape(-1, *parameter.shape) for (name, parameter), piece in named}
+        return {name: piece.reshape(len(piece), *parameter.shape) for (name, parameter), piece in named}
 
     def _preconditioned(self, flat: Tensor, orders: Mapping[str, EntryOrder | None]) -> Tensor:
         assert self._preconditioner is not None
@@ -198,3 +198,8 @@ class Refiner:
             for name, product in products.items():
                 places[name].copy_(product)
         return found
+
+
+def _flat(rows: Tensor) -> Tensor:
+    """Return rows ``[q, *p]`` as ``[q, p]``; they may have no axes, or no entries."""
+    return rows.unsqueeze(-1).flatten(1)

@@ -67,9 +67,8 @@ def self_influence(
             rows = {name: each.to(accumulation_dtype(each.dtype)) for name, each in lent.items()}
             turned = rows if preconditioner is None else preconditioner(ASKED, rows, {})
             for name in names:
-                found[start : start + step] += (
-                    (rows[name] * turned[name]).flatten(1).sum(1, dtype=torch.float64)
-                )
+                products = (rows[name] * turned[name]).unsqueeze(-1).flatten(1)  # rows may have no axes
+                found[start : start + step] += products.sum(1, dtype=torch.float64)
     return found
 
 

@@ -52,9 +52,9 @@ def vectors_of(
         BadInput: For complex arrays, or an inverse that does not fit.
     """
     require_real(objective.asked, arrays)
-    names = None if "" in arrays else [*arrays]
+    raw = inverse.refine is not None  # the matrix of the data may couple parameters that no row depends on
+    names = None if raw or "" in arrays else [*arrays]
     preconditioner = _preconditioner(objective, inverse, names)
-    raw = inverse.refine is not None
     gradients = QueryGradients(objective, arrays, preconditioner, raw=raw)
     if inverse.refine is None:
         return gradients, None

@@ -111,7 +111,7 @@ class Operator:
             return torch.zeros_like(vectors)
         pieces = columns.split([parameter.numel() for parameter in self.parameters], 1)
         given = [
-            piece.reshape(-1, *parameter.shape).to(accumulation_dtype(parameter.dtype))
+            piece.reshape(len(piece), *parameter.shape).to(accumulation_dtype(parameter.dtype))
             for piece, parameter in zip(pieces, self.parameters, strict=True)
         ]
         flat = [product.detach().reshape(len(columns), -1).to(self.dtype) for product in self.product(given)]

@@ -1,6 +1,7 @@
 """Facts about tensors that need no computation: their samples, precision, device, state."""
 
 from packprop.engine.tensors.autocast import AutocastRegions as AutocastRegions
+from packprop.engine.tensors.autocast import outside_autocast as outside_autocast
 from packprop.engine.tensors.calling import LABELS as LABELS
 from packprop.engine.tensors.calling import LossFunction as LossFunction
 from packprop.engine.tensors.calling import call as call

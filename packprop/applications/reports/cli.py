@@ -35,7 +35,7 @@ from packprop.applications.reports.profile.run import profile
 from packprop.applications.reports.profile.table import WIDTH
 from packprop.applications.reports.query import query
 from packprop.engine.memory import byte_text, resident_peak
-from packprop.errors import PackpropError
+from packprop.errors import PackpropError, require_seed
 
 NOT_FINITE = 3
 """The exit status of a profile whose loss or gradient is NaN or infinite."""
@@ -149,6 +149,7 @@ def _profiled(options: argparse.Namespace, device: torch.device | None, with_pag
     if threads is not None:
         torch.set_num_threads(threads)
     rank = _joined()
+    require_seed(ASKED, options.seed)
     torch.manual_seed(options.seed)
     if factory is None:
         print("training a small residual network on handwritten digits ...", file=sys.stderr)

@@ -109,7 +109,7 @@ def test_cuda_graphs() -> None:
 
 @pytest.mark.parametrize("part", [lambda x: x[:, :6:2], lambda x: x[:1, :3].expand(5, 3)])
 def test_slices_keep_their_strides_for_the_compiler(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor's code takes inputs with the strides of the first call alone, which is the one that is checked."""
+    """Inductor's code takes inputs with the strides of its first call alone."""
 
     def strict(graph: Any, inputs: Any, **_: Any) -> Any:
         strides = [each.stride() for each in inputs]

@@ -57,7 +57,7 @@ def checked(
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides, which compiled code requires; ``clone`` makes those of slices dense."""
+    """Return a copy with the same strides, which compiled code requires; ``clone`` closes gaps."""
     once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
     return once.new_empty_strided(once.shape, once.stride()).copy_(once).expand(tensor.shape)
 

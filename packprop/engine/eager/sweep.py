@@ -76,7 +76,7 @@ class Sweep:
         return to_keep(rounded, self.keep)
 
     def _require_range(self, gradient: Tensor, like: Tensor) -> None:
-        """Refuse a gradient with finite entries beyond the range of the precision in which packprop keeps it."""
+        """Refuse a gradient with entries beyond the range of the precision in which packprop keeps it."""
         has_numbers = type(gradient) is Tensor and gradient.layout is torch.strided and gradient.numel()
         if not has_numbers or not isinstance(self.keep, torch.dtype) or gradient.is_complex():
             return

@@ -39,7 +39,7 @@ from packprop.engine.distributed import AllRanks
 from packprop.engine.memory import budget_of, chunk_sizes_over_data, step_over_data
 from packprop.engine.passes import long_work_of, warn_of_diagonals, without_correlations
 from packprop.engine.recording import extended
-from packprop.engine.tensors import LossFunction, named_parameters, require_loss, require_model
+from packprop.engine.tensors import LossFunction, named_parameters, require_graphs, require_loss, require_model
 from packprop.errors import BadInput
 from packprop.extensions.arguments import require_own_savefields
 from packprop.store.writing import StoreWriter
@@ -128,7 +128,7 @@ def compute(
     with contextlib.ExitStack() as stack:
 
         def checked() -> tuple[tuple[Extension, ...], Batches, bool]:
-            _require_graphs()
+            require_graphs(ASKED)
             require_model(ASKED, model)
             require_loss(ASKED, loss)
             chosen = check_extensions(ASKED, extensions, *more)
@@ -223,21 +223,6 @@ def _warn_of_diagonals(
 def _in_order(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values in the order of the model's parameters; a backward pass ends with the first layer."""
     return {name: values[name] for name in names if name in values} | dict(values)
-
-
-def _require_graphs() -> None:
-    """Refuse a call where a forward pass makes no graph.
-
-    Raises:
-        BadInput: Inside ``torch.inference_mode()``.
-    """
-    if torch.is_inference_mode_enabled():
-        raise BadInput(
-            ASKED,
-            "torch.inference_mode()",
-            "tensors that are made inside never have a graph; torch.no_grad() does no harm",
-            "call it outside, with data that were made outside",
-        )
 
 
 def _require_mergeable(extensions: Sequence[Extension]) -> None:

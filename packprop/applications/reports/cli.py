@@ -55,6 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _warnings_in_short(sys.stderr):
             status = run(options)
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads the output has seen enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         kept = getattr(options, "checkpoint", None) or getattr(options, "resume", None)
         end = f"{kept} has the last checkpoint, if there is one" if kept else "nothing was written"

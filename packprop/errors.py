@@ -78,13 +78,14 @@ def require_number(asked: str, name: str, number: object, what: str = "positive 
 
 
 def require_seed(asked: str, seed: object) -> None:
-    """Refuse a seed that is no whole number, as ``require_number`` does.
+    """Refuse a seed that is no whole number, as ``require_number`` does, or that PyTorch does not take.
 
     Raises:
         BadInput: With its value.
     """
-    if type(seed) is not int:
-        raise BadInput(asked, f"seed={seed!r}", "it is no whole number", "give one, such as seed=0")
+    if type(seed) is not int or not -(2**63) <= seed < 2**64:
+        why = "it is no whole number" if type(seed) is not int else "it has more than 64 bits"
+        raise BadInput(asked, f"seed={seed!r}", why, "give one, such as seed=0")
 
 
 class Absent(BadInput, KeyError):

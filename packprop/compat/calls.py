@@ -25,7 +25,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules import loss
 
 from packprop.compat.custom_module.branching import Branch, Parallel
@@ -36,6 +36,7 @@ from packprop.engine.tensors import tensors_in, version
 from packprop.errors import PackpropError
 
 CALL = "packprop.call"
+INPUTS_ASKED = "The gradients at the inputs of a module were asked for."
 KEPT, HANDLE = "_packprop_kept_call", "_packprop_call_handle"
 TRANSPARENT = (nn.Sequential, Branch, Parallel, ReduceTuple, fx.GraphModule)
 """Modules that only pass tensors on: extensions for modules never see them."""
@@ -221,10 +222,11 @@ class InputGradients(Sequence["Tensor | None"]):
     Args:
         call: The call.
         gradients: Gradients at its outputs.
+        use: The nodes of its outputs.
     """
 
-    def __init__(self, call: ModuleCall, gradients: Sequence[Tensor | None]) -> None:
-        self.call, self._gradients = call, gradients
+    def __init__(self, call: ModuleCall, gradients: Sequence[Tensor | None], use: ReachedUse) -> None:
+        self.call, self._gradients, self._use = call, gradients, use
 
     def __len__(self) -> int:
         return len(kept_inputs(require_kept(self.call)))
@@ -246,9 +248,17 @@ class InputGradients(Sequence["Tensor | None"]):
             for place, given in enumerate(inputs)
             if isinstance(given, Tensor) and given.requires_grad
         }
+        reached = [place for place, gradient in enumerate(self._gradients) if gradient is not None]
+        if len(reached) > 1:  # one output may have been computed from another
+            raise PackpropError(
+                INPUTS_ASKED,
+                f"a module of type {self.call.name}",
+                f"the loss depends on {len(reached)} of its outputs, whose shares cannot be told apart",
+                "let the loss depend on one of them, or do without g_inp",
+            )
         if len({edge[:2] for edge in edges.values()}) < len(edges):
             raise PackpropError(
-                "The gradients at the inputs of a module were asked for.",
+                INPUTS_ASKED,
                 f"a module of type {self.call.name}",
                 "one tensor enters it more than once, so that its gradients cannot be told apart",
                 "pass a clone of the tensor for each input",
@@ -259,9 +269,9 @@ class InputGradients(Sequence["Tensor | None"]):
         try:
             if edges:
                 gradients = torch.autograd.grad(
-                    vars(module)["output"],
+                    [GradientEdge(*self._use.nodes[place]) for place in reached],
                     list(edges.values()),
-                    self._gradients[0],
+                    [self._gradients[place] for place in reached],
                     retain_graph=True,
                     create_graph=torch.is_grad_enabled(),
                     allow_unused=True,

@@ -120,7 +120,7 @@ def run_on_modules(
                 _require_unneeded(call, extensions)
             elif use in cotangents:
                 g_out = tuple(None if cotangent is None else cotangent[0] for cotangent in cotangents.pop(use))
-                g_inp = InputGradients(call, g_out)
+                g_inp = InputGradients(call, g_out, use)
                 for extension in extensions:
                     if type(extension).__call__ is not BackpropExtension.__call__:
                         require_kept(call)

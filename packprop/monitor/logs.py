@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from packprop.applications.reports.profile.files import json_ready
 from packprop.errors import BadInput, install
 from packprop.monitor.identifiers import plain
 
@@ -50,7 +51,7 @@ class JsonLines:
 
     def __call__(self, values: Values, step: int) -> None:
         """Write a line; begin a new one if the file ends within one, as a kill or a full disk leaves it."""
-        line = json.dumps({"step": step, **values}, default=_written, allow_nan=False)
+        line = json.dumps(json_ready({"step": step, **values}), default=_written, allow_nan=False)
         cut = self._path.is_file() and not _ends_with_a_line(self._path)
         with self._path.open("a", encoding="utf-8") as file:
             file.write("\n" * cut + line + "\n")

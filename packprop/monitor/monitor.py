@@ -128,7 +128,8 @@ class Monitor:
         decode: Decode | None = None,
         reach: float = 6.0,
     ) -> None:
-        quantities = [quantities] if isinstance(quantities, str) else quantities
+        is_list = isinstance(quantities, Iterable) and not isinstance(quantities, str)
+        quantities = [*quantities] if is_list else [quantities]
         _check(model, quantities, confidence, per)
         require_number(ASKED, "window", window)
         if mc_samples is not None:
@@ -374,8 +375,7 @@ def _check(model: Any, quantities: Any, confidence: Any, per: Any) -> None:
             "it has no shape before the model's first call",
             "run the model once on a batch before you make the monitor",
         )
-    listed = isinstance(quantities, Iterable) and [*quantities]
-    unknown = [each for each in listed or [quantities] if each not in QUANTITIES]
+    unknown = [each for each in quantities or [quantities] if each not in QUANTITIES]
     if unknown:
         raise BadInput(
             ASKED,

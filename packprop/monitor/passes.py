@@ -24,7 +24,7 @@ from packprop.errors import PackpropError
 from packprop.types import GRADIENT, Extension, Row
 
 MONITORED = "packprop.monitored"
-"""Key in the metadata of a node: the step that has counted its samples."""
+"""Key in the metadata of a node: an object that stands for the last pass of a step that has begun there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +113,9 @@ class MonitoredPass(Backpack):
             name: parameter for name, parameter in named_parameters(model) if parameter.requires_grad
         }
         self._reached: list[Any] = []
+        self._latest = object()
+        self._counted: list[object] = []
+        """What stands for the pass that runs, and for those that were completed."""
         self.brought: list[PassValues] = []
         self.gradients: dict[str, Tensor] = {}
         self.gives_up = self._has_failed = False
@@ -134,7 +137,7 @@ class MonitoredPass(Backpack):
     def _chunk_sizes(self, graph: Graph) -> ChunkSizes:
         """Return the sizes of any pass; note the tensors on which values will be saved, and mark the nodes."""
         marks = [marks_of(node) for use in graph.uses for node in use.anchors]
-        if any(mark.get(MONITORED) == id(self) for mark in marks):
+        if any(mark.get(MONITORED) in self._counted for mark in marks):
             raise PackpropError(
                 "Monitor: a step was to be monitored.",
                 "two backward passes through one forward pass",
@@ -142,7 +145,7 @@ class MonitoredPass(Backpack):
                 "add the losses up, and call backward() once",
             )
         for mark in marks:
-            mark[MONITORED] = id(self)
+            mark[MONITORED] = self._latest
         self._reached = [graph.home(leaf) for leaf in graph.leaves()]
         return super()._chunk_sizes(graph)
 
@@ -155,11 +158,12 @@ class MonitoredPass(Backpack):
         if self._sharpness and not call.is_plain:
             has_entries = samples_of_nothing(walk(call.roots, call.gradients, call.leaves)) is None
             sharpness = self._curved(call) if has_entries else None
-        self._reached = []
+        self._reached, self._latest = [], object()
         complete = False
         try:
             super()._backward(call, backward)
             complete = True
+            self._counted.append(self._latest)
         finally:
             values = self._take_off(complete)
         self._has_failed = False

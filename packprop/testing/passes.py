@@ -77,9 +77,10 @@ def saved(problem: Problem, extension: Extension, passes: int = 1, create_graph:
     for parameter in parameters.values():
         vars(parameter).pop(attribute, None)
     loss, _ = problem.forward()
+    own = [*parameters.values()] or None  # the loss may reach parameters of the user's, which are no copies
     for remaining in reversed(range(passes)):
         with same_draws(extension), backpack(extension):
-            loss.backward(retain_graph=remaining > 0 or create_graph, create_graph=create_graph)
+            loss.backward(None, remaining > 0 or create_graph, create_graph, own)
     problem.model.zero_grad()
     return {n: vars(p)[attribute] for n, p in parameters.items() if attribute in vars(p)}
 

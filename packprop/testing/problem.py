@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from packprop.engine.recording import extend, record
-from packprop.engine.tensors import apart, class_words, map_tensors, outputs_and_loss, tensors_in, together
+from packprop.engine.tensors import (
+    apart,
+    class_words,
+    map_tensors,
+    outputs_and_loss,
+    require_graphs,
+    tensors_in,
+    together,
+)
 from packprop.errors import BadInput
 
 Parts = tuple[nn.Module, Callable[[Any, Any], Tensor], Any, Any]
@@ -24,6 +32,7 @@ Parts = tuple[nn.Module, Callable[[Any, Any], Tensor], Any, Any]
 @contextlib.contextmanager
 def double_precision() -> Iterator[None]:
     """Set double precision and a fixed random state inside; restore both afterwards."""
+    require_graphs("A check was asked for.")
     before = torch.get_default_dtype()
     with fixed_random_state(), torch.enable_grad(), warnings.catch_warnings():
         # PyTorch warns of a cycle of parameters and gradients: these are copies, which die with the check

@@ -176,7 +176,7 @@ def relative_error(one: Tensor, other: Tensor, floor: float) -> float:
     """Return the largest error, divided by the largest entry of ``other`` or by ``floor``."""
     if one.numel() == 0:
         return 0.0
-    one, other = one.double(), other.double()
+    one, other = (each.to(torch.promote_types(each.dtype, torch.float64)) for each in (one, other))
     agree = (one == other) | (one.isnan() & other.isnan())
     error = torch.where(agree, 0.0, (one - other).abs()).amax().item()
     if math.isnan(error):

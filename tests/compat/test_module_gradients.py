@@ -55,6 +55,38 @@ def test_one_tensor_twice_has_no_gradients_of_its_own() -> None:
 
 
 @installed
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
+def test_gradients_at_inputs_of_a_module_with_several_outputs(used: tuple[int, ...]) -> None:
+    class Several(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return 2 * x, x.square()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.several = nn.Linear(4, 3), Several()
+
+        def forward(self, x: Tensor) -> Tensor:
+            outputs = self.several(self.first(x))
+            return torch.stack([outputs[place] for place in used]).sum(0)
+
+    class Watching(ModuleExtension):
+        def check_hyperparameters_module_extension(self, ext: Any, module: Any, g_inp: Any, g_out: Any) -> None:
+            near(g_inp[0], 2 * g_out[0] if used == (0,) else 2 * module.input0 * g_out[1])
+            found.append(g_inp[0])
+
+    found: list[Any] = []
+    x, y = vectors()
+    watching = BackpropExtension("nothing", {Several: Watching()}, fail_mode="SILENT")
+    if len(used) > 1:
+        with pytest.raises(PackpropError, match="depends on 2 of its outputs"):
+            run(Model(), x, y, watching)
+    else:
+        run(Model(), x, y, watching)
+        assert len(found) == 1
+
+
+@installed
 def test_values_are_differentiable() -> None:
     model, (x, y) = mlp(), vectors()
     run(model, x, y, Fourth(), create_graph=True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from packprop import extensions
-from packprop.applications.compiled import replayer
+from packprop.applications.compiled import compiler, replayer
 from packprop.errors import PackpropWarning
 from tests.compiled.steps import batch, check_call, compiled, network, quietly, replays, settle
 from tests.selection import often, thorough
@@ -105,3 +105,53 @@ def test_cuda_graphs() -> None:
     for held, value in kept:  # results are not overwritten by the next replay
         assert torch.equal(held, value)
     assert replays(step) == 4
+
+
+@pytest.mark.parametrize("part", [lambda x: x[:, :6:2], lambda x: x[:1, :3].expand(5, 3)])
+def test_slices_keep_their_strides_for_the_compiler(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's code takes inputs with the strides of its first call alone."""
+
+    def strict(graph: Any, inputs: Any, **_: Any) -> Any:
+        strides = [each.stride() for each in inputs]
+
+        def run(*given: torch.Tensor) -> Any:
+            assert [each.stride() for each in given] == strides
+            return graph(*given)
+
+        return run
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: strict)
+    model, asked = network(), extensions.BatchL2Grad()
+    step = compiled(model, asked, backend="inductor")
+    for _ in range(5):
+        check_call(step, model, LOSS, part(torch.randn(5, 8).double()), torch.randint(3, (5, 2))[:, 0], asked)
+    assert replays(step) == 2
+
+
+def test_equal_results_do_not_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler may compute equal results once; a change of one in place must not reach the others."""
+
+    def joining(graph: Any, inputs: Any, **_: Any) -> Any:
+        def run(*given: torch.Tensor) -> Any:
+            outputs = graph(*given)
+            return [next(e for e in outputs if e.shape == o.shape and e.equal(o)) for o in outputs]
+
+        return run
+
+    class Twice(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.shift = nn.Parameter(torch.zeros(3))
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + self.shift
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: joining)
+    monkeypatch.setattr(compiler, "seconds_in_turns", lambda runs, tensors: [1.0, 1.0])
+    model, asked = Twice().double(), extensions.BatchGrad()
+    step = compiled(model, asked, backend="inductor")
+    settle(step)
+    check_call(step, model, LOSS, *batch(), asked)
+    assert replays(step) == 1
+    model.bias.grad_batch.zero_()
+    assert model.shift.grad_batch.any()

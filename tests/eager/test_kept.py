@@ -24,9 +24,27 @@ def test_lower_precision_halves_what_is_kept() -> None:
 @pytest.mark.parametrize("chunks", [None, 3])
 def test_a_gradient_that_a_lower_precision_cannot_hold(chunks: int | None) -> None:
     _, x = network(dtype=torch.float32)
-    with pytest.raises(PackpropError, match="this precision ends at") as error:
+    with pytest.raises(PackpropError, match="this precision ends there") as error:
         eager_backward(lambda x: 1e5 * x.sum(), x, keep=torch.float16, chunks=chunks)
     assert "torch.bfloat16" in error.value.instead
+
+
+@pytest.mark.parametrize("chunks", [None, 3])
+def test_what_is_infinite_stays_so_in_a_lower_precision(chunks: int | None) -> None:
+    x = torch.tensor([4.0, 0.0, 1.0], requires_grad=True)
+    eager_backward(lambda x: x.sqrt().sum(), x, keep=torch.bfloat16, chunks=chunks).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.25, torch.inf, 0.5]
+
+
+def test_a_precision_without_infinity() -> None:
+    x = torch.tensor([4.0, 1.0], requires_grad=True)
+    eager_backward(lambda x: x.sqrt().sum(), x, keep=torch.float8_e4m3fn).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.25, 0.5]
+    for factor in (1e3, torch.inf):
+        with pytest.raises(PackpropError, match="larger than 448"):
+            eager_backward(lambda x: (factor * x).sum(), x, keep=torch.float8_e4m3fn)  # noqa: B023
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -308,6 +309,25 @@ def test_a_constant_that_was_changed_before_the_function_is_evaluated_again(kind
     with pytest.raises(PackpropError, match="changed in place after the call") as error:
         value.backward()
     assert ("critic.0.weight" if kind == "parameter" else "critic.1.running_var") in error.value.where
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_loop_whose_functions_are_evaluated_again_after_it(create_graph: bool) -> None:
+    """All functions of the loop read the variable of its last round by then."""
+    _, x = network()
+    total = x.sum()
+    for factor in (2.0, 3.0):
+        total = total + eager_backward(lambda x: (factor * x).pow(2).sum(), x, keep="recompute")  # noqa: B023
+    with pytest.raises(PackpropError, match="the variable of a loop") as error:
+        torch.autograd.grad(total, x, create_graph=create_graph)
+    assert "<lambda>, evaluated again in the backward pass" in error.value.where
+
+
+def test_a_function_that_draws_from_python_when_it_is_evaluated_again() -> None:
+    _, x = network()
+    value = eager_backward(lambda x: (random.random() * x).sum(), x, keep="recompute")
+    with pytest.raises(PackpropError, match="draws numbers from Python or NumPy"):
+        value.backward()
 
 
 def test_a_function_that_reaches_other_tensors_when_recomputed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import warnings
@@ -276,6 +277,23 @@ def test_a_failed_pass_that_was_repeated_counts_once() -> None:
     assert monitor.last["gradient_norm"] == pytest.approx(float(mean.norm()))
 
 
+def test_a_failed_pass_that_is_repeated_through_the_same_graph() -> None:
+    model, x, y = built()
+    monitor = Monitor(model, log=None, quantities=(name for name in ["gradient_norm"]))  # type: ignore[arg-type]
+    with monitor.step():
+        loss = F.cross_entropy(model(x), y)
+        failing = model.words.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward(retain_graph=True)
+        failing.remove()
+        loss.backward(retain_graph=True)
+        with pytest.raises(PackpropError, match="these samples would count twice"):
+            loss.backward()
+    assert monitor.last is not None
+    mean = torch.cat([*rows_of(model, x, y).values()], 1).mean(0)
+    assert monitor.last["gradient_norm"] == pytest.approx(float(mean.norm()))
+
+
 def test_outliers_have_their_identifiers() -> None:
     model, x, y = built()
     with torch.no_grad():
@@ -302,11 +320,11 @@ def test_identifiers_of_arrays_are_numbers_in_logs(tmp_path: Path) -> None:
     weights = torch.ones(12, dtype=torch.float64)
     weights[7] = 100
     given: list[Any] = [np.arange(12), [*np.arange(12)], [*torch.arange(12)]]
-    for identifiers in [*given, [(np.int64(1), place) for place in range(12)]]:
+    for identifiers in [*given, [(np.int64(1), place) for place in range(12)], [math.nan] * 12]:
         with monitor.step(identifiers):
             (weights * F.cross_entropy(model(x), y, reduction="none")).mean().backward()
     lines = map(json.loads, file.read_text().splitlines())
-    assert [each["outliers"][0]["sample"] for each in lines] == [7, 7, 7, [1, 7]]
+    assert [each["outliers"][0]["sample"] for each in lines] == [7, 7, 7, [1, 7], None]
     with pytest.raises(BadInput, match="one for each sample"):
         monitor.step(5)  # type: ignore[arg-type]  # on purpose
 
@@ -381,6 +399,7 @@ def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.M
         ({"mc_samples": -1}, "mc_samples=-1"),
         ({"mc_samples": 0}, "mc_samples=0"),
         ({"seed": 1.0}, "seed=1.0"),
+        ({"seed": 2**64}, "more than 64 bits"),
         ({"confidence": 95}, "not a number between 0 and 1"),
         ({"per": "token"}, "independent"),
         ({"log": "tensorboard"}, "SummaryWriter"),

@@ -186,6 +186,14 @@ def test_as_a_command(tmp_path: Path) -> None:
     assert failed.returncode == 2
     assert "ZeroDivisionError" in failed.stderr
     assert "Traceback" not in failed.stderr
+    read, write = os.pipe()
+    os.close(read)  # as `| head` does when it has seen enough
+    command = [sys.executable, "-m", "packprop", "compare", "profile", "profile"]
+    cut = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, cwd=tmp_path, env=environment, check=False
+    )
+    os.close(write)
+    assert (cut.returncode, cut.stderr) == (0, b"")
 
 
 BREAKING = """

@@ -28,6 +28,7 @@ BAD = [
     ("wrong:f", "SyntaxError: '(' was never closed (wrong.py, line 1)", "python -c 'import wrong'"),
     ("leaving:f", "importing leaving failed: SystemExit: no", "leaving.py, line 2"),
     ("factories:absent", "factories has no 'absent'", "name one of its functions: network, good"),
+    ("factories:number.part", "factories has no 'number.part'", "it has none"),
     ("factories:number", "'number' is int, which cannot be called", "returns (model, loss, data)"),
     ("factories:raises", "it raised ZeroDivisionError: division by zero (", "in raises)"),
     ("factories:leaves", "it raised SystemExit: 3", "in leaves)"),
@@ -56,6 +57,12 @@ def test_a_wrong_factory_is_explained(run: Run, name: str, first: str, second: s
     assert err.startswith("error: ")
     assert [line.split(":")[0].strip() for line in err.splitlines()[1:]] == ["where", "why", "instead"]
     assert not os.path.exists("profile")
+
+
+def test_a_seed_of_too_many_bits(run: Run) -> None:
+    status, _, err = run("factories:good", "--seed", str(2**64))
+    assert status == 2
+    assert "it has more than 64 bits" in err
 
 
 @pytest.mark.parametrize("name", ["factories:raises", "factories:wide", "needs:f"])

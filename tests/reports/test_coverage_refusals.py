@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import packprop
 from packprop.applications.reports.coverage import coverage
+from packprop.errors import BadInput
+from packprop.testing import check_model
 from tests.cases.models.wrapping import Apply, Raw
 from tests.references.running import assert_rows_of_terms
 from tests.reports.covered import SIZE, family, linear_model, of
@@ -130,3 +133,16 @@ def test_under_disable() -> None:
         found = coverage(linear_model(), torch.randn(SIZE, 4))
     assert found.complete
     assert found.samples == SIZE
+
+
+def test_inference_mode() -> None:
+    """No parameter is used there, as far as graphs tell."""
+    model, x, y = nn.Linear(3, 2), torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    calls = (
+        lambda: coverage(model, x),
+        lambda: packprop.plan(model, nn.CrossEntropyLoss(), (x, y), packprop.extensions.BatchGrad()),
+        lambda: check_model(model, nn.CrossEntropyLoss(), x, y),
+    )
+    for call in calls:
+        with torch.inference_mode(), pytest.raises(BadInput, match=r"torch.inference_mode\(\)"):
+            call()

@@ -51,6 +51,23 @@ def test_norms_that_are_not_finite(tmp_path: Path) -> None:
     assert again.to_html()
 
 
+def test_a_gradient_that_is_not_finite_heads_the_page_of_the_files(tmp_path: Path) -> None:
+    class Root(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input).abs().sqrt()
+
+    model = Root(2, 2)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    with pytest.warns(packprop.PackpropWarning, match="NaN"):
+        found = quiet(model, nn.MSELoss(), (torch.ones(3, 2), torch.ones(3, 2)), curvature=False)
+    assert math.isfinite(found.loss)
+    found.save(tmp_path)
+    headline = Profile.load(tmp_path).headline
+    assert headline is not None
+    assert "The gradient is not finite" in headline
+
+
 def test_older_files_are_replaced(tmp_path: Path) -> None:
     model, data = network()
     (tmp_path / "profile.json").write_text("old")

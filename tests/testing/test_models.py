@@ -220,3 +220,17 @@ def test_nothing_of_the_users_is_changed() -> None:
     assert model[1].training
     assert len(model._forward_hooks) == hooks == 0
     assert not any(hasattr(parameter, "grad_batch") for parameter in model.parameters())
+
+
+def test_parameters_that_a_loss_reaches_stay_as_they_are() -> None:
+    """They are the user's own: only the model and a loss module are copied."""
+    head = nn.Linear(2, 2).double()
+    check_model(
+        nn.Linear(3, 2),
+        lambda outputs, targets: F.mse_loss(head(outputs), targets),
+        torch.randn(4, 3),
+        torch.randn(4, 2),
+        extensions.BatchGrad(),
+    )
+    assert head.weight.grad is None
+    assert not vars(head.weight)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pickle
 
 import pytest
+import torch
 
 import packprop
 from packprop.testing import CheckFailed, Report, check_extension, check_model
+from packprop.testing.report import relative_error
 from tests.testing.registered import absolute, classifier, made
 
 
@@ -39,6 +41,10 @@ def test_the_tolerance_is_obeyed() -> None:
         check_extension(slightly, lambda rows: rows.abs().sum((0, 1)))
     report = check_extension(slightly, lambda rows: rows.abs().sum((0, 1)), tolerance=1e-5)
     assert report.error == pytest.approx(1e-6, rel=0.01)
+
+
+def test_imaginary_parts_count() -> None:
+    assert relative_error(torch.tensor([1 + 1j]), torch.tensor([1 + 5j]), 0.0) == pytest.approx(4 / 26**0.5)
 
 
 def test_values_that_are_not_finite_agree_with_themselves_alone() -> None:

@@ -27,7 +27,7 @@ def checked(
     """
     beside = replace(traced.effects, inputs=(), draws=True)
     apart = [
-        tensor if tensor.requires_grad and place not in traced.effects.inputs else tensor.detach().clone()
+        tensor if tensor.requires_grad and place not in traced.effects.inputs else _copied(tensor.detach())
         for place, tensor in enumerate(state.tensors)
     ]
     before = beside.kept(())
@@ -54,6 +54,12 @@ def checked(
         return outcome, fault
     finally:
         after.put_back()
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy with the same strides, which compiled code requires; ``clone`` closes gaps."""
+    once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    return once.new_empty_strided(once.shape, once.stride()).copy_(once).expand(tensor.shape)
 
 
 def _pairs(first: Outcome, second: Outcome) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:

@@ -70,11 +70,12 @@ class Runner:
         self._devices = self._devices or {tensor.device.type for tensor in tensors}
         autocast = AutocastRegions.now(self._devices)  # the graph already holds its effect
         with torch.no_grad(), autocast.switched(False):
-            if not self._has_cuda_graph:
-                return self._outputs(tensors)
-            torch.compiler.cudagraph_mark_step_begin()
-            # a CUDA graph has one place for each output, which the next replay overwrites
-            return [each.clone() for each in self._outputs(tensors)]
+            if self._has_cuda_graph:
+                torch.compiler.cudagraph_mark_step_begin()
+                # a CUDA graph has one place for each output, which the next replay overwrites
+                return [each.clone() for each in self._outputs(tensors)]
+            outputs = self._outputs(tensors)
+            return outputs if self.backend == REPLAY else _apart(outputs)
 
     def settle(self, tensors: Sequence[Tensor], budget: int | None) -> None:
         """Keep the compiled graph if it is no slower than the plain one, and within the budget.
@@ -135,6 +136,17 @@ class Runner:
             return self._outputs(tensors)
         self._run, self.seconds = run, time.perf_counter() - start
         return outputs
+
+
+def _apart(outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Copy outputs that a compiler, which computes equal ones once, has put at the place of another."""
+    taken: set[int] = set()
+    apart = []
+    for each in outputs:
+        place = each.data_ptr()
+        apart.append(each.clone() if place in taken else each)
+        taken.add(place)
+    return apart
 
 
 def _compiled(graph: GraphModule, tensors: Sequence[Tensor], backend: Backend, mode: str | None) -> Run:

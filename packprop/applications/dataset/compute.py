@@ -39,7 +39,7 @@ from packprop.engine.distributed import AllRanks
 from packprop.engine.memory import budget_of, chunk_sizes_over_data, step_over_data
 from packprop.engine.passes import long_work_of, warn_of_diagonals, without_correlations
 from packprop.engine.recording import extended
-from packprop.engine.tensors import LossFunction, named_parameters, require_loss, require_model
+from packprop.engine.tensors import LossFunction, named_parameters, require_graphs, require_loss, require_model
 from packprop.errors import BadInput
 from packprop.extensions.arguments import require_own_savefields
 from packprop.store.writing import StoreWriter

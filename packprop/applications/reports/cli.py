@@ -35,7 +35,7 @@ from packprop.applications.reports.profile.run import profile
 from packprop.applications.reports.profile.table import WIDTH
 from packprop.applications.reports.query import query
 from packprop.engine.memory import byte_text, resident_peak
-from packprop.errors import PackpropError
+from packprop.errors import PackpropError, require_seed
 
 NOT_FINITE = 3
 """The exit status of a profile whose loss or gradient is NaN or infinite."""
@@ -55,6 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _warnings_in_short(sys.stderr):
             status = run(options)
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads the output has seen enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         kept = getattr(options, "checkpoint", None) or getattr(options, "resume", None)
         end = f"{kept} has the last checkpoint, if there is one" if kept else "nothing was written"
@@ -149,6 +153,7 @@ def _profiled(options: argparse.Namespace, device: torch.device | None, with_pag
     if threads is not None:
         torch.set_num_threads(threads)
     rank = _joined()
+    require_seed(ASKED, options.seed)
     torch.manual_seed(options.seed)
     if factory is None:
         print("training a small residual network on handwritten digits ...", file=sys.stderr)

@@ -25,6 +25,7 @@ from packprop.engine.tensors import (
     is_object,
     named_modules,
     named_parameters,
+    require_graphs,
     tensors_in,
 )
 from packprop.errors import BadInput, PackpropError
@@ -67,7 +68,8 @@ def coverage(model: nn.Module, batch: Any) -> Coverage:
         The facts about the model, which you can print.
 
     Raises:
-        BadInput: If ``model`` is no module or not initialised, or ``batch`` has another form.
+        BadInput: If ``model`` is no module or not initialised, ``batch`` has another form, or inside
+            ``torch.inference_mode()``.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -75,6 +77,7 @@ def coverage(model: nn.Module, batch: Any) -> Coverage:
         >>> [use.function for use in found.parameters["0.weight"].uses], found.samples
         (['linear'], 5)
     """
+    require_graphs(ASKED)
     inputs = _inputs_of(batch)
     with unchanged(model, ASKED), torch.enable_grad():
         with record():

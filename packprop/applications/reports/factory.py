@@ -49,7 +49,8 @@ def load_factory(name: str, asked: str = ASKED, argument: str = "FACTORY") -> Ca
         raise BadInput(asked, where, why, instead) from error
     for part in path.split("."):
         if not hasattr(named, part):
-            functions = {key: value for key, value in vars(named).items() if callable(value)}
+            known = getattr(named, "__dict__", {}).items()
+            functions = {key: value for key, value in known if callable(value)}
             own = [key for key, value in functions.items() if getattr(value, "__module__", "") == module_name]
             own = [*own[:5], "..."] if len(own) > 5 else own
             raise BadInput(

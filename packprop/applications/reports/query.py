@@ -22,7 +22,7 @@ from packprop.applications.reports.commands import (
     print_result,
 )
 from packprop.applications.reports.factory import call_factory, device_named, load_factory, moved
-from packprop.errors import BadInput
+from packprop.errors import BadInput, require_seed
 from packprop.store.reading import Store
 
 ASKED = "packprop query was called."
@@ -103,6 +103,7 @@ def query(options: argparse.Namespace) -> None:
     curvature = None if options.curvature is None else _curvature(options.curvature, options.entry)
     device = None if options.device is None else device_named(ASKED, options.device)
     factory = load_factory(options.factory, ASKED)
+    require_seed(ASKED, options.seed)
     torch.manual_seed(options.seed)
     model, loss, queries = call_factory(factory, options.factory, ASKED)
     model, loss = moved(device, model, loss)

@@ -15,6 +15,7 @@ from packprop.engine.eager.pieces import Job, freed
 from packprop.engine.eager.reach import key_of, tensors_of
 from packprop.engine.eager.sweep import Sweep
 from packprop.engine.recording.marks import graph_is_kept
+from packprop.engine.tensors.dry import has_fault
 from packprop.engine.tensors.hooks import undisturbed
 from packprop.engine.tensors.random import random_numbers_from, random_states
 from packprop.engine.tensors.state import version
@@ -41,7 +42,8 @@ def attach(job: Job, leaves: list[Tensor]) -> Tensor:
         hook=choices["hook"],
     )
     if sweep.keep == "recompute":
-        record.recompute = _Recomputation(job, random, list(sweep.inputs), shared, constants)
+        again = _Recomputation(job, random, list(sweep.inputs), shared, constants, value.clone())
+        record.recompute = again
         saved = leaves + shared
     else:
         saved = [*sweep.inputs.values(), *sweep.shared.values()]
@@ -70,6 +72,7 @@ class _Recomputation:
     inputs: list[int]
     shared: list[Tensor]
     constants: list[tuple[str, weakref.ref[Tensor], int]]
+    value: Tensor
 
     def __call__(self, saved: Sequence[Tensor], cotangent: Tensor, create_graph: bool) -> list[Tensor | None]:
         job = self.job
@@ -96,7 +99,7 @@ class _Recomputation:
                 return self._differentiably(leaves, cotangent)
             known = {key_of(tensor): tensor for tensor in self.shared}
             sweep = Sweep(job, leaves, cotangent, known)
-            sweep.run()
+            value = sweep.run()
         if sweep.shared.keys() - known.keys():
             raise PackpropError(
                 ASKED,
@@ -104,6 +107,7 @@ class _Recomputation:
                 "it reaches other tensors by closure than in the forward pass",
                 "pass them as inputs, or leave out keep='recompute'",
             )
+        self._require_same(value)
         own = [sweep.inputs.get(number) for number in self.inputs]
         return own + [sweep.shared.get(key) for key in known]
 
@@ -113,9 +117,22 @@ class _Recomputation:
             # A view, so that hooks on the input run only in the outer pass.
             leaves[number] = leaves[number].view_as(leaves[number])
         value = job.join([job.evaluate(piece, length) for _, length, piece in job.split(leaves)])
+        self._require_same(value.detach())
         targets = [leaves[number] for number in self.inputs] + self.shared
         with undisturbed(self.shared):
             return list(torch.autograd.grad(value, targets, cotangent, create_graph=True, allow_unused=True))
+
+    def _require_same(self, value: Tensor) -> None:
+        tolerance = torch.finfo(value.dtype).eps ** 0.5
+        same = torch.isclose(value, self.value, tolerance, tolerance, equal_nan=True).all()
+        if type(value) is Tensor and has_fault(~same):  # others may have no numbers
+            raise PackpropError(
+                ASKED,
+                f"{self.job.where}, evaluated again in the backward pass",
+                "its value is another one than in the forward pass: a name that it reads, such as the variable "
+                "of a loop, stands for something else by now, or it draws numbers from Python or NumPy",
+                "pass what it reads as inputs, and draw from PyTorch; or leave out keep='recompute'",
+            )
 
 
 @dataclass

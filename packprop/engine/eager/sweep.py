@@ -13,7 +13,7 @@ from packprop.engine.eager.choices import ASKED, Keep, bad, choose_keep, to_keep
 from packprop.engine.eager.pieces import Job, surroundings
 from packprop.engine.eager.reach import Key, clock, reached, tensors_of
 from packprop.engine.memory.bytes import byte_count
-from packprop.engine.tensors.dry import is_dry_run
+from packprop.engine.tensors.dry import has_fault
 from packprop.engine.tensors.hooks import undisturbed
 from packprop.engine.tensors.precision import accumulation_dtype
 from packprop.engine.tensors.random import random_states
@@ -72,15 +72,26 @@ class Sweep:
             return gradient
         # A sum over pieces is of a wider dtype than its terms.
         rounded = gradient if isinstance(self.keep, torch.dtype) else gradient.to(like.dtype)
-        kept = to_keep(rounded, self.keep)
-        if kept.dtype != like.dtype and not is_dry_run() and kept.isinf().any():
+        self._require_range(rounded, like)
+        return to_keep(rounded, self.keep)
+
+    def _require_range(self, gradient: Tensor, like: Tensor) -> None:
+        """Refuse a gradient with entries beyond the range of the precision in which packprop keeps it."""
+        has_numbers = type(gradient) is Tensor and gradient.layout is torch.strided and gradient.numel()
+        if not has_numbers or not isinstance(self.keep, torch.dtype) or gradient.is_complex():
+            return
+        if self.keep in (gradient.dtype, like.dtype):
+            return
+        low, high = gradient.aminmax()
+        largest, end = torch.maximum(-low, high), torch.finfo(self.keep).max
+        rounded = largest.to(self.keep).to(largest.dtype)  # some precisions have no infinity
+        if has_fault((largest > end) & (largest.isfinite() | rounded.isfinite())):
             raise PackpropError(
                 ASKED,
-                f"keep={self.keep}, for a gradient of shape {list(kept.shape)}",
-                f"an entry of it is infinite: this precision ends at {torch.finfo(kept.dtype).max:.3g}",
+                f"keep={self.keep}, for a gradient of shape {list(gradient.shape)}",
+                f"an entry of it is larger than {end:.3g}: this precision ends there",
                 "keep=torch.bfloat16, which has the range of float32; or leave out keep",
             )
-        return kept
 
     def _piece(self, start: int, length: int, piece: list[Tensor]) -> None:
         # Locals of this function must be gone before the next piece is evaluated.
@@ -162,6 +173,7 @@ class Sweep:
         else:
             if key not in store:
                 store[key] = to_keep(torch.zeros_like(like), self.keep)
+            self._require_range(gradient, like)
             store[key].narrow(*where).copy_(gradient, non_blocking=True)
 
     def _compare(self, leaves: list[Tensor], before: dict[torch.device, Tensor]) -> None:

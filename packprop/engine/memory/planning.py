@@ -33,6 +33,7 @@ from packprop.engine.tensors.calling import (
     LossFunction,
     inputs_and_targets,
     outputs_and_loss,
+    require_graphs,
     require_loss,
     require_model,
 )
@@ -89,6 +90,7 @@ def plan(
             chunks fits the budget; for a model that ``fully_shard`` was called on already.
         PackpropError: If the forward pass depends on values of data, in its choices or shapes.
     """
+    require_graphs(ASKED)
     require_model(ASKED, model)
     require_loss(ASKED, loss)
     chosen = check_extensions(ASKED, extensions, *more)

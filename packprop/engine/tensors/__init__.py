@@ -8,6 +8,7 @@ from packprop.engine.tensors.calling import call as call
 from packprop.engine.tensors.calling import class_words as class_words
 from packprop.engine.tensors.calling import inputs_and_targets as inputs_and_targets
 from packprop.engine.tensors.calling import outputs_and_loss as outputs_and_loss
+from packprop.engine.tensors.calling import require_graphs as require_graphs
 from packprop.engine.tensors.calling import require_loss as require_loss
 from packprop.engine.tensors.calling import require_model as require_model
 from packprop.engine.tensors.device import allocated_bytes as allocated_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from packprop.engine.tensors.objects import Apart, apart, together
@@ -25,6 +26,21 @@ def require_model(asked: str, model: Any) -> None:
     """
     if not isinstance(model, nn.Module):
         raise BadInput(asked, f"model, {_described(model)}", "it is not a torch.nn.Module", _instance_of(model))
+
+
+def require_graphs(asked: str) -> None:
+    """Refuse a call where a forward pass makes no graph.
+
+    Raises:
+        BadInput: Inside ``torch.inference_mode()``.
+    """
+    if torch.is_inference_mode_enabled():
+        raise BadInput(
+            asked,
+            "torch.inference_mode()",
+            "tensors that are made inside never have a graph; torch.no_grad() does no harm",
+            "call it outside, with data that were made outside",
+        )
 
 
 def require_loss(asked: str, loss: Any) -> None:

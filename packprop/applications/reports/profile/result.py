@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,9 @@ class Profile(ProfileValues):
         saved, tensors = read_files(folder)
         kinds = {"layers": list[Layer], "total": Layer, "memory": MemoryUse | None}
         saved |= {name: fitted(kind, saved[name], name) for name, kind in kinds.items()}
+        norms = f"sample_gradient_norm/{saved['total'].name}"
+        if saved["total"].gradient_norm is None and norms in tensors:  # it was not finite
+            saved["total"] = replace(saved["total"], gradient_norm=math.nan)
         saved["outlying"] = [OutlyingSample(**_with_number(each, "norm")) for each in saved["outlying"]]
         return cls(**_with_number(saved, "loss"), tensors=tensors)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import packprop
 from packprop import extensions
+from packprop.engine.curvature import products
 from packprop.errors import PackpropError
 from tests.cases import BY_NAME
 from tests.references.running import assert_near, backward
@@ -113,6 +114,25 @@ def test_an_optimizer_step_and_a_change_of_the_inputs_are_refused() -> None:
     torch.optim.SGD(problem.model.parameters(), lr=0.1).step()
     with pytest.raises(PackpropError, match="parameters were changed in place"):
         weight.hmp(torch.ones_like(weight))
+
+
+def test_nothing_is_zero_in_inference_mode() -> None:
+    """PyTorch records no graph there, so that second derivatives would be zero, then and later."""
+    problem = BY_NAME["linear-deep"].problem(3)
+    backward(problem, extensions.HMP())
+    weight, outputs = problem.parameters["0.weight"], problem.model(problem.inputs)
+    known = products.hvp(problem.total(), [weight], [torch.ones_like(weight)])[0]
+    loss = problem.total()
+    for asked, call in (
+        (extensions.HMP(), lambda: weight.hmp(torch.ones_like(weight))),
+        (extensions.HMP(), lambda: products.jvp(outputs, [weight], [torch.ones_like(weight)])),
+        (extensions.DiagHessian(), loss.backward),
+        (extensions.BatchDiagHessian(), loss.backward),
+    ):
+        refused = pytest.raises(PackpropError, match=r"torch\.inference_mode")
+        with refused, packprop.backpack(asked), torch.inference_mode():
+            call()
+    assert_near(weight.hmp(torch.ones_like(weight)), known, "hmp")
 
 
 def stepping_models() -> list[Any]:

@@ -17,7 +17,7 @@ from packprop.engine.curvature.routes import Routes, with_own_ends
 from packprop.engine.curvature.second_order import differentiating_twice, gradients_at
 from packprop.engine.functions.nodes import CONVOLUTIONS, made_by, name_of_node
 from packprop.engine.graph.graph import Graph, ReachedUse
-from packprop.engine.graph.pull import derivatives, pull_columns
+from packprop.engine.graph.pull import derivatives, pull_columns, require_recording
 from packprop.engine.graph.site import Site
 from packprop.engine.samples.separation import Place, places_at
 from packprop.engine.tensors.long_work import expect
@@ -32,11 +32,10 @@ class OutputDiagonals:
 
     Args:
         graph: The graph, with its samples located.
-        routes: The routes, with the swept leaves.
-        uses: The uses of these leaves.
+        uses: The uses of the swept leaves.
     """
 
-    def __init__(self, graph: Graph, routes: Routes, uses: Sequence[ReachedUse]) -> None:
+    def __init__(self, graph: Graph, uses: Sequence[ReachedUse]) -> None:
         times = Counter(id(site.leaf) for use in graph.uses for site in use.sites)
         with_squares = [use for use in uses if _has_squares(use)]
         self._with_squares = {use.anchors[0] for use in with_squares}
@@ -237,6 +236,7 @@ def residuals(graph: Graph, nodes: Sequence[Node], create_graph: bool = False) -
     """Return ``phi''(z) dL/dphi(z)`` at the input z of each of some elementwise nodes, of its shape."""
     if not nodes:
         return []
+    require_recording()
     gradients = gradients_at(graph, [GradientEdge(node, 0) for node in nodes], create_graph)
     return [_residual(*pair, create_graph) for pair in zip(nodes, gradients, strict=True)]
 

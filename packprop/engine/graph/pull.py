@@ -15,6 +15,7 @@ from packprop.engine.functions.nodes import DIFFERENTIABLE_ONCE, WITHOUT_DATA, W
 from packprop.engine.graph.search import nodes_above
 from packprop.engine.recording.marks import marks_of
 from packprop.engine.tensors.repeated import of_columns, one_by_one
+from packprop.errors import PackpropError
 
 WRONG = "packprop: wrong in columns"
 """Key in the metadata of a node; the value tells whether PyTorch pulls many columns back from it wrongly."""
@@ -42,7 +43,12 @@ def derivatives(
         create_graph: Whether products are differentiable.
         retain_graph: Whether the graph stays.
         batched: Whether seeds and products have a leading axis of columns.
+
+    Raises:
+        PackpropError: With ``create_graph`` inside of ``torch.inference_mode()``.
     """
+    if create_graph:
+        require_recording()
     with _with_slopes(outputs) if create_graph else contextlib.nullcontext():
         products: Any = torch.autograd.grad(
             list(outputs),
@@ -56,6 +62,21 @@ def derivatives(
     if create_graph:
         _give_data(products)
     return list(products)
+
+
+def require_recording() -> None:
+    """Raise if PyTorch records no graph, even with gradients enabled.
+
+    Raises:
+        PackpropError: Inside of ``torch.inference_mode()``.
+    """
+    if torch.is_inference_mode_enabled():
+        raise PackpropError(
+            "Second derivatives were asked for, or a graph of first ones.",
+            "a call inside of torch.inference_mode()",
+            "PyTorch records no graph there: second derivatives would be zero",
+            "use torch.no_grad() in its place",
+        )
 
 
 @contextlib.contextmanager
@@ -145,6 +166,8 @@ def pull_columns(
     if not batched:
         return pull(seeds, False, retain_graph)
     count = len(seeds[0])
+    if not count:
+        return [None] * len(ends)
     if count > 1 and not _is_wrong_in_columns(outputs):
         try:
             if create_graph:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Callable, Sequence
+from numbers import Integral
 
 import torch
 
@@ -52,13 +53,14 @@ def budget_of(memory: int | str | None) -> int | None:
     """
     if memory is None:
         return None
-    budget = byte_count(memory) if isinstance(memory, (int, str)) else None
+    is_whole = isinstance(memory, Integral) or (isinstance(memory, float) and memory.is_integer())
+    budget = byte_count(memory) if is_whole or isinstance(memory, str) else None
     if not budget:
         raise BadInput(
             "A budget of memory was given.",
             f"memory={memory!r}",
             "it is no positive number of bytes",
-            "give a number, a text such as '600MiB' or '2GiB', or a Plan",
+            "give a whole number, a text such as '600MiB' or '2GiB', or a Plan",
         )
     return budget
 

@@ -154,6 +154,13 @@ def test_a_model_that_cannot_be_copied_is_refused_by_name(budget: bool) -> None:
             packprop.extend(loss)(packprop.extend(model)(x), y).backward()
 
 
+def test_a_plan_numbers_no_model() -> None:
+    """Ranks name parameters by the number of the call of ``extend``: one of them alone may make plans."""
+    before = EXTENDED.numbered
+    packprop.plan(nn.Linear(3, 2), nn.CrossEntropyLoss(), (torch.ones(4, 3), torch.zeros(4).long()), [])
+    assert EXTENDED.numbered == before
+
+
 @pytest.mark.parametrize("memory", [1e6, np.float64(1e6), np.int64(10**6), 10**6, "1MB"], ids=repr)
 def test_numbers_of_any_kind_are_budgets(memory: Any) -> None:
     assert budget_of(memory) == 10**6

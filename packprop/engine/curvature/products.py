@@ -387,11 +387,7 @@ def _as_columns(
 
 
 def _differentiable(call: str, parameters: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors in which something is differentiated.
-
-    Raises:
-        BadInput: If there are none, or one does not require gradients.
-    """
+    """Return the tensors in which something is differentiated; refuse none, and frozen ones."""
     chosen = tuple(parameters)
     frozen = [each for each in chosen if not each.requires_grad]
     if frozen or not chosen:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 import functools
+import math
 from collections.abc import Callable, Sequence
-from numbers import Integral
+from numbers import Real
 
 import torch
 
@@ -45,7 +46,7 @@ def looser(chunk_sizes: ChunkSizes, loosest: ChunkSizes, name: str) -> list[Chun
     return [chunk_sizes._replace(**{name: value}) for value in values]
 
 
-def budget_of(memory: int | str | None) -> int | None:
+def budget_of(memory: float | str | None) -> int | None:
     """Return the bytes of a budget; ``None`` for ``None``.
 
     Raises:
@@ -53,7 +54,7 @@ def budget_of(memory: int | str | None) -> int | None:
     """
     if memory is None:
         return None
-    is_whole = isinstance(memory, Integral) or (isinstance(memory, float) and memory.is_integer())
+    is_whole = isinstance(memory, Real) and math.isfinite(memory) and int(memory) == memory
     budget = byte_count(memory) if is_whole or isinstance(memory, str) else None
     if not budget:
         raise BadInput(

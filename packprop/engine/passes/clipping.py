@@ -285,4 +285,4 @@ def _reduction(clipping: Clipping, recorded: Reduction | None) -> Reduction:
 def _is_bound(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and value.is_floating_point()
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < value <= math.inf
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) <= math.inf

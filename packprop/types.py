@@ -176,7 +176,8 @@ def check_extensions(asked: str, *given: Any) -> tuple[Extension, ...]:
     """Return the extensions, given one by one, in lists, or both, without duplicates.
 
     Raises:
-        BadInput: A ``ValueError``, for a class in place of an instance, or anything that is not an extension.
+        BadInput: A ``ValueError``, for a class in place of an instance, anything that is not an extension, or
+            an attribute that holds data of every tensor.
     """
     extensions: list[Any] = []
     for each in given:
@@ -203,6 +204,14 @@ def check_extensions(asked: str, *given: Any) -> tuple[Extension, ...]:
                 f"extension {extension.name}",
                 "its class has no hash, as a dataclass whose fields may change",
                 "decorate the class with @dataclass(frozen=True)",
+            )
+        own = getattr(Tensor, extension.savefield, None)
+        if own is not None and not callable(own):
+            raise BadInput(
+                asked,
+                f"extension {extension.name}, which is saved as {extension.savefield!r}",
+                "every tensor has data of its own under this name, which the value would replace",
+                "give it another savefield",
             )
     once = tuple(dict.fromkeys(extensions))  # an extension that is given twice counts once
     if len(once) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -38,7 +39,8 @@ class BatchJacobian(Extension):
         """Refuse bad arguments at once."""
         super().__post_init__()
         if self.outputs is not None and (
-            not len(self.outputs) or any(type(entry) is not int for entry in self.outputs)
+            not len(self.outputs)
+            or any(isinstance(entry, bool) or not isinstance(entry, Integral) for entry in self.outputs)
         ):
             raise BadInput(
                 f"{self.name}(outputs={self.outputs!r}) was asked for.",
@@ -50,7 +52,7 @@ class BatchJacobian(Extension):
     @property
     def rows(self) -> tuple[Row, ...]:
         """Gradients of single output entries."""
-        entries = None if self.outputs is None else tuple(self.outputs)
+        entries = None if self.outputs is None else tuple(map(int, self.outputs))
         seed = Seed("jacobian", entries=entries)
         return (Row(seed, per_sample_grad, over_n=CAT[1], over_v=CAT[0], degree=0),)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packprop.engine.recording import extend, record
+from packprop.engine.recording import put_hooks, record
 from packprop.engine.tensors import (
     apart,
     class_words,
@@ -123,11 +123,11 @@ class Problem:
         return [_narrowed(both, 0, self.samples, start, stop) for start, stop in spans]
 
     def forward(self) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss and the outputs that require a gradient, recorded by ``extend`` or ``record``."""
-        extend(self.model)
+        """Return the loss and the outputs that require a gradient, recorded as by ``extend`` or ``record``."""
+        put_hooks(self.model)
         is_module = isinstance(self.loss, nn.Module)
         if isinstance(self.loss, nn.Module):
-            extend(self.loss)
+            put_hooks(self.loss)
         with contextlib.nullcontext() if is_module else record():
             outputs, value = self.outputs_and_loss()
         return value, differentiable(outputs)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.engine.algebra import kronecker
-from packprop.errors import BadInput
+from packprop.errors import BadInput, PackpropError
 from tests.references.running import assert_near
 
 
@@ -59,6 +59,42 @@ def test_bad_arguments_of_helpers() -> None:
     for shape in ((3, 5), (2, 9)):  # as operators take vectors; and two at once
         with pytest.raises(BadInput, match="3 rows"):
             kronecker.solve([torch.eye(3)], torch.zeros(shape), 1.0)
+
+    for damping in (torch.inf, torch.nan):
+        with pytest.raises(BadInput, match="infinite or NaN"):
+            kronecker.inverse([torch.eye(2)], damping)
+    whole: Any = {"weight": [torch.eye(2)], "bias": [torch.eye(2)]}
+    with pytest.raises(BadInput, match="give the block of one parameter"):
+        kronecker.solve(whole, torch.zeros(2), 1.0)
+
+
+def test_entries_of_a_diagonal_are_no_rounding() -> None:
+    diagonal, vector = torch.tensor([1.0, 1e-9]), torch.ones(2)
+    assert_near(kronecker.eigen([diagonal]).values, diagonal, "eigenvalues")
+    assert_near(kronecker.logdet([diagonal]), diagonal.log().sum(), "logdet")
+    assert_near(kronecker.solve([diagonal], vector, 0.0), 1 / diagonal, "solve")
+    two = kronecker.solve([diagonal, torch.ones(1)], vector[:, None], 0.0)
+    assert_near(two, 1 / diagonal[:, None], "solve of two")
+
+
+def test_the_inverse_of_rounding_is_refused() -> None:
+    """As ``solve`` does: the moment of fewer inputs than entries is singular, but for rounding."""
+    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    singular = inputs.T @ inputs
+    for factors in ([singular], [torch.eye(3), singular], [singular, torch.ones(3)]):
+        with pytest.raises(PackpropError, match="4 of them are zero up to rounding"):
+            kronecker.inverse(factors, 0.0)
+
+
+@pytest.mark.parametrize(
+    "extension", [extensions.KFLR(), extensions.EKFAC(fisher="exact")], ids=["list", "eigen"]
+)
+def test_no_vectors_have_no_products(extension: extensions.Extension) -> None:
+    model, loss = packprop.extend(nn.Linear(3, 2)), packprop.extend(nn.MSELoss())
+    with packprop.backpack(extension):
+        loss(model(torch.ones(4, 3)), torch.zeros(4, 2)).backward()
+    block = getattr(model.weight, extension.savefield)
+    assert kronecker.solve(block, torch.zeros(0, 2, 3), 1.0).shape == (0, 2, 3)
 
 
 INPUTS_FIRST = [

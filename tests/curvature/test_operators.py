@@ -230,6 +230,23 @@ def test_old_values_and_freed_graphs_are_refused() -> None:
         operator @ vector
 
 
+def test_a_change_of_the_inputs_is_refused() -> None:
+    setting = Setting("plain", torch.float64, False)
+    for operator in (
+        operators.hessian(setting.loss(), setting.parameters),
+        operators.ggn(setting.graph, setting.parameters),
+    ):
+        setting.x.mul_(2)
+        with pytest.raises(PackpropError, match="inputs or other tensors of the forward pass were changed"):
+            operator @ torch.ones(setting.size, dtype=torch.float64)
+
+
+def test_parameters_without_entries() -> None:
+    empty, weight = torch.zeros(0, 2, requires_grad=True), torch.ones(3, requires_grad=True)
+    operator = operators.hessian((weight**3).sum() + empty.sum(), [empty, weight])
+    assert_near(operator @ torch.ones(3), torch.full((3,), 6.0), "product")
+
+
 def test_an_operator_prints_its_size() -> None:
     model = nn.Linear(3, 2)
     operator = operators.hessian(lambda: model(torch.ones(1, 3)).square().sum(), [*model.parameters()], 0.5)

@@ -212,8 +212,14 @@ def test_bad_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     ]:
         with pytest.raises(BadInput, match=said):
             call()
-    with pytest.raises(PackpropError, match="it is not finite"):
-        operators.eigenvalues(operator_of(torch.full((SIZE, SIZE), torch.nan).double()))
+    not_finite = operator_of(torch.full((SIZE, SIZE), torch.nan).double())
+    for call in (
+        lambda: operators.eigenvalues(not_finite),
+        lambda: operators.spectral_density(not_finite),
+        lambda: operators.solve(not_finite, torch.ones(SIZE)),
+    ):
+        with pytest.raises(PackpropError, match="it is not finite"):
+            call()
     monkeypatch.setitem(sys.modules, "scipy.sparse.linalg", None)
     with pytest.raises(PackpropError, match=r"\.\[scipy\]"):
         operator.to_scipy()

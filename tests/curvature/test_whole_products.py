@@ -51,6 +51,34 @@ class Normed(nn.Module):
         return self.head(x.flatten(1))
 
 
+def test_parameters_as_a_model_gives_them() -> None:
+    model, x, y = nn.Linear(3, 2), torch.randn(4, 3), torch.randint(2, (4,))
+    vectors, outputs = [torch.ones_like(p) for p in model.parameters()], model(x)
+    loss = F.cross_entropy(outputs, y)
+    calls: list[Any] = [
+        lambda given: products.hvp(loss, given, vectors),
+        lambda given: products.ggnvp((outputs, loss), given, iter(vectors)),
+        lambda given: [products.jvp(outputs, given, vectors)],
+        lambda given: products.vjp(outputs, given, torch.ones(4, 2)),
+    ]
+    for call in calls:
+        assert_near(flat(call(model.parameters())), flat(call([*model.parameters()])), "generator")
+        with pytest.raises(BadInput, match="no parameters"):
+            call([])
+    model.bias.requires_grad_(False)
+    with pytest.raises(BadInput, match=r"the tensor of shape \[2\]"):
+        calls[0](model.parameters())
+
+
+def test_another_output_of_one_function_is_no_output_of_the_loss() -> None:
+    model = nn.Linear(3, 4)
+    mean, spread = model(torch.randn(5, 3)).chunk(2, 1)
+    with pytest.raises(BadInput, match="does not depend on them"):
+        products.ggnvp((spread, mean.square().sum()), [model.weight], [torch.ones(4, 3)])
+    both = products.ggnvp((mean, mean.square().sum()), [model.weight], [torch.ones(4, 3)])
+    assert both[0].any()
+
+
 def test_whole_products_through_norms_and_attention() -> None:
     torch.manual_seed(0)
     model = Normed().double().train()

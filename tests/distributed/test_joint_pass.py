@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import packprop
 from packprop import extensions
 from packprop.engine.distributed import AllRanks, joint
-from packprop.engine.distributed.statement import shares
+from packprop.engine.distributed.statement import described, shares
 from packprop.errors import BadInput, PackpropError
 from tests.distributed.processes import in_processes, needs_groups, outcomes_of, run_each
 from tests.selection import thorough
@@ -619,6 +619,15 @@ def test_bad_arguments() -> None:
     for wrong in (dict(share="half"), dict(share=-1.0), dict(share=True), dict(timeout=0)):
         with pytest.raises(BadInput):
             AllRanks(**wrong)
+
+
+def test_ranks_may_take_other_samples() -> None:
+    def said(chosen: list[int]) -> tuple[str, ...]:
+        projected = extensions.Projected(extensions.BatchGrad(chosen), 8)
+        return described(AllRanks(), [extensions.Variance(chosen), projected])
+
+    assert said([0, 2]) == said([1])
+    assert "dimension=8" in said([1])[1]
 
 
 def test_shares_of_ranks() -> None:

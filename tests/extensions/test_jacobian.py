@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -76,8 +77,17 @@ def test_chunks_of_outputs() -> None:
             assert_near(part[:, 0], whole[name][:, entry], name)
 
 
+def test_whole_numbers_of_numpy() -> None:
+    problem = BY_NAME["linear-deep"].problem(3)
+    backward(problem, extensions.BatchJacobian(outputs=[2, 0]))
+    known = results(problem, "jac_batch")
+    backward(problem, extensions.BatchJacobian(outputs=np.array([2, 0])))
+    for name, jacobian in results(problem, "jac_batch").items():
+        assert_near(jacobian, known[name], name)
+
+
 def test_bad_input() -> None:
-    for wrong in ([], [0.5]):
+    for wrong in ([], [0.5], [True]):
         with pytest.raises(BadInput, match="whole numbers"):
             extensions.BatchJacobian(outputs=wrong)
     with pytest.raises(BadInput, match="3 entries"):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.engine.memory.plan import BudgetTooSmall
+from packprop.engine.memory.search import budget_of
 from packprop.engine.passes.chunks import ChunkSizes
 from packprop.engine.passes.column_sweeps import ColumnSweeps
 from packprop.engine.recording.marks import EXTENDED
@@ -137,6 +140,30 @@ def test_a_plan_refuses_the_weights_of_an_extended_loss_as_the_pass_does() -> No
     with pytest.raises(PackpropError) as of_plan:
         packprop.plan(model, loss, batch, extensions.BatchGrad())
     assert str(of_plan.value) == str(of_pass.value)
+
+
+@pytest.mark.parametrize("budget", [False, True], ids=["plan", "budget"])
+def test_a_model_that_cannot_be_copied_is_refused_by_name(budget: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    model.lock = threading.Lock()
+    x, y, loss = torch.ones(4, 3), torch.zeros(4, dtype=torch.long), nn.CrossEntropyLoss()
+    with pytest.raises(PackpropError, match=r"Sequential, which packprop copies(.|\n)*lock"):
+        if not budget:
+            packprop.plan(model, loss, (x, y), extensions.BatchGrad())
+        with packprop.backpack(extensions.BatchGrad(), memory="1MiB"):
+            packprop.extend(loss)(packprop.extend(model)(x), y).backward()
+
+
+def test_a_plan_numbers_no_model() -> None:
+    """Ranks name parameters by the number of the call of ``extend``: one of them alone may make plans."""
+    before = EXTENDED.numbered
+    packprop.plan(nn.Linear(3, 2), nn.CrossEntropyLoss(), (torch.ones(4, 3), torch.zeros(4).long()), [])
+    assert EXTENDED.numbered == before
+
+
+@pytest.mark.parametrize("memory", [1e6, np.float64(1e6), np.int64(10**6), 10**6, "1MB"], ids=repr)
+def test_numbers_of_any_kind_are_budgets(memory: Any) -> None:
+    assert budget_of(memory) == 10**6
 
 
 def test_uses_of_tied_parameters_are_swept_together() -> None:

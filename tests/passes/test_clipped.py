@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -174,14 +175,15 @@ def test_own_losses_of_samples(loss: Any, reduction: Any, own: int) -> None:
     assert_near(clipped.norms, own * squares.sqrt(), "norms")  # type: ignore[attr-defined]  # sum() may be 0
 
 
-@pytest.mark.parametrize("scale", [8.0, torch.tensor(8.0)], ids=["number", "tensor"])
+@pytest.mark.parametrize("scale", [8.0, torch.tensor(8.0), np.float32(8.0)], ids=["number", "tensor", "numpy"])
 def test_scaled_losses(scale: Any) -> None:
     model, (x, y) = perceptron(), batch()
-    with packprop.clipped_gradients(max_norm=0.7) as plain:
+    bound: Any = np.float32(0.5)
+    with packprop.clipped_gradients(max_norm=0.5) as plain:
         LOSS(model(x), y).backward()
     expected = {name: 8 * gradient for name, gradient in gradients(model).items()}
     model.zero_grad()
-    with packprop.clipped_gradients(max_norm=0.7, loss_scale=scale) as scaled:
+    with packprop.clipped_gradients(max_norm=bound, loss_scale=scale) as scaled:
         (LOSS(model(x), y) * 8).backward()
     assert_all_near(gradients(model), expected, "grad")
     assert_near(scaled.norms, plain.norms, "norms")

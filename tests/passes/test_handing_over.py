@@ -17,6 +17,22 @@ from packprop.extensions import BatchGrad, Variance
 from packprop.types import GRADIENT, Extension, Row
 
 
+def test_extensions_share_no_memory() -> None:
+    """Two extensions may take one statistic: each has a result of its own, which may change in place."""
+
+    class Again(BatchGrad):
+        savefield = "grad_batch_again"
+
+    model, loss = packprop.extend(nn.Linear(3, 2)), packprop.extend(nn.MSELoss())
+    for _ in range(3):
+        with packprop.backpack(BatchGrad(), Again()):
+            loss(model(torch.randn(4, 3)), torch.zeros(4, 2)).backward()
+        for p in model.parameters():
+            known = p.grad_batch.clone()
+            p.grad_batch.zero_()
+            assert torch.equal(p.grad_batch_again, known)
+
+
 def test_autograd_takes_the_memory_of_the_gradient() -> None:
     leaf = nn.Parameter(torch.zeros(3, 2))
     gradients = [(leaf, torch.arange(6.0).reshape(3, 2))]

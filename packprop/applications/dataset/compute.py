@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler
 from packprop.applications.dataset.batch_pass import BatchPass
 from packprop.applications.dataset.batches import Batches, Data
 from packprop.applications.dataset.checkpoint import Checkpoint, Every, Told
-from packprop.applications.dataset.given import device_of, require_graphs
+from packprop.applications.dataset.given import device_of
 from packprop.applications.dataset.identity import (
     OF_RANK,
     RANKS,

@@ -10,7 +10,7 @@ from torch import nn
 
 from packprop.applications.dataset.batches import Batches
 from packprop.applications.dataset.sharded import require_whole_parameters
-from packprop.engine.tensors import LossFunction, named_parameters, require_loss, require_model
+from packprop.engine.tensors import LossFunction, named_parameters, require_graphs, require_loss, require_model
 from packprop.errors import BadInput
 
 
@@ -56,21 +56,6 @@ def objective_of(asked: str, model: Any, loss: Any, device: torch.device | str |
     require_model_and_loss(asked, model, loss, "multiplied")
     require_whole_parameters(asked, model)
     return Objective(asked, model, loss, device_of(model, device))
-
-
-def require_graphs(asked: str) -> None:
-    """Refuse a call where a forward pass makes no graph.
-
-    Raises:
-        BadInput: Inside ``torch.inference_mode()``.
-    """
-    if torch.is_inference_mode_enabled():
-        raise BadInput(
-            asked,
-            "torch.inference_mode()",
-            "tensors that are made inside never have a graph; torch.no_grad() does no harm",
-            "call it outside, with data that were made outside",
-        )
 
 
 def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device | str:

@@ -25,7 +25,7 @@ from packprop.applications.dataset.given import Objective
 from packprop.applications.dataset.products import DataProduct
 from packprop.applications.queries.preconditioning import Preconditioner, together
 from packprop.engine.algebra import ConjugateGradients, EntryOrder, NotPositive
-from packprop.engine.curvature import Matrix, indefinite, require_tolerance, warn_of_residuals
+from packprop.engine.curvature import Matrix, finite, indefinite, require_tolerance, warn_of_residuals
 from packprop.engine.tensors import accumulation_dtype
 
 SETS = 8
@@ -151,7 +151,7 @@ class Refiner:
             keep: Called after each reading.
 
         Raises:
-            PackpropError: If the matrix is indefinite.
+            PackpropError: If the matrix is indefinite, or not finite.
         """
         right = torch.cat([_flat(rows.pop(name)).to(self._device, self._dtype) for name in [*rows]], 1)
         precondition = None if self._preconditioner is None else lambda flat: self._preconditioned(flat, orders)
@@ -177,7 +177,7 @@ class Refiner:
     def _damped(self, directions: Tensor) -> Tensor:
         products = self._product([*self._apart(directions).values()])
         flat = torch.cat([_flat(product) for product in products], 1).to(directions)
-        return flat.add_(directions, alpha=self._damping)
+        return finite(self._asked, flat.add_(directions, alpha=self._damping))
 
     def _apart(self, flat: Tensor) -> dict[str, Tensor]:
         """Return views ``[v, *p]`` of flat vectors, by parameter."""

@@ -52,7 +52,7 @@ Block = Factors | Eigen
 def eigen(block: Block) -> Eigen:
     """Return the eigendecomposition of ``B kron A``, from the eigendecompositions of the factors.
 
-    Eigenvalues of a factor that may be rounding are zero, as for ``solve`` without damping.
+    Eigenvalues of a matrix that may be rounding are zero, as for ``solve`` without damping.
 
     Example:
         >>> eigen([torch.eye(2), 3 * torch.eye(1)]).values.tolist()
@@ -64,10 +64,10 @@ def eigen(block: Block) -> Eigen:
 
 
 def _eigen(asked: str, factors: Factors, settled: Callable[[Tensor], Tensor]) -> Eigen:
-    """Return the eigendecomposition; apply ``settled`` to the eigenvalues of each factor first."""
+    """Return the eigendecomposition; apply ``settled`` to the eigenvalues of each matrix first."""
     _require_factors(asked, factors)
-    pairs = [_decomposed(_widened(factor)) for factor in factors]
-    values = functools.reduce(torch.outer, [settled(values) for values, _ in pairs])
+    pairs = [_decomposed(_widened(factor), settled) for factor in factors]
+    values = functools.reduce(torch.outer, [values for values, _ in pairs])
     return Eigen(values, [vectors for _, vectors in pairs])
 
 
@@ -163,13 +163,15 @@ def inverse(block: Block, damping: float) -> list[Tensor] | Eigen:
     For ``[B]`` it is the exact ``(B + d)^-1``. ``solve`` inverts ``B kron A + d`` exactly.
 
     Raises:
-        BadInput: If damping is negative.
+        BadInput: If damping is no number of at least 0.
         OfParameter: If the block is singular and is not damped.
     """
     _require_damping("inverse", damping)
     if isinstance(block, Eigen):
         return block._replace(values=_reciprocals(_without_squared_rounding(block, damping), damping))
     _require_factors("inverse", block)
+    if not damping:
+        return [_inverted_undamped(factor) for factor in block]
     if len(block) == 1:
         return [_inverted(_shifted(_widened(block[0]), damping)).to(block[0].dtype)]
     B, A = map(_widened, block)
@@ -186,17 +188,19 @@ def solve(block: Block, vectors: Tensor, damping: float) -> Tensor:
     """Multiply ``(block + damping I)^-1`` by one or many vectors ``[*p]`` or ``[v, *p]``, exactly.
 
     It uses the eigenvectors of the factors: their products are the eigenvectors of the block. Eigenvalues of a
-    factor that are negative by rounding count as zero. Without damping, so do positive ones that may be
-    rounding: the inverse of rounding would be the largest part of the result.
+    matrix that are negative by rounding count as zero. Without damping, so do positive ones that may be
+    rounding: the inverse of rounding would be the largest part of the result. A diagonal counts as it is.
 
     Raises:
-        BadInput: If damping is negative, or the vectors do not fit the block.
+        BadInput: If damping is no number of at least 0, or the vectors do not fit the block.
         OfParameter: If the block is singular and is not damped.
     """
     _require_damping("solve", damping)
-    if not isinstance(block, Eigen):
+    if isinstance(block, Eigen):
+        values = _without_squared_rounding(block, damping)
+    else:
         block = _eigen("solve", block, functools.partial(_without_rounding, damping=damping))
-    values = _without_squared_rounding(block, damping)
+        values = block.values
     return _scaled("solve", block, vectors, _reciprocals(values, damping))
 
 
@@ -214,7 +218,7 @@ def logdet(block: Block, damping: float = 0.0) -> Tensor:
     Eigenvalues count as zero as in ``solve``.
 
     Raises:
-        BadInput: If damping is negative.
+        BadInput: If damping is no number of at least 0.
     """
     _require_damping("logdet", damping)
     if isinstance(block, Eigen):
@@ -251,21 +255,22 @@ def _widened(factor: Tensor) -> Tensor:
     return factor.to(accumulation_dtype(factor.dtype))
 
 
-def _decomposed(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues and eigenvectors of a factor; for a diagonal one unit vectors, in their order."""
+def _decomposed(factor: Tensor, settled: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return ``settled`` eigenvalues, and eigenvectors; of a diagonal its entries, and unit vectors."""
     if factor.dim() == 1:
         return factor, torch.ones_like(factor)
-    return eigh(factor)
+    values, vectors = eigh(factor)
+    return settled(values), vectors
 
 
 def _eigenvalues(factor: Tensor, damping: float) -> Tensor:
     """Return eigenvalues, with zero in place of negative ones, and of rounding; see ``solve``."""
     wide = _widened(factor)
-    return at_least(_without_rounding(wide if wide.dim() == 1 else eigvalsh(wide), damping), 0.0)
+    return at_least(wide if wide.dim() == 1 else _without_rounding(eigvalsh(wide), damping), 0.0)
 
 
 def _without_rounding(values: Tensor, damping: float) -> Tensor:
-    """Return eigenvalues of a factor ``[p]``, with zero in place of rounding; see ``solve``."""
+    """Return eigenvalues of a matrix ``[p]``, with zero in place of rounding; see ``solve``."""
     if not len(values):
         return values
     digit = math.sqrt(len(values)) * torch.finfo(values.dtype).eps * values.abs().amax()
@@ -295,6 +300,14 @@ def _diagonal(factor: Tensor) -> Tensor:
 
 def _inverted(factor: Tensor) -> Tensor:
     return _reciprocals(factor, 0.0) if factor.dim() == 1 else inverted(factor)
+
+
+@outside_autocast
+def _inverted_undamped(factor: Tensor) -> Tensor:
+    """Return the inverse of a factor; refuse it if an eigenvalue may be rounding, see ``solve``."""
+    values, vectors = _decomposed(_widened(factor), functools.partial(_without_rounding, damping=0.0))
+    inverse = _reciprocals(values, 0.0)
+    return (inverse if factor.dim() == 1 else vectors * inverse @ vectors.mT).to(factor.dtype)
 
 
 @outside_autocast
@@ -328,16 +341,16 @@ def _require_factors(asked: str, factors: Factors) -> None:
         )
 
 
-def _is_factor(factor: Tensor) -> bool:
-    return factor.dim() == 1 or (factor.dim() == 2 and factor.shape[0] == factor.shape[1])
+def _is_factor(factor: object) -> bool:
+    return isinstance(factor, Tensor) and factor.dim() in (1, 2) and factor.shape[0] == factor.shape[-1]
 
 
 def _require_damping(asked: str, damping: float) -> None:
-    if not damping >= 0:
+    if not 0 <= damping < math.inf:
         raise BadInput(
             f"kronecker.{asked}(..., damping={damping}) was called.",
             "damping",
-            "it is negative",
+            "it is negative, infinite or NaN",
             "give a number of at least 0, in units of the curvature",
         )
 
@@ -349,7 +362,7 @@ def _as_matrices(asked: str, block: Block, vectors: Tensor) -> Tensor:
     _require_factors(asked, factors)
     rows, columns = len(factors[0]), len(factors[1]) if len(factors) > 1 else 1
     shapes = vectors.shape, vectors.shape[1:]
-    fits = vectors.numel() > 0 and rows * columns in map(torch.Size.numel, shapes)
+    fits = rows * columns > 0 and rows * columns in map(torch.Size.numel, shapes)
     if order is not None:
         fits = fits and order.parameter in shapes
     if not fits:

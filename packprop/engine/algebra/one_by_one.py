@@ -40,17 +40,20 @@ def evaluate_together(structure: Statistical, statistics: Sequence[Statistic]) -
     gradients = _gradients_one_by_one(structure, statistics) if isinstance(structure, Outer) else None
     first = None if gradients is None else next(gradients, None)
     if first is None:
-        return [statistic(structure) for statistic in statistics]
-    assert isinstance(structure, Outer)
-    assert gradients is not None
-    sums = _Sums(structure, statistics, first)
-    for gradient in islice(gradients, 2) if is_dry_run() else gradients:
-        sums.add(gradient)
-    values = [sums.value(statistic) for statistic in statistics]
-    for place, statistic in enumerate(statistics):
-        if statistic in statistics[:place]:  # a result of its own, which nobody else changes
-            values[place] = map_tensors(torch.clone, values[place])
-    return values
+        found = {statistic: statistic(structure) for statistic in statistics}
+    else:
+        assert isinstance(structure, Outer)
+        assert gradients is not None
+        sums = _Sums(structure, statistics, first)
+        for gradient in islice(gradients, 2) if is_dry_run() else gradients:
+            sums.add(gradient)
+        found = {statistic: sums.value(statistic) for statistic in statistics}
+    if len(found) == len(statistics):
+        return [*found.values()]
+    return [  # a result of its own for each, which nobody else changes
+        map_tensors(torch.clone, found[statistic]) if statistic in statistics[:place] else found[statistic]
+        for place, statistic in enumerate(statistics)
+    ]
 
 
 def goes_one_by_one(statistics: Sequence[Statistic], extents: Extents) -> bool:

@@ -33,9 +33,8 @@ class EntryOrder:
         groups, fan_out, fan_in = self.shape
         places = torch.arange(groups * fan_out * fan_in, device=vectors.device)
         index = self.to_parameter(places).reshape(1, -1).expand(len(vectors), -1)
-        matrices = torch.empty_like(vectors).reshape(len(vectors), -1)
-        matrices = matrices.scatter(1, index, vectors.reshape(len(vectors), -1))
-        return matrices.reshape(-1, groups * fan_out, fan_in)
+        flat = vectors.reshape(index.shape)
+        return torch.empty_like(flat).scatter(1, index, flat).reshape(-1, groups * fan_out, fan_in)
 
     @property
     def parameter(self) -> torch.Size:

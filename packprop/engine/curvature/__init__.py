@@ -38,6 +38,7 @@ from packprop.engine.curvature.second_order import warn_unless_finite as warn_un
 from packprop.engine.curvature.seeds import columns as columns
 from packprop.engine.curvature.snapshots import snapshots_of as snapshots_of
 from packprop.engine.curvature.solving import Solution as Solution
+from packprop.engine.curvature.solving import finite as finite
 from packprop.engine.curvature.solving import indefinite as indefinite
 from packprop.engine.curvature.solving import require_tolerance as require_tolerance
 from packprop.engine.curvature.solving import solve as solve

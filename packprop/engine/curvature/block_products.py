@@ -76,7 +76,8 @@ class BlockProduct:
 
         Raises:
             BadInput: If the vectors do not have the parameter's shape, after at most one leading axis.
-            PackpropError: If a parameter that the product reads was changed in place since the backward pass.
+            PackpropError: If a parameter or another tensor that the product reads was changed in place since
+                the backward pass.
         """
         shape = self.leaf.shape
         single = vectors.shape == shape
@@ -88,24 +89,16 @@ class BlockProduct:
                 "give [v, *p] or [*p]",
             )
         if were_changed(self.snapshots):
-            raise self._outdated("parameters were changed in place since the backward pass")
+            raise PackpropError(
+                "A product with a curvature block was asked for.",
+                f"parameter {self.name!r}",
+                "parameters were changed in place since the backward pass: the block is that of old values",
+                "run a forward and a backward pass with the extension again",
+            )
         given = vectors.detach().to(self.leaf.dtype)
-        try:
-            (product,) = self.product([given[None] if single else given])
-        except RuntimeError as error:
-            if "inplace operation" not in str(error):
-                raise
-            raise self._outdated("inputs or other tensors of the forward pass were changed in place") from error
+        (product,) = self.product([given[None] if single else given])
         product = product[0] if single else product
         return (self.factor * product).to(result_dtype(vectors, product)).contiguous()
-
-    def _outdated(self, why: str) -> PackpropError:
-        return PackpropError(
-            "A product with a curvature block was asked for.",
-            f"parameter {self.name!r}",
-            f"{why}: the block is that of old values",
-            "run a forward and a backward pass with the extension again",
-        )
 
 
 def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tuple[Tensor, BlockProduct]]:

@@ -32,11 +32,10 @@ class OutputDiagonals:
 
     Args:
         graph: The graph, with its samples located.
-        routes: The routes, with the swept leaves.
-        uses: The uses of these leaves.
+        uses: The uses of the swept leaves.
     """
 
-    def __init__(self, graph: Graph, routes: Routes, uses: Sequence[ReachedUse]) -> None:
+    def __init__(self, graph: Graph, uses: Sequence[ReachedUse]) -> None:
         times = Counter(id(site.leaf) for use in graph.uses for site in use.sites)
         with_squares = [use for use in uses if _has_squares(use)]
         self._with_squares = {use.anchors[0] for use in with_squares}

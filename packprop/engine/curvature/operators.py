@@ -111,10 +111,11 @@ class Operator:
             return torch.zeros_like(vectors)
         pieces = columns.split([parameter.numel() for parameter in self.parameters], 1)
         given = [
-            piece.reshape(len(piece), *parameter.shape).to(accumulation_dtype(parameter.dtype))
+            piece.reshape(len(columns), *parameter.shape).to(accumulation_dtype(parameter.dtype))
             for piece, parameter in zip(pieces, self.parameters, strict=True)
         ]
-        flat = [product.detach().reshape(len(columns), -1).to(self.dtype) for product in self.product(given)]
+        found = zip(self.product(given), pieces, strict=True)
+        flat = [product.detach().reshape(piece.shape).to(self.dtype) for product, piece in found]
         products = torch.cat(flat, 1) + self.damping * columns.to(self.dtype)
         return products.mT.reshape(vectors.shape).to(vectors.device, result_dtype(vectors, products))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -185,9 +185,11 @@ def vjp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> list[
         BadInput: If the vectors do not fit.
         PackpropError: If a checkpoint in the graph is reentrant, or a backward function is not linear.
     """
+    parameters = _differentiable("vjp", parameters)
     columns, back = _as_columns("vjp(outputs, parameters, vectors)", [outputs], [vectors])
     require_passable([outputs], ASKED)
-    with hooks_below([outputs], parameters).quiet():
+    quiet = hooks_below([outputs], parameters).quiet()
+    with differentiating_twice("the outputs given to vjp", ASKED, INSTEAD), quiet:
         products = vjps([outputs], parameters, columns)
     return back(with_zeros(products, parameters, len(columns[0])))
 
@@ -207,6 +209,7 @@ def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tens
         BadInput: If the vectors do not fit.
         PackpropError: If a function in the graph is not twice differentiable.
     """
+    parameters = _differentiable("jvp", parameters)
     columns, back = _as_columns("jvp(outputs, parameters, vectors)", parameters, vectors)
     require_second_derivatives([outputs], parameters, shown, ASKED, linear=True)
     quiet = hooks_below([outputs], parameters).quiet()
@@ -238,6 +241,7 @@ def hvp(loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor], vecto
         >>> hvp(lambda: (w**3).sum(), [w], [torch.tensor([1.0, 0.0])])
         [tensor([6., 0.])]
     """
+    parameters = _differentiable("hvp", parameters)
     columns, back = _as_columns("hvp(loss, parameters, vectors)", parameters, vectors)
     product, _ = hessian_product("hvp", loss, parameters)
     return back(product(columns))
@@ -282,6 +286,7 @@ def ggnvp(
         BadInput: If vectors do not fit, or ``graph`` gives no pair of tensors.
         PackpropError: If a function in the graph is not twice differentiable.
     """
+    parameters = _differentiable("ggnvp", parameters)
     columns, back = _as_columns("ggnvp(graph, parameters, vectors)", parameters, vectors)
     product, _ = ggn_product("ggnvp", graph, parameters)
     return back(product(columns))
@@ -307,7 +312,11 @@ def ggn_product(
             f"{asked}(lambda: (outputs := model(x), loss(outputs, y)), parameters)",
         )
     outputs, loss = found
-    if not outputs.requires_grad or get_gradient_edge(outputs).node not in nodes_above([loss.grad_fn]):
+    edges = {edge for node in nodes_above([loss.grad_fn]) for edge in node.next_functions}
+    if not outputs.requires_grad or get_gradient_edge(outputs)[:2] not in {
+        (loss.grad_fn, loss.output_nr),
+        *edges,
+    }:
         raise BadInput(
             f"{asked}(...) was called.",
             f"outputs of shape {list(outputs.shape)}",
@@ -370,7 +379,18 @@ def _as_columns(
         BadInput: If vectors have neither the shapes of some tensors nor one more leading axis.
     """
     columns = [vector.detach() for vector in vectors]
-    if [vector.shape for vector in vectors] == [tensor.shape for tensor in like]:
+    if [column.shape for column in columns] == [tensor.shape for tensor in like]:
         return [column[None] for column in columns], lambda products: [product[0] for product in products]
-    require_vectors(call, like, vectors, many=True)
+    require_vectors(call, like, columns, many=True)
     return columns, lambda products: products
+
+
+def _differentiable(call: str, parameters: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return the tensors in which something is differentiated; refuse none, and frozen ones."""
+    chosen = tuple(parameters)
+    frozen = [each for each in chosen if not each.requires_grad]
+    if frozen or not chosen:
+        where = shown(frozen[0]) if frozen else "no parameters"
+        why = "PyTorch differentiates in tensors that require gradients"
+        raise BadInput(f"{call}(...) was called.", where, why, "give the trainable parameters alone")
+    return chosen

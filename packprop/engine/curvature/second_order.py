@@ -77,6 +77,12 @@ CHECKPOINT = (
 )
 
 
+CHANGED = (
+    "inputs or other tensors of the forward pass were changed in place: its derivatives are gone",
+    "run the forward pass again, on a clone of what you change in place",
+)
+
+
 HIDING_LAYERS = (
     "PyTorch goes through reentrant checkpoints only in backward(), and only once: they would count as zero",
     NOT_REENTRANT,
@@ -132,6 +138,8 @@ def differentiating_twice(
             raise PackpropError(asked, where, *CHECKPOINT) from error
         if "use_reentrant" in said:
             raise PackpropError(asked, where, *HIDING_LAYERS) from error
+        if "inplace operation" in said:
+            raise PackpropError(asked, where, *CHANGED) from error
         if not NOT_TWICE.search(said):
             raise
         why = f"PyTorch cannot differentiate a function there twice: {said}"

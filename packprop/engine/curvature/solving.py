@@ -52,7 +52,7 @@ def solve(
 
     Raises:
         BadInput: If right-hand sides do not fit or are not finite, or options are not numbers in their range.
-        PackpropError: If the operator turns out to be indefinite.
+        PackpropError: If the operator turns out to be indefinite, or its products are not finite.
     """
     asked = "operators.solve(...) was called."
     if right.dim() not in (1, 2) or len(right) != operator.shape[0]:
@@ -75,10 +75,10 @@ def solve(
     require_tolerance(asked, tolerance, "steps", steps)
     rows = right.detach().reshape(len(right), -1).mT.to(operator.device, operator.dtype)
     given = None if preconditioner is None else rows_of(preconditioner)
-    iterations = ConjugateGradients(rows, given, tolerance)
+    iterations, product = ConjugateGradients(rows, given, tolerance), rows_of(operator)
     try:
         while not iterations.is_done and iterations.steps < steps:
-            iterations.step(rows_of(operator))
+            iterations.step(lambda rows: finite(asked, product(rows)))
     except NotPositive as error:
         raise indefinite(asked, "the operator", error) from None
     residuals = iterations.residuals
@@ -89,6 +89,22 @@ def solve(
 def rows_of(operator: Operator) -> Callable[[Tensor], Tensor]:
     """Return the product with vectors as rows ``[m, p]``."""
     return lambda rows: (operator @ rows.mT).mT
+
+
+def finite(asked: str, products: Tensor) -> Tensor:
+    """Return products of an operator, which must be finite.
+
+    Raises:
+        PackpropError: If they are not.
+    """
+    if not products.isfinite().all():
+        raise PackpropError(
+            asked,
+            "a product of the operator",
+            "it is not finite",
+            "look at the loss and the parameters, and leave out samples whose loss is not finite",
+        )
+    return products
 
 
 def indefinite(asked: str, where: str, error: NotPositive) -> PackpropError:

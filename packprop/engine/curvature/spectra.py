@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from packprop.engine.curvature.operators import Operator
-from packprop.engine.curvature.solving import require_tolerance
-from packprop.errors import BadInput, PackpropError, PackpropWarning, require_number
+from packprop.engine.curvature.solving import finite, require_tolerance
+from packprop.errors import BadInput, PackpropWarning, require_number
 
 READINGS = 100
 """The largest number of products with a block of vectors, for eigenvalues."""
@@ -136,7 +136,7 @@ def eigenvalues(
     place = torch.device("cpu") if generator is None else generator.device
     kind = operator.device, operator.dtype
     if size <= BLOCKS * block:  # too few for iterations
-        dense = _finite(asked, operator @ torch.eye(size, dtype=torch.float64, device="cpu"))
+        dense = finite(asked, operator @ torch.eye(size, dtype=torch.float64, device="cpu"))
         values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
         order = _outermost(values, which)[:k]
         return Eigenpairs(values[order].to(*kind), vectors[:, order].to(*kind))
@@ -145,7 +145,7 @@ def eigenvalues(
         return torch.randn(size, count, dtype=torch.float64, generator=generator, device=place).cpu()
 
     basis = torch.linalg.qr(drawn(block)).Q
-    products = _finite(asked, operator @ basis)
+    products = finite(asked, operator @ basis)
     for reading in range(1, READINGS + 1):
         projected = basis.mT @ products
         values, mixtures = torch.linalg.eigh((projected + projected.mT) / 2)
@@ -161,7 +161,7 @@ def eigenvalues(
             basis, products = (each @ mixtures[:, : 2 * block] for each in (basis, products))
         following = _beside(basis, rests, largest, drawn)
         basis = torch.cat([basis, following], 1)
-        products = torch.cat([products, _finite(asked, operator @ following)], 1)
+        products = torch.cat([products, finite(asked, operator @ following)], 1)
     if residual > tolerance * largest:
         warnings.warn(
             f'operators.eigenvalues(..., k={k}, which="{which}") has not converged after {READINGS} readings: '
@@ -189,17 +189,6 @@ def _beside(basis: Tensor, rests: Tensor, largest: float, drawn: Callable[[int],
     return found
 
 
-def _finite(asked: str, products: Tensor) -> Tensor:
-    if not products.isfinite().all():
-        raise PackpropError(
-            asked,
-            "a product of the operator",
-            "it is not finite",
-            "look at the loss and the parameters, and leave out samples whose loss is not finite",
-        )
-    return products
-
-
 def spectral_density(
     operator: Operator, steps: int = 30, draws: int = 4, generator: torch.Generator | None = None
 ) -> SpectralDensity:
@@ -216,16 +205,18 @@ def spectral_density(
 
     Raises:
         BadInput: If ``steps`` or ``draws`` is not a positive whole number.
+        PackpropError: If products are not finite.
     """
-    require_number("operators.spectral_density(...) was called.", "steps", steps)
-    require_number("operators.spectral_density(...) was called.", "draws", draws)
+    asked = "operators.spectral_density(...) was called."
+    require_number(asked, "steps", steps)
+    require_number(asked, "draws", draws)
     current = _signs(operator, draws, generator) / math.sqrt(operator.shape[0])
     steps = min(steps, operator.shape[0])
     basis = [current]
     diagonal = torch.zeros(draws, steps, dtype=torch.float64, device="cpu")
     beside = torch.zeros(draws, steps, dtype=torch.float64, device="cpu")
     for step in range(steps):
-        following = operator @ current
+        following = finite(asked, operator @ current)
         diagonal[:, step] = (following * current).sum(0, dtype=torch.float64)
         if step + 1 == steps:
             break

@@ -165,7 +165,11 @@ def described(ranks: AllRanks, extensions: Sequence[Extension]) -> tuple[str, ..
 def _described(extension: Extension) -> str:
     own = ("generator", "subsampling")  # these may differ
     fields: tuple[Any, ...] = dataclasses.fields(extension) if dataclasses.is_dataclass(extension) else ()
-    options = [f"{each.name}={getattr(extension, each.name)!r}" for each in fields if each.name not in own]
+    values = {each.name: getattr(extension, each.name) for each in fields if each.name not in own}
+    options = [
+        f"{name}={_described(value) if isinstance(value, Extension) else repr(value)}"
+        for name, value in values.items()
+    ]
     rows = [f"{row.over_n}**{row.degree}" for row in extension.rows]
     return f"{extension.name}({', '.join(options)}) as {extension.savefield}: {', '.join(rows)}"
 

@@ -145,6 +145,8 @@ def pull_columns(
     if not batched:
         return pull(seeds, False, retain_graph)
     count = len(seeds[0])
+    if not count:
+        return [None] * len(ends)
     if count > 1 and not _is_wrong_in_columns(outputs):
         try:
             if create_graph:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def byte_count(memory: int | str) -> int | None:
+def byte_count(memory: float | str) -> int | None:
     """Return the bytes that a number, or a text such as ``"64MiB"``, stands for; ``None`` for other values."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", str(memory))
     if isinstance(memory, bool) or match is None:

@@ -119,6 +119,9 @@ def copy_without_data(
     """Return a copy of a module whose tensors have no data, and which has none of your backward hooks.
 
     ``known`` pairs modules with their copies, which are used in place of new ones.
+
+    Raises:
+        PackpropError: If something in the module cannot be copied.
     """
     memo: dict[int, Any] = {}
     for original, made in known:
@@ -145,7 +148,16 @@ def copy_without_data(
             stack += item
         elif isinstance(item, dict):
             stack += item.values()
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PackpropError(
+            ASKED,
+            f"{type(model).__name__}, which packprop copies without its data",
+            f"copy.deepcopy() fails: {error}",
+            "keep locks, files and generators outside of the module, or give it a method __deepcopy__; or "
+            "leave the budget out",
+        ) from error
 
 
 class DryRun:

@@ -26,7 +26,7 @@ from packprop.engine.memory.search import budget_of, choose_plan
 from packprop.engine.passes.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.recording.marks import LOSS, marks_of, nodes_above
 from packprop.engine.recording.recorder import mark_loss
-from packprop.engine.recording.switch import OwnLoss, extend, record
+from packprop.engine.recording.switch import OwnLoss, put_hooks, record
 from packprop.engine.tensors.autocast import AutocastRegions
 from packprop.engine.tensors.calling import (
     LABELS,
@@ -125,7 +125,7 @@ def _forward_of(model: nn.Module, loss: LossFunction | None, batch: Any) -> Forw
         alive.clear()
         given = fake(map_tensors(TensorSpec.of, inputs))
         target = fake(map_tensors(TensorSpec.of, targets))
-        extend(copied)
+        put_hooks(copied)
         copied_loss = loss
         if isinstance(loss, nn.Module):
             copied_loss = copy_without_data(loss, fake, [(model, copied)])

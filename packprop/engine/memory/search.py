@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import functools
+import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 
 import torch
 
@@ -44,7 +46,7 @@ def looser(chunk_sizes: ChunkSizes, loosest: ChunkSizes, name: str) -> list[Chun
     return [chunk_sizes._replace(**{name: value}) for value in values]
 
 
-def budget_of(memory: int | str | None) -> int | None:
+def budget_of(memory: float | str | None) -> int | None:
     """Return the bytes of a budget; ``None`` for ``None``.
 
     Raises:
@@ -52,13 +54,14 @@ def budget_of(memory: int | str | None) -> int | None:
     """
     if memory is None:
         return None
-    budget = byte_count(memory) if isinstance(memory, (int, str)) else None
+    is_whole = isinstance(memory, Real) and math.isfinite(memory) and int(memory) == memory
+    budget = byte_count(memory) if is_whole or isinstance(memory, str) else None
     if not budget:
         raise BadInput(
             "A budget of memory was given.",
             f"memory={memory!r}",
             "it is no positive number of bytes",
-            "give a number, a text such as '600MiB' or '2GiB', or a Plan",
+            "give a whole number, a text such as '600MiB' or '2GiB', or a Plan",
         )
     return budget
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -284,4 +285,4 @@ def _reduction(clipping: Clipping, recorded: Reduction | None) -> Reduction:
 def _is_bound(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and value.is_floating_point()
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= math.inf
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) <= math.inf

@@ -87,7 +87,7 @@ def _add_nonlinearities(
 ) -> None:
     """Add the second derivatives of elementwise nonlinearities at the uses of swept leaves."""
     graph, create_graph = sweeps.request.graph, sweeps.request.create_graph
-    diagonals = OutputDiagonals(graph, routes, swept)
+    diagonals = OutputDiagonals(graph, swept)
     noted = sweeps.results.finite_check
     for group, uses in nonlinearity_terms(graph, routes, swept, diagonals, create_graph):
         noted.note([uses[0].sites[0].leaf], [group.weights])

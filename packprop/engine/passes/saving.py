@@ -7,6 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
@@ -197,7 +198,7 @@ def factor_of(call: str, loss_scale: Any) -> float | Tensor | None:
     """
     if isinstance(loss_scale, Tensor) and loss_scale.numel() == 1 and loss_scale.is_floating_point():
         return loss_scale.detach().reshape(())
-    is_number = isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool)
+    is_number = isinstance(loss_scale, Real) and not isinstance(loss_scale, bool)
     if is_number and 0 < loss_scale < math.inf:
         return None if loss_scale == 1 else float(loss_scale)
     raise BadInput(

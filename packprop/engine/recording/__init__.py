@@ -18,6 +18,7 @@ from packprop.engine.recording.switch import (
     extend,
     extended,
     is_recording_disabled,
+    put_hooks,
     record,
 )
 from packprop.engine.recording.unchanged import SameForEachPass, unchanged
@@ -38,6 +39,7 @@ __all__ = [
     "is_running",
     "marks_of",
     "nodes_above",
+    "put_hooks",
     "record",
     "switch",
     "unchanged",

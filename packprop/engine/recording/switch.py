@@ -94,11 +94,11 @@ def extend(
         _check_sample_axis("extend(module, sample_axis=...) was called.", sample_axis)
         module.__dict__[AXIS] = sample_axis
     EXTENDED.number(module)
-    return _extend(module)
+    return put_hooks(module)
 
 
-def _extend(module: Module) -> Module:
-    """Put packprop's hooks on a module; return it."""
+def put_hooks(module: Module) -> Module:
+    """Put packprop's hooks on a module, which does not count as extended by the user; return it."""
     EXTENDED.add(module)
     if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
         return module
@@ -174,7 +174,7 @@ def _extended(model: nn.Module, walks: Walks | None) -> Iterator[None]:
         (child, name) for child in model.modules() for name in (HANDLES, CHOOSING) if name not in vars(child)
     ]
     was_extended = model in EXTENDED
-    _extend(model)
+    put_hooks(model)
     if walks is not None and (model, HANDLES) in added:
         vars(model)[HANDLES].walks = walks
     try:

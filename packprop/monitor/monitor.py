@@ -129,13 +129,13 @@ class Monitor:
         reach: float = 6.0,
     ) -> None:
         is_list = isinstance(quantities, Iterable) and not isinstance(quantities, str)
-        quantities = [*quantities] if is_list else [quantities]
-        _check(model, quantities, confidence, per)
+        listed: list[Any] = [*quantities] if is_list else [quantities]
+        _check(model, listed, confidence, per)
         require_number(ASKED, "window", window)
         if mc_samples is not None:
             require_number(ASKED, "mc_samples", mc_samples)
         require_seed(ASKED, seed)
-        self._model, self._quantities = model, frozenset(quantities)
+        self._model, self._quantities = model, frozenset(listed)
         self._every, self._begun = Every(every, ASKED), -math.inf
         if not self._every.batches and not self._every.seconds:
             raise BadInput(ASKED, f"every={every!r}", "a time of zero is no interval", "give 1 for each step")

@@ -115,7 +115,7 @@ class MonitoredPass(Backpack):
         self._reached: list[Any] = []
         self._latest = object()
         self._counted: list[object] = []
-        """What stands for the pass that runs, and for those that were completed."""
+        """Objects that stand for the current pass, and for the completed ones."""
         self.brought: list[PassValues] = []
         self.gradients: dict[str, Tensor] = {}
         self.gives_up = self._has_failed = False

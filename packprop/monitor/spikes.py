@@ -63,7 +63,7 @@ class SpikeSample:
     Args:
         sample: Its identifier, or its place in the batch.
         norm: Norm of the gradient of its part of the loss.
-        times: Its multiple of the median of the batch.
+        times: Its multiple of the median of the batch; ``None`` if that is zero or infinite.
         text: Its text, if ``decode`` gives one.
         tokens: Its tokens with the largest gradients, for the first sample alone.
     """
@@ -223,7 +223,8 @@ def samples_of(
         text = told if isinstance(told, str) or told is None else "".join(told)
         tokens = _tokens(model, again, place, pieces) if rank == 0 else ()
         norm = float(norms[place])
-        found.append(SpikeSample(name, norm, norm / middle if middle else None, text, tokens))
+        times = norm / middle if 0 < middle < math.inf else None
+        found.append(SpikeSample(name, norm, times, text, tokens))
     return tuple(found)
 
 

@@ -44,7 +44,7 @@ def test_a_precision_without_infinity() -> None:
     assert x.grad.tolist() == [0.25, 0.5]
     for factor in (1e3, torch.inf):
         with pytest.raises(PackpropError, match="larger than 448"):
-            eager_backward(lambda x: (factor * x).sum(), x, keep=torch.float8_e4m3fn)  # noqa: B023
+            eager_backward(lambda x, factor: (factor * x).sum(), x, factor, keep=torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(

@@ -315,9 +315,9 @@ def test_a_constant_that_was_changed_before_the_function_is_evaluated_again(kind
 def test_a_loop_whose_functions_are_evaluated_again_after_it(create_graph: bool) -> None:
     """All functions of the loop read the variable of its last round by then."""
     _, x = network()
-    total = x.sum()
-    for factor in (2.0, 3.0):
-        total = total + eager_backward(lambda x: (factor * x).pow(2).sum(), x, keep="recompute")  # noqa: B023
+    total, names = x.sum(), {}
+    for names["factor"] in (2.0, 3.0):
+        total = total + eager_backward(lambda x: (names["factor"] * x).pow(2).sum(), x, keep="recompute")
     with pytest.raises(PackpropError, match="the variable of a loop") as error:
         torch.autograd.grad(total, x, create_graph=create_graph)
     assert "<lambda>, evaluated again in the backward pass" in error.value.where

@@ -279,7 +279,7 @@ def test_a_failed_pass_that_was_repeated_counts_once() -> None:
 
 def test_a_failed_pass_that_is_repeated_through_the_same_graph() -> None:
     model, x, y = built()
-    monitor = Monitor(model, log=None, quantities=(name for name in ["gradient_norm"]))  # type: ignore[arg-type]
+    monitor = Monitor(model, log=None, quantities=["gradient_norm"])
     with monitor.step():
         loss = F.cross_entropy(model(x), y)
         failing = model.words.weight.register_hook(lambda _: 1 / 0)
@@ -292,6 +292,16 @@ def test_a_failed_pass_that_is_repeated_through_the_same_graph() -> None:
     assert monitor.last is not None
     mean = torch.cat([*rows_of(model, x, y).values()], 1).mean(0)
     assert monitor.last["gradient_norm"] == pytest.approx(float(mean.norm()))
+
+
+def test_quantities_from_a_generator() -> None:
+    model, x, y = built()
+    names: Any = (name for name in ["gradient_norm"])
+    monitor = Monitor(model, log=None, quantities=names)
+    with monitor.step():
+        F.cross_entropy(model(x), y).backward()
+    assert monitor.last is not None
+    assert "gradient_norm" in monitor.last
 
 
 def test_outliers_have_their_identifiers() -> None:

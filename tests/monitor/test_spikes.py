@@ -320,3 +320,11 @@ def test_without_steps_checks_are_counted() -> None:
     last = check(100.0)
     assert last is not None
     assert last.step == 0
+
+
+def test_a_batch_in_which_all_samples_are_nan() -> None:
+    model, x, y = nn.Linear(3, 2), torch.full((4, 3), torch.nan), torch.tensor([0, 1, 1, 0])
+    found = packprop.Monitor(model, log=None).check(math.nan, lambda: F.cross_entropy(model(x), y))
+    assert found is not None
+    assert [each.times for each in found.samples] == [None] * 4
+    assert "times the median" not in str(found)

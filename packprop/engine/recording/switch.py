@@ -246,10 +246,10 @@ def _require_no_graph(module: nn.Module, output: Any) -> None:
         raise BadInput(
             f"{type(module).__name__}, extended with sample_axis={module.__dict__[AXIS]}, was called.",
             f"its output, of type {type(output).__name__}",
-            "packprop knows no loss of your own that takes one argument, or returns anything but one number, so the "
-            "axis would have no effect",
-            "let it take the model's output and the targets, as tensors, and return their sum or mean; or declare "
-            "the axis of the model: packprop.extend(model, sample_axis=...)",
+            "a loss of your own takes two tensors and returns one number; for any other module the axis would "
+            "have no effect",
+            "let it take the model's output and the targets, and return their sum or mean; or declare the axis "
+            "of the model: packprop.extend(model, sample_axis=...)",
         )
 
 
@@ -313,8 +313,8 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
 
     Raises:
         BadInput: If ``sample_axis`` is not an ``int``, or ``documents`` is not a tensor of whole numbers with
-            one or two axes; on exit, if you declared ``documents`` and called no loss inside, or ``sample_axis``
-            and called neither a loss nor an extended model.
+            one or two axes; on exit, if you called no loss inside, but declared ``documents``, or
+            ``sample_axis`` without an extended model inside.
     """
     _drop_stale_recording()
     if sample_axis is not None:
@@ -329,10 +329,9 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
             raise BadInput(
                 "record(sample_axis=...) was left.",
                 f"sample_axis={sample_axis}",
-                "it is an axis of a loss's input, and neither a loss that packprop knows nor an extended model was "
-                "called inside",
-                "call the loss function of torch inside; or, for a loss in arithmetic of your own, declare the axis "
-                "of the model: packprop.extend(model, sample_axis=...)",
+                "neither a loss that packprop knows nor an extended model was called inside",
+                "call the loss function of torch inside; or, for a loss in arithmetic of your own, declare the "
+                "axis of the model: packprop.extend(model, sample_axis=...)",
             )
         if documents is not None and is_marked and not recorder.has_loss:
             raise BadInput(

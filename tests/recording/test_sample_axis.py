@@ -17,7 +17,7 @@ from packprop import extensions
 from packprop.engine.recording.marks import EXTENDED
 from packprop.engine.recording.switch import extended, is_extended
 from packprop.engine.recording.unchanged import unchanged
-from packprop.errors import PackpropError
+from packprop.errors import BadInput, PackpropError
 from tests.cases.models.wrapping import Apply
 from tests.references.running import assert_near
 from tests.selection import one_in
@@ -194,8 +194,9 @@ def test_the_axis_of_a_loss_holds_whatever_its_call_is_inside(around: str, make:
     if around == "loss":
         loss = packprop.extend(Doubled(loss))
     context = {"record": packprop.record(), "record-with-axis": packprop.record(sample_axis=0)}
+    out = model(x)
     with context.get(around, nullcontext()):
-        value = loss(model(x), y)
+        value = loss(out, y)
     with packprop.backpack(extensions.BatchGrad()):
         value.backward()
     assert len(model.weight.grad_batch) == 5
@@ -240,3 +241,40 @@ def test_the_axis_of_a_model_holds_in_an_extended_module_around_it(how: str, sam
         with packprop.backpack(extensions.BatchGrad()):
             loss.backward(retain_graph=retain)
         assert len(model.weight.grad_batch) == (5 if sample_axis is None else 4)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_axis_around_a_model_holds_for_a_loss_in_arithmetic(whole: bool) -> None:
+    model = packprop.extend(nn.Linear(3, 2).double())
+    x, y = torch.randn(4, 5, 3).double(), torch.randn(4, 5, 2).double()
+    with packprop.record(sample_axis=1):
+        out = model(x)
+        loss = (out - y).square().sum() if whole else out.sum()
+    loss = loss if whole else (out - y).square().sum()
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    assert len(model.weight.grad_batch) == 5
+
+
+def test_an_axis_that_nothing_takes_is_refused() -> None:
+    model = packprop.extend(nn.Linear(3, 2).double())
+    out = model(torch.randn(4, 5, 3).double())
+    with pytest.raises(BadInput, match="sample_axis=1"), packprop.record(sample_axis=1):
+        out.square().sum()
+    with torch.no_grad(), packprop.record(sample_axis=1):
+        out.square().sum()
+
+
+class Terms(nn.Module):
+    """No loss that packprop knows: it returns a number for each sample."""
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        return (out - target).square().sum((0, 2))
+
+
+def test_the_axis_of_a_loss_that_packprop_does_not_know_is_refused() -> None:
+    loss, out = packprop.extend(Terms(), sample_axis=1), nn.Linear(3, 2)(torch.randn(4, 5, 3))
+    with pytest.raises(BadInput, match="sample_axis=1"):
+        loss(out, torch.zeros(4, 5, 2))
+    assert not torch.overrides._get_current_function_mode_stack()
+    loss(out.detach(), torch.zeros(4, 5, 2))

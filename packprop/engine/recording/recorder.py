@@ -76,8 +76,8 @@ class LossRecorder(TorchFunctionMode):
         if self.outer is not None:  # its declarations also hold here
             self.sample_axis = self.outer.sample_axis if sample_axis is None else sample_axis
             self.documents = self.outer.documents if documents is None else documents
-        self.has_loss = False
-        """True once a loss was recorded."""
+        self.has_loss = self.has_output = False
+        """True once a loss was recorded, and once an extended model was called."""
 
     @property
     def is_stale(self) -> bool:
@@ -97,6 +97,7 @@ class LossRecorder(TorchFunctionMode):
         current.recorder = self.outer
         if self.outer is not None:
             self.outer.has_loss |= self.has_loss
+            self.outer.has_output |= self.has_output
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
 
     def __torch_function__(

@@ -33,6 +33,7 @@ from packprop.engine.recording.recorder import (
     unseen,
 )
 from packprop.engine.recording.unrecorded import note_compiled
+from packprop.engine.tensors.nesting import tensors_of_call
 from packprop.errors import BadInput, PackpropError
 
 # `extend` returns its argument, and a type checker keeps its class.
@@ -202,9 +203,14 @@ def _is_left_alone() -> bool:
 
 
 def _mark_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    if not _is_left_alone():
-        with unseen():
-            mark_outputs(module, module.__dict__.get(AXIS), args, kwargs, output)
+    if _is_left_alone():
+        return
+    axis, recorder = module.__dict__.get(AXIS), current.recorder
+    if recorder is not None and recorder.module is None:
+        recorder.has_output = True
+        axis = recorder.sample_axis if axis is None else axis
+    with unseen():
+        mark_outputs(module, axis, args, kwargs, output)
 
 
 def _begin_loss(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -226,8 +232,25 @@ def _end_loss(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     if output is not None:
         with unseen():
             _record_own_loss(recorder, module, args, kwargs, output)
-    if recorder.module is module:  # not a loss inside the one that started it
-        recorder.stop()
+    if recorder.module is not module:  # a loss inside the one that started it
+        return
+    recorder.stop()
+    if AXIS in module.__dict__ and not recorder.has_loss:
+        _require_no_graph(module, output)
+
+
+def _require_no_graph(module: nn.Module, output: Any) -> None:
+    """Refuse the declared axis of a loss that packprop does not know, if its output can be differentiated."""
+    found = tensors_of_call((output,), {}, as_far_as_readable=True)
+    if any(tensor.grad_fn is not None for tensor in found):
+        raise BadInput(
+            f"{type(module).__name__}, extended with sample_axis={module.__dict__[AXIS]}, was called.",
+            f"its output, of type {type(output).__name__}",
+            "a loss of your own takes two tensors and returns one number; for any other module the axis would "
+            "have no effect",
+            "let it take the model's output and the targets, and return their sum or mean; or declare the axis "
+            "of the model: packprop.extend(model, sample_axis=...)",
+        )
 
 
 def _record_own_loss(recorder: LossRecorder, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -282,7 +305,7 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
 
     Args:
         inputs: Accepted for existing code, and ignored.
-        sample_axis: As in ``extend``, for losses inside.
+        sample_axis: As in ``extend``, for losses inside, and for extended models that are called inside.
         documents: The number of the document, or of any other group, at each position of the losses' inputs:
             whole numbers from 0 on, ``[n, t]`` or ``[n * t]``. Groups are the samples, and there is a row of
             results for each number: documents that are packed into rows, graphs of different sizes, pairs.
@@ -290,7 +313,8 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
 
     Raises:
         BadInput: If ``sample_axis`` is not an ``int``, or ``documents`` is not a tensor of whole numbers with
-            one or two axes; on exit, if you declared ``documents`` and called no loss inside.
+            one or two axes; on exit, if you called no loss inside, but declared ``documents``, or
+            ``sample_axis`` without an extended model inside.
     """
     _drop_stale_recording()
     if sample_axis is not None:
@@ -301,6 +325,14 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
     try:
         yield
         is_marked = torch.is_grad_enabled() and not current.disabled
+        if sample_axis is not None and is_marked and not (recorder.has_loss or recorder.has_output):
+            raise BadInput(
+                "record(sample_axis=...) was left.",
+                f"sample_axis={sample_axis}",
+                "neither a loss that packprop knows nor an extended model was called inside",
+                "call the loss function of torch inside; or, for a loss in arithmetic of your own, declare the "
+                "axis of the model: packprop.extend(model, sample_axis=...)",
+            )
         if documents is not None and is_marked and not recorder.has_loss:
             raise BadInput(
                 "record(documents=...) was left.",

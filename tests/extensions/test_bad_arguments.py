@@ -35,7 +35,7 @@ def test_something_that_is_no_extension(wrong: Any) -> None:
     check(caught.value, type(wrong).__name__)
 
 
-@pytest.mark.parametrize("name", ["grad", "data", "shape"])
+@pytest.mark.parametrize("name", ["grad", "data", "shape", ""])
 def test_attributes_that_every_tensor_has(name: str) -> None:
     class Own(extensions.BatchGrad):
         savefield = name
@@ -43,7 +43,7 @@ def test_attributes_that_every_tensor_has(name: str) -> None:
     for extension in (Own(), extensions.HMP(savefield=name)):
         with pytest.raises(ValueError, match="savefield") as caught:
             packprop.backpack(extension)
-        check(caught.value, extension.name, name)
+        check(caught.value, extension.name, repr(name))
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def check_extensions(asked: str, *given: Any) -> tuple[Extension, ...]:
 
     Raises:
         BadInput: A ``ValueError``, for a class in place of an instance, anything that is not an extension, or
-            an attribute that holds data of every tensor.
+            without a name to save a value under.
     """
     extensions: list[Any] = []
     for each in given:
@@ -205,13 +205,14 @@ def check_extensions(asked: str, *given: Any) -> tuple[Extension, ...]:
                 "its class has no hash, as a dataclass whose fields may change",
                 "decorate the class with @dataclass(frozen=True)",
             )
-        own = getattr(Tensor, extension.savefield, None)
-        if own is not None and not callable(own):
+        field = getattr(extension, "savefield", "")
+        own = getattr(Tensor, field, None)
+        if not field or (own is not None and not callable(own)):
             raise BadInput(
                 asked,
-                f"extension {extension.name}, which is saved as {extension.savefield!r}",
-                "every tensor has data of its own under this name, which the value would replace",
-                "give it another savefield",
+                f"extension {extension.name}, which is saved as {field!r}",
+                "the name is empty, or every tensor has data of its own there, which the value would replace",
+                f"give it another one, as in savefield = {extension.name.lower()!r}",
             )
     once = tuple(dict.fromkeys(extensions))  # an extension that is given twice counts once
     if len(once) > 1:

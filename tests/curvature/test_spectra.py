@@ -217,6 +217,7 @@ def test_bad_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: operators.eigenvalues(not_finite),
         lambda: operators.spectral_density(not_finite),
         lambda: operators.solve(not_finite, torch.ones(SIZE)),
+        lambda: operators.solve(operator, torch.ones(SIZE), preconditioner=not_finite),
     ):
         with pytest.raises(PackpropError, match="it is not finite"):
             call()

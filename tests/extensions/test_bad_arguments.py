@@ -47,7 +47,7 @@ def test_an_extension_without_a_hash() -> None:
     check(caught.value, "Mine", "frozen=True")
 
 
-@pytest.mark.parametrize("name", ["grad", "data", "shape"])
+@pytest.mark.parametrize("name", ["grad", "data", "shape", ""])
 def test_attributes_that_every_tensor_has(name: str) -> None:
     class Own(extensions.BatchGrad):
         savefield = name
@@ -55,7 +55,7 @@ def test_attributes_that_every_tensor_has(name: str) -> None:
     for extension in (Own(), extensions.HMP(savefield=name)):
         with pytest.raises(ValueError, match="savefield") as caught:
             packprop.backpack(extension)
-        check(caught.value, extension.name, name)
+        check(caught.value, extension.name, repr(name))
 
 
 @pytest.mark.parametrize(

@@ -74,11 +74,11 @@ def solve(
         raise BadInput(asked, "right-hand sides", why, "give finite ones")
     require_tolerance(asked, tolerance, "steps", steps)
     rows = right.detach().reshape(len(right), -1).mT.to(operator.device, operator.dtype)
-    given = None if preconditioner is None else rows_of(preconditioner)
-    iterations, product = ConjugateGradients(rows, given, tolerance), rows_of(operator)
+    given = None if preconditioner is None else _finite_rows_of(asked, preconditioner)
+    iterations, product = ConjugateGradients(rows, given, tolerance), _finite_rows_of(asked, operator)
     try:
         while not iterations.is_done and iterations.steps < steps:
-            iterations.step(lambda rows: finite(asked, product(rows)))
+            iterations.step(product)
     except NotPositive as error:
         raise indefinite(asked, "the operator", error) from None
     residuals = iterations.residuals
@@ -86,9 +86,9 @@ def solve(
     return Solution(iterations.solutions.mT.reshape(right.shape).to(right.device), residuals, iterations.steps)
 
 
-def rows_of(operator: Operator) -> Callable[[Tensor], Tensor]:
-    """Return the product with vectors as rows ``[m, p]``."""
-    return lambda rows: (operator @ rows.mT).mT
+def _finite_rows_of(asked: str, operator: Operator) -> Callable[[Tensor], Tensor]:
+    """Return the product with vectors as rows ``[m, p]``, which must be finite."""
+    return lambda rows: finite(asked, (operator @ rows.mT).mT)
 
 
 def finite(asked: str, products: Tensor) -> Tensor:

@@ -125,7 +125,9 @@ class ConjugateGradients:
         """Return the state from which ``restore`` continues."""
         assert self._directions is not None
         tensors = {"norms": self._norms, "rests": self._rests, "solutions": self.solutions}
-        return {**tensors, "directions": self._directions, "steps": torch.tensor(self.steps, device="cpu")}
+        numbers = {"steps": self.steps, "largest": self._largest}
+        kept = {name: torch.tensor(number, device="cpu") for name, number in numbers.items()}
+        return {**tensors, "directions": self._directions, **kept}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Continue from a state of the same systems."""
@@ -133,6 +135,7 @@ class ConjugateGradients:
         self._norms = state["norms"].to(like.device)
         self._rests, self.solutions = state["rests"].to(like), state["solutions"].to(like)
         self._directions, self.steps = state["directions"].to(like), int(state["steps"])
+        self._largest = float(state.get("largest", float("-inf")))
 
     @property
     def _are_solved(self) -> bool:

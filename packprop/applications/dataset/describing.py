@@ -117,7 +117,7 @@ class Describer:
         if isinstance(value, WITHOUT_VALUES):
             return type(value).__name__
         if isinstance(value, ModuleType):
-            return self._scope(value, where, read or set())
+            return self._scope(value, read or set())
         self._left -= 1
         if self._left < 0 or self._depth > DEEPEST:
             self._cannot_tell(where)
@@ -272,7 +272,7 @@ class Describer:
             return {"method": self.of(method.__func__, where), "of": self.of(owner, where)}
         return {"method": name, "of": self._object(owner, where, None, [name])}
 
-    def _scope(self, module: ModuleType, where: str, read: set[str]) -> Any:
+    def _scope(self, module: ModuleType, read: set[str]) -> Any:
         """Describe the names that code takes from a Python module."""
         if package_at(module.__name__) is not None:
             return module.__name__

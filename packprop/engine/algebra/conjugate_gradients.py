@@ -66,7 +66,7 @@ class ConjugateGradients:
         self._precondition = precondition or torch.clone
         self._tolerance = tolerance
         self.solutions = torch.zeros_like(right)
-        self.steps = 0
+        self.steps, self._largest = 0, float("-inf")
         self._directions: Tensor | None = None
 
     @property
@@ -98,8 +98,15 @@ class ConjugateGradients:
 
     @outside_autocast
     def _improve(self, directions: Tensor, products: Tensor) -> None:
-        """Take a block of directions, and find the directions after it."""
-        inverse = _inverse(_inner(directions, products), products.dtype)
+        """Improve all solutions along directions, given their products; choose the next directions."""
+        inner = _inner(directions, products)
+        values, vectors = torch.linalg.eigh((inner + inner.mT) / 2)
+        self._largest = max(self._largest, float(values[-1]))
+        digit = 10 * len(values) ** 0.5 * torch.finfo(products.dtype).eps
+        if float(values[0]) < -digit * self._largest:  # products round by digits of the whole matrix
+            raise NotPositive(float(values[0]), self._largest)
+        kept = values > digit * values.abs().max()
+        inverse = (vectors[:, kept] / values[kept]) @ vectors[:, kept].mT
         share = inverse @ _inner(directions, self._rests)
         self.solutions.addmm_(share[:, : len(self.solutions)].mT.to(directions), directions)
         self._rests.addmm_(share.mT.to(directions), products, alpha=-1)
@@ -118,7 +125,9 @@ class ConjugateGradients:
         """Return the state from which ``restore`` continues."""
         assert self._directions is not None
         tensors = {"norms": self._norms, "rests": self._rests, "solutions": self.solutions}
-        return {**tensors, "directions": self._directions, "steps": torch.tensor(self.steps, device="cpu")}
+        numbers = {"steps": self.steps, "largest": self._largest}
+        kept = {name: torch.tensor(number, device="cpu") for name, number in numbers.items()}
+        return {**tensors, "directions": self._directions, **kept}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Continue from a state of the same systems."""
@@ -126,6 +135,7 @@ class ConjugateGradients:
         self._norms = state["norms"].to(like.device)
         self._rests, self.solutions = state["rests"].to(like), state["solutions"].to(like)
         self._directions, self.steps = state["directions"].to(like), int(state["steps"])
+        self._largest = float(state.get("largest", float("-inf")))
 
     @property
     def _are_solved(self) -> bool:
@@ -150,22 +160,6 @@ def _inner(left: Tensor, right: Tensor) -> Tensor:
     for first, second in zip(left.split(BLOCK, 1), right.split(BLOCK, 1), strict=True):
         found += first.double() @ second.double().mT
     return found
-
-
-def _inverse(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the inverse of a positive matrix with entries as exact as ``dtype``; zero eigenvalues stay zero.
-
-    Raises:
-        NotPositive: If an eigenvalue is negative, beyond rounding.
-    """
-    values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
-    largest = float(values.abs().max())
-    rounding = 10 * len(values) ** 0.5 * torch.finfo(dtype).eps * largest
-    if float(values[0]) < -rounding:
-        raise NotPositive(float(values[0]), float(values[-1]))
-    kept = values > rounding
-    inverse: Tensor = (vectors[:, kept] / values[kept]) @ vectors[:, kept].mT
-    return inverse
 
 
 @outside_autocast

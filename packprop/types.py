@@ -211,7 +211,7 @@ def check_extensions(asked: str, *given: Any) -> tuple[Extension, ...]:
             raise BadInput(
                 asked,
                 f"extension {extension.name}, which is saved as {field!r}",
-                "the name is empty, or every tensor has data of its own there, which the value would replace",
+                "it is empty, or every tensor has an attribute of that name, which the value would replace",
                 f"give it another one, as in savefield = {extension.name.lower()!r}",
             )
     once = tuple(dict.fromkeys(extensions))  # an extension that is given twice counts once

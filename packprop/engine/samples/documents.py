@@ -64,7 +64,7 @@ def layouts_of_documents(graph: Graph, outputs: Sequence[ModelOutput]) -> list[L
         raise PackpropError(
             graph.asked,
             "record(documents=...)",
-            f"the largest number is {count - 1}, with {positions} positions, and each number has a row of results",
+            f"the largest number is {count - 1}, for {positions} positions, and each number has its row",
             "count documents from 0 on: documents.unique(return_inverse=True)[1]",
         )
     return [

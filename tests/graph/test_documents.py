@@ -307,6 +307,7 @@ def test_declarations_that_do_not_fit() -> None:
     refused = [
         (batch[2][:, :-1], flattened, "one number for each position"),
         (batch[2] - 1, flattened, "negative number"),
+        (batch[2] * 10**9, flattened, "the largest number"),
         (batch[2], class_axis, "not adjacent"),
         (batch[2], lambda s, y: flattened(s, y) + s.square().sum(), "declared for another loss"),
     ]

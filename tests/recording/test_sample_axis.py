@@ -202,6 +202,20 @@ def test_the_axis_of_a_loss_holds_whatever_its_call_is_inside(around: str, make:
     assert len(model.weight.grad_batch) == 5
 
 
+def test_the_axis_of_a_loss_holds_in_data_sets_monitors_and_plans() -> None:
+    """They call it inside ``record()``."""
+    model = packprop.extend(nn.Linear(3, 2).double())
+    loss = packprop.extend(nn.MSELoss(reduction="sum"), sample_axis=1)
+    data = [(torch.randn(4, n, 3).double(), torch.randn(4, n, 2).double()) for n in (5, 3)]
+    (values,) = packprop.compute(model, loss, data, [extensions.BatchGrad()], progress=False).values()
+    assert len(values["weight"]) == 8
+    assert packprop.plan(model, loss, data[0], [extensions.BatchGrad()]).samples == 5
+    monitor = packprop.Monitor(model, every=1, quantities=["sample_norms"], log=lambda *_: None)
+    with monitor.step():
+        loss(model(data[0][0]), data[0][1]).backward()
+    assert monitor.last["samples"] == 5
+
+
 def test_a_loss_with_an_axis_counts_for_the_documents_around_it() -> None:
     loss = packprop.extend(Squares(), sample_axis=1)
     model = packprop.extend(nn.Linear(3, 2).double())

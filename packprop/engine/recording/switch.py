@@ -392,4 +392,7 @@ def is_recording_disabled() -> bool:
 def declared_around() -> tuple[int | None, bool]:
     """Return the sample axis that the surrounding ``record()`` declares, and whether it declares documents."""
     recorder = current.recorder
-    return (None, False) if recorder is None else (recorder.sample_axis, recorder.documents is not None)
+    if recorder is None:
+        return None, False
+    recorder.has_output = True  # a replay calls neither a model nor a loss
+    return recorder.sample_axis, recorder.documents is not None

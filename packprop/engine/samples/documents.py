@@ -26,13 +26,16 @@ from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.layout import Layout, layout_of_rows
 from packprop.errors import PackpropError
 
+FEW = 1024
+"""Numbers up to this one, and 16 more for each position, may be declared for documents."""
+
 
 def layouts_of_documents(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Layout]:
     """Return the layouts of the declared documents in the inputs of the losses.
 
     Raises:
         PackpropError: If they were not declared for all losses or not for each position, if a number is
-            negative, or in a dry run, which has no data.
+            negative or far beyond the number of positions, or in a dry run, which has no data.
     """
     if is_dry_run():
         raise without_plan()
@@ -56,7 +59,14 @@ def layouts_of_documents(graph: Graph, outputs: Sequence[ModelOutput]) -> list[L
             "there is a negative number in it: each position belongs to a document",
             "count documents from 0 on, and give padding the number of the document before it, or its own",
         )
-    count = 1 + max(int(each.max()) for each in numbers)
+    count, positions = 1 + max(int(each.max()) for each in numbers), sum(each.numel() for each in numbers)
+    if count > FEW + 16 * positions:
+        raise PackpropError(
+            graph.asked,
+            "record(documents=...)",
+            f"the largest number is {count - 1}, for {positions} positions, and each number has its row",
+            "count documents from 0 on: documents.unique(return_inverse=True)[1]",
+        )
     return [
         _layout_of_documents(graph, output, each, count) for output, each in zip(outputs, numbers, strict=True)
     ]

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import packprop
 from packprop import extensions
 from packprop.applications.reports.coverage import coverage
+from packprop.errors import PackpropError
 from tests.references.per_sample import batch, network, rows_by_loop
 from tests.references.refusals import check, refused
 from tests.references.running import assert_near, assert_rows_of_terms
@@ -163,6 +164,51 @@ def test_without_a_recorded_loss() -> None:
         p = model.get_parameter(name)
         assert_near(p.grad_batch, rows, name)
         assert_near(p.grad, rows.sum(0) + 0.2 * p.detach(), name)
+
+
+def share(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """A loss in arithmetic of one's own, a number."""
+    return -model(x).log_softmax(1).gather(1, y[:, None]).mean()
+
+
+ADDED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "behind": lambda m, x, y: share(m, x, y) + 0.1 * decay(m),
+    "before, scaled": lambda m, x, y: 2 * (0.05 * decay(m) - (-share(m, x, y) / 2)),
+    "stacked": lambda m, x, y: torch.stack([share(m, x, y), 0.1 * decay(m)]).sum(),
+    "with an axis": lambda m, x, y: (share(m, x, y)[None] + 0.1 * decay(m)).squeeze(),
+}
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("name", ADDED)
+def test_a_loss_in_arithmetic_of_ones_own(name: str, samples: int) -> None:
+    """Behind the output of the model a sum of numbers is no function that parameters and samples meet in."""
+    if name == "with an axis" and samples == 1:
+        pytest.skip("of one sample the axis is its row")
+    model, (x, y) = penalised_network(), batch(samples)
+    for _ in range(2):
+        model.zero_grad()
+        with packprop.backpack(extensions.BatchGrad()):
+            ADDED[name](model, x, y).backward()
+        for key, rows in rows_by_loop(model, x, y).items():
+            p = model.get_parameter(key)
+            assert_near(p.grad_batch, rows, key)
+            assert_near(p.grad, rows.sum(0) + 0.2 * p.detach(), key)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m, x, y: (share(m, x, y) + decay(m)).log(),
+        lambda m, x, y: (share(m, x, y) + decay(m)) ** 2,
+        lambda m, x, y: share(m, x, y) + (x @ m[0].weight.T).square().sum(),
+        lambda m, x, y: sum((each.sum() + m[0].bias[0]) ** 2 for each in m(x)),
+    ],
+)
+def test_what_is_no_such_sum(make: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+    model, (x, y) = penalised_network(), batch()
+    with pytest.raises(PackpropError, match="the samples are mixed"), packprop.backpack(extensions.BatchGrad()):
+        make(model, x, y).backward()
 
 
 class Penalised(nn.Module):

@@ -23,6 +23,7 @@ options and edges, whatever their shapes.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -52,21 +53,22 @@ from packprop.engine.functions.operands import (
     EXPANDING,
     HIDING,
     INDEXED,
+    SUMS,
     VECTORS,
     WHOLE,
     WITH_SUMMAND,
     is_mask,
-    saved_constants,
     saves_constants,
 )
 from packprop.engine.functions.saved import keeps_elsewhere
 from packprop.engine.functions.verdicts import Verdicts
 from packprop.engine.graph.completeness import shape_at, shapes_of
+from packprop.engine.graph.constants import Constants
 from packprop.engine.graph.graph import EAGER, Graph, ReachedUse
 from packprop.engine.graph.search import Trail, is_beside, nodes_above
-from packprop.engine.recording.marks import EXTENDED, ForwardCall, called_modules
+from packprop.engine.recording.marks import EXTENDED
 from packprop.engine.recording.unrecorded import is_compiled_region
-from packprop.engine.tensors.dry import is_dry_run, is_of_batch, places_of
+from packprop.engine.tensors.dry import is_dry_run
 from packprop.engine.tensors.layout import possible_layouts
 
 MADE_OF_PARAMETERS = WHOLE - EXPANDING - HIDING
@@ -99,64 +101,6 @@ _PARAMETRIC: WeakIdKeyDictionary = WeakIdKeyDictionary()
 parameters alone, each by the wiring of its graph and its place."""
 
 
-class Constants:
-    """A test whether the constants that nodes have saved are data, or the model's own.
-
-    Args:
-        forwards: The calls of extended models that the pass goes through.
-        own: References to the parameters and buffers of the models; ``None`` to look for them.
-    """
-
-    def __init__(
-        self, forwards: Sequence[ForwardCall], own: Sequence[weakref.ref[Tensor]] | None = None
-    ) -> None:
-        self._forwards, self._given = forwards, own
-
-    def tensors(self) -> list[Tensor]:
-        """Return the parameters and buffers of the called models; of all extended ones, if no call is known."""
-        if self._given is not None:
-            return [tensor for reference in self._given if (tensor := reference()) is not None]
-        modules = called_modules(self._forwards) or list(EXTENDED)  # all would cost each pass some time
-        return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-
-    @functools.cached_property
-    def _memory(self) -> tuple[set[int], set[int]]:
-        """The memory of parameters and buffers, and that of the models' inputs which are still alive."""
-        own = {*places_of(self.tensors())} - {0}
-        alive = [each for forward in self._forwards for reference in forward.storages if (each := reference())]
-        inputs = {each.data_ptr() for each in alive}
-        return own - inputs, inputs - own  # a batch that is part of a buffer, or a mask: the sweeps decide
-
-    def of(self, node: Node) -> list[tuple[Tensor, bool | None]] | None:
-        """Return the constants of a node, each with ``True`` if it is the model's own, ``False`` if it is data.
-
-        A constant gets ``None`` if nothing shows which. Return ``None`` if an earlier pass has freed them.
-        """
-        try:
-            constants = saved_constants(node)
-        except RuntimeError:  # an earlier pass has freed them
-            return None
-        if not constants:
-            return []
-        found: list[tuple[Tensor, bool | None]] = []
-        own, inputs = self._memory
-        for tensor, place in zip(constants, places_of(constants), strict=True):
-            is_data = place in inputs or is_of_batch(tensor) or tensor.is_nested
-            is_own = not tensor.dim() or place in own or None
-            found.append((tensor, False if is_data else is_own))
-        return found
-
-    def are_known(self, node: Node) -> bool | None:
-        """Return ``True`` if no constant of a node is data, ``False`` if one is, ``None`` if some may be."""
-        constants = None if keeps_elsewhere(node) else self.of(node)
-        if constants is None:
-            return None
-        known = [is_own for _, is_own in constants]
-        if False in known:
-            return False
-        return True if None not in known and saves_constants(node) else None
-
-
 class Reading:
     """The nodes of a graph, sorted, with uses made of the nodes where parameters meet samples.
 
@@ -165,10 +109,14 @@ class Reading:
         trail: The notes of the walk through it.
         wanted: Leaves that count as parameters, by identity.
         below_losses: Nodes that some loss depends on.
+        with_sums: Whether terms may be added to numbers; else such sums are uses.
     """
 
-    def __init__(self, graph: Graph, trail: Trail, wanted: dict[int, Tensor], below_losses: set[Node]) -> None:
+    def __init__(
+        self, graph: Graph, trail: Trail, wanted: dict[int, Tensor], below_losses: set[Node], with_sums: bool
+    ) -> None:
         self._trail, self._wanted, self._below = trail, wanted, below_losses
+        self._with_sums = with_sums and bool(below_losses)
         self._roots = [(root.grad_fn, root.output_nr) for root in graph.roots if root.grad_fn is not None]
         self._forwards = graph.forwards
         self._constants = Constants(self._forwards)
@@ -182,6 +130,8 @@ class Reading:
         self.bad: set[Node] = set()
         """Nodes made of parameters that no loss depends on, and of constants that samples may be in."""
         self.uses: dict[Node, ReachedUse] = {}
+        self.sums: list[Node] = []
+        """Nodes that add something made of parameters to a number, behind the outputs of the models."""
         self.answers: dict[Node, bool | None] = {}
         """Nodes, each with whether its constants are known; the structure decides on everything else."""
 
@@ -208,7 +158,12 @@ class Reading:
             if not given or node in after_losses or node.name() == EAGER or is_compiled_region(node):
                 data.add(node)
                 continue
-            kind = "use" if not data.isdisjoint(above) else self._kind(node, given)
+            met = [place for place, each in enumerate(above) if each in data]
+            if met and self._with_sums and self._adds_to_numbers(node, met):
+                self.sums.append(node)
+                data.add(node)
+                continue
+            kind = "use" if met else self._kind(node, given)
             if kind == "parameters":
                 parameters[node] = None
                 self._note_width(node, given)
@@ -216,6 +171,15 @@ class Reading:
             self.uses[node] = use = self._use(node, given, reached[node])
             use.undecided, use.suspect = kind != "use", kind == "suspect"
             data.add(node)
+
+    def _adds_to_numbers(self, node: Node, met: Sequence[int]) -> bool:
+        """Tell whether a node behind the outputs of the models adds something to numbers, at some places."""
+        return name_of_node(node) in SUMS and node not in self._below and self.are_numbers(node, met)
+
+    def are_numbers(self, node: Node, places: Sequence[int]) -> bool:
+        """Tell whether operands of a node hold one number each, which is no row of a single sample."""
+        shapes = [shape_at(node, place) for place in places]
+        return not any(shapes) or (not self._is_one_sample and all(map(_is_one, itertools.chain(*shapes))))
 
     def _kind(self, node: Node, given: Sequence[int]) -> str:
         """Return the kind of a node that takes parameters, and perhaps constants."""

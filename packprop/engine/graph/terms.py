@@ -11,8 +11,11 @@ there. It meets none if all of this holds; otherwise it stays missing:
   extended modules, or that bring no axis of their own: samples come on an axis that no parameter has, or in a
   loop, where one function takes a parameter several times. A constant that shares memory with an input of a
   model is data.
-* It is added to the rest of the loss, both are scalars or lie behind a recorded loss, and all later functions
+* It is added to the rest of the loss, both are numbers or lie behind a recorded loss, and all later functions
   are linear in the sum. A product with the loss, or a root of the sum, is no sum of two terms.
+
+Behind the outputs of extended models, packprop reads a sum of numbers in this way first, also for losses in
+arithmetic of the user's own. If one of them adds no such term, it reads the graph again, with all of them uses.
 
 # NOTE [Open paths]
 packprop locates samples, and checks that they are separate, from the places where a loss begins: the inputs of
@@ -36,21 +39,22 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from packprop.engine.functions.losses import LOSSES
 from packprop.engine.functions.nodes import name_of_node
 from packprop.engine.functions.operands import SUMS, is_linear
-from packprop.engine.graph.completeness import shape_at
 from packprop.engine.graph.graph import Graph
 from packprop.engine.graph.search import leaves_above, nodes_above
 
 
-def settle_terms(graph: Graph) -> None:
+def settle_terms(graph: Graph) -> bool:
     """Find terms that no sample enters; see NOTE [Terms without samples].
 
     Their parameters and losses leave the graph's ``missing`` and ``losses``; the terms enter its ``terms``.
+    Return ``False`` if something else is added to a number behind the outputs of the models.
     """
     found = _Terms(graph)
     graph.missing = [pair for pair in graph.missing if not found.is_free_of_samples(pair[1])]
     graph.losses = [loss for loss in graph.losses if loss.node not in found.free]
     graph.terms = found.edges(graph)
     graph.in_terms = {id(leaf): leaf for leaf in leaves_above(edge.node for edge in graph.terms)}
+    return all(map(found.is_free_of_samples, graph.reading.sums))
 
 
 def meets_samples_unseen(graph: Graph) -> bool:
@@ -69,6 +73,7 @@ class _Terms:
     """The nodes of a graph that depend on samples, and the places where terms made of parameters join these."""
 
     def __init__(self, graph: Graph) -> None:
+        self._reading = graph.reading
         self._parametric = graph.reading.made_of_parameters.keys()
         self._losses = {loss.node for loss in graph.losses}
         self._data: set[Node] = set()
@@ -134,7 +139,7 @@ class _Terms:
         if terms:
             # no sample has a share in a term that is added behind a loss, or to single numbers
             is_sum = name_of_node(node) in SUMS
-            if is_sum and (node in self._after_loss or not any(shape_at(node, place) for place in data)):
+            if is_sum and (node in self._after_loss or self._reading.are_numbers(node, [*data])):
                 self._joins[node] = list(terms.values())
             else:
                 self._suspects += terms.values()

@@ -50,6 +50,7 @@ def walk(
     wanted: Sequence[Tensor] | None,
     *,
     unshards: bool = False,
+    with_sums: bool = True,
 ) -> Graph:
     """Return the graph of a backward pass from ``roots``, with its uses and losses.
 
@@ -58,6 +59,7 @@ def walk(
         gradients: The gradient of each root; ``None`` for ones.
         wanted: Leaves to restrict the pass to; ``None`` for all.
         unshards: Whether the caller puts sharded parameters together for its sweeps.
+        with_sums: Whether sums of numbers, behind the outputs of models, may add terms to the loss.
 
     Raises:
         PackpropError: For a parameter without gradients of samples, a reentrant checkpoint, or parameters
@@ -69,13 +71,15 @@ def walk(
     require_alive(graph)
     _read_losses(graph, trail)
     _drop_inner_outputs(graph, trail)
-    _read_uses(graph, trail, wanted)
+    _read_uses(graph, trail, wanted, with_sums)
     _note_order(graph, trail)
     require_derivatives(graph, [node for node, name in trail.names.items() if name == WITHOUT_DERIVATIVE])
     find_missing(graph, trail.consumed, wanted)
     graph.consumed = bool(trail.consumed)
-    if graph.reading is not None and (graph.missing or (trail.consumed and graph.losses)):
-        settle_terms(graph)
+    reading = graph.reading
+    has_terms = reading is not None and (graph.missing or reading.sums or (trail.consumed and graph.losses))
+    if has_terms and not settle_terms(graph):
+        return walk(roots, gradients, wanted, unshards=unshards, with_sums=False)
     find_open_places(graph, trail.inputs)
     losses = {loss.node for loss in graph.losses}
     without_loss = set(nodes_above((start for start in starts if start not in losses), losses))
@@ -208,18 +212,18 @@ def _drop_inner_outputs(graph: Graph, trail: Trail) -> None:
                     (forward.declared,) = declared
 
 
-def _read_uses(graph: Graph, trail: Trail, wanted: Sequence[Tensor] | None) -> None:
+def _read_uses(graph: Graph, trail: Trail, wanted: Sequence[Tensor] | None, with_sums: bool) -> None:
     """Read the uses off the graph; see NOTE [Uses in the graph]."""
     leaves = _parameters(graph, trail)
     if not leaves:
         return
     alone: Collection[Node] = ()
-    reading = _sorted(graph, trail, leaves, alone)
+    reading = _sorted(graph, trail, leaves, alone, with_sums)
     given = {edge.node for loss in graph.losses for edge in loss.given}
     given |= {edge.node for edge, _, _ in graph.outputs}
     while not given.isdisjoint(reading.made_of_parameters.keys() - alone):
         alone = reading.made_of_parameters.keys()  # losses and outputs that only these enter are terms
-        reading = _sorted(graph, trail, leaves, alone)
+        reading = _sorted(graph, trail, leaves, alone, with_sums)
     graph.reading = reading
     settled = reading.settled
     trail.consumed = [(leaf, node) for leaf, node in trail.consumed if node not in settled]
@@ -242,7 +246,9 @@ def _read_uses(graph: Graph, trail: Trail, wanted: Sequence[Tensor] | None) -> N
                 loss.others.append(edge)
 
 
-def _sorted(graph: Graph, trail: Trail, leaves: dict[int, Tensor], alone: Collection[Node]) -> Reading:
+def _sorted(
+    graph: Graph, trail: Trail, leaves: dict[int, Tensor], alone: Collection[Node], with_sums: bool
+) -> Reading:
     """Return the sorted nodes; losses and outputs of only nodes ``alone``, made of parameters, do not count."""
     given = {loss.node: [edge.node for edge in loss.given if edge.node not in alone] for loss in graph.losses}
     losses = {node for node, taken in given.items() if taken}
@@ -251,7 +257,7 @@ def _sorted(graph: Graph, trail: Trail, leaves: dict[int, Tensor], alone: Collec
     outputs = [edge.node for edge, forward, _ in graph.outputs if forward.has_parameters]
     ends += [node for node in outputs if node not in alone]
     below_losses = set(nodes_above((node for node in ends if node not in terms), terms))
-    reading = Reading(graph, trail, leaves, below_losses)
+    reading = Reading(graph, trail, leaves, below_losses, with_sums)
     reading.sort(losses | trail.below(losses))
     return reading
 

@@ -11,6 +11,7 @@ from packprop.engine.algebra import cells
 from packprop.engine.algebra.statistics import moments, sq_norm, sum_sq
 from packprop.engine.algebra.structures import Lookup, rows
 from packprop.extensions import BatchGrad, SumGradSquared, Variance
+from tests.selection import thorough
 
 SAMPLES, POSITIONS, ENTRIES, WIDTH = 4, 6, 9, 3
 
@@ -78,6 +79,7 @@ def test_an_empty_sequence() -> None:
     assert not moments(structure).deviation.any()
 
 
+@thorough
 def test_a_large_table_takes_all_samples_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table for each sample would fill a chunk; rows do not, also beside quantities that need the tables."""
     counted: list[int] = []

@@ -92,7 +92,7 @@ def check(step: Any, model: nn.Module, x: Any, y: Any, loss: Any = F.cross_entro
         torch.testing.assert_close(step(x, y), expected.detach())
 
 
-@one_in(4)
+@one_in(8)
 @pytest.mark.parametrize("name", HELD)
 def test_values_of_attributes(name: str) -> None:
     torch.manual_seed(0)
@@ -140,7 +140,7 @@ IN_PLACE: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[A
 }
 
 
-@one_in(6)
+@one_in(12)
 @pytest.mark.parametrize("place", ["attribute", "private", "private list", "closure", "hook"])
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_values_that_change_in_place(name: str, place: str) -> None:
@@ -360,7 +360,7 @@ CHANGES: dict[str, Callable[[Model], None]] = {
 }
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_of_a_model(name: str) -> None:
     torch.manual_seed(0)
@@ -406,7 +406,7 @@ class Targets:
     weight: float
 
 
-@one_in(4)
+@one_in(8)
 @pytest.mark.parametrize(
     "make",
     [

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from packprop import extensions
 from packprop.applications.compiled.graphs import operations_of, tidy
 from tests.compiled.steps import batch, compiled, network, settle
+from tests.selection import thorough
 
 
 def twice(x: Tensor) -> Tensor:
@@ -104,6 +105,7 @@ def test_equal_outputs_are_two_tensors() -> None:
     assert first.data_ptr() != second.data_ptr()
 
 
+@thorough
 def test_columns_are_one_sweep() -> None:
     """As many operations for many classes as for few."""
     sizes = []

@@ -281,6 +281,7 @@ def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
+@thorough
 def test_a_stateful_data_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     for shuffle in (False, True):

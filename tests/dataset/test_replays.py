@@ -108,6 +108,7 @@ def test_two_readings() -> None:
         assert_near(own["ekfac"][name].values, value.values, name)
 
 
+@thorough
 def test_a_store_gets_the_same_rows(tmp_path: Path) -> None:
     given, model = data(4 * BATCHES), network()
     for compiled in (True, False):

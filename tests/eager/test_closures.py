@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from packprop.engine.eager import eager_backward, reach
 from packprop.errors import PackpropError
 from tests.eager.branches import KEEPS, D, N, assert_same, gradients, needs_cuda, network
+from tests.selection import thorough
 
 
 class Holder:
@@ -105,6 +106,7 @@ def test_a_tensor_of_the_outer_graph_that_cannot_be_found_is_refused() -> None:
     assert_same(gradients(h.sum(), x), [h])
 
 
+@thorough
 def test_a_tensor_of_another_thread_is_told_apart() -> None:
     """Nodes are numbered per thread: here the number of `h` is that of a node of the branch."""
     leaf, x = network()

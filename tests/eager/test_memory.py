@@ -81,6 +81,7 @@ def test_the_input_is_freed_too() -> None:
     assert_same([leaf.grad], gradients(per_sample(leaf + 1).sum(), leaf))
 
 
+@one_in(3)
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("keep", KEEPS)
 def test_many_steps_leave_nothing_behind(keep: str) -> None:

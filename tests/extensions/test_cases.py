@@ -151,7 +151,7 @@ def test_alone_as_in_company(case: Case, row: Row) -> None:
             assert not any(hasattr(p, other.attribute) for p in alone.model.parameters())
 
 
-@one_in(4)
+@one_in(8)
 @each_structure
 @pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
 def test_a_default_device_that_is_not_the_models(case: Case) -> None:

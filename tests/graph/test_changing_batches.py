@@ -16,6 +16,7 @@ from packprop.errors import PackpropError
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import GatedMean, check, double, rows_of
 from tests.references.running import assert_near, right_or_refused
+from tests.selection import thorough
 
 
 def test_signals_that_vanish_say_nothing_about_the_samples() -> None:
@@ -94,6 +95,7 @@ def test_samples_that_meet_later_behind_a_mean_in_float16() -> None:
         F.mse_loss(model(x, mixing).float(), y, reduction="sum").backward()
 
 
+@thorough
 def test_two_samples_that_meet_later_in_one_of_many_entries() -> None:
     """The sizes of their rows hardly change, between the looks for hidden mixing."""
 

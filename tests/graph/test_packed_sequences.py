@@ -86,7 +86,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...], samples: list[tuple[Any, ..
         torch.testing.assert_close(parameter.batch_l2, norms, msg=name)
 
 
-@one_in(6)
+@one_in(3)
 @often(lambda layer, lengths, read, inside: inside == (read != "outputs"))
 @pytest.mark.parametrize("inside", [False, True], ids=["", "layer-on-the-data"])
 @pytest.mark.parametrize("read", ["outputs", "last output", "state"])

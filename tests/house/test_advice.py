@@ -21,6 +21,7 @@ import packprop
 from packprop import backpack, extend, extensions, operators
 from packprop.engine.functions.losses.description import LOSSES
 from packprop.errors import PackpropError
+from tests.selection import thorough
 
 X, Y = torch.randn(5, 3), torch.randint(2, (5,))
 P = torch.rand(5, 2)
@@ -703,6 +704,7 @@ def _texts_of_errors() -> Iterator[str]:
                 )
 
 
+@thorough
 def test_what_errors_name_is_there() -> None:
     """Functions of packprop, and extensions with their arguments, that a text names."""
     names = {name for text in _texts_of_errors() for name in re.findall(r"packprop\.([A-Za-z_][\w.]*\w)", text)}

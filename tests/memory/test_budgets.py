@@ -312,6 +312,7 @@ def test_the_least_of_a_data_set_counts_the_results_of_the_batches_before() -> N
             run(caught.value.floor - 1)
 
 
+@thorough
 def test_a_budget_counts_a_retained_graph() -> None:
     """The graph that backward() would free along the way is still there when the last results are made."""
     model = packprop.extend(nn.Sequential(*[each for _ in range(5) for each in (nn.Linear(64, 64), nn.Tanh())]))
@@ -341,6 +342,7 @@ def test_a_budget_counts_a_retained_graph() -> None:
             run(memory, create_graph=True)
 
 
+@thorough
 def test_a_budget_counts_results_of_other_extensions() -> None:
     """An earlier pass left them on the parameters, where they stay throughout."""
     model, (x, y) = packprop.extend(nn.Linear(20, 10)), (torch.randn(64, 20), torch.arange(64) % 10)

@@ -107,6 +107,7 @@ def test_a_model_that_fits_nowhere() -> None:
     assert "on each of 2 x 16 meta devices" in str(found[2])
 
 
+@thorough
 def test_units_by_class() -> None:
     asked = [extensions.BatchL2Grad()]
     whole = packprop.plan(Words(), loss, batch(), asked, mesh_shape=4, units=())

@@ -100,6 +100,7 @@ class Bidirectional(nn.Module):
         return self.head(self.encoder(self.token(x) + places)[:, 0])  # type: ignore[no-any-return]  # a layer's
 
 
+@thorough
 @often(lambda make: make is extensions.KFAC)
 @pytest.mark.parametrize("make", [extensions.BatchL2Grad, extensions.DiagGGNMC, extensions.KFAC])
 def test_an_encoder(make: type[extensions.BatchL2Grad]) -> None:

@@ -18,7 +18,7 @@ from tests.cases import BY_NAME
 from tests.references.eigenvalues import drawn, step
 from tests.references.oracle import Oracle
 from tests.references.running import assert_near, backward
-from tests.selection import one_in
+from tests.selection import one_in, thorough
 
 
 def sweeps(monkeypatch: pytest.MonkeyPatch, *asked: Any) -> int:
@@ -84,6 +84,7 @@ def test_no_pass_holds_a_gradient_for_each_sample() -> None:
     assert counted.peak < samples * width * width * 4 / 4
 
 
+@thorough
 def test_groups_are_mixed_in_chunks() -> None:
     """A basis of all output channels mixes groups, so that rows are formed even at a single position."""
     torch.manual_seed(0)

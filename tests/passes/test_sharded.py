@@ -110,5 +110,6 @@ def another_is_not(rank: int) -> None:
     assert model[0].weight.grad_batch.shape == (6, 5, 4)
 
 
+@thorough
 def test_other_models_are_not() -> None:
     in_processes(another_is_not, 1)

@@ -30,6 +30,7 @@ from tests.cases import ONE_OF_EACH, Case
 from tests.queries.small import LOSS, QUERIES, SIZE, by_row, gradients, problem
 from tests.queries.test_token_influence import flat, flattened, network, terms
 from tests.references.running import assert_near, backward
+from tests.selection import thorough
 
 QUIET: dict[str, Any] = {"progress": False}
 SMALL = 6000
@@ -255,6 +256,7 @@ def test_what_a_budget_asks_for_is_enough() -> None:
     assert of_data(given, (x, y), memory=asked.replace(" ", "")).readings == 3
 
 
+@thorough
 def test_groups_keep_no_products() -> None:
     """Products with all samples, of which there may be millions, would not fit into any budget."""
     torch.manual_seed(0)

@@ -148,7 +148,7 @@ def test_in_place_changes() -> None:
     assert_rows_of_terms(terms, loss, model.parameters())
 
 
-@one_in(5)
+@one_in(9)
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.parametrize("way", ["checkpoint", "nested", "save_on_cpu", "copied"])
 def test_values_are_differentiable(way: str) -> None:

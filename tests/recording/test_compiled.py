@@ -80,7 +80,7 @@ def submodule_in_place(backend: str) -> Made:
 WAYS = (before, after, whole, in_place_before, in_place_after, submodule, submodule_in_place)
 
 
-@one_in(5)
+@one_in(10)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("make", WAYS, ids=lambda make: make.__name__)
 def test_training_is_what_it_is_without_packprop(make: Callable[[str], Made], backend: str) -> None:

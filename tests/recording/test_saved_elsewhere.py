@@ -22,7 +22,7 @@ from tests.selection import often, one_in, thorough
 from tests.versions import needs_hooks
 
 
-@one_in(6)
+@one_in(12)
 @pytest.mark.parametrize("way", WAYS)
 def test_numbers_are_the_same(way: str) -> None:
     assert_equal(run(WAYS[way], ROWS), run(REFERENCE.get(way, plain), ROWS))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from packprop import Store, StoreWriter
 from packprop.errors import BadInput, PackpropError
 from packprop.store.plain import GrowingArray
+from tests.selection import thorough
 
 
 def opened(folder: Path, **options: Any) -> StoreWriter:
@@ -189,6 +190,7 @@ def test_a_batch_that_fails_leaves_no_rows(tmp_path: Path, monkeypatch: pytest.M
     assert store["b"].torch().tolist() == [1, 1, 3, 3]
 
 
+@thorough
 @pytest.mark.parametrize("seconds", [0.0, 10.0], ids=["a chunk for each batch", "one chunk"])
 def test_a_write_that_fails_anywhere_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float

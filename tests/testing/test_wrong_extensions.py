@@ -17,6 +17,7 @@ from packprop.engine.algebra.structures import Outer
 from packprop.engine.passes import saving
 from packprop.testing import CheckFailed, check_extension
 from packprop.types import EXACT, GRADIENT, INPUTS, Extension, Row
+from tests.selection import one_in
 from tests.testing.registered import absolute, made
 
 
@@ -137,6 +138,7 @@ WRONG_EXTENSIONS: dict[str, tuple[Callable[[], Extension], Any, str, str]] = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", WRONG_EXTENSIONS)
 def test_a_wrong_extension_is_caught(name: str) -> None:
     make, reference, law, text = WRONG_EXTENSIONS[name]

@@ -1,4 +1,4 @@
-"""Which constants of a graph's nodes are data, and which are the model's own; see NOTE [Uses in the graph]."""
+"""Constants of a graph's nodes: which are data, and which are the model's own; see NOTE [Uses in the graph]."""
 
 from __future__ import annotations
 

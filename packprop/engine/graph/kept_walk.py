@@ -31,8 +31,8 @@ from packprop.engine.functions.nodes import is_from_outside, name_of_node, outpu
 from packprop.engine.functions.operands import EXPONENTS, MATRIX_PRODUCTS, numbers_of_type, takes_sparse
 from packprop.engine.functions.registry import rules_named
 from packprop.engine.functions.saved import keeps_elsewhere
+from packprop.engine.graph.constants import Constants
 from packprop.engine.graph.graph import Graph, ReachedLoss, ReachedUse
-from packprop.engine.graph.reading import Constants
 from packprop.engine.graph.search import upstream_of
 from packprop.engine.graph.site import Site
 from packprop.engine.recording.marks import (

@@ -126,6 +126,37 @@ def test_a_model_that_returns_a_sum_of_losses() -> None:
         assert_all_near(found[extension], whole[extension], extension.savefield)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_that_is_divided_by_the_size_of_the_batch(compiled: bool) -> None:
+    """Distillation: a student is told classes, and the outputs of its teacher."""
+
+    def loss(scores: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+        kind, taught = targets
+        apart = F.kl_div(scores.log_softmax(1), taught.softmax(1), reduction="batchmean")
+        return F.cross_entropy(scores, kind) + 0.5 * apart
+
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    given = torch.randn(SIZE, 4).double(), (torch.randint(3, (SIZE,)), torch.randn(SIZE, 3).double())
+    parts = zip(given[0].split(CUTS), *(each.split(CUTS) for each in given[1]), strict=True)
+    asked = [extension() for extension in EXACT]
+    found = compute(model, loss, [(x, (y, t)) for x, y, t in parts], *asked, compiled=compiled)
+    whole = compute(model, loss, [given], *asked)
+    assert found.loss == pytest.approx(whole.loss, rel=1e-12)
+    for extension in asked:
+        assert_all_near(found[extension], whole[extension], extension.savefield)
+
+
+def test_a_divisor_that_counts_steps() -> None:
+    """Where time comes first, ``batchmean`` divides by the number of steps, the same in all batches."""
+    model, data = packprop.extend(nn.Linear(4, 3), sample_axis=1), torch.randn(5, 2, 4)
+
+    def loss(scores: Tensor, taught: Tensor) -> Tensor:
+        return F.kl_div(scores.log_softmax(2), taught.softmax(2), reduction="batchmean")
+
+    with pytest.raises(PackpropError, match="what it is divided by is not known"):
+        compute(model, loss, [(data, data[..., :3])] * 2, extensions.SumGradSquared())
+
+
 def test_products_with_a_matrix_of_the_data() -> None:
     model, data = Tasks().double(), batches()
     weighted = Weighted().requires_grad_(False)

@@ -29,9 +29,8 @@ from torch import Tensor
 
 from packprop.applications.dataset.messages import explanation
 from packprop.engine.curvature import factors_on_losses, term_gradients
-from packprop.engine.functions import describe
 from packprop.engine.graph import Graph, walk
-from packprop.engine.passes import reduction_and_divisor
+from packprop.engine.passes import all_terms, is_of_batch, reduction_and_divisor
 from packprop.engine.recording import RecordedLoss, record
 from packprop.engine.tensors import (
     Layout,
@@ -212,8 +211,8 @@ def loss_terms(graph: Graph) -> LossTerms:
             f"all of them the same reduction; or {TELL}",
         )
     found = []
-    for call in calls:
-        known = reduction_and_divisor(call)
+    for loss, call in zip(graph.losses, calls, strict=True):
+        known = reduction_and_divisor(call, loss.layout)
         if known is None:
             raise not_one_loss(
                 f"the loss {call.name}",
@@ -343,7 +342,8 @@ def _together(
     """Return the reduction and the divisor of a loss that several loss functions make up."""
     if len(found) == 1 or found[0][0] == "sum":
         return found[0]
-    whole = [divisor == _all_terms(call) for call, (_, divisor) in zip(calls, found, strict=True)]
+    pairs = zip(calls, found, strict=True)
+    whole = [each[1] == all_terms(call) or is_of_batch(call, *each) for call, each in pairs]
     tensors = [each for each in whole if isinstance(each, Tensor)]
     if not all(each for each in whole if not isinstance(each, Tensor)):
         return "mean", math.nan
@@ -369,12 +369,6 @@ def number_of_terms(divisor: Tensor | float) -> float:
             "batches; or ask for one loss after the other",
         )
     return terms
-
-
-def _all_terms(call: RecordedLoss) -> float:
-    """Return the number of terms of a loss that counts each of them once."""
-    axis = describe(call.function, call.args, call.kwargs).class_axis
-    return call.shape.numel() / (1 if axis is None else call.shape[axis])
 
 
 def require_same_weights(weights: Sequence[TermWeights]) -> None:

@@ -178,7 +178,7 @@ def losses_of(graph: Graph) -> tuple[LossTerms, ...]:
     """Return the loss functions of a rank's loss."""
     terms = []
     for loss, factor in factors_on_losses(graph):
-        known = reduction_and_divisor(loss.call) if factor.numel() == 1 else None
+        known = reduction_and_divisor(loss.call, loss.layout) if factor.numel() == 1 else None
         reduction, divisor = known or ("", math.nan)
         terms.append(LossTerms(reduction, float(divisor), float(factor.sum())))
     return tuple(terms)

@@ -9,19 +9,30 @@ from torch import Tensor
 
 from packprop.engine.functions.losses.description import describe
 from packprop.engine.recording.marks import RecordedLoss
+from packprop.engine.tensors.layout import Layout
+
+REDUCTIONS: dict[str, Literal["mean", "sum"]] = {"mean": "mean", "batchmean": "mean", "sum": "sum"}
+"""Values of a loss's argument ``reduction``, each with what it does to terms."""
 
 
-def reduction_and_divisor(call: RecordedLoss) -> tuple[str, Tensor | float] | None:
-    """Return ``"mean"`` or ``"sum"``, and the divisor of the sum of terms; ``None`` if it is not known."""
+def reduction_and_divisor(
+    call: RecordedLoss, layout: Layout | None = None
+) -> tuple[str, Tensor | float] | None:
+    """Return ``"mean"`` or ``"sum"``, and the divisor of the sum of terms; ``None`` if it is not known.
+
+    ``layout`` says where the loss's input holds the samples: ``batchmean`` divides by the first extent of the
+    input, whatever that counts.
+    """
     divisor = describe(call.function, call.args, call.kwargs).divisor
     given = _arguments(call)
-    reduction = given.get("reduction", "mean")
+    reduction = REDUCTIONS.get(given.get("reduction", "mean"))
     # without the argument, a divisor of 1 may come from a sum or from a mean over one term
     known = divisor is not None and ("reduction" in given or divisor != 1)
-    if known and _deprecated(given) == [None, None] and reduction in ("mean", "sum"):
-        assert divisor is not None
-        return reduction, divisor
-    return None
+    if not known or reduction is None or _deprecated(given) != [None, None]:
+        return None
+    assert divisor is not None
+    counts_steps = layout is not None and (layout.axes or (0,))[0] != 0
+    return None if counts_steps and is_of_batch(call, reduction, divisor) else (reduction, divisor)
 
 
 def reduction_of(call: RecordedLoss) -> Literal["mean", "sum"] | None:
@@ -36,9 +47,20 @@ def reduction_of(call: RecordedLoss) -> Literal["mean", "sum"] | None:
     if averages is not None or reduces is not None:  # in torch they override reduction
         return "sum" if averages is False else "mean"
     if "reduction" in given:
-        known: dict[str, Literal["mean", "sum"]] = {"mean": "mean", "batchmean": "mean", "sum": "sum"}
-        return known.get(given["reduction"])
+        return REDUCTIONS.get(given["reduction"])
     return None if reduction_and_divisor(call) is None else "mean"
+
+
+def is_of_batch(call: RecordedLoss, reduction: str, divisor: Tensor | float) -> bool:
+    """Tell whether the first extent of a loss's input divides the sum (``batchmean``), not all its terms."""
+    is_extent = reduction == "mean" and not isinstance(divisor, Tensor) and divisor == call.shape[0]
+    return is_extent and divisor != all_terms(call)
+
+
+def all_terms(call: RecordedLoss) -> float:
+    """Return the number of terms of a loss that counts each of them once."""
+    axis = describe(call.function, call.args, call.kwargs).class_axis
+    return call.shape.numel() / (1 if axis is None else call.shape[axis])
 
 
 def _arguments(call: RecordedLoss) -> dict[str, Any]:

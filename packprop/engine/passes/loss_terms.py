@@ -53,8 +53,9 @@ def reduction_of(call: RecordedLoss) -> Literal["mean", "sum"] | None:
 
 def is_of_batch(call: RecordedLoss, reduction: str, divisor: Tensor | float) -> bool:
     """Tell whether the first extent of a loss's input divides the sum (``batchmean``), not all its terms."""
-    is_extent = reduction == "mean" and not isinstance(divisor, Tensor) and divisor == call.shape[0]
-    return is_extent and divisor != all_terms(call)
+    if reduction != "mean" or isinstance(divisor, Tensor):
+        return False
+    return divisor == call.shape[0] and divisor != all_terms(call)
 
 
 def all_terms(call: RecordedLoss) -> float:

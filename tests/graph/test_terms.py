@@ -176,6 +176,7 @@ ADDED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "before, scaled": lambda m, x, y: 2 * (0.05 * decay(m) - (-share(m, x, y) / 2)),
     "stacked": lambda m, x, y: torch.stack([share(m, x, y), 0.1 * decay(m)]).sum(),
     "with an axis": lambda m, x, y: (share(m, x, y)[None] + 0.1 * decay(m)).squeeze(),
+    "elastic net": lambda m, x, y: share(m, x, y) + 0.1 * decay(m) + 0.0 * m[0].weight.abs().sum(),
 }
 
 
@@ -200,14 +201,23 @@ def test_a_loss_in_arithmetic_of_ones_own(name: str, samples: int) -> None:
     "make",
     [
         lambda m, x, y: (share(m, x, y) + decay(m)).log(),
-        lambda m, x, y: (share(m, x, y) + decay(m)) ** 2,
         lambda m, x, y: share(m, x, y) + (x @ m[0].weight.T).square().sum(),
-        lambda m, x, y: sum((each.sum() + m[0].bias[0]) ** 2 for each in m(x)),
+        lambda m, x, y: (
+            share(m, x, y) + (torch.stack([m[0].bias] * len(x)) - x.sum(1)[:, None]).square().mean()
+        ),
+        lambda m, x, y: share(m, x, y) * m[0].bias[:1].exp(),
+        lambda m, x, y: (torch.stack([share(m, x, y), m(x).square().mean()]) * m[0].bias[:2].exp()).sum(),
+        lambda m, x, y: torch.stack([share(m, x, y), decay(m)]).prod(),
+        lambda m, x, y: torch.stack([row.sum() + m[0].bias[0] for row in m(x)]) @ x[:, 0],
+        lambda m, x, y: sum(row.sum() + m[0].bias[0] for row in m(x)),
+        lambda m, x, y: torch.cat([m(x).flatten(), m[0].weight.flatten()]).square().sum(),
     ],
 )
-def test_what_is_no_such_sum(make: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
-    model, (x, y) = penalised_network(), batch()
-    with pytest.raises(PackpropError, match="the samples are mixed"), packprop.backpack(extensions.BatchGrad()):
+@pytest.mark.parametrize("samples", [2, 3])
+def test_what_is_no_such_sum(make: Callable[[Any, Tensor, Tensor], Tensor], samples: int) -> None:
+    model, (x, y) = penalised_network(), batch(samples)
+    said = "nothing tells of which samples"
+    with pytest.raises(PackpropError, match=said), packprop.backpack(extensions.BatchGrad()):
         make(model, x, y).backward()
 
 

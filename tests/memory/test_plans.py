@@ -154,6 +154,22 @@ def test_a_model_that_cannot_be_copied_is_refused_by_name(budget: bool) -> None:
             packprop.extend(loss)(packprop.extend(model)(x), y).backward()
 
 
+def test_a_plan_changes_no_parameter_that_a_loss_reads() -> None:
+    """A loss that is a function may take the model's own parameters, or others, which are no copies."""
+    model, head = network(), nn.Parameter(torch.randn(6))
+    head.grad, head.grad_batch = torch.ones(6), "mine"  # type: ignore[attr-defined]  # a name of packprop's
+    before = head.grad
+
+    def loss(f: Tensor, y: Tensor) -> Tensor:
+        penalty = sum(p.square().sum() for p in model.parameters())
+        return F.cross_entropy(f * head, y) + 0.1 * penalty
+
+    packprop.plan(model, loss, data(4), extensions.BatchGrad())
+    assert all(p.grad is None and not hasattr(p, "grad_batch") for p in model.parameters())
+    assert head.grad is before
+    assert head.grad_batch == "mine"  # type: ignore[attr-defined]  # see above
+
+
 def test_a_plan_numbers_no_model() -> None:
     """Ranks name parameters by the number of the call of ``extend``: one of them alone may make plans."""
     before = EXTENDED.numbered

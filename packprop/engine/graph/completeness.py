@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from packprop.engine.functions.nodes import made_by
+from packprop.engine.functions.nodes import made_by, readable_name
 from packprop.engine.graph.graph import EAGER, Graph
 from packprop.engine.graph.search import leaves_above
 from packprop.engine.recording.marks import EXTENDED
@@ -136,6 +136,15 @@ def require_separable(graph: Graph) -> None:
             f"layer {graph.mixers[0]}",
             "batch normalisation in training mode mixes the samples: no sample has a gradient of its own",
             "call .eval() on the layer, or use GroupNorm, LayerNorm or InstanceNorm",
+        )
+    if graph.reading is not None and graph.reading.mixing:
+        (node, *_) = graph.reading.mixing
+        raise PackpropError(
+            "A quantity of single samples was asked for.",
+            f"{readable_name(node)} behind the output of the model",
+            "parameters join numbers that are computed from the outputs: nothing tells of which samples",
+            "add terms without samples, loss + penalty, with no function but factors behind the sum; apply "
+            "other parameters before the loss is reduced to a number",
         )
 
 

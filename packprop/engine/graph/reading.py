@@ -45,6 +45,7 @@ from packprop.engine.functions.nodes import (
     name_of_node,
     names_of_nodes,
     readable_name,
+    saved_option,
 )
 from packprop.engine.functions.operands import (
     ALIKE,
@@ -116,7 +117,7 @@ class Reading:
         self, graph: Graph, trail: Trail, wanted: dict[int, Tensor], below_losses: set[Node], with_sums: bool
     ) -> None:
         self._trail, self._wanted, self._below = trail, wanted, below_losses
-        self._with_sums = with_sums and bool(below_losses)
+        self._with_sums = with_sums
         self._roots = [(root.grad_fn, root.output_nr) for root in graph.roots if root.grad_fn is not None]
         self._forwards = graph.forwards
         self._constants = Constants(self._forwards)
@@ -125,13 +126,17 @@ class Reading:
         taken = [(loss.call.shape, loss.call.declared) for loss in graph.losses]
         taken = taken or [(shape, forward.declared) for _, forward, shape in graph.outputs if shape]
         self._is_one_sample = any(all(map(_is_one, shape[axis or 0 :][:1])) for shape, axis in taken)
+        self._axes = {axis or 0 for _, axis in taken}
         self._derived, self._wide, self._first = set[Node](), set[Node](), dict[tuple[str, Node], Node]()
+        self._numbers = set[Node]()
         self.made_of_parameters: dict[Node, None] = {}
         self.bad: set[Node] = set()
         """Nodes made of parameters that no loss depends on, and of constants that samples may be in."""
         self.uses: dict[Node, ReachedUse] = {}
         self.sums: list[Node] = []
         """Nodes that add something made of parameters to a number, behind the outputs of the models."""
+        self.mixing: list[Node] = []
+        """Uses that take nothing else of the samples than numbers computed from the outputs of the models."""
         self.answers: dict[Node, bool | None] = {}
         """Nodes, each with whether its constants are known; the structure decides on everything else."""
 
@@ -155,14 +160,17 @@ class Reading:
                 continue
             above = [each for each, _ in self._trail.inputs[node]]
             given = [place for place, each in enumerate(above) if each in parameters]
+            met = [place for place, each in enumerate(above) if each in data]
+            takes_numbers = bool(met) and node not in after_losses and self._takes_numbers(node, met)
             if not given or node in after_losses or node.name() == EAGER or is_compiled_region(node):
                 data.add(node)
                 continue
-            met = [place for place, each in enumerate(above) if each in data]
-            if met and self._with_sums and self._adds_to_numbers(node, met):
+            if takes_numbers and self._with_sums and name_of_node(node) in SUMS and self.are_numbers(node, met):
                 self.sums.append(node)
                 data.add(node)
                 continue
+            if takes_numbers or (met and node not in self._below and self._lengthens_samples(node)):
+                self.mixing.append(node)
             kind = "use" if met else self._kind(node, given)
             if kind == "parameters":
                 parameters[node] = None
@@ -172,9 +180,19 @@ class Reading:
             use.undecided, use.suspect = kind != "use", kind == "suspect"
             data.add(node)
 
-    def _adds_to_numbers(self, node: Node, met: Sequence[int]) -> bool:
-        """Tell whether a node behind the outputs of the models adds something to numbers, at some places."""
-        return name_of_node(node) in SUMS and node not in self._below and self.are_numbers(node, met)
+    def _takes_numbers(self, node: Node, met: Sequence[int]) -> bool:
+        """Tell whether a node behind the outputs of the models takes numbers, or what was made of numbers."""
+        if not self._below or node in self._below:
+            return False
+        takes = all(node.next_functions[at][0] in self._numbers or self.are_numbers(node, [at]) for at in met)
+        if takes:
+            self._numbers.add(node)
+        return takes
+
+    def _lengthens_samples(self, node: Node) -> bool:
+        """Tell whether a node behind the outputs of the models puts parameters beside the samples."""
+        is_behind = bool(self._below) and name_of_node(node) == "Cat"
+        return is_behind and saved_option(node, "dim") % len(shapes_of(node)[0]) in self._axes
 
     def are_numbers(self, node: Node, places: Sequence[int]) -> bool:
         """Tell whether operands of a node hold one number each, which is no row of a single sample."""
@@ -262,11 +280,13 @@ class Reading:
     def _note_width(self, node: Node, given: Sequence[int]) -> None:
         """Note whether the shape of a node comes from an expansion, and not from a parameter."""
         wide = [place for place in given if node.next_functions[place][0] in self._wide]
-        if not wide and name_of_node(node) not in EXPANDING:
+        operands = [node.next_functions[place][0] for place in given]
+        expands = name_of_node(node) in EXPANDING or len({*operands}) < len(operands)  # or stacks one again
+        if not wide and not expands:
             return
         shape = shapes_of(node)[0]
         of_this_shape = [place for place in given if shape_at(node, place) == shape] or given
-        if shape.numel() > 1 and (name_of_node(node) in EXPANDING or set(wide).issuperset(of_this_shape)):
+        if shape.numel() > 1 and (expands or set(wide).issuperset(of_this_shape)):
             self._wide.add(node)
 
     def _meets_no_samples(self, node: Node, given: Sequence[int]) -> bool:

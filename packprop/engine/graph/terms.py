@@ -15,7 +15,9 @@ there. It meets none if all of this holds; otherwise it stays missing:
   are linear in the sum. A product with the loss, or a root of the sum, is no sum of two terms.
 
 Behind the outputs of extended models, packprop reads a sum of numbers in this way first, also for losses in
-arithmetic of the user's own. If one of them adds no such term, it reads the graph again, with all of them uses.
+arithmetic of the user's own. If one of them adds no such term, or a parameter joins several numbers, each of
+which may be that of a sample, it reads the graph again, with all of them uses. A use there that takes numbers
+alone has no samples: ``require_separable`` refuses it.
 
 # NOTE [Open paths]
 packprop locates samples, and checks that they are separate, from the places where a loss begins: the inputs of
@@ -37,10 +39,14 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from packprop.engine.functions.losses import LOSSES
-from packprop.engine.functions.nodes import name_of_node
+from packprop.engine.functions.nodes import RESHAPES, name_of_node, names_of_nodes
 from packprop.engine.functions.operands import SUMS, is_linear
+from packprop.engine.graph.completeness import shapes_of
 from packprop.engine.graph.graph import Graph
 from packprop.engine.graph.search import leaves_above, nodes_above
+
+OF_NUMBERS = SUMS | RESHAPES | names_of_nodes("Neg Sum Mean ToCopy Select Unbind")
+"""Functions that a sum of numbers may go through, if something in it is to count as a term."""
 
 
 def settle_terms(graph: Graph) -> bool:
@@ -54,7 +60,7 @@ def settle_terms(graph: Graph) -> bool:
     graph.losses = [loss for loss in graph.losses if loss.node not in found.free]
     graph.terms = found.edges(graph)
     graph.in_terms = {id(leaf): leaf for leaf in leaves_above(edge.node for edge in graph.terms)}
-    return all(map(found.is_free_of_samples, graph.reading.sums))
+    return found.adds_terms_alone
 
 
 def meets_samples_unseen(graph: Graph) -> bool:
@@ -74,6 +80,9 @@ class _Terms:
 
     def __init__(self, graph: Graph) -> None:
         self._reading = graph.reading
+        self._sums = set(graph.reading.sums)
+        self._numbers: dict[Node, int] = {}
+        """Sums of numbers, and what is computed from them, each with the number of its chain of sums."""
         self._parametric = graph.reading.made_of_parameters.keys()
         self._losses = {loss.node for loss in graph.losses}
         self._data: set[Node] = set()
@@ -94,6 +103,16 @@ class _Terms:
     def is_free_of_samples(self, node: Node) -> bool:
         """Tell whether a node takes a leaf as part of a term that no sample enters."""
         return node in self.free or (node in self._joins and self.free.issuperset(self._joins[node]))
+
+    @property
+    def adds_terms_alone(self) -> bool:
+        """Tell whether each sum of numbers adds a term, and each leaf to one number: loops may take samples."""
+        chains: dict[int, int] = {}
+        for node in self._sums:
+            for leaf in leaves_above(above for above, _ in node.next_functions if above in self._parametric):
+                if chains.setdefault(id(leaf), self._numbers[node]) != self._numbers[node]:
+                    return False
+        return all(map(self.is_free_of_samples, self._sums))
 
     @property
     def has_suspects(self) -> bool:
@@ -136,6 +155,11 @@ class _Terms:
             self._after_loss.add(node)
         if self._joins and not is_linear(node, [*data, *terms]):
             self._spoilers += data.values()
+        chains = [self._numbers[each] for each in data.values() if each in self._numbers]
+        if node in self._sums or chains:
+            self._numbers[node] = (chains or [len(self._numbers)])[0]
+            if not _handles_numbers(node):
+                self._spoilers += data.values()
         if terms:
             # no sample has a share in a term that is added behind a loss, or to single numbers
             is_sum = name_of_node(node) in SUMS
@@ -143,6 +167,12 @@ class _Terms:
                 self._joins[node] = list(terms.values())
             else:
                 self._suspects += terms.values()
+
+
+def _handles_numbers(node: Node) -> bool:
+    """Tell whether a function brings no constants with an axis to numbers, which may be those of samples."""
+    name = name_of_node(node)
+    return name in OF_NUMBERS or (name in ("Mul", "Div") and shapes_of(node)[0].numel() == 1)
 
 
 def find_open_places(graph: Graph, inputs: Mapping[Node, Sequence[Any]]) -> None:

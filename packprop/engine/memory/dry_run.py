@@ -18,18 +18,19 @@ import copy
 import itertools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from operator import methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from packprop.engine.algebra.structures import Statistical
 from packprop.engine.graph.graph import Graph, ReachedUse
+from packprop.engine.graph.search import leaves_above
 from packprop.engine.graph.walk import walk
 from packprop.engine.memory.mesh import Mesh
 from packprop.engine.memory.peaks import Peak, PeakRecorder
@@ -160,6 +161,21 @@ def copy_without_data(
         ) from error
 
 
+@contextmanager
+def _unchanged(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Restore gradients and attributes of the user's own tensors, which a loss reads that is no module."""
+    before = [(leaf, leaf.grad, dict(vars(leaf))) for leaf in leaves]
+    for leaf, *_ in before:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient, attributes in before:
+            leaf.grad = gradient
+            vars(leaf).clear()
+            vars(leaf).update(attributes)
+
+
 class DryRun:
     """One run of a step without data: see NOTE [Dry runs].
 
@@ -249,7 +265,8 @@ class DryRun:
         check_graph(graph, not all(extension.of_batch for extension in step.extensions))
         graph.kept = step.retains_graph or any(each.keeps_graph for each in step.extensions)
         locating = peaks.end_part()
-        self._backward(graph, loss)
+        with _unchanged(leaf for leaf in leaves_above([loss.grad_fn]) if not isinstance(leaf, FakeTensor)):
+            self._backward(graph, loss)
         return [forward, locating, *self._before_results, peaks.end_part()], forward, graph
 
     def _make_tensors(self, value: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.engine.algebra import kronecker
-from packprop.engine.algebra.factors import Approximation, homogeneous_sum, input_gram
+from packprop.engine.algebra.factors import Approximation, correlations, homogeneous_sum, input_gram
 from packprop.engine.algebra.order import fold_to
 from packprop.engine.algebra.structures import Outer
 from packprop.errors import BadInput, PackpropWarning
@@ -133,3 +133,18 @@ def test_zeros_that_fill_samples_up_are_no_inputs() -> None:
         along = inputs @ expert.weight.ekfac.vectors[1]
         expected = along.sum(0) / (along.square().sum(0) * len(inputs)).sqrt()
         torch.testing.assert_close(expert.weight.ekfac.correlations, expected)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_correlations_have_no_unit(scale: float) -> None:
+    """What is rounding of the inputs' moment depends on the largest entry alone."""
+    x = torch.randn(7, 3).double()
+    x[:, 2] = x[:, 0]  # an eigenvector of zero
+    moment, total = x.T @ x, torch.cat([x.sum(0), torch.tensor([7.0]).double()])
+    vectors = torch.linalg.eigh(moment).eigenvectors
+    expected = (x.sum(0) @ vectors) / ((x @ vectors).square().sum(0) * 7).sqrt()
+    expected[0] = 0.0
+    total[:-1] *= scale
+    found = correlations(scale**2 * moment, vectors, total)
+    assert found is not None
+    torch.testing.assert_close(found, expected)

@@ -160,8 +160,9 @@ class Reading:
                 continue
             above = [each for each, _ in self._trail.inputs[node]]
             given = [place for place, each in enumerate(above) if each in parameters]
-            met = [place for place, each in enumerate(above) if each in data]
-            takes_numbers = bool(met) and node not in after_losses and self._takes_numbers(node, met)
+            is_behind = bool(self._below) and node not in self._below and node not in after_losses
+            met = [place for place, each in enumerate(above) if each in data] if is_behind else []
+            takes_numbers = bool(met) and self._takes_numbers(node, met)
             if not given or node in after_losses or node.name() == EAGER or is_compiled_region(node):
                 data.add(node)
                 continue
@@ -169,9 +170,9 @@ class Reading:
                 self.sums.append(node)
                 data.add(node)
                 continue
-            if takes_numbers or (met and node not in self._below and self._lengthens_samples(node)):
+            if takes_numbers or (met and self._lengthens_samples(node)):
                 self.mixing.append(node)
-            kind = "use" if met else self._kind(node, given)
+            kind = "use" if not data.isdisjoint(above) else self._kind(node, given)
             if kind == "parameters":
                 parameters[node] = None
                 self._note_width(node, given)
@@ -182,8 +183,6 @@ class Reading:
 
     def _takes_numbers(self, node: Node, met: Sequence[int]) -> bool:
         """Tell whether a node behind the outputs of the models takes numbers, or what was made of numbers."""
-        if not self._below or node in self._below:
-            return False
         takes = all(node.next_functions[at][0] in self._numbers or self.are_numbers(node, [at]) for at in met)
         if takes:
             self._numbers.add(node)
@@ -191,8 +190,7 @@ class Reading:
 
     def _lengthens_samples(self, node: Node) -> bool:
         """Tell whether a node behind the outputs of the models puts parameters beside the samples."""
-        is_behind = bool(self._below) and name_of_node(node) == "Cat"
-        return is_behind and saved_option(node, "dim") % len(shapes_of(node)[0]) in self._axes
+        return name_of_node(node) == "Cat" and saved_option(node, "dim") % len(shapes_of(node)[0]) in self._axes
 
     def are_numbers(self, node: Node, places: Sequence[int]) -> bool:
         """Tell whether operands of a node hold one number each, which is no row of a single sample."""

@@ -17,7 +17,14 @@ from packprop.applications.dataset.summary import as_frame, as_html, as_text
 from packprop.applications.dataset.values import decode, encode
 from packprop.engine.algebra import Eigen
 from packprop.engine.passes import ChunkSizes
-from packprop.engine.tensors import accumulation_dtype, is_distributed, map_tensors, tensors_in, whole_tensor
+from packprop.engine.tensors import (
+    accumulation_dtype,
+    as_matrix,
+    is_distributed,
+    map_tensors,
+    tensors_in,
+    whole_tensor,
+)
 from packprop.errors import Absent, BadInput
 from packprop.store.checksums import checksum_of_tensor
 from packprop.store.files import written_whole
@@ -104,8 +111,8 @@ class Result(Mapping[Any, dict[str, Any]]):
         scale = self.samples if self.reduction == "mean" else 1
         squares = [*self.tables.get("batch_l2", {}).values()]
         rows = () if squares else self.tables.get("grad_batch", {}).values()
-        wide = [each.to(accumulation_dtype(each.dtype)).unsqueeze(-1) for each in rows]
-        squares += [each.flatten(1).abs().square().sum(1) for each in wide]
+        wide = [as_matrix(each.to(accumulation_dtype(each.dtype))) for each in rows]
+        squares += [each.abs().square().sum(1) for each in wide]
         if squares:
             return scale * torch.stack([each.to(squares[0].device) for each in squares]).sum(0).sqrt()
         raise BadInput(

@@ -21,7 +21,7 @@ from packprop.engine.algebra import CAT, per_sample_grad
 from packprop.engine.curvature import Columns, Product, Vectors, columns
 from packprop.engine.graph import Graph
 from packprop.engine.passes import BackwardPass, Request, default_chunk_sizes
-from packprop.engine.tensors import accumulation_dtype, outside_autocast
+from packprop.engine.tensors import accumulation_dtype, as_matrix, outside_autocast
 from packprop.types import EXACT, Extension, Row
 
 
@@ -62,7 +62,11 @@ def row_product(graph: Graph, parameters: Sequence[Tensor], count: int, room: in
             for start, stop in group.chunks(step):
                 rows = _rows(graph, group, start, stop)
                 pairs = [
-                    (_flat(rows[id(parameter)].flatten(0, 1)).to(vector.dtype), _flat(vector), _flat(total))
+                    (
+                        as_matrix(rows[id(parameter)].flatten(0, 1)).to(vector.dtype),
+                        as_matrix(vector),
+                        as_matrix(total),
+                    )
                     for parameter, vector, total in zip(parameters, wide, sums, strict=True)
                     if id(parameter) in rows
                 ]
@@ -73,11 +77,6 @@ def row_product(graph: Graph, parameters: Sequence[Tensor], count: int, room: in
         return sums
 
     return product
-
-
-def _flat(rows: Tensor) -> Tensor:
-    """Return a view ``[n, p]`` of rows ``[n, *p]``, which may have no axes."""
-    return rows.unsqueeze(-1).flatten(1)
 
 
 def _rows(graph: Graph, group: Columns, start: int, stop: int) -> dict[int, Tensor]:

@@ -26,7 +26,7 @@ from packprop.applications.dataset.products import DataProduct
 from packprop.applications.queries.preconditioning import Preconditioner, together
 from packprop.engine.algebra import ConjugateGradients, EntryOrder, NotPositive
 from packprop.engine.curvature import Matrix, finite, indefinite, require_tolerance, warn_of_residuals
-from packprop.engine.tensors import accumulation_dtype
+from packprop.engine.tensors import accumulation_dtype, as_matrix
 
 SETS = 8
 """Vectors, each as long as all parameters, that one query keeps alive at once: see ``ConjugateGradients``."""
@@ -153,7 +153,7 @@ class Refiner:
         Raises:
             PackpropError: If the matrix is indefinite, or not finite.
         """
-        right = torch.cat([_flat(rows.pop(name)).to(self._device, self._dtype) for name in [*rows]], 1)
+        right = torch.cat([as_matrix(rows.pop(name)).to(self._device, self._dtype) for name in [*rows]], 1)
         precondition = None if self._preconditioner is None else lambda flat: self._preconditioned(flat, orders)
         refinement = self._refinement
         beside = max(0, min(refinement.width, most) - len(right))
@@ -176,7 +176,7 @@ class Refiner:
 
     def _damped(self, directions: Tensor) -> Tensor:
         products = self._product([*self._apart(directions).values()])
-        flat = torch.cat([_flat(product) for product in products], 1).to(directions)
+        flat = torch.cat([as_matrix(product) for product in products], 1).to(directions)
         return finite(self._asked, flat.add_(directions, alpha=self._damping))
 
     def _apart(self, flat: Tensor) -> dict[str, Tensor]:
@@ -198,8 +198,3 @@ class Refiner:
             for name, product in products.items():
                 places[name].copy_(product)
         return found
-
-
-def _flat(rows: Tensor) -> Tensor:
-    """Return rows ``[q, *p]`` as ``[q, p]``; they may have no axes, or no entries."""
-    return rows.unsqueeze(-1).flatten(1)

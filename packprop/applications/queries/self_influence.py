@@ -14,7 +14,7 @@ from packprop.applications.queries.blocks import Curvature
 from packprop.applications.queries.checks import gradients_in, require_real
 from packprop.applications.queries.preconditioning import Preconditioner, preconditioner_of, together
 from packprop.engine.memory import budget_of
-from packprop.engine.tensors import accumulation_dtype
+from packprop.engine.tensors import accumulation_dtype, as_matrix
 from packprop.errors import BadInput
 from packprop.store.reading import BLOCK, Store
 from packprop.store.search import bytes_of_a_row
@@ -67,7 +67,7 @@ def self_influence(
             rows = {name: each.to(accumulation_dtype(each.dtype)) for name, each in lent.items()}
             turned = rows if preconditioner is None else preconditioner(ASKED, rows, {})
             for name in names:
-                products = (rows[name] * turned[name]).unsqueeze(-1).flatten(1)  # rows may have no axes
+                products = as_matrix(rows[name] * turned[name])
                 found[start : start + step] += products.sum(1, dtype=torch.float64)
     return found
 

@@ -14,7 +14,7 @@ from packprop.engine.functions.nodes import made_by
 from packprop.engine.graph.graph import Graph, ReachedUse
 from packprop.engine.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
 from packprop.engine.tensors.device import return_freed_pages
-from packprop.engine.tensors.layout import Layout
+from packprop.engine.tensors.layout import Layout, as_matrix
 from packprop.engine.tensors.precision import accumulation_dtype
 
 UNMASKED = SweepOptions(needs_inputs=False, unmasked=True)
@@ -177,4 +177,4 @@ def known_sizes_of(rows: Tensor) -> Tensor:
 
 def _sums(rows: Tensor) -> Tensor:
     """Return the sum of the entries of each row ``[n, *]``, NaN if one is NaN: ``[n]``, on the CPU."""
-    return rows.unsqueeze(-1).flatten(1).sum(1).cpu()
+    return as_matrix(rows).sum(1).cpu()

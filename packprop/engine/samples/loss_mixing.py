@@ -37,7 +37,7 @@ from packprop.engine.graph.search import depth_first, nodes_above
 from packprop.engine.graph.sweep import unmasked
 from packprop.engine.samples.feeding import Feed, ModelOutput
 from packprop.engine.samples.hidden_mixing import parts
-from packprop.engine.tensors.layout import Layout, possible_layouts
+from packprop.engine.tensors.layout import Layout, as_matrix, possible_layouts
 from packprop.engine.tensors.repeated import Products
 from packprop.errors import PackpropError
 
@@ -312,7 +312,7 @@ class _Part:
         rows, fed, digits = layout.to_front(product), fed.to(product.device), torch.finfo(product.dtype).eps
         if digits > FEW_DIGITS:
             return rows[~fed].abs(), 0.0
-        largest = rows[fed].abs().nan_to_num(0.0).unsqueeze(-1).flatten(1).amax(1)
+        largest = as_matrix(rows[fed].abs().nan_to_num(0.0)).amax(1)
         curved = largest[largest > 0]  # the median of samples: one of huge curvature hides nothing
         return rows[~fed].abs(), 16 * digits * float(curved.median()) if curved.numel() else 0.0
 

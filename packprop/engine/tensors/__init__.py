@@ -18,6 +18,7 @@ from packprop.engine.tensors.dry import has_fault as has_fault
 from packprop.engine.tensors.hooks import has_late_hooks as has_late_hooks
 from packprop.engine.tensors.hooks import is_hooked as is_hooked
 from packprop.engine.tensors.layout import Layout as Layout
+from packprop.engine.tensors.layout import as_matrix as as_matrix
 from packprop.engine.tensors.layout import possible_layouts as possible_layouts
 from packprop.engine.tensors.long_work import doing as doing
 from packprop.engine.tensors.long_work import expect as expect

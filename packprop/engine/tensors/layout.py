@@ -138,6 +138,11 @@ class Layout(NamedTuple):
         return f"axis {self.axis}: {self.samples} samples{parts}"
 
 
+def as_matrix(rows: Tensor) -> Tensor:
+    """Return a view ``[n, p]`` of rows ``[n, *p]``, which may have no axes, or no entries."""
+    return rows.unsqueeze(-1).flatten(1)
+
+
 def layout_of_rows(axis: int, sample_of: Tensor, samples: int, joined: tuple[int, ...] = ()) -> Layout:
     """Return the layout of rows of known samples ``[k]``, along an axis or along ``joined`` axes from it on."""
     rows = Rows(sample_of, samples)

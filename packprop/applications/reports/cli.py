@@ -56,15 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _warnings_in_short(sys.stderr):
             status = run(options)
             sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads the output has seen enough, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt:
         kept = getattr(options, "checkpoint", None) or getattr(options, "resume", None)
         end = f"{kept} has the last checkpoint, if there is one" if kept else "nothing was written"
         print(f"interrupted; {end}", file=sys.stderr)
         return 130
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _has_no_reader():
+            return 0
         if options.debug:
             traceback.print_exc()
         elif isinstance(error, PackpropError):
@@ -79,6 +78,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {unexpected}", file=sys.stderr)
         return 2 if isinstance(error, PackpropError) else 1
     return status or 0
+
+
+def _has_no_reader() -> bool:
+    """Tell whether whoever reads the output has seen enough, such as `head`; then drop the rest."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _compare(options: argparse.Namespace) -> None:

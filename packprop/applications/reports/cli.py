@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import select
 import shlex
 import subprocess
 import sys
@@ -82,12 +83,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _has_no_reader() -> bool:
     """Tell whether whoever reads the output has seen enough, such as `head`; then drop the rest."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    if not hasattr(select, "poll"):  # not on Windows
+        return False
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _compare(options: argparse.Namespace) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from packprop.engine.context import backpack
 from packprop.engine.memory import Plan
-from packprop.engine.passes import Hook, save_of_pass
+from packprop.engine.passes import Hook, save_of_pass, set_aside
 from packprop.engine.recording import extended, record
 from packprop.engine.tensors import LossFunction, outputs_and_loss
 from packprop.types import Extension
@@ -105,7 +104,7 @@ class TrainingPass:
     def run_apart(self, parameters: Sequence[Tensor], inputs: Any, targets: Any) -> Outcome:
         """Run the pass, and leave gradients, results and the user's hook as if it had not run."""
         finished: list[nn.Module] = []
-        with _set_aside(self.extensions, parameters):
+        with set_aside(self.extensions, parameters):
             loss = self._run(inputs, targets, finished.append if self.hook is not None else None)
             gradients = {
                 n: each.grad for n, each in enumerate(parameters) if each.is_leaf and each.grad is not None
@@ -147,24 +146,3 @@ class TrainingPass:
             with backpack(*self.extensions, extension_hook=hook, memory=self.memory):
                 loss.backward()
         return loss.detach()
-
-
-@contextlib.contextmanager
-def _set_aside(extensions: Sequence[Extension], parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Take gradients and results off parameters, and put them back afterwards."""
-    fields = [extension.savefield for extension in extensions]
-    before = [
-        (tensor, tensor.grad, {name: vars(tensor).pop(name) for name in fields if name in vars(tensor)})
-        for tensor in parameters
-        if tensor.is_leaf
-    ]
-    for tensor, _, _ in before:
-        tensor.grad = None
-    try:
-        yield
-    finally:
-        for tensor, gradient, results in before:
-            tensor.grad = gradient
-            for name in fields:
-                vars(tensor).pop(name, None)
-            vars(tensor).update(results)

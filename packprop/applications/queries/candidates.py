@@ -46,7 +46,7 @@ from packprop.store.search import Found, bytes_of_a_row, extremes_and_sums, prod
 from packprop.types import GRADIENT, Extension, Row
 
 SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-"""Samplers whose subclasses change the order of the samples, too."""
+"""Samplers that change the order of the samples, as do their subclasses."""
 
 
 class Ends(NamedTuple):

@@ -18,8 +18,8 @@ import copy
 import itertools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from operator import methodcaller
 from typing import Any
@@ -46,7 +46,7 @@ from packprop.engine.memory.plan import (
 from packprop.engine.passes.backward_pass import BackwardPass
 from packprop.engine.passes.chunks import ChunkSizes
 from packprop.engine.passes.request import Request, settle_loss_inputs
-from packprop.engine.passes.saving import grows
+from packprop.engine.passes.saving import grows, set_aside
 from packprop.engine.samples.locating import check_graph, copy_sample_locations, is_order_of_data
 from packprop.engine.tensors.dry import TensorSpec, dry_run, storage_key
 from packprop.engine.tensors.names import named_parameters
@@ -161,21 +161,6 @@ def copy_without_data(
         ) from error
 
 
-@contextmanager
-def _unchanged(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Restore gradients and attributes of the user's own tensors, which a loss reads that is no module."""
-    before = [(leaf, leaf.grad, dict(vars(leaf))) for leaf in leaves]
-    for leaf, *_ in before:
-        leaf.grad = None
-    try:
-        yield
-    finally:
-        for leaf, gradient, attributes in before:
-            leaf.grad = gradient
-            vars(leaf).clear()
-            vars(leaf).update(attributes)
-
-
 class DryRun:
     """One run of a step without data: see NOTE [Dry runs].
 
@@ -265,7 +250,9 @@ class DryRun:
         check_graph(graph, not all(extension.of_batch for extension in step.extensions))
         graph.kept = step.retains_graph or any(each.keeps_graph for each in step.extensions)
         locating = peaks.end_part()
-        with _unchanged(leaf for leaf in leaves_above([loss.grad_fn]) if not isinstance(leaf, FakeTensor)):
+        # a loss that is no module may read tensors of the user's, which are no copies
+        own = [leaf for leaf in leaves_above([loss.grad_fn]) if not isinstance(leaf, FakeTensor)]
+        with set_aside(step.extensions, own):
             self._backward(graph, loss)
         return [forward, locating, *self._before_results, peaks.end_part()], forward, graph
 

@@ -6,7 +6,8 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from types import MappingProxyType
 from typing import Any
@@ -207,3 +208,24 @@ def factor_of(call: str, loss_scale: Any) -> float | Tensor | None:
         "it is no positive number, and no tensor with one entry",
         "give what the loss was multiplied by: 1 / steps under accumulation, scaler.get_scale() of a scaler",
     )
+
+
+@contextmanager
+def set_aside(extensions: Sequence[Extension], parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Take gradients and results off parameters, and put them back afterwards."""
+    fields = [extension.savefield for extension in extensions]
+    before = [
+        (tensor, tensor.grad, {name: vars(tensor).pop(name) for name in fields if name in vars(tensor)})
+        for tensor in parameters
+        if tensor.is_leaf
+    ]
+    for tensor, _, _ in before:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient, results in before:
+            tensor.grad = gradient
+            for name in fields:
+                vars(tensor).pop(name, None)
+            vars(tensor).update(results)

@@ -244,8 +244,9 @@ def test_what_a_wide_head_takes_is_what_was_predicted(make: Any) -> None:
     assert measured(model, batch, make()) == pytest.approx(plan.peak, rel=0.05)
 
 
+@pytest.mark.parametrize("positions", ["as rows", "behind the classes"])
 @pytest.mark.parametrize("row", [extensions.BatchL2Grad, extensions.Variance])
-def test_the_first_pass_of_a_wide_head_takes_no_more_than_a_plain_one(row: Any) -> None:
+def test_the_first_pass_of_a_wide_head_takes_no_more_than_a_plain_one(row: Any, positions: str) -> None:
     """What finds the samples is as large as the logits, and takes the place of gradients in them."""
     torch.manual_seed(0)
     layers = nn.Embedding(40, 16), nn.LayerNorm(16), nn.Linear(16, 2000, bias=False)
@@ -255,7 +256,10 @@ def test_the_first_pass_of_a_wide_head_takes_no_more_than_a_plain_one(row: Any) 
     def peak(*asked: Any) -> int:
         model.zero_grad()
         with LiveBytes() as live:
-            value = loss(model(tokens).flatten(0, 1), tokens.flatten())
+            if positions == "as rows":
+                value = loss(model(tokens).flatten(0, 1), tokens.flatten())
+            else:
+                value = loss(model(tokens).transpose(1, 2), tokens)
             with packprop.backpack(*asked):
                 value.backward()
         return live.peak

@@ -73,11 +73,15 @@ def _is_told(function: Callable[..., Any], given: Tensor, target: Any) -> bool:
     """Tell whether the node of a loss tells its whole call.
 
     A node does not tell whether the function has a user's rule, nor which argument was broadcast. In low
-    precision, the log-probabilities that it saved are rounded once more than the logits.
+    precision, the log-probabilities that it saved are rounded once more than the logits. PyTorch reshapes
+    log-probabilities with one axis of positions, or with more than two, before their node: to go through this
+    takes time and memory of the size of the logits.
     """
+    is_of_classes = function in (F.cross_entropy, F.nll_loss)
     has_rule = function in PROVEN or (function is F.cross_entropy and F.nll_loss in PROVEN)
     are_repeated = function in SYMMETRIC and given.shape != target.shape
-    return not (has_rule or are_repeated or given.dtype in NARROW)
+    are_reshaped = is_of_classes and given.dim() not in (1, 2, 4)
+    return not (has_rule or are_repeated or are_reshaped or given.dtype in NARROW)
 
 
 def loss_of_node(node: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], GradientEdge] | None:

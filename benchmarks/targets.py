@@ -309,8 +309,8 @@ SHORTFALLS: tuple[Shortfall, ...] = (
     ),
     Shortfall(
         ("Sigmoid MLP, KFLR, time", "Sigmoid MLP, KFRA"),
-        "the sweep goes through one layer after the other in Python. KFRA takes more calls than BackPACK's, and "
-        "fewer operators.",
+        "the sweep goes through one layer after the other in Python. KFRA takes more calls than BackPACK's, "
+        "and fewer operators.",
     ),
     Shortfall(
         ("Sigmoid MLP, Hessian-vector product",),
@@ -339,8 +339,8 @@ SHORTFALLS: tuple[Shortfall, ...] = (
     ),
     Shortfall(
         ("Adapters",),
-        "PyTorch's allocator counts 323 MiB, less than plain and results. The system's figure is of one process; "
-        "an older commit with the same allocations had 398 MiB in place of 413.",
+        "PyTorch's allocator counts 323 MiB, less than plain and results. The system's figure is of one "
+        "process; an older commit with the same allocations had 398 MiB in place of 413.",
     ),
     Shortfall(
         ("LSTM, BatchGrad, resident peak",),

@@ -338,7 +338,7 @@ SHORTFALLS: tuple[Shortfall, ...] = (
         "sample, and reads it for each statistic. Compiled steps take less time than plain ones.",
     ),
     Shortfall(
-        ("Adapters",),
+        ("Adapters, all of the gradient seed, resident peak",),
         "PyTorch's allocator counts 323 MiB, less than plain and results. The system's figure is of one "
         "process; an older commit with the same allocations had 398 MiB in place of 413.",
     ),

@@ -100,14 +100,20 @@ def points(rounds: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
                 continue
             task = BUILD[name]()
             model, loss = packprop.extend(task.model), packprop.extend(task.loss)
-            planned = packprop.plan(model, task.loss, (task.inputs, task.targets), [make()])
+            fixed = fixed_for(make.__name__)
+            plans: dict[tuple[tuple[str, str], ...], Plan] = {}  # a plan belongs to the forced algorithms
+            for choice in (Choice(), *fixed.values()):
+                with choice.enter():
+                    plans[choice.forced] = packprop.plan(
+                        model, task.loss, (task.inputs, task.targets), [make()]
+                    )
 
             def call(
                 choice: Choice | None,
                 task: Task = task,
                 model: nn.Module = model,
                 loss: nn.Module = loss,
-                planned: Plan = planned,
+                plans: dict[tuple[tuple[str, str], ...], Plan] = plans,
                 make: Any = make,
             ) -> dict[str, Any]:
                 for parameter in model.parameters():
@@ -117,14 +123,11 @@ def points(rounds: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
                 if choice is None:
                     value.backward()
                     return {}
-                with (
-                    choice.enter(),
-                    packprop.backpack(make(), memory=replace(planned, chunk_sizes=choice.chunk_sizes)),
-                ):
+                plan = replace(plans[choice.forced], chunk_sizes=choice.chunk_sizes)
+                with choice.enter(), packprop.backpack(make(), memory=plan):
                     value.backward()
                 return {}
 
-            fixed = fixed_for(make.__name__)
             calls = {"plain": functools.partial(call, None), "default": functools.partial(call, Choice())}
             calls |= {title: functools.partial(call, choice) for title, choice in fixed.items()}
             for each in calls.values():

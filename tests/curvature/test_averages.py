@@ -17,14 +17,27 @@ from tests.curvature.dense import NUMERATORS
 from tests.references.running import assert_near, backward, results
 from tests.selection import one_in
 
+
+class Scale(nn.Module):
+    """Multiplies each feature by a weight, whose block depends on the samples."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
 LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
     "dense": lambda: [nn.Linear(4, 5), nn.Sigmoid(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)],
     "images": lambda: [
         *(nn.Conv2d(1, 2, 2, padding=1), nn.Tanh(), nn.MaxPool2d(2), nn.BatchNorm2d(2), nn.Flatten()),
         nn.Linear(8, 3),
     ],
+    "scaled": lambda: [nn.Linear(4, 5), nn.Sigmoid(), Scale(5), nn.Tanh(), nn.Linear(5, 3)],
 }
-SHAPES = {"dense": (4,), "images": (1, 4, 4)}
+SHAPES = {"dense": (4,), "images": (1, 4, 4), "scaled": (4,)}
 
 
 def averaged(layers: list[nn.Module], x: Tensor, y: Tensor, curvature: str, jacobians: bool) -> dict[int, Any]:
@@ -50,6 +63,8 @@ def averaged(layers: list[nn.Module], x: Tensor, y: Tensor, curvature: str, jaco
             second = torch.einsum("nsi,nsj->ij", columns, columns) / len(x)
             mean = columns.sum((0, 1)) / len(x)
             factors[place] = spread @ matrix @ spread.T, torch.outer(mean, mean) if jacobians else second
+        elif isinstance(layer, Scale):
+            factors[place] = (matrix * (before.T @ before) / len(x),)
         slopes = [
             torch.autograd.functional.jacobian(lambda z, layer=layer: layer(z[None])[0], before[n]).reshape(
                 after[n].numel(), before[n].numel()
@@ -98,11 +113,12 @@ def test_averages_layer_by_layer(name: str, curvature: Any, jacobians: bool) -> 
     with packprop.backpack(*asked):
         packprop.extend(nn.CrossEntropyLoss())(model(x), y).backward()
     assert len(known) > 1
-    for place, (B, A) in known.items():
+    for place, factors in known.items():
         found = model[place].weight.averaged
-        assert_near(found[0], B, f"B of layer {place}")
-        assert_near(found[1], A, f"A of layer {place}")
-        assert_near(model[place].bias.averaged[0], B, f"bias of layer {place}")
+        for factor, expected in zip(found, factors, strict=True):
+            assert_near(factor, expected, f"layer {place}")
+        if hasattr(model[place], "bias"):
+            assert_near(model[place].bias.averaged[0], factors[0], f"bias of layer {place}")
         if curvature == "ggn" and not jacobians:
             assert all(map(torch.equal, model[place].weight.kfra, found))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -18,11 +19,12 @@ import torch
 from torch import nn
 
 import packprop
+from benchmarks.contestants import Call
 from benchmarks.decoder import Decoder
 from benchmarks.measure import MIB, take_turns
 from benchmarks.problems import PROBLEMS, Task
-from benchmarks.run import environment, write_results
-from packprop import Plan, extensions
+from benchmarks.run import RESULTS, environment, write_results
+from packprop import LiveBytes, Plan, extensions
 from packprop.engine.algebra.choices import CHOICES
 from packprop.engine.passes.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.tensors.device import keep_freed_pages
@@ -92,44 +94,51 @@ COSTLY = {("all-cnn-c", "DiagGGNExact"), ("decoder", "DiagGGNExact")}
 """Passes of several seconds, left out: hundreds of columns, or as many as tokens and words."""
 
 
+def calls_of(name: str, make: Any) -> dict[str, Call]:
+    """The steps of one problem and extension: plain, the default, and every fixed choice."""
+    task = BUILD[name]()
+    model, loss = packprop.extend(task.model), packprop.extend(task.loss)
+    choices = {"default": Choice(), **fixed_for(make.__name__)}
+    plans: dict[tuple[tuple[str, str], ...], Plan] = {}  # a plan belongs to the forced algorithms
+    for choice in choices.values():
+        with choice.enter():
+            plans[choice.forced] = packprop.plan(model, task.loss, (task.inputs, task.targets), [make()])
+
+    def call(choice: Choice | None) -> dict[str, Any]:
+        for parameter in model.parameters():
+            parameter.grad = None
+            vars(parameter).pop(make.savefield, None)
+        value = loss(model(task.inputs), task.targets)
+        if choice is None:
+            value.backward()
+            return {}
+        plan = replace(plans[choice.forced], chunk_sizes=choice.chunk_sizes)
+        with choice.enter(), packprop.backpack(make(), memory=plan):
+            value.backward()
+        return {}
+
+    calls = {title: functools.partial(call, choice) for title, choice in choices.items()}
+    return {"plain": functools.partial(call, None), **calls}
+
+
+def peaks_of(calls: dict[str, Call], titles: Sequence[str]) -> dict[str, int]:
+    """The peak of some of the steps in bytes of tensors, each in its second pass."""
+    peaks = {}
+    for title in titles:
+        calls[title]()
+        with LiveBytes() as live:
+            calls[title]()
+        peaks[title] = live.peak
+    return peaks
+
+
 def points(rounds: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The default and every fixed choice, for each problem and extension."""
     for name in names:
         for make in ASKED:
             if (name, make.__name__) in COSTLY:
                 continue
-            task = BUILD[name]()
-            model, loss = packprop.extend(task.model), packprop.extend(task.loss)
-            fixed = fixed_for(make.__name__)
-            plans: dict[tuple[tuple[str, str], ...], Plan] = {}  # a plan belongs to the forced algorithms
-            for choice in (Choice(), *fixed.values()):
-                with choice.enter():
-                    plans[choice.forced] = packprop.plan(
-                        model, task.loss, (task.inputs, task.targets), [make()]
-                    )
-
-            def call(
-                choice: Choice | None,
-                task: Task = task,
-                model: nn.Module = model,
-                loss: nn.Module = loss,
-                plans: dict[tuple[tuple[str, str], ...], Plan] = plans,
-                make: Any = make,
-            ) -> dict[str, Any]:
-                for parameter in model.parameters():
-                    parameter.grad = None
-                    vars(parameter).pop(make.savefield, None)
-                value = loss(model(task.inputs), task.targets)
-                if choice is None:
-                    value.backward()
-                    return {}
-                plan = replace(plans[choice.forced], chunk_sizes=choice.chunk_sizes)
-                with choice.enter(), packprop.backpack(make(), memory=plan):
-                    value.backward()
-                return {}
-
-            calls = {"plain": functools.partial(call, None), "default": functools.partial(call, Choice())}
-            calls |= {title: functools.partial(call, choice) for title, choice in fixed.items()}
+            calls = calls_of(name, make)
             for each in calls.values():
                 each()
             over = {
@@ -138,6 +147,7 @@ def points(rounds: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
                 if title != "plain"
             }
             # the least of many noisy figures is too low: the best are timed again, in more rounds
+            fixed = [title for title in over if title != "default"]
             chosen = sorted(fixed, key=over.__getitem__)[:CONTENDERS]
             again = take_turns({title: calls[title] for title in ("plain", "default", *chosen)}, 3 * rounds)
             final = {title: asdict(again[title].over_plain) for title in ("default", *chosen)}
@@ -151,7 +161,19 @@ def points(rounds: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
                 "default_over_best": ratio,
                 "over_plain": final,
                 "first_round_over_plain": over,
+                "peak_bytes": peaks_of(calls, ("plain", *final)),
             }
+
+
+def measure_peaks_again() -> None:
+    """Put the peaks of all points into the results that are there."""
+    path = RESULTS / "choices.json"
+    results = json.loads(path.read_text(encoding="utf-8"))
+    for point in results["points"]:
+        calls = calls_of(point["problem"], getattr(extensions, point["extension"]))
+        point["peak_bytes"] = peaks_of(calls, ("plain", *point["over_plain"]))
+        print(point["problem"], point["extension"], point["peak_bytes"], flush=True)
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -160,9 +182,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("problems", nargs="*", help=f"of {', '.join(BUILD)}; default: all")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each (default 5)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default 2)")
+    parser.add_argument(
+        "--peaks", action="store_true", help="put memory alone into the results that are there; times stay"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     keep_freed_pages()  # as passes without a plan do
+    if options.peaks:
+        measure_peaks_again()
+        return 0
     described = environment(options.threads, options.rounds, processes=1)
     found: list[dict[str, Any]] = []
     for point in points(options.rounds, options.problems or list(BUILD)):

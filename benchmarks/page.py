@@ -152,11 +152,13 @@ def _environment(described: Record) -> str:
     versions = ", ".join(f"{name} {v}" for name, v in described["versions"].items() if v)
     commit = (described["commit"] or "none yet")[:10]
     changed = " with uncommitted changes" if described["uncommitted_changes"] else ""
+    again = described.get("processes_again")
+    processes = f"{described['processes']} processes" + (f", {again} for some peaks" if again else "")
     return (
         f"{described['date'][:10]}, commit {commit}{changed}; {described['processor']}, "
         f"{described['threads']} threads on {described['cores']} cores, load average "
         f"{described['load_average_at_start']} at the start; {described['rounds']} rounds, "
-        f"{described['processes']} processes; "
+        f"{processes}; "
         f"Python {described['python']}, {versions}."
     )
 
@@ -580,6 +582,7 @@ def _choices_section(content: dict[str, Any]) -> list[str]:
             significant(point["over_plain"][point["best"]]["median"]),
             f"{point['default_over_best']:.2f}",
             point["best"],
+            *(f"{point['peak_bytes'][title] / MIB:.1f}" for title in ("plain", "default", point["best"])),
         ]
         for point in points
     ]
@@ -590,8 +593,19 @@ def _choices_section(content: dict[str, Any]) -> list[str]:
         "Without a budget, packprop chooses sizes of chunks and algorithms itself. We ran the same passes with "
         f"each of up to {most} choices fixed, as many as an extension takes note of, and timed the best of "
         f"them again: the default is within a tenth of the best in {within} of {len(points)} cases. Times over "
-        "plain.",
-        markdown(["problem", "extension", "default", "best", "default / best", "which"], rows),
+        "plain, peaks of tensors in MiB.",
+        markdown(
+            [
+                "problem",
+                "extension",
+                "default",
+                "best",
+                "default / best",
+                "which",
+                *(f"peak: {each}" for each in ("plain", "default", "best")),
+            ],
+            rows,
+        ),
         _environment(content["environment"]),
     ]
 

@@ -124,10 +124,8 @@ def measure(
 
     for name in names:
         try:
-            # Plain asks for nothing, so that its memory is the same beside every quantity.
-            asked = PROBLEMS[problem].quantities[0] if name == "plain" else quantity
-            measured = peak(problem, asked, name, threads, processes)
-            records[name]["peak_bytes"] = asdict(measured)
+            asked = _asked_for_memory(problem, quantity, name)
+            records[name]["peak_bytes"] = asdict(peak(problem, asked, name, threads, processes))
         except Gap as gap:
             records[name]["gap"] = str(gap)
         progress.advance(todo)
@@ -156,6 +154,29 @@ def measure(
         records[name] |= asdict(timing)
     progress.remove_task(todo)
     yield from records.values()
+
+
+def measure_peaks_again(suite: str, options: argparse.Namespace) -> None:
+    """Put the memory of the chosen records into the results of a suite, which must be of this package."""
+    path = (options.out or RESULTS) / f"{suite}.json"
+    results = json.loads(path.read_text(encoding="utf-8"))
+    then = results["environment"]["commit"]
+    if subprocess.run(["git", "diff", "--quiet", then, "--", "packprop"], cwd=ROOT, check=False).returncode:
+        raise SystemExit(f"{path} is of commit {then}, and packprop has changed since")
+    results["environment"]["processes_again"] = options.processes
+    for record in results["records"]:
+        problem, quantity, name = record["problem"], record["quantity"], record["contestant"]
+        is_chosen = name == "plain" or not options.quantity or quantity in options.quantity
+        if record["gap"] is None and is_chosen and name in line_up(problem, quantity, options.contestant):
+            asked = _asked_for_memory(problem, quantity, name)
+            record["peak_bytes"] = asdict(peak(problem, asked, name, options.threads, options.processes))
+            print(f"measured: {problem}, {quantity}, {name}", flush=True)
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def _asked_for_memory(problem: str, quantity: str, name: str) -> str:
+    """Plain asks for nothing, so that its memory is the same beside every quantity."""
+    return PROBLEMS[problem].quantities[0] if name == "plain" else quantity
 
 
 def disagrees(record: Record) -> bool:
@@ -224,6 +245,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quantity", action="append", default=[], help="only this; repeatable")
     parser.add_argument("--contestant", action="append", default=[], help="only this and plain")
     parser.add_argument(
+        "--peaks", action="store_true", help="put memory alone into the results that are there; times stay"
+    )
+    parser.add_argument(
         "--out", type=Path, help="folder; default benchmarks/results, nothing for a partial run"
     )
     options = parser.parse_args(arguments)
@@ -245,6 +269,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Of hooks on a first layer, whose input needs no gradient, in BackPACK and Opacus: harmless.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     torch.set_num_threads(options.threads)
+    if options.peaks:
+        for suite in options.suites or SUITES:
+            measure_peaks_again(suite, options)
+        return 0
     console = Console()
     # Piped into a file there is no terminal to fit.
     console.width = max(console.width, 110)

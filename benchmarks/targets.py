@@ -296,12 +296,14 @@ SHORTFALLS: tuple[Shortfall, ...] = (
         ("CNN, DiagGGNExact, time",),
         "nine columns each take a sweep and a product for every sample: 7 times the multiplications of a plain "
         "step, where 0.3 of BackPACK's time is 4 times plain. The bound comes from a faster machine (80 ms for "
-        "a plain step in place of 150), on which an older commit reached 0.43 to 0.5.",
+        "a plain step in place of 150), on which an older commit reached 0.43 to 0.5. Chunks of 32 MiB would "
+        "take 0.85 of the time ([the table of choices](#the-default-beside-every-fixed-choice)).",
     ),
     Shortfall(
         ("CNN, DiagGGNMC", "CNN, KFAC", "CNN, all of the Monte Carlo seed"),
         "multiplications take the time. Factors of the inputs are computed by halves and from shifts of the "
-        "images already. DiagGGNMC and KFAC share the drawn column and its sweep, and no statistic.",
+        "images already. DiagGGNMC and KFAC share the drawn column and its sweep, and no statistic. Chunks of "
+        "32 MiB would take 0.91 and 0.96 of the time, but up to 1.5 times the memory on other networks.",
     ),
     Shortfall(
         ("CNN, BatchL2Grad",),
@@ -339,8 +341,8 @@ SHORTFALLS: tuple[Shortfall, ...] = (
     ),
     Shortfall(
         ("Adapters, all of the gradient seed, resident peak",),
-        "PyTorch's allocator counts 323 MiB, less than plain and results. The system's figure is of one "
-        "process; an older commit with the same allocations had 398 MiB in place of 413.",
+        "PyTorch's allocator counts 323 MiB, less than plain and results. The system's figure varies from "
+        "process to process by more than what is missed.",
     ),
     Shortfall(
         ("LSTM, BatchGrad, resident peak",),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +22,7 @@ from benchmarks.contestants import Call
 from benchmarks.decoder import Decoder
 from benchmarks.measure import MIB, take_turns
 from benchmarks.problems import PROBLEMS, Task
-from benchmarks.run import RESULTS, environment, write_results
+from benchmarks.run import environment, results_of_this_package, write_results
 from packprop import LiveBytes, Plan, extensions
 from packprop.engine.algebra.choices import CHOICES
 from packprop.engine.passes.chunks import ChunkSizes, default_chunk_sizes
@@ -167,13 +166,12 @@ def points(rounds: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 def measure_peaks_again() -> None:
     """Put the peaks of all points into the results that are there."""
-    path = RESULTS / "choices.json"
-    results = json.loads(path.read_text(encoding="utf-8"))
+    results = results_of_this_package("choices")
     for point in results["points"]:
         calls = calls_of(point["problem"], getattr(extensions, point["extension"]))
         point["peak_bytes"] = peaks_of(calls, ("plain", *point["over_plain"]))
         print(point["problem"], point["extension"], point["peak_bytes"], flush=True)
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_results("choices", results["environment"], points=results["points"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

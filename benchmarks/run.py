@@ -156,22 +156,29 @@ def measure(
     yield from records.values()
 
 
-def measure_peaks_again(suite: str, options: argparse.Namespace) -> None:
-    """Put the memory of the chosen records into the results of a suite, which must be of this package."""
-    path = (options.out or RESULTS) / f"{suite}.json"
-    results = json.loads(path.read_text(encoding="utf-8"))
+def results_of_this_package(suite: str, folder: Path = RESULTS) -> Record:
+    """Read the results of a suite, in order to add to them; exit if packprop has changed since."""
+    results: Record = json.loads((folder / f"{suite}.json").read_text(encoding="utf-8"))
     then = results["environment"]["commit"]
     if subprocess.run(["git", "diff", "--quiet", then, "--", "packprop"], cwd=ROOT, check=False).returncode:
-        raise SystemExit(f"{path} is of commit {then}, and packprop has changed since")
-    results["environment"]["processes_again"] = options.processes
-    for record in results["records"]:
+        raise SystemExit(f"the results of {suite} are of commit {then}, and packprop has changed since")
+    return results
+
+
+def measure_peaks_again(suite: str, options: argparse.Namespace) -> None:
+    """Put the memory of the chosen records into the results of a suite."""
+    folder = options.out or RESULTS
+    results = results_of_this_package(suite, folder)
+    described, records = results["environment"], results["records"]
+    for record in records:
         problem, quantity, name = record["problem"], record["quantity"], record["contestant"]
         is_chosen = name == "plain" or not options.quantity or quantity in options.quantity
         if record["gap"] is None and is_chosen and name in line_up(problem, quantity, options.contestant):
             asked = _asked_for_memory(problem, quantity, name)
             record["peak_bytes"] = asdict(peak(problem, asked, name, options.threads, options.processes))
             print(f"measured: {problem}, {quantity}, {name}", flush=True)
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    described["processes_again"] = options.processes
+    write_results(suite, described, folder, problems=results["problems"], records=records)
 
 
 def _asked_for_memory(problem: str, quantity: str, name: str) -> str:

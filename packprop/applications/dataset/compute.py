@@ -32,6 +32,7 @@ from packprop.applications.dataset.run import Run
 from packprop.applications.dataset.sharded import is_sharded_over, require_same_shards
 from packprop.applications.dataset.shards import results_of, take_up_shards
 from packprop.applications.dataset.sources import Samples, samplers_of
+from packprop.applications.dataset.state import MergedResults
 from packprop.applications.dataset.stored import stored_results
 from packprop.applications.dataset.stream import BatchStream, ChunkSizesByBatch
 from packprop.engine.algebra import SINGLE
@@ -200,14 +201,26 @@ def compute(
         stream, run = group.attempt(begun)
         shapes = {name: parameter.shape for name, parameter in named_parameters(model)}
         if files is not None and told is not None:
-            if told.has_shards:
-                take_up_shards(stream.step.merged, files.shards(told.files), shapes, place, group)
-            stream.step.merged.end_pass(group)  # merges results that were written whole, and are sharded now
+            _take_up(stream.step.merged, told, files, shapes, place, group)
         result = run.to_the_end()
         result.replays, result.chunk_sizes = stream.told(), chunk_sizes.first
         result.tables = {savefield: _in_order(shapes, each) for savefield, each in result.tables.items()}
         _warn_of_diagonals(result, chosen, shapes)
         return result
+
+
+def _take_up(
+    merged: MergedResults,
+    told: Told,
+    files: RankFiles,
+    shapes: Mapping[str, torch.Size],
+    place: torch.device | str,
+    ranks: Ranks,
+) -> None:
+    """Restore the shards that an earlier run kept; merge its results that were whole, and are sharded now."""
+    if told.has_shards:
+        take_up_shards(merged, files.shards(told.files), shapes, place, ranks)
+    merged.end_pass(ranks)
 
 
 def _warn_of_diagonals(

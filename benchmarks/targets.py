@@ -296,14 +296,13 @@ SHORTFALLS: tuple[Shortfall, ...] = (
         ("CNN, DiagGGNExact, time",),
         "nine columns each take a sweep and a product for every sample: 7 times the multiplications of a plain "
         "step, where 0.3 of BackPACK's time is 4 times plain. The bound comes from a faster machine (80 ms for "
-        "a plain step in place of 150), on which an older commit reached 0.43 to 0.5. Chunks of 32 MiB would "
-        "take 0.85 of the time ([the table of choices](#the-default-beside-every-fixed-choice)).",
+        "a plain step in place of 150), on which an older commit reached 0.43 to 0.5. Chunks of 32 MiB in "
+        "place of 8 take 0.85 of the time ([the table of choices](#the-default-beside-every-fixed-choice)).",
     ),
     Shortfall(
         ("CNN, DiagGGNMC", "CNN, KFAC", "CNN, all of the Monte Carlo seed"),
         "multiplications take the time. Factors of the inputs are computed by halves and from shifts of the "
-        "images already. DiagGGNMC and KFAC share the drawn column and its sweep, and no statistic. Chunks of "
-        "32 MiB would take 0.91 and 0.96 of the time, but up to 1.5 times the memory on other networks.",
+        "images already. DiagGGNMC and KFAC share the drawn column and its sweep, and no statistic.",
     ),
     Shortfall(
         ("CNN, BatchL2Grad",),

@@ -164,10 +164,10 @@ def points(rounds: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
             }
 
 
-def measure_peaks_again() -> None:
-    """Put the peaks of all points into the results that are there."""
+def measure_peaks_again(names: Sequence[str]) -> None:
+    """Put the peaks of the points of some problems into the results that are there."""
     results = results_of_this_package("choices")
-    for point in results["points"]:
+    for point in (point for point in results["points"] if point["problem"] in names):
         calls = calls_of(point["problem"], getattr(extensions, point["extension"]))
         point["peak_bytes"] = peaks_of(calls, ("plain", *point["over_plain"]))
         print(point["problem"], point["extension"], point["peak_bytes"], flush=True)
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     keep_freed_pages()  # as passes without a plan do
     if options.peaks:
-        measure_peaks_again()
+        measure_peaks_again(options.problems or list(BUILD))
         return 0
     described = environment(options.threads, options.rounds, processes=1)
     found: list[dict[str, Any]] = []

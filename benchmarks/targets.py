@@ -297,8 +297,8 @@ SHORTFALLS: tuple[Shortfall, ...] = (
         "nine columns each take a sweep and a product for every sample: 7 times the multiplications of a plain "
         "step, where 0.3 of BackPACK's time is 4 times plain. The bound comes from a faster machine (80 ms for "
         "a plain step in place of 150), on which an older commit reached 0.43 to 0.5. Chunks of 32 MiB in "
-        "place of 8 take 0.85 of the time ([the table of choices](#the-default-beside-every-fixed-choice)), 0.91 "
-        "in more rounds.",
+        "place of 8 take 0.85 of the time ([the table of choices](#the-default-beside-every-fixed-choice)), or "
+        "0.91 in more rounds.",
     ),
     Shortfall(
         ("CNN, DiagGGNMC", "CNN, KFAC", "CNN, all of the Monte Carlo seed"),

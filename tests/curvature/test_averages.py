@@ -13,21 +13,10 @@ import packprop
 from packprop import extensions
 from packprop.errors import BadInput, PackpropError
 from tests.cases import BY_NAME, ONE_OF_EACH, Case
+from tests.compat.module_extensions import Gate
 from tests.curvature.dense import NUMERATORS
 from tests.references.running import assert_near, backward, results
 from tests.selection import one_in
-
-
-class Scale(nn.Module):
-    """Multiplies each feature by a weight, whose block depends on the samples."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
 
 LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
     "dense": lambda: [nn.Linear(4, 5), nn.Sigmoid(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)],
@@ -35,7 +24,7 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
         *(nn.Conv2d(1, 2, 2, padding=1), nn.Tanh(), nn.MaxPool2d(2), nn.BatchNorm2d(2), nn.Flatten()),
         nn.Linear(8, 3),
     ],
-    "scaled": lambda: [nn.Linear(4, 5), nn.Sigmoid(), Scale(5), nn.Tanh(), nn.Linear(5, 3)],
+    "scaled": lambda: [nn.Linear(4, 5), nn.Sigmoid(), Gate(5), nn.Tanh(), nn.Linear(5, 3)],
 }
 SHAPES = {"dense": (4,), "images": (1, 4, 4), "scaled": (4,)}
 
@@ -63,7 +52,7 @@ def averaged(layers: list[nn.Module], x: Tensor, y: Tensor, curvature: str, jaco
             second = torch.einsum("nsi,nsj->ij", columns, columns) / len(x)
             mean = columns.sum((0, 1)) / len(x)
             factors[place] = spread @ matrix @ spread.T, torch.outer(mean, mean) if jacobians else second
-        elif isinstance(layer, Scale):
+        elif isinstance(layer, Gate):
             factors[place] = (matrix * (before.T @ before) / len(x),)
         slopes = [
             torch.autograd.functional.jacobian(lambda z, layer=layer: layer(z[None])[0], before[n]).reshape(
